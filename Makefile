@@ -1,0 +1,64 @@
+# Two commands do everything on a fresh machine with Python 3.11+ and make:
+#   make demo    install, then answer prompts with the model inside the package
+#   make test    install, then run the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: help demo serve test test-slow lint type fmt clean
+
+help:
+	@echo "make demo       answer a few prompts with the demo model (installs first)"
+	@echo "make serve      gRPC service with the demo model"
+	@echo "make test       the tests, under 15 minutes on two cores"
+	@echo "make test-slow  the long tests"
+	@echo "make lint type  ruff and the type checker"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(f"jaxserve needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; try: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "==> installing jaxserve (about 700 MB; a few minutes)"
+	$(PIP) install --progress-bar on -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "==> installing jaxserve and what its tests need"
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	@echo "==> answering prompts with the demo model"
+	$(BIN)/python -m jaxserve.run --config configs/demo.yaml --chat \
+	  --prompt "Hello! What can you do?" \
+	  --prompt "What is 683+784?" \
+	  --prompt 'Reverse "wagon".' \
+	  --prompt "Tell me a story about a fox."
+
+serve: $(VENV)/.demo
+	$(BIN)/python -m jaxserve.run --config configs/demo.yaml
+
+test: $(VENV)/.dev
+	@echo "==> running the tests"
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(PYTEST) -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(VENV)/.dev
+	$(BIN)/basedpyright
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

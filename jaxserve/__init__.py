@@ -1,0 +1,38 @@
+"""jaxserve: a JAX/XLA inference engine for large language models on TPUs, GPUs and CPUs.
+
+    from jaxserve import LLM, SamplingParams
+    llm = LLM(model="demo")
+    print(llm.chat([{"role": "user", "content": "What is 683+784?"}])[0].outputs[0].text)
+
+Names are imported when first used: a notebook that only wants `jaxserve.sched` never loads JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.api import FinishReason, SamplingParams
+    from jaxserve.config import Config
+    from jaxserve.llm import LLM, CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "Config", "FinishReason", "RequestOutput", "SamplingParams"]
+
+_HOME = {
+    "LLM": "jaxserve.llm",
+    "CompletionOutput": "jaxserve.llm",
+    "RequestOutput": "jaxserve.llm",
+    "SamplingParams": "jaxserve.api",
+    "FinishReason": "jaxserve.api",
+    "Config": "jaxserve.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,313 @@
+"""The values that cross every border of the package: what is asked, and what comes back.
+
+Owns `SamplingParams`, `Request`, `TokenEvent` and `FinishReason`. Refuses behaviour: these are frozen values, and
+checking a value against itself is the only logic here. Limits of a particular server are checked where they are
+known (`engine`), limits of the device where they are known (`sched`).
+
+Letters used for shapes in the whole package:
+
+    T tokens in a step      R request rows         P pages per row        S context length
+    D model width           F feed-forward width   N query heads          K key/value heads
+    G = N / K               H head dim             V vocabulary           L layers      E experts
+"""
+
+import dataclasses
+import difflib
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxserve.errors import InvalidRequest, UnsupportedOption
+
+MAX_LOGPROBS = 20  # entries of the fixed top-k that the compiled step returns
+MAX_STOP_TOKEN_IDS = 32  # per-row device slots, the end-of-sequence ids of the model included
+MAX_LOGIT_BIAS = 512  # per-row device slots; OpenAI documents 300
+MAX_BAD_WORDS = 32  # per-row device slots (token sequences; a word can need two, with and without a space)
+MAX_BAD_WORD_LEN = 8  # tokens of one bad word
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in the words of the OpenAI API."""
+
+    STOP = "stop"  # end-of-sequence, a stop token id or a stop string
+    LENGTH = "length"  # max_tokens or the context length
+    ABORT = "abort"  # cancelled by the client, a deadline or shutdown
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names and defaults are vLLM's.
+
+    Order of operations on the logits of one row [V], as vLLM documents it: raw log-probabilities are taken
+    first (that is what `logprobs` reports); then allowed_token_ids, bad_words, min_tokens, logit_bias;
+    then repetition, frequency and presence penalty; greedy rows take the argmax here; then temperature, min_p,
+    top_k, top_p; then one draw whose noise depends on (seed, position) alone.
+
+    Attributes:
+      n: sequences to generate for one prompt.
+      temperature: 0 means greedy.
+      top_k: keep the k most likely tokens; 0 or -1 keeps all.
+      top_p: keep the smallest set of tokens whose probability reaches this; (0, 1].
+      min_p: drop tokens under min_p times the largest probability; [0, 1].
+      presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
+      repetition_penalty: > 0, over prompt and generated tokens; 1 is off.
+      logit_bias: token id to added logit, [-100, 100].
+      allowed_token_ids: nothing else can be drawn.
+      bad_words: texts that must not be produced; matched on tokens, with and without a leading space.
+      min_tokens: no end-of-sequence and no stop token id before this many tokens.
+      max_tokens: tokens to generate at most; None means up to the context length.
+      stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
+      stop_token_ids: ids that end the sequence.
+      ignore_eos: go on after the end-of-sequence token.
+      seed: [0, 2**63); None takes one from the engine's own counter-based stream.
+      logprobs: None, or 0..20 most likely alternatives beside the drawn token.
+      prompt_logprobs: the same for each prompt token but the first; such a request skips the prefix cache.
+      skip_special_tokens: leave chat tags and the like out of the text.
+      detokenize: False returns ids only; stop strings then need ids (refused together with `stop`).
+      truncate_prompt_tokens: keep only the last that many prompt tokens; None refuses a prompt too long.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _normalise(self)
+        _check_ranges(self)
+        _check_collections(self)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "SamplingParams":
+        """Builds from names of a wire format. An unknown name is refused, never ignored."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise UnsupportedOption(f"sampling option {name!r} is not supported; known: {', '.join(known)}.{hint}")
+        return cls(**options)
+
+
+def _normalise(params: SamplingParams) -> None:
+    """Turns the convenient spellings (one stop string, lists, None, top_k=-1) into one canonical form."""
+    set_field = object.__setattr__  # the value is frozen from the end of __post_init__ on
+    if isinstance(params.stop, str):
+        set_field(params, "stop", (params.stop,))
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        value = getattr(params, name)
+        if value is not None and not isinstance(value, Sequence | set | frozenset):
+            raise InvalidRequest(f"{name} must be a list, got {value!r}")
+        set_field(params, name, tuple(value or ()))
+    if params.allowed_token_ids is not None:
+        set_field(params, "allowed_token_ids", tuple(params.allowed_token_ids))
+    if params.logit_bias is not None:
+        try:
+            bias = {int(k): float(v) for k, v in params.logit_bias.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {params.logit_bias!r}") from error
+        set_field(params, "logit_bias", bias or None)
+    if params.top_k == -1:
+        set_field(params, "top_k", 0)
+
+
+_RANGES: tuple[tuple[str, type, float, float, str], ...] = (
+    # name, type, lowest, highest, interval as written in the message
+    ("n", int, 1, 1024, "1..1024"),
+    ("temperature", float, 0.0, 100.0, "0..100"),
+    ("top_k", int, 0, 2**31 - 1, "-1, 0 (both: off) or more"),
+    ("top_p", float, 1e-9, 1.0, "(0, 1]"),
+    ("min_p", float, 0.0, 1.0, "[0, 1]"),
+    ("presence_penalty", float, -2.0, 2.0, "[-2, 2]"),
+    ("frequency_penalty", float, -2.0, 2.0, "[-2, 2]"),
+    ("repetition_penalty", float, 1e-6, 1e6, "more than 0"),
+    ("min_tokens", int, 0, 2**31 - 1, "0 or more"),
+)
+_OPTIONAL_RANGES: tuple[tuple[str, int, int, str], ...] = (
+    ("max_tokens", 1, 2**31 - 1, "1 or more, or null for all the context holds"),
+    ("seed", 0, 2**63 - 1, "0..2**63-1"),
+    ("logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}"),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, f"0..{MAX_LOGPROBS}"),
+    ("truncate_prompt_tokens", 1, 2**31 - 1, "1 or more"),
+)
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    for name, kind, low, high, text in _RANGES:
+        value = getattr(params, name)
+        accepted = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise InvalidRequest(f"{name} must be a {kind.__name__}, got {value!r}")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise InvalidRequest(f"{name} is {value}, but must be {text}")
+    for name, low, high, text in _OPTIONAL_RANGES:
+        value = getattr(params, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(f"{name} must be an int or null, got {value!r}")
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} is {value}, but must be {text}")
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+        if not isinstance(getattr(params, name), bool):
+            raise InvalidRequest(f"{name} must be true or false, got {getattr(params, name)!r}")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequest(f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}")
+
+
+def _check_collections(params: SamplingParams) -> None:
+    for name in ("stop", "bad_words"):
+        for text in getattr(params, name):
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest(f"{name} must hold non-empty strings, got {text!r}")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise InvalidRequest(f"{name} must hold token ids (0 or more), got {token_id!r}")
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty, so nothing could be generated; leave it out instead")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise UnsupportedOption(f"{len(params.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work")
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise UnsupportedOption(f"{len(params.bad_words)} bad_words; at most {MAX_BAD_WORDS} work")
+    for token_id, bias in (params.logit_bias or {}).items():
+        if token_id < 0 or not math.isfinite(bias) or not -100 <= bias <= 100:
+            raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, but must be a number in [-100, 100]")
+    if params.logit_bias is not None and len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise UnsupportedOption(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_LOGIT_BIAS} work")
+    if params.stop and not params.detokenize:
+        raise InvalidRequest("stop strings need text, but detokenize is false; use stop_token_ids")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One accepted request, tokens only: what the scheduler and the device see.
+
+    Text has been encoded, `sampling` checked, and everything that was None resolved: `max_tokens` is a number
+    that fits the context, `seed` a number, and `stop_token_ids` holds the model's own end-of-sequence ids too
+    (unless ignore_eos). `bad_word_ids` are the bad words as token sequences.
+
+    Attributes:
+      request_id: unique among live requests.
+      prompt_token_ids: at least one id.
+      arrival_s: monotonic seconds; orders requests, never shown.
+      priority: smaller is served first (vLLM's convention); used by the `priority` policy.
+      cache_salt: requests share prefix pages only with the same salt.
+      tenant: whom fairness policies charge.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    arrival_s: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+
+
+def check_request(request: Request, vocab_size: int) -> None:
+    """Checks what `SamplingParams` could not know: the vocabulary, the final stop ids, the bad words as tokens.
+
+    Raises InvalidRequest for ids outside of the vocabulary and for options that forbid every token, UnsupportedOption
+    for more than the per-row slots of the device hold.
+    """
+    sampling = request.sampling
+    ids_by_option = {
+        "prompt_token_ids": request.prompt_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "logit_bias": sampling.logit_bias or (),
+        "stop_token_ids": sampling.stop_token_ids or (),
+        "bad_words": tuple(i for word in request.bad_word_ids for i in word),
+    }
+    for name, ids in ids_by_option.items():
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise InvalidRequest(f"{name} has token id {wrong}, but the vocabulary ends at {vocab_size - 1}")
+    num_stops, num_words = len(request.stop_token_ids), len(request.bad_word_ids)
+    if num_stops > MAX_STOP_TOKEN_IDS:
+        raise UnsupportedOption(
+            f"{num_stops} stop token ids, the model's own included; at most {MAX_STOP_TOKEN_IDS} work. Give fewer."
+        )
+    if num_words > MAX_BAD_WORDS:
+        raise UnsupportedOption(
+            f"bad_words make {num_words} token sequences (with and without a space); at most {MAX_BAD_WORDS} work."
+            " Give fewer."
+        )
+    for word in request.bad_word_ids:
+        if not 1 <= len(word) <= MAX_BAD_WORD_LEN:
+            raise UnsupportedOption(
+                f"a bad word is {len(word)} tokens long; 1 to {MAX_BAD_WORD_LEN} work. Give a shorter part of it."
+            )
+    _check_something_is_left(request, vocab_size)
+
+
+def _check_something_is_left(request: Request, vocab_size: int) -> None:
+    sampling = request.sampling
+    forbidden = {word[0] for word in request.bad_word_ids if len(word) == 1}
+    if sampling.min_tokens > 0:
+        forbidden |= request.stop_token_ids
+    allowed = range(vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
+    if forbidden and all(i in forbidden for i in allowed):
+        raise InvalidRequest(
+            "bad_words and min_tokens together forbid every token of"
+            f" {'the vocabulary' if sampling.allowed_token_ids is None else 'allowed_token_ids'}; loosen one of them"
+        )
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one position, natural logarithm, from the raw logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class PromptInfo(NamedTuple):
+    """What is known of a prompt once it has run; comes with a sequence's first token.
+
+    `logprobs`: one entry per prompt token after the first, or None when not asked for.
+    """
+
+    num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+class TokenEvent(NamedTuple):
+    """One token of one sequence. A named tuple, since hundreds are made each step.
+
+    `index` numbers the n sequences of a request. `stop_token_id` names the id that ended the sequence, when one did.
+    """
+
+    request_id: str
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt: PromptInfo | None = None

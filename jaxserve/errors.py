@@ -1,0 +1,83 @@
+"""Typed errors for everything a user can cause, and the status each one maps to.
+
+Owns the exception classes and their transport-neutral `Status`. Refuses to know gRPC or HTTP: `serve` holds
+the one table that turns a `Status` into a code of a protocol. What only a bug can cause is an `assert`, not a
+class in this file, so that catching `UserError` never hides a defect.
+
+Every message says what was asked, what the limit is, and what to change.
+"""
+
+import enum
+
+
+class Status(enum.StrEnum):
+    """What kind of refusal this is, independent of any protocol."""
+
+    INVALID = "invalid"  # the request itself is wrong; sending it again cannot help
+    NOT_FOUND = "not_found"
+    OVERLOADED = "overloaded"  # try again later
+    UNAVAILABLE = "unavailable"  # the engine is stopping or dead
+    DEADLINE = "deadline"
+    INTERNAL = "internal"  # a bug of ours
+
+
+class JaxserveError(Exception):
+    """Base of all typed errors. `status` says how a front door reports it."""
+
+    status = Status.INTERNAL
+
+
+class UserError(JaxserveError):
+    """Something the user can change. A command line prints it in one line and exits with 2."""
+
+    status = Status.INVALID
+
+
+class ConfigError(UserError):
+    """A config file, an override or an environment variable is unusable."""
+
+
+class CheckpointError(UserError):
+    """A model directory is missing, incomplete, truncated or of an unknown kind."""
+
+
+class CapacityError(UserError):
+    """The configured sizes cannot fit the device. The message names the setting to change."""
+
+
+class InvalidRequest(UserError):
+    """A request has a value outside what this server takes."""
+
+
+class UnsupportedOption(InvalidRequest):
+    """A sampling or request option exists elsewhere but not here, or exceeds a device slot limit."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt alone leaves no room for one generated token."""
+
+
+class RequestRejected(InvalidRequest):
+    """Admission refused the request because it could never run with the configured pool and rows."""
+
+
+class UnknownRequest(UserError):
+    """No live request has this id."""
+
+    status = Status.NOT_FOUND
+
+
+class QueueFull(UserError):
+    """The waiting queue is at its limit; nothing was accepted."""
+
+    status = Status.OVERLOADED
+
+
+class EngineStopped(JaxserveError):
+    """The engine is draining, stopped or has died; the message says which and why."""
+
+    status = Status.UNAVAILABLE
+
+
+class MissingBucket(JaxserveError):
+    """A plan needs a step shape that was not compiled at start. Nothing compiles after warm-up."""

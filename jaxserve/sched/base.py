@@ -1,0 +1,57 @@
+"""The two protocols at the joints: what a notebook replaces, and what runs a plan.
+
+Owns the signatures and the contract of `Scheduler`, `Runner` and `InFlight`. Holds no code, so that a scheduler
+needs no device and a device needs no scheduler.
+"""
+
+from typing import Protocol
+
+from jaxserve.api import Request, TokenEvent
+from jaxserve.sched.plan import Limits, StepPlan, StepResult
+
+
+class Scheduler(Protocol):
+    """Decides who runs. Called from one thread only.
+
+    The engine keeps at most one step in flight: `schedule` may be called once more before the previous plan is
+    committed, never twice. `commit` is called once for each plan, in order.
+    """
+
+    def add(self, request: Request) -> None:
+        """Takes a request. Raises RequestRejected when it could never run; then nothing has changed."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Ends all sequences of a request, or one. Frees their pages now. False when none was live. No event."""
+        ...
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run before a commit or an add. Bookkeeping only."""
+        ...
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes the result of `plan`: appends tokens, ends sequences, frees pages; returns what clients must see."""
+        ...
+
+    def has_work(self) -> bool:
+        """True while any sequence is unfinished."""
+        ...
+
+
+class InFlight(Protocol):
+    """A step that has been launched."""
+
+    def result(self) -> StepResult:
+        """Waits for the device and copies the result to the host."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes plans in order."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Packs, transfers and launches; returns at once. Raises MissingBucket when no compiled shape fits."""
+        ...

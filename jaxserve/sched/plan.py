@@ -1,0 +1,196 @@
+"""`StepPlan`: all that the device is told of one step, as a value.
+
+Owns the plan and result types and their JSON form. Refuses to decide anything: policies fill plans, runners execute
+them. A plan is the only seam between the two, so the same value drives the device, a fake runner, the simulator, a
+log, a replay, and on several hosts a broadcast.
+
+Rules that an executor may rely on:
+  * Steps are executed in the order of `step_id`; within a step: `freed_rows`, `setups`, `grants`, `copies`, then the
+    forward pass of `decode_rows` and `chunks`. A page freed after step i was planned can therefore be granted in
+    step i+1 even while step i still runs: the device orders the writes.
+  * Page 0 is the dummy page: never granted, the target of padding.
+  * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
+  * `decode_rows` read their input token from the device (`last_token[row]`), `chunks` carry theirs.
+"""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+from jaxserve.api import FinishReason, SamplingParams, TokenLogprobs
+
+__all__ = ["Bucket", "Chunk", "FinishReason", "Limits", "PageCopy", "PageGrant", "RowSetup", "StepPlan", "StepResult"]
+
+DUMMY_PAGE = 0
+
+
+class Bucket(NamedTuple):
+    """One compiled step shape: room for `tokens` flat tokens of `rows` rows.
+
+    `decode_only` buckets take one token per row (tokens == rows) and no chunk.
+    """
+
+    tokens: int
+    rows: int
+    decode_only: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """All that a policy may know of the device.
+
+    Attributes:
+      max_rows: rows that can run at once.
+      num_pages: pages that can be granted (the dummy page not counted); ids 1..num_pages.
+      page_size: tokens a page holds.
+      max_model_len: tokens a sequence may have, prompt and output.
+      buckets: compiled shapes, ascending; a plan must fit one of them.
+    """
+
+    max_rows: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def max_step_tokens(self) -> int:
+        return max(b.tokens for b in self.buckets)
+
+    def find_bucket(self, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket | None:
+        """The cheapest bucket that holds the step, or None. A decode-only step may run in a mixed bucket."""
+        fitting = [
+            b
+            for b in self.buckets
+            if b.tokens >= num_tokens and b.rows >= num_rows and (decode_only or not b.decode_only)
+        ]
+        return min(fitting, key=lambda b: (b.tokens, b.rows, not b.decode_only), default=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowSetup:
+    """A row is given to a sequence. Carries all the per-row state of sampling.
+
+    `seed` is the sequence's own (already distinct for each of the n sequences). `prompt_len` tells prompt from output
+    when a preempted sequence is computed again: tokens from `prompt_len` on count as output for penalties.
+    `token_ids` are the tokens known so far (prompt, then output after a preemption).
+    """
+
+    row: int
+    request_id: str
+    index: int
+    seed: int
+    prompt_len: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+
+
+class PageGrant(NamedTuple):
+    """Columns [first, first + len(page_ids)) of the row's block table become `page_ids`."""
+
+    row: int
+    first: int
+    page_ids: tuple[int, ...]
+
+
+class PageCopy(NamedTuple):
+    """Copy-on-write: all bytes of page `source` go to page `target`, in every layer."""
+
+    source: int
+    target: int
+
+
+class Chunk(NamedTuple):
+    """Tokens of one row whose values the host knows: a piece of a prompt, or of a recomputation.
+
+    `start` is the position of the first token. `sample` is True for the last piece: it yields a token.
+    `prompt_logprobs` asks for log-probabilities of the tokens that follow each of these.
+    """
+
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+    sample: bool
+    prompt_logprobs: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. Rows of the batch are `decode_rows` first, then one per chunk, in this order.
+
+    `decode_positions[i]` is the position of the token that `decode_rows[i]` feeds (= tokens already in its pages).
+    """
+
+    step_id: int
+    decode_rows: tuple[int, ...] = ()
+    decode_positions: tuple[int, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    setups: tuple[RowSetup, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+    freed_rows: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + sum(len(c.token_ids) for c in self.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode_rows) + len(self.chunks)
+
+    @property
+    def decode_only(self) -> bool:
+        return not self.chunks
+
+    @property
+    def sampled_rows(self) -> tuple[int, ...]:
+        """Rows that yield a token, in batch order: the order of `StepResult.token_ids`."""
+        return self.decode_rows + tuple(c.row for c in self.chunks if c.sample)
+
+    def to_json(self) -> str:
+        """One line. `from_json(plan.to_json()) == plan`."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> "StepPlan":
+        raw: dict[str, Any] = json.loads(line)
+        return cls(
+            step_id=raw["step_id"],
+            decode_rows=tuple(raw["decode_rows"]),
+            decode_positions=tuple(raw["decode_positions"]),
+            chunks=tuple(Chunk(row, start, tuple(ids), s, lp) for row, start, ids, s, lp in raw["chunks"]),
+            setups=tuple(_setup_from_json(s) for s in raw["setups"]),
+            grants=tuple(PageGrant(row, first, tuple(ids)) for row, first, ids in raw["grants"]),
+            copies=tuple(PageCopy(*c) for c in raw["copies"]),
+            freed_rows=tuple(raw["freed_rows"]),
+        )
+
+
+def _setup_from_json(raw: dict[str, Any]) -> RowSetup:
+    sampling = dict(raw.pop("sampling"))
+    return RowSetup(
+        **{
+            **raw,
+            "token_ids": tuple(raw["token_ids"]),
+            "stop_token_ids": tuple(raw["stop_token_ids"]),
+            "bad_word_ids": tuple(tuple(w) for w in raw["bad_word_ids"]),
+            "sampling": SamplingParams(**sampling),
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What came back from the device for one plan.
+
+    Attributes:
+      token_ids: one per `StepPlan.sampled_rows`, in that order.
+      logprobs: the same length, entries None for rows that did not ask; None when no row asked.
+      prompt_logprobs: row -> one entry per token of its chunk whose successor lies in the prompt.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
