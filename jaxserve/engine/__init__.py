@@ -1,0 +1,28 @@
+"""The engine: one loop that turns requests into streams of text.
+
+    client thread                 loop thread                                    device
+    ------------                  -----------                                    ------
+    prepare: encode, check
+    submit -> inbox  ----------->  drain inbox -> Scheduler.add
+                                   Scheduler.schedule -> StepPlan N+1
+                                   Runner.dispatch(N+1)  ----------------------> queued behind step N
+                                   InFlight(N).result()  <---------------------- step N ends
+                                   Scheduler.commit(N) -> TokenEvents
+    sink(Update)     <-----------  Detokenizer.push, stop strings
+
+Why it has this shape. The device must never wait for Python, so step N+1 is planned and launched before step N is
+read; all of planning, committing and detokenising happens while a step runs. One thread owns every mutable thing of
+the loop, so there is nothing to lock: other threads only put commands into the inbox, and get updates through the
+sink that came with their request. Nothing here imports JAX: the same loop runs on a fake runner in tests.
+
+Failure has two sizes. What concerns one request (it is too long, its text cannot be decoded) ends that request with
+an error and nothing else. What concerns the device or the scheduler is a defect: the loop stops, every stream ends
+with `EngineStopped`, and `Engine.failure` says why, so that a health check can turn red.
+"""
+
+from jaxserve.engine.engine import Engine, ModelInfo
+from jaxserve.engine.inputs import Prompt, prepare_request
+from jaxserve.engine.outputs import Sink, Update
+from jaxserve.engine.streams import AsyncEngine
+
+__all__ = ["AsyncEngine", "Engine", "ModelInfo", "Prompt", "Sink", "Update", "prepare_request"]

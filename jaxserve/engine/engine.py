@@ -1,0 +1,290 @@
+"""The loop: drain the inbox, schedule, dispatch, commit the step before.
+
+Owns the order of a step, the live requests and the loop thread. Refuses policy (the scheduler's), shapes (the
+runner's) and protocols (serve's).
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
+from jaxserve.engine.outputs import LiveRequest, Sink
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.sched.base import InFlight, Runner, Scheduler
+from jaxserve.sched.plan import StepPlan
+from jaxserve.text.base import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of successive requests walk through all of 2**64
+
+
+class _Submit(NamedTuple):
+    request: Request
+    sink: Sink
+    echo: bool
+
+
+class _Abort(NamedTuple):
+    request_id: str
+
+
+class _Wake(NamedTuple):
+    """Makes the loop look at its flags."""
+
+
+class _Launched(NamedTuple):
+    plan: StepPlan
+    handle: InFlight
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Mutable state belongs to whoever calls `step`: the thread of `start`, or the caller itself when it drives the loop
+    by hand (offline use). `submit`, `abort`, `prepare` and the read-only properties may be used from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        model: ModelInfo,
+        max_waiting: int = 4096,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.failure: BaseException | None = None
+        self._runner = runner
+        self._scheduler = scheduler
+        self._max_waiting = max_waiting
+        self._seed = seed
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Wake] = queue.SimpleQueue()
+        self._live: dict[str, LiveRequest] = {}
+        self._num_unstarted = 0
+        self._launched: _Launched | None = None
+        self._accepting = True
+        self._stop_now = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Encodes and checks; takes as long as encoding takes. Raises the errors of `prepare_request`."""
+        number = next(self._numbers)
+        return prepare_request(
+            prompt,
+            sampling,
+            request_id=request_id if request_id is not None else f"req-{number}",
+            model=self.model,
+            tokenizer=self.tokenizer,
+            seed=(self._seed + (number + 1) * _SEED_STEP) % 2**63,
+            arrival_s=self._clock(),
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
+        """Hands the request to the loop. `sink` gets every update, the last one with `last` set.
+
+        Raises QueueFull or EngineStopped; then nothing was accepted. What the scheduler refuses later arrives at the
+        sink as an update with `error`.
+        """
+        if not self._accepting or self.failure is not None:
+            raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
+        if self.num_unstarted >= self._max_waiting:
+            raise QueueFull(
+                f"{self.num_unstarted} requests are waiting; sched.max_waiting is {self._max_waiting}; try again later"
+            )
+        self._idle.clear()
+        self._inbox.put(_Submit(request, sink, echo))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its pages are free at the next step. Unknown ids are ignored (it may just have ended)."""
+        self._inbox.put(_Abort(request_id))
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests that have no token yet, those in the inbox included. Exact between steps."""
+        return self._num_unstarted + self._inbox.qsize()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def accepting(self) -> bool:
+        return self._accepting and self.failure is None
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One turn: launch the next step, then finish the one before. False when there is nothing to do."""
+        self._drain_inbox()
+        plan = self._scheduler.schedule()
+        launched = _Launched(plan, self._runner.dispatch(plan)) if plan is not None else None
+        previous, self._launched = self._launched, launched
+        if previous is not None:
+            self._emit(self._scheduler.commit(previous.plan, previous.handle.result()))
+        elif launched is None:
+            assert not self._scheduler.has_work(), "nothing is in flight, work is left, and the scheduler plans nothing"
+            return False
+        return True
+
+    def run_until_idle(self) -> None:
+        """Drives the loop by hand until every request has ended (offline use, tests)."""
+        assert self._thread is None, "the loop already has a thread"
+        try:
+            while self.step():
+                pass
+        except BaseException as error:
+            self._die(error)
+            raise
+
+    def start(self) -> None:
+        """Gives the loop a thread of its own."""
+        assert self._thread is None, "started twice"
+        self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for the live ones. True when all ended in time."""
+        self._accepting = False
+        self._inbox.put(_Wake())
+        return self._idle.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Refuses new requests, ends the live ones with ABORT, and ends the thread."""
+        self._accepting = False
+        self._stop_now.set()
+        self._inbox.put(_Wake())
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        else:
+            self._end_all(None, FinishReason.ABORT)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop_now.is_set():
+                if not self.step():
+                    self._idle.set()
+                    self._take(self._inbox.get())  # sleeps until somebody wants something
+            self._finish_flight()
+            self._end_all(None, FinishReason.ABORT)
+        except BaseException as error:  # the boundary of the loop: whatever it is, no client may hang
+            logger.exception("the engine loop died")
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        self.failure = error
+        self._end_all(EngineStopped(f"the engine has died: {error!r}"), FinishReason.ERROR)
+
+    def _finish_flight(self) -> None:
+        previous, self._launched = self._launched, None
+        if previous is not None:
+            self._emit(self._scheduler.commit(previous.plan, previous.handle.result()))
+
+    def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, _Submit):
+                live = self._make_live(command)
+                self._live[command.request.request_id] = live
+        for request_id, live in list(self._live.items()):
+            if self.failure is None:
+                self._scheduler.abort(request_id)
+            _tell(live.fail, error, reason)
+        self._live.clear()
+        self._num_unstarted = 0
+        self._idle.set()
+
+    def _drain_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+
+    def _take(self, command: "_Submit | _Abort | _Wake") -> None:
+        if isinstance(command, _Submit):
+            self._add(command)
+        elif isinstance(command, _Abort):
+            live = self._live.pop(command.request_id, None)
+            if live is not None:
+                self._scheduler.abort(command.request_id)
+                self._num_unstarted -= not live.started
+                _tell(live.fail, None, FinishReason.ABORT)
+
+    def _make_live(self, command: _Submit) -> LiveRequest:
+        return LiveRequest(command.request, command.sink, self.tokenizer, self.model.eos_token_ids, command.echo)
+
+    def _add(self, command: _Submit) -> None:
+        self._idle.clear()
+        request_id = command.request.request_id
+        live = self._make_live(command)
+        if request_id in self._live:
+            _tell(live.fail, InvalidRequest(f"a request with id {request_id!r} is live already"), FinishReason.ERROR)
+            return
+        try:
+            self._scheduler.add(command.request)
+        except JaxserveError as error:
+            _tell(live.fail, error, FinishReason.ERROR)
+            return
+        self._live[request_id] = live
+        self._num_unstarted += 1
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is None:
+                continue
+            if not live.started:
+                live.started = True
+                self._num_unstarted -= 1
+            try:
+                update = live.push(event)
+                if update is None:
+                    continue
+                if update.finish_reason is not None and event.finish_reason is None:
+                    self._scheduler.abort(event.request_id, event.index)
+                live.sink(update)
+            except Exception as error:  # a defect in one request's text or sink must not end the others
+                logger.exception("request %s failed", event.request_id)
+                self._scheduler.abort(event.request_id)
+                _tell(live.fail, JaxserveError(f"the output could not be processed: {error!r}"), FinishReason.ERROR)
+            if live.done:
+                del self._live[event.request_id]
+
+
+def _tell(
+    fail: Callable[[JaxserveError | None, FinishReason], None], error: JaxserveError | None, reason: FinishReason
+):
+    """Reports an end to a client whose sink may itself be broken (a closed event loop, say)."""
+    try:
+        fail(error, reason)
+    except Exception:
+        logger.exception("a client could not be told that its request ended")

@@ -1,0 +1,70 @@
+"""Which step shapes are compiled: few, since each costs seconds of start-up and megabytes of code.
+
+Owns the default sizes per backend. Refuses to pick a bucket for a plan (`Limits.find_bucket` does), since the
+scheduler must see the same list.
+
+The list is a sum, not a product: decode steps vary in rows, mixed steps in tokens.
+
+    decode   (1, 1) (2, 2) (4, 4) ... (max_rows, max_rows)          one token per row
+    mixed    (32, 32) (64, R) (128, R) ... (max_step_tokens, R)     R = min(tokens, max_rows)
+
+Sizes double on accelerators. On a CPU they grow by four: there a shape costs about 4 CPU seconds to compile (demo
+model, 2 cores), a decode step is bound by reading the weights whatever its rows, and the scheduler trims prompts to
+the edges.
+"""
+
+import dataclasses
+
+from jaxserve.errors import ConfigError
+from jaxserve.sched.plan import Bucket
+
+_SMALLEST_MIXED = 32  # below this a step costs the same: reading the weights dominates
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackendDefaults:
+    """Sizes used where the config leaves them open."""
+
+    max_rows: int
+    max_step_tokens: int
+    growth: int  # factor from one bucket to the next
+
+
+# CPU: beyond 32 rows a decode step is bound by arithmetic, so more rows only raise latency; a chunk of 512 tokens
+# keeps the step of a 100 M model near a quarter of a second. Accelerators: sizes that vLLM's
+# users know.
+DEFAULTS = {
+    "cpu": BackendDefaults(max_rows=32, max_step_tokens=512, growth=4),
+    "gpu": BackendDefaults(max_rows=256, max_step_tokens=8192, growth=2),
+    "tpu": BackendDefaults(max_rows=256, max_step_tokens=2048, growth=2),
+}
+
+
+def make_buckets(
+    max_rows: int,
+    max_step_tokens: int,
+    token_buckets: list[int] | None,
+    row_buckets: list[int] | None,
+    growth: int = 2,
+) -> tuple[Bucket, ...]:
+    """The ascending list of buckets. Given lists are completed with the maximum, so that every legal step fits."""
+    rows = _edges("runtime.row_buckets", row_buckets, 1, max_rows, growth, "sched.max_rows")
+    tokens = _edges(
+        "runtime.token_buckets", token_buckets, _SMALLEST_MIXED, max_step_tokens, growth, "sched.max_step_tokens"
+    )
+    decode = [Bucket(r, r, True) for r in rows]
+    mixed = [Bucket(t, min(t, max_rows), False) for t in tokens]
+    return tuple(sorted(decode + mixed))
+
+
+def _edges(name: str, given: list[int] | None, smallest: int, largest: int, growth: int, limit_name: str) -> list[int]:
+    if given is None:
+        edges, edge = [], smallest
+        while edge < largest:
+            edges.append(edge)
+            edge *= growth
+        return [*edges, largest]
+    bad = [e for e in given if not 1 <= e <= largest]
+    if bad:
+        raise ConfigError(f"{name} holds {bad[0]}; entries are 1..{largest} ({limit_name})")
+    return sorted({*given, largest})

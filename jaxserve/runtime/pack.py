@@ -1,0 +1,202 @@
+"""One step as one int32 buffer: the only place that pads, and the only transfer of a step.
+
+Owns the layout of the buffer, its packing in numpy and its unpacking inside the compiled step. Refuses policy.
+One buffer, since a transfer costs its latency and not its bytes: a dozen small arrays would cost a dozen times.
+
+Sections of a bucket with T tokens, R rows, F parameters a row, and room for M page grants:
+
+    rows [R]            device row of each batch row; max_rows for padding
+    context_lens [R]    tokens in the cache once the step has written its own; 0 for padding
+    should_sample [R]   1 where a token is drawn
+    params [R, F]       sampling parameters, floats by their bits
+    grants [M, 3]       (device row, block table column, page); padding goes to the padding row
+    and for mixed buckets only (a decode step derives them):
+    tokens [T]          token ids; FROM_DEVICE where the input is the row's last sampled token
+    token_rows [T]      batch row of each token; R for padding
+    positions [T]
+    q_starts [R + 1]
+    targets [T]         the prompt token that follows, where its log-probability is asked for; else NO_TARGET
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxserve.sched.plan import Bucket, PageGrant, StepPlan
+
+FROM_DEVICE = -1  # this token's id is `last_token[row]`, which only the device knows yet
+NO_TARGET = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where each section of a bucket's buffer lies."""
+
+    bucket: Bucket
+    max_rows: int
+    num_params: int
+    max_grants: int
+    sections: tuple[tuple[str, int, tuple[int, ...]], ...]  # name, offset, shape
+    size: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int) -> "Layout":
+        tokens, rows, decode_only = bucket
+        # A decode row takes a page at most; chunks take one per page of their tokens and one for a ragged start.
+        # What exceeds this (a long prefix hit) goes through `write_tables` first.
+        max_grants = rows if decode_only else rows + -(-tokens // page_size)
+        shapes: dict[str, tuple[int, ...]] = {
+            "rows": (rows,),
+            "context_lens": (rows,),
+            "should_sample": (rows,),
+            "params": (rows, num_params),
+            "grants": (max_grants, 3),
+        }
+        if not decode_only:
+            shapes |= {
+                "tokens": (tokens,),
+                "token_rows": (tokens,),
+                "positions": (tokens,),
+                "q_starts": (rows + 1,),
+                "targets": (tokens,),
+            }
+        sections, offset = [], 0
+        for name, shape in shapes.items():
+            sections.append((name, offset, shape))
+            offset += math.prod(shape)
+        return cls(
+            bucket=bucket,
+            max_rows=max_rows,
+            num_params=num_params,
+            max_grants=max_grants,
+            sections=tuple(sections),
+            size=offset,
+        )
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Named windows into `buffer` [size]; writing to one writes the buffer."""
+        return {n: buffer[o : o + math.prod(s)].reshape(s) for n, o, s in self.sections}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """The buffer, taken apart inside the compiled step."""
+
+    rows: Int[Array, " R"]
+    context_lens: Int[Array, " R"]
+    should_sample: Int[Array, " R"]
+    params: Int[Array, "R F"]
+    grants: Int[Array, "M 3"]
+    tokens: Int[Array, " T"]
+    token_rows: Int[Array, " T"]
+    positions: Int[Array, " T"]
+    q_starts: Int[Array, " R+1"]
+    targets: Int[Array, " T"]
+
+
+def unpack(buffer: Int[Array, " size"], layout: Layout) -> StepInputs:
+    """Splits the buffer; derives what a decode bucket leaves out (token t is row t's, at its last position)."""
+    parts = {n: buffer[o : o + math.prod(s)].reshape(s) for n, o, s in layout.sections}
+    if layout.bucket.decode_only:
+        tokens, rows, _ = layout.bucket
+        context_lens = parts["context_lens"]
+        real = (context_lens > 0).astype(jnp.int32)
+        parts |= {
+            "tokens": jnp.full((tokens,), FROM_DEVICE, jnp.int32),
+            "token_rows": jnp.where(real == 1, jnp.arange(tokens, dtype=jnp.int32), rows),
+            "positions": jnp.maximum(context_lens - 1, 0),
+            # Padding rows come last, so the running count of real rows is each row's end.
+            "q_starts": jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(real, dtype=jnp.int32)]),
+            "targets": jnp.full((tokens,), NO_TARGET, jnp.int32),
+        }
+    return StepInputs(**parts)
+
+
+def pack(
+    plan: StepPlan,
+    layout: Layout,
+    row_params: np.ndarray,
+    row_tokens: dict[int, np.ndarray],
+    grants: tuple[PageGrant, ...],
+) -> np.ndarray:
+    """Writes `plan` into a new buffer [layout.size] int32.
+
+    `row_params` [max_rows + 1, F] holds the parameters of each device row; `row_tokens` maps rows with a prompt of
+    interest to it [prompt_len] (targets of prompt log-probabilities). `grants` are those of the plan that fit
+    (`split_grants`).
+    """
+    bucket = layout.bucket
+    buffer = np.zeros(layout.size, np.int32)
+    view = layout.views(buffer)
+    num_decode, num_chunks = len(plan.decode_rows), len(plan.chunks)
+    num_rows = num_decode + num_chunks
+    assert num_rows <= bucket.rows and plan.num_tokens <= bucket.tokens, (plan.step_id, bucket)
+
+    view["rows"][:] = layout.max_rows
+    if num_decode:
+        view["rows"][:num_decode] = plan.decode_rows
+        view["context_lens"][:num_decode] = plan.decode_positions
+        view["context_lens"][:num_decode] += 1
+        view["should_sample"][:num_decode] = 1
+    for i, chunk in enumerate(plan.chunks, start=num_decode):
+        view["rows"][i] = chunk.row
+        view["context_lens"][i] = chunk.start + len(chunk.token_ids)
+        view["should_sample"][i] = chunk.sample
+    view["params"][:] = row_params[view["rows"]]
+    _pack_grants(view["grants"], grants, layout.max_rows)
+    if not bucket.decode_only:
+        _pack_tokens(plan, view, bucket, row_tokens)
+    return buffer
+
+
+def _pack_grants(out: np.ndarray, grants: tuple[PageGrant, ...], padding_row: int) -> None:
+    out[:, 0] = padding_row
+    at = 0
+    for row, first, page_ids in grants:
+        end = at + len(page_ids)
+        out[at:end, 0] = row
+        out[at:end, 1] = range(first, first + len(page_ids))
+        out[at:end, 2] = page_ids
+        at = end
+
+
+def _pack_tokens(
+    plan: StepPlan, view: dict[str, np.ndarray], bucket: Bucket, row_tokens: dict[int, np.ndarray]
+) -> None:
+    num_decode = len(plan.decode_rows)
+    view["token_rows"][:] = bucket.rows
+    view["targets"][:] = NO_TARGET
+    view["tokens"][:num_decode] = FROM_DEVICE
+    view["token_rows"][:num_decode] = np.arange(num_decode)
+    view["positions"][:num_decode] = plan.decode_positions
+    view["q_starts"][: num_decode + 1] = np.arange(num_decode + 1)
+    at = num_decode
+    for i, chunk in enumerate(plan.chunks, start=num_decode):
+        end = at + len(chunk.token_ids)
+        view["tokens"][at:end] = chunk.token_ids
+        view["token_rows"][at:end] = i
+        view["positions"][at:end] = range(chunk.start, chunk.start + len(chunk.token_ids))
+        if chunk.prompt_logprobs:
+            following = row_tokens[chunk.row][chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+            view["targets"][at : at + len(following)] = following
+        view["q_starts"][i + 1] = end
+        at = end
+    view["q_starts"][num_decode + len(plan.chunks) + 1 :] = at
+
+
+def split_grants(grants: tuple[PageGrant, ...], room: int) -> tuple[tuple[PageGrant, ...], list[tuple[int, int, int]]]:
+    """Grants that fit into a step's `room` entries, and the rest as (row, column, page) for `write_tables`."""
+    fitting: list[PageGrant] = []
+    rest: list[tuple[int, int, int]] = []
+    for grant in grants:
+        if len(grant.page_ids) <= room:
+            fitting.append(grant)
+            room -= len(grant.page_ids)
+        else:
+            rest.extend((grant.row, grant.first + i, page) for i, page in enumerate(grant.page_ids))
+    return tuple(fitting), rest
