@@ -1,0 +1,16 @@
+"""Text in, token ids out, and back: everything between a string and a `Request`.
+
+Models see integers only, and so do the scheduler and the step. This package is the one place where the two meet:
+a `Tokenizer` (two implementations, chosen by the files a checkpoint has), a `Detokenizer` per sequence that turns
+a growing list of ids into text that is safe to show, and a `ChatTemplate` that turns messages into one prompt.
+
+The reference for ids is Hugging Face transformers 5 (and sentencepiece itself where the two differ, see
+`sentencepiece_tokenizer`). The package imports neither JAX nor transformers.
+"""
+
+from jaxserve.text.base import Tokenizer
+from jaxserve.text.chat import ChatTemplate, encode_chat
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.loading import load_tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "Tokenizer", "encode_chat", "load_tokenizer"]

@@ -1,0 +1,220 @@
+"""Chat messages into one prompt text, by the model's own template.
+
+Owns the check of messages and the rendering. Refuses to invent a template: a model without one is told so.
+
+Templates come with checkpoints, so they are programs of a stranger: they run in Jinja's immutable sandbox, with the
+few helpers that transformers gives them, on plain JSON values only.
+
+Special tokens in user text. The template's output is one string, and encoding it turns every text that spells a
+special token into that token, also inside a user's message: a user can close their own turn and write a system
+message. This is what transformers does by default, so it is the default here; `refuse_special_text` refuses such
+messages instead. Leave it on wherever users are not trusted with the system prompt.
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from jaxserve.errors import InvalidRequest, UnsupportedOption
+from jaxserve.text.base import Tokenizer
+
+# What a template can raise through no fault of ours: its own errors, and Python's on values it did not expect.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; for a prompt it is its own body."""
+
+    tags = {"generation"}  # noqa: RUF012  (the attribute is Jinja's)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """A compiled template. Immutable after construction, safe to call from several threads.
+
+    Args:
+      source: Jinja source, None for a model that has none (then `render` says so).
+      bos_token, eos_token: texts that the template may write.
+      now: clock behind `strftime_now`.
+
+    Raises InvalidRequest when the source does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._now = now
+        try:
+            self._template = None if source is None else self._environment().from_string(source)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(f"the chat template does not compile: {error}; fix the template") from error
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "ChatTemplate":
+        """The template of a tokenizer, with its beginning and end tokens."""
+        bos, eos = (
+            "" if token_id is None else tokenizer.token_text(token_id)
+            for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        )
+        return cls(tokenizer.chat_template, bos_token=bos, eos_token=eos)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text.
+
+        Args:
+          messages: see `check_messages`.
+          add_generation_prompt: end with the opening of the assistant's turn.
+          tools: JSON schemas of functions, handed to the template as they are.
+          variables: further values for the template (`enable_thinking`, `documents`, …).
+
+        Raises InvalidRequest for malformed messages, a missing template, or what the template raises.
+        """
+        checked = check_messages(messages)
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; send a plain prompt, or add chat_template.jinja to its directory"
+            )
+        values = {**self._tokens, **_plain(variables or {}, "template variables")}
+        values |= {"messages": checked, "tools": None if tools is None else _plain(list(tools), "tools")}
+        try:
+            return self._template.render(values, add_generation_prompt=add_generation_prompt)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+
+    def _environment(self) -> jinja2.Environment:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: self._now().strftime(pattern)
+        return environment
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    refuse_special_text: bool = False,
+) -> list[int]:
+    """Ids of the rendered messages. The template writes the special tokens itself, so encoding adds none.
+
+    `refuse_special_text` raises InvalidRequest when a message's text spells a special token (see the file's head).
+    """
+    if refuse_special_text:
+        _refuse_special_text(tokenizer, check_messages(messages))
+    text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A plain copy of `messages`, each content one string.
+
+    A message is {"role": str, "content": str or a list of {"type": "text", "text": str}} and whatever else the
+    template reads (name, tool_calls, tool_call_id, …). Text parts are joined by newlines, as vLLM does. Content may
+    be null beside tool_calls, whose `arguments` may be JSON text (OpenAI) and reach the template as the object.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequest(f"messages must be a non-empty list of {{role, content}}, got {messages!r}")
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"{where} must be an object with role and content, got {message!r}")
+        plain = _plain(message, where)
+        if not isinstance(plain.get("role"), str) or not plain["role"]:
+            raise InvalidRequest(f"{where} needs a role, a string such as 'user', got {plain.get('role')!r}")
+        if plain.get("tool_calls"):
+            _parse_arguments(plain["tool_calls"], where)
+        plain["content"] = _content_text(plain, where)
+        checked.append(plain)
+    return checked
+
+
+def _content_text(message: Mapping[str, Any], where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("tool_calls"):
+        return ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} needs content, a string or a list of text parts, got {content!r}")
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") not in ("text", None):
+            raise UnsupportedOption(f"{where} has a part of type {part['type']!r}; this model takes 'text' only")
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}: each part must be {{'type': 'text', 'text': ...}}, got {part!r}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parse_arguments(tool_calls: Any, where: str) -> None:
+    try:
+        for call in tool_calls:
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{where}.tool_calls must be objects whose arguments are JSON: {error}") from error
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A deep copy through JSON: a template must never hold an object with methods of ours."""
+    try:
+        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where} must be plain JSON: {error}") from error
+
+
+def _refuse_special_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> None:
+    specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
+    for index, message in enumerate(messages):
+        for text in specials:
+            if text in message["content"]:
+                raise InvalidRequest(f"messages[{index}] contains the special token {text!r}; take it out")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which models never saw."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

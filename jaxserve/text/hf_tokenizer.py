@@ -1,0 +1,115 @@
+"""`tokenizer.json`: the Hugging Face `tokenizers` library.
+
+Owns which ids are special, and a decoding that can be streamed. Refuses normalisation, splitting, merging and the
+post processor: the file describes them completely and the library carries them out. In particular the file alone
+decides which special tokens `encode` adds; `add_bos_token` beside a tokenizer.json is ignored, as in transformers 5.
+
+Truncation and padding stored in the file are switched off: they would cut a prompt in silence.
+`clean_up_tokenization_spaces` is not applied: it takes back spaces that a stream has already shown.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from jaxserve.text.base import check_text
+from jaxserve.text.pieces import SPACE_MARK, PieceTable, piece_bytes
+from jaxserve.text.tokenizer_files import TokenizerFiles, read_failure
+
+_SPACE_STAGE = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+_STRIP_STAGE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class HfTokenizer:
+    """A `Tokenizer` over one tokenizer.json. Immutable after construction.
+
+    Raises CheckpointError when the file cannot be read, or when tokenizer_config.json gives an added token an id
+    that does not fit.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        path = files.directory / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the binding raises bare Exception for every fault of the file
+            raise read_failure(path, error) from error
+        backend.no_truncation()
+        backend.no_padding()
+        _add_missing_tokens(backend, files)
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.bos_token_id = _named_id(backend, files, "bos_token", files.bos_id)
+        self.eos_token_id = _named_id(backend, files, "eos_token", files.eos_id)
+        self.chat_template = files.chat_template
+        self._table = _piece_table(backend, vocabulary, self.vocab_size, self.special_ids)
+        # A token in front keeps the library from stripping the leading space of the token that is asked for.
+        self._anchor = backend.encode("a", add_special_tokens=False).ids
+        self._anchor_len = len(backend.decode(self._anchor, skip_special_tokens=False))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer.encode`. The file's own post processor adds the special tokens."""
+        check_text(text)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer.decode`."""
+        if self._table is not None:
+            return self._table.decode(ids, skip_special_tokens)
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """See `Tokenizer.token_text`."""
+        if self._table is not None:
+            return self._table.token_text(token_id)
+        return self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_len :]
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Tokens that only the small files know, and the special mark on those that tokenizer.json has as plain ones."""
+    for token in files.added_tokens:
+        if backend.token_to_id(token.content) is not None:
+            continue
+        flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+        added = tokenizers.AddedToken(token.content, special=token.special, normalized=token.normalized, **flags)
+        backend.add_special_tokens([added]) if token.special else backend.add_tokens([added])
+        given = backend.token_to_id(token.content)
+        if given != token.token_id:
+            cause = ValueError(f"{token.content!r} should have id {token.token_id}, tokenizer.json leaves it {given}")
+            raise read_failure(files.directory / "tokenizer_config.json", cause)
+    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    for content in files.special_texts:
+        if not known.get(content) and backend.token_to_id(content) is not None:
+            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
+
+
+def _named_id(backend: tokenizers.Tokenizer, files: TokenizerFiles, role: str, of_config: int | None) -> int | None:
+    if role in files.named:
+        return backend.token_to_id(files.named[role])
+    return None if role in files.options else of_config  # an explicit null means: none
+
+
+def _piece_table(
+    backend: tokenizers.Tokenizer, vocabulary: dict[str, int], size: int, special_ids: frozenset[int]
+) -> PieceTable | None:
+    """The table for a sentencepiece-style decoder with byte pieces; None for every other decoder, where the
+    library's own decoding already follows the prefix rule."""
+    stages = _decoder_stages(backend)
+    if {"type": "ByteFallback"} not in stages:
+        return None
+    if any(s not in (_SPACE_STAGE, {"type": "ByteFallback"}, {"type": "Fuse"}, _STRIP_STAGE) for s in stages):
+        return None
+    pieces = [b""] * size
+    for text, token_id in vocabulary.items():
+        pieces[token_id] = piece_bytes(text)
+    return PieceTable(pieces=tuple(pieces), special_ids=special_ids, strip_leading_space=_STRIP_STAGE in stages)
+
+
+def _decoder_stages(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    decoder = json.loads(backend.decoder.__getstate__())
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
