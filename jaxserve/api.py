@@ -115,17 +115,16 @@ def _normalise(params: SamplingParams) -> None:
     set_field = object.__setattr__  # the value is frozen from the end of __post_init__ on
     if isinstance(params.stop, str):
         set_field(params, "stop", (params.stop,))
-    for name in ("stop", "stop_token_ids", "bad_words"):
+    for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         value = getattr(params, name)
-        if value is not None and not isinstance(value, Sequence | set | frozenset):
+        if isinstance(value, str) or (value is not None and not isinstance(value, Sequence | set | frozenset)):
             raise InvalidRequest(f"{name} must be a list, got {value!r}")
-        set_field(params, name, tuple(value or ()))
-    if params.allowed_token_ids is not None:
-        set_field(params, "allowed_token_ids", tuple(params.allowed_token_ids))
+        if value is not None or name != "allowed_token_ids":  # there, empty is not the same as absent
+            set_field(params, name, tuple(value or ()))
     if params.logit_bias is not None:
         try:
             bias = {int(k): float(v) for k, v in params.logit_bias.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(f"logit_bias must map token ids to numbers, got {params.logit_bias!r}") from error
         set_field(params, "logit_bias", bias or None)
     if params.top_k == -1:
@@ -159,7 +158,7 @@ def _check_ranges(params: SamplingParams) -> None:
         accepted = (int,) if kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, accepted):
             raise InvalidRequest(f"{name} must be a {kind.__name__}, got {value!r}")
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # NaN fails this too
             raise InvalidRequest(f"{name} is {value}, but must be {text}")
     for name, low, high, text in _OPTIONAL_RANGES:
         value = getattr(params, name)

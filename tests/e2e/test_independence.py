@@ -1,0 +1,116 @@
+"""A request's tokens do not depend on its neighbours, on cuts, preemption, prefix hits or the shape of a step.
+
+The demo model, greedy and seeded sampling with penalties, each request alone in a roomy engine first; then the same
+requests through engines that disturb them in one way each.
+"""
+
+import random
+
+import pytest
+from whole import build, run, scheduler
+
+from jaxserve.api import SamplingParams
+from jaxserve.engine import Engine
+
+PAGE = 16
+LONGEST = 200
+ROOMY = {"cache__page_size": PAGE, "cache__num_pages": 200, "model__max_len": LONGEST}
+
+
+def _requests(num: int = 24) -> list[tuple[str, SamplingParams]]:
+    rng = random.Random(7)
+    opening = "Once upon a time there was a little fox who lived near a river. "
+    prompts = [
+        opening + "Every morning the fox",
+        opening + "One day",
+        "The bird and the cat",
+        "12 + 7 is",
+        opening * 3 + "Then",
+        "A",
+    ]
+    asked = []
+    for i in range(num):
+        options = {} if i % 3 == 0 else {"temperature": 0.9, "seed": i}
+        if i % 3 == 2:
+            options |= {"top_p": 0.9, "top_k": 40, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+        length = rng.randint(8, 60)
+        asked.append((prompts[i % 6], SamplingParams(max_tokens=length, **({"temperature": 0.0} | options))))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Engine:
+    return build("demo", **ROOMY)
+
+
+@pytest.fixture(scope="module")
+def alone(roomy: Engine) -> list[list[int]]:
+    """Tokens of each request by itself, with nothing in the prefix cache that it could hit."""
+    tokens = []
+    for prompt, sampling in _requests():
+        [[result]] = run(roomy, [({"prompt": prompt}, sampling)])
+        tokens.append(result.token_ids)
+    return tokens
+
+
+def _tokens(engine: Engine, order: list[int] | None = None, stagger: int = 0) -> list[list[int]]:
+    asked = _requests()
+    order = order if order is not None else list(range(len(asked)))
+    results = run(engine, [asked[i] for i in order], stagger=stagger)
+    by_request: list[list[int]] = [[] for _ in asked]
+    for i, [result] in zip(order, results, strict=True):
+        by_request[i] = result.token_ids
+    return by_request
+
+
+def test_sampled_requests_differ_from_greedy_ones(alone: list[list[int]]) -> None:
+    assert len({tuple(t) for t in alone}) > 12, "the requests are too alike to show anything"
+
+
+def test_in_a_crowd_that_arrives_at_once(roomy: Engine, alone: list[list[int]]) -> None:
+    assert _tokens(roomy) == alone
+
+
+def test_in_a_crowd_that_trickles_in_another_order(roomy: Engine, alone: list[list[int]]) -> None:
+    order = random.Random(1).sample(range(24), 24)
+    assert _tokens(roomy, order, stagger=2) == alone
+    assert scheduler(roomy).num_prefix_hit_tokens > 0
+
+
+def test_cut_preempted_and_hit_by_prefix(alone: list[list[int]]) -> None:
+    engine = build(
+        "demo",
+        cache__page_size=PAGE,
+        cache__num_pages=LONGEST // PAGE + 2,
+        model__max_len=LONGEST,
+        sched__max_step_tokens=11,
+        runtime__token_buckets=[11],
+    )
+    assert _tokens(engine) == alone
+    assert scheduler(engine).num_preemptions > 0
+
+
+def test_without_prefix_cache_and_with_other_pages(alone: list[list[int]]) -> None:
+    engine = build(
+        "demo", cache__page_size=64, cache__num_pages=64, model__max_len=LONGEST, cache__prefix_caching=False
+    )
+    assert _tokens(engine) == alone
+    assert scheduler(engine).num_prefix_hit_tokens == 0
+
+
+def test_n_sequences_equal_their_seeds(roomy: Engine) -> None:
+    sampling = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=24)
+    [together] = run(roomy, [("Once upon a time", sampling)])
+    [crowded] = run(roomy, [("Once upon a time", sampling), *_requests(6)])[:1]
+    assert [r.token_ids for r in together] == [r.token_ids for r in crowded]
+    assert len({tuple(r.token_ids) for r in together}) == 4
+    [[first]] = run(roomy, [("Once upon a time", SamplingParams(temperature=1.0, seed=11, max_tokens=24))])
+    assert first.token_ids == together[0].token_ids
+
+
+def test_prompt_logprobs_do_not_change_tokens(roomy: Engine, alone: list[list[int]]) -> None:
+    prompt, sampling = _requests()[4]
+    options = {"temperature": sampling.temperature, "seed": sampling.seed, "max_tokens": sampling.max_tokens}
+    [[result]] = run(roomy, [(prompt, SamplingParams(prompt_logprobs=3, logprobs=2, **options))])
+    assert result.token_ids == alone[4]
+    assert len(result.logprobs) == len(result.token_ids)

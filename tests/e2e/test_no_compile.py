@@ -1,0 +1,69 @@
+"""Nothing compiles after start, counted by JAX's own events; and a step without a bucket is an error."""
+
+import random
+
+import jax
+import pytest
+from whole import FIXTURES, build, run
+
+from jaxserve.api import SamplingParams
+from jaxserve.errors import MissingBucket
+from jaxserve.sched.plan import Chunk, StepPlan
+
+
+class CompileCounter:
+    """Counts what JAX traces and compiles from now on."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(self)
+
+    def __call__(self, event: str, duration: float, **details: object) -> None:
+        if "compile" in event or "trace" in event:
+            self.events.append(event)
+
+
+def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+    """Every option turns up, alone and with others."""
+    rng = random.Random(3)
+    asked = []
+    for i in range(num):
+        options: dict[str, object] = {"max_tokens": rng.randint(1, 12)}
+        if i % 2:
+            options |= {"temperature": 0.8, "seed": i}
+        if i % 5 == 1:
+            options |= {"top_k": 7, "top_p": 0.9, "min_p": 0.01}
+        if i % 7 == 1:
+            options |= {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+        if i % 11 == 1:
+            options |= {"logit_bias": {3: 2.0}, "allowed_token_ids": list(range(50))}
+        if i % 13 == 1:
+            options |= {"logprobs": 4, "prompt_logprobs": 2}
+        if i % 17 == 1:
+            options |= {"n": 3, "min_tokens": 1, "stop_token_ids": [5]}
+        asked.append(([rng.randrange(vocab_size) for _ in range(rng.randint(1, 90))], SamplingParams(**options)))
+    return asked
+
+
+def test_500_mixed_requests_compile_nothing() -> None:
+    engine = build(
+        FIXTURES / "qwen3",
+        model__skip_tokenizer=True,
+        model__max_len=128,
+        cache__page_size=8,
+        cache__num_pages=60,
+    )
+    counter = CompileCounter()
+    jax.jit(lambda x: x * 3 + 1)(2.0)
+    assert counter.events, "the counter sees nothing, so it would prove nothing"
+    counter.events.clear()
+    results = run(engine, _mixed_requests(500, engine.model.vocab_size), stagger=1)
+    assert counter.events == []
+    assert all(result.token_ids and result.error is None for request in results for result in request)
+
+
+def test_a_step_without_a_bucket_raises() -> None:
+    engine = build(FIXTURES / "llama", model__skip_tokenizer=True, model__max_len=128, cache__num_pages=20)
+    plan = StepPlan(step_id=0, chunks=(Chunk(0, 0, tuple(range(41)), True),))
+    with pytest.raises(MissingBucket, match="41 tokens of 1 rows"):
+        engine._runner.dispatch(plan)

@@ -1,0 +1,80 @@
+"""Every family and rope scaling through the whole engine: the tokens and log-probabilities of HF transformers.
+
+One engine per fixture, with a pool that holds three long sequences and steps of 40 tokens, so that prompts are cut,
+rows are preempted, and prefixes are hit; each of these is asserted to have happened.
+"""
+
+import numpy as np
+import pytest
+from whole import FIXTURES, build, run, scheduler
+
+from jaxserve.api import SamplingParams
+
+NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+
+
+def _answers(name: str) -> list[tuple[list[int], np.ndarray, list[int]]]:
+    with np.load(FIXTURES / name / "oracle.npz") as file:
+        count = sum(key.startswith("prompt_") for key in file.files)
+        return [(file[f"prompt_{i}"].tolist(), file[f"logits_{i}"], file[f"greedy_{i}"].tolist()) for i in range(count)]
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
+    page_size = 16
+    engine = build(
+        FIXTURES / name,
+        model__skip_tokenizer=True,
+        model__dtype="float32",
+        model__max_len=214,
+        cache__page_size=page_size,
+        cache__num_pages=3 * 14,
+    )
+    answers = _answers(name)
+
+    # alone, with log-probabilities of the prompt and of the first token
+    asked = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, prompt_logprobs=5, logprobs=5)
+    for prompt, logits, greedy in answers:
+        [[result]] = run(engine, [(prompt, asked)])
+        assert result.token_ids == greedy
+        assert result.prompt is not None
+        truth = _log_softmax(logits)
+        entries = [*(result.prompt.logprobs or ()), result.logprobs[0]]
+        following = [*prompt[1:], greedy[0]]
+        assert [e.token_id for e in entries] == following
+        for line, entry in zip(truth, entries, strict=True):
+            assert entry.logprob == pytest.approx(line[entry.token_id], abs=1e-4)
+            assert entry.top_logprobs == pytest.approx(sorted(line, reverse=True)[:5], abs=1e-4)
+            lower, upper = (1 + int((line > line[entry.token_id] + slack).sum()) for slack in (1e-4, -1e-4))
+            assert lower <= entry.rank <= upper, "beyond what near ties explain"
+
+    # 32 mixed requests at once, each prompt eight times: chunked, preempted, hit by prefix, in a crowd
+    crowd = [answers[i % len(answers)] for i in range(32)]
+    results = run(engine, [(prompt, GREEDY) for prompt, _, _ in crowd], stagger=1)
+    for (prompt, _, greedy), [result] in zip(crowd, results, strict=True):
+        assert result.token_ids == greedy, len(prompt)
+    assert scheduler(engine).num_preemptions > 0
+    assert scheduler(engine).num_prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 128])
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+def test_other_page_sizes(name: str, page_size: int) -> None:
+    engine = build(
+        FIXTURES / name,
+        model__skip_tokenizer=True,
+        model__dtype="float32",
+        model__max_len=214,
+        cache__page_size=page_size,
+        cache__num_pages=-(-(3 * 214) // page_size),
+    )
+    answers = _answers(name)
+    results = run(engine, [(prompt, GREEDY) for prompt, _, _ in answers * 2])
+    for (_, _, greedy), [result] in zip(answers * 2, results, strict=True):
+        assert result.token_ids == greedy

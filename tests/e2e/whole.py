@@ -1,0 +1,73 @@
+"""The whole engine on a real checkpoint, small enough for a test: what the end-to-end tests share."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.api import FinishReason, PromptInfo, SamplingParams, TokenLogprobs
+from jaxserve.assemble import assemble
+from jaxserve.config import load_config
+from jaxserve.engine import Engine, Prompt
+from jaxserve.sched import ContinuousScheduler
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+# Two step shapes: enough for every kind of step, quick to compile.
+SMALL = {
+    "sched.max_rows": 8,
+    "sched.max_step_tokens": 40,
+    "runtime.token_buckets": [40],
+    "runtime.row_buckets": [8],
+    "runtime.compile_cache": None,
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Result:
+    """All that one sequence produced. Filled by `run`."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt: PromptInfo | None = None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+
+def build(path: Path | str, **overrides: Any) -> Engine:
+    """An engine without a thread. Override names use `__` for the dot: `cache__num_pages=20`."""
+    named = {name.replace("__", "."): value for name, value in overrides.items()}
+    return assemble(load_config(None, {"model.path": str(path), **SMALL, **named})).engine
+
+
+def scheduler(engine: Engine) -> ContinuousScheduler:
+    """The scheduler inside, for its counters."""
+    found = engine._scheduler
+    assert isinstance(found, ContinuousScheduler)
+    return found
+
+
+def run(engine: Engine, asked: Sequence[tuple[Prompt, SamplingParams]], *, stagger: int = 0) -> list[list[Result]]:
+    """Results [request][sequence]. With `stagger`, that many steps pass between two arrivals."""
+    results: list[list[Result]] = []
+    for prompt, sampling in asked:
+        mine = [Result() for _ in range(sampling.n)]
+        results.append(mine)
+
+        def sink(update, mine=mine) -> None:
+            result = mine[update.index]
+            result.token_ids += update.token_ids
+            result.text += update.text
+            result.logprobs += update.logprobs or ()
+            result.prompt = result.prompt or update.prompt
+            result.finish_reason = result.finish_reason or update.finish_reason
+            result.error = result.error or update.error
+
+        engine.submit(engine.prepare(prompt, sampling), sink)
+        for _ in range(stagger):
+            engine.step()
+    engine.run_until_idle()
+    scheduler(engine).check()
+    assert scheduler(engine).num_held_pages == 0
+    return results

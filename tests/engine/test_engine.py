@@ -1,0 +1,329 @@
+"""The loop on a fake device: order of a step, ends of every kind, and failures that stay where they belong."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
+from jaxserve.errors import (
+    EngineStopped,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    RequestRejected,
+    UnsupportedOption,
+)
+from jaxserve.sched import ContinuousScheduler, create_scheduler
+from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
+
+
+class Parts:
+    """An engine on a fake runner whose next token is the byte after the last one."""
+
+    def __init__(self, *, max_waiting: int = 100, tokenizer: bool = True, runner: FakeRunner | None = None, **limits):
+        self.runner = runner or FakeRunner(make_limits(**limits), vocab_size=ByteTokenizer.vocab_size)
+        scheduler = create_scheduler("fcfs", self.runner.limits)
+        assert isinstance(scheduler, ContinuousScheduler)
+        self.scheduler = scheduler
+        model = ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,))
+        self.engine = Engine(
+            runner=self.runner,
+            scheduler=scheduler,
+            tokenizer=ByteTokenizer() if tokenizer else None,
+            model=model,
+            max_waiting=max_waiting,
+            seed=5,
+        )
+        self.updates: dict[str, list[Update]] = {}
+
+    def submit(self, prompt, sampling: SamplingParams = GREEDY, *, echo: bool = False, **options) -> str:
+        request = self.engine.prepare(prompt, sampling, **options)
+        self.engine.submit(request, self.updates.setdefault(request.request_id, []).append, echo=echo)
+        return request.request_id
+
+    def text(self, request_id: str, index: int = 0) -> str:
+        return "".join(u.text for u in self.updates[request_id] if u.index == index)
+
+    def end(self, request_id: str) -> Update:
+        last = self.updates[request_id][-1]
+        assert last.last
+        return last
+
+
+def test_tokens_text_and_reason() -> None:
+    parts = Parts()
+    request_id = parts.submit("ab")
+    parts.engine.run_until_idle()
+    assert parts.text(request_id) == "cdefg"
+    assert [u.token_ids for u in parts.updates[request_id]] == [(ord(c),) for c in "cdefg"]
+    assert parts.end(request_id).finish_reason is FinishReason.LENGTH
+    assert [u.last for u in parts.updates[request_id]] == [False] * 4 + [True]
+    assert parts.engine.num_live == parts.engine.num_unstarted == parts.scheduler.num_held_pages == 0
+
+
+def test_next_step_is_launched_before_the_last_is_read() -> None:
+    order: list[str] = []
+
+    class Watched(FakeRunner):
+        def dispatch(self, plan):
+            order.append(f"launch {plan.step_id}")
+            flight = super().dispatch(plan)
+
+            class Read:
+                def result(self):
+                    order.append(f"read {plan.step_id}")
+                    return flight.result()
+
+            return Read()
+
+    parts = Parts(runner=Watched(make_limits(), vocab_size=259))
+    parts.submit("a", SamplingParams(temperature=0.0, max_tokens=3))
+    parts.engine.run_until_idle()
+    assert order == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+
+
+def test_stop_string_ends_the_sequence_and_frees_its_pages() -> None:
+    parts = Parts()
+    request_id = parts.submit("a", SamplingParams(temperature=0.0, max_tokens=40, stop=["ef", "zz"]))
+    parts.engine.run_until_idle()
+    assert parts.text(request_id) == "bcd"
+    assert parts.end(request_id).finish_reason is FinishReason.STOP
+    assert parts.end(request_id).stop_reason == "ef"
+    assert parts.scheduler.num_held_pages == 0
+    assert parts.runner.num_steps < 10, "it ran on after its stop string"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "bcd"), (True, "bcde")])
+def test_stop_token(include: bool, text: str) -> None:
+    parts = Parts()
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=40, stop_token_ids=[ord("e")], include_stop_str_in_output=include
+    )
+    request_id = parts.submit("a", sampling)
+    parts.engine.run_until_idle()
+    assert parts.text(request_id) == text
+    assert parts.end(request_id).stop_reason == ord("e")
+    assert parts.end(request_id).token_ids == (ord("e"),)
+
+
+def test_end_of_sequence_has_no_stop_reason_and_can_be_ignored() -> None:
+    forced = {("stop", 0): {2: 257}, ("go", 0): {2: 257}}
+    parts = Parts(runner=FakeRunner(make_limits(), vocab_size=259, forced=forced))
+    parts.submit("a", GREEDY, request_id="stop")
+    parts.submit("a", SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), request_id="go")
+    parts.engine.run_until_idle()
+    assert (parts.text("stop"), parts.end("stop").finish_reason) == ("bc", FinishReason.STOP)
+    assert parts.end("stop").stop_reason is None
+    assert parts.end("go").finish_reason is FinishReason.LENGTH
+    assert len(parts.updates["go"]) == 5
+
+
+def test_echo_and_ids_only() -> None:
+    parts = Parts()
+    echoed = parts.submit("ab", GREEDY, echo=True)
+    silent = parts.submit("ab", SamplingParams(temperature=0.0, max_tokens=5, detokenize=False))
+    parts.engine.run_until_idle()
+    assert parts.text(echoed) == "abcdefg"
+    assert parts.text(silent) == ""
+    assert len(parts.updates[silent]) == 5
+
+
+def test_n_sequences_end_apart_and_last_comes_once() -> None:
+    parts = Parts()
+    request_id = parts.submit("a", SamplingParams(n=3, max_tokens=4))
+    parts.engine.run_until_idle()
+    assert sorted(u.index for u in parts.updates[request_id] if u.finish_reason) == [0, 1, 2]
+    assert [u.last for u in parts.updates[request_id]].count(True) == 1
+    assert parts.end(request_id).last
+
+
+def test_abort_waiting_and_in_flight() -> None:
+    parts = Parts(max_rows=1)
+    running, waiting = parts.submit("a", SamplingParams(max_tokens=40)), parts.submit("b")
+    for _ in range(3):
+        parts.engine.step()
+    parts.engine.abort(waiting)
+    parts.engine.abort(running)
+    parts.engine.abort("never heard of")
+    parts.engine.run_until_idle()
+    assert parts.end(running).finish_reason is FinishReason.ABORT
+    assert parts.end(waiting).finish_reason is FinishReason.ABORT
+    assert parts.scheduler.num_held_pages == parts.engine.num_unstarted == 0
+    again = parts.submit("x")
+    parts.engine.run_until_idle()
+    assert parts.text(again) == "yz{|}"
+
+
+def test_a_broken_sink_costs_its_own_request() -> None:
+    parts = Parts()
+
+    def broken(update: Update) -> None:
+        raise RuntimeError("the client's code is broken")
+
+    parts.engine.submit(parts.engine.prepare("a", GREEDY), broken)
+    good = parts.submit("a")
+    parts.engine.run_until_idle()
+    assert parts.text(good) == "bcdef"
+    assert parts.engine.failure is None
+    assert parts.scheduler.num_held_pages == 0
+
+
+@pytest.mark.parametrize("where", ["dispatch", "result"])
+def test_a_broken_device_ends_every_stream(where) -> None:
+    parts = Parts(runner=FakeRunner(make_limits(), vocab_size=259, fail_at=(2, where)))
+    ids = [parts.submit("a"), parts.submit("b")]
+    parts.engine.start()
+    _wait(lambda: parts.engine.failure is not None)
+    for request_id in ids:
+        assert isinstance(parts.end(request_id).error, EngineStopped)
+        assert "injected failure of step 2" in str(parts.end(request_id).error)
+    with pytest.raises(EngineStopped, match="injected failure"):
+        parts.submit("c")
+    parts.engine.stop()
+
+
+def test_queue_is_bounded() -> None:
+    parts = Parts(max_waiting=2)
+    parts.submit("a")
+    parts.submit("b")
+    with pytest.raises(QueueFull, match="2 requests are waiting; sched.max_waiting is 2"):
+        parts.submit("c")
+    parts.engine.run_until_idle()
+    parts.submit("c")
+    parts.engine.run_until_idle()
+
+
+def test_same_id_twice_fails_the_second_only() -> None:
+    parts = Parts()
+    first = parts.submit("a", request_id="same")
+    second: list[Update] = []
+    parts.engine.submit(parts.engine.prepare("b", GREEDY, request_id="same"), second.append)
+    parts.engine.run_until_idle()
+    assert parts.text(first) == "bcdef"
+    assert isinstance(second[-1].error, InvalidRequest)
+
+
+def test_what_can_never_fit_is_refused_with_the_reason() -> None:
+    parts = Parts(num_pages=3, page_size=4)
+    request_id = parts.submit(list(range(10)), SamplingParams(max_tokens=20))
+    fine = parts.submit("a", SamplingParams(temperature=0.0, max_tokens=3))
+    parts.engine.run_until_idle()
+    assert isinstance(parts.end(request_id).error, RequestRejected)
+    assert parts.text(fine) == "bcd"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([], {}, InvalidRequest, "the prompt is empty"),
+        ({"prompt_token_ids": []}, {}, InvalidRequest, "the prompt is empty"),
+        ([259], {}, InvalidRequest, r"token id 259 is outside the vocabulary; ids are 0..258"),
+        ([-1], {}, InvalidRequest, "token id -1"),
+        ([1.5], {}, InvalidRequest, "got 1.5 among them"),
+        (7, {}, InvalidRequest, "text or a list of token ids, got int"),
+        ({"text": "a"}, {}, InvalidRequest, "'prompt' or 'prompt_token_ids'"),
+        ("\ud800", {}, InvalidRequest, "not valid Unicode at character 0"),
+        ([1] * 64, {}, PromptTooLong, "the prompt has 64 tokens; a sequence holds 64"),
+        ([1] * 60, {"max_tokens": 5}, InvalidRequest, "ask for at most 4"),
+        ("a", {"logit_bias": {300: 1.0}}, InvalidRequest, "300"),
+        ("a", {"bad_words": ["much too long for the slots"]}, UnsupportedOption, "a bad word is 27 tokens long"),
+    ],
+)
+def test_bad_input_is_a_typed_error(prompt, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Parts().engine.prepare(prompt, SamplingParams(**options))
+
+
+def test_truncation_keeps_the_end_and_null_max_tokens_takes_what_fits() -> None:
+    request = Parts().engine.prepare([1] * 70 + [2, 3], SamplingParams(truncate_prompt_tokens=2, max_tokens=None))
+    assert request.prompt_token_ids == (2, 3)
+    assert request.max_tokens == 62
+
+
+def test_seeds_differ_by_request_and_repeat_by_engine() -> None:
+    seeds = [[p.prepare("a", GREEDY).seed for _ in range(3)] for p in (Parts().engine, Parts().engine)]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
+    assert Parts().engine.prepare("a", SamplingParams(seed=9)).seed == 9
+
+
+def test_without_a_tokenizer_text_options_are_refused() -> None:
+    engine = Parts(tokenizer=False).engine
+    for sampling in (SamplingParams(stop=["x"]), SamplingParams(bad_words=["x"])):
+        with pytest.raises(UnsupportedOption, match="started without"):
+            engine.prepare([1], sampling)
+    with pytest.raises(InvalidRequest, match="send prompt_token_ids"):
+        engine.prepare("text", GREEDY)
+
+
+def test_prompts_of_their_own_length_share_only_with_their_like() -> None:
+    parts = Parts()
+    object.__setattr__(parts.engine.model, "private_prompts_above", 3)
+    salts = [parts.engine.prepare([1] * n, GREEDY).cache_salt for n in (2, 3, 4, 5)]
+    assert salts[0] == salts[1] == ""
+    assert salts[2] != salts[3]
+
+
+def test_drain_finishes_the_live_and_refuses_the_new() -> None:
+    parts = Parts()
+    request_id = parts.submit("a")
+    parts.engine.start()
+    assert parts.engine.drain(10.0)
+    assert parts.text(request_id) == "bcdef"
+    with pytest.raises(EngineStopped, match="shutting down"):
+        parts.submit("b")
+    parts.engine.stop()
+
+
+def test_stop_ends_live_streams() -> None:
+    gate = threading.Event()
+
+    class Slow(FakeRunner):
+        def dispatch(self, plan):
+            gate.set()
+            return super().dispatch(plan)
+
+    parts = Parts(runner=Slow(make_limits(max_model_len=64), vocab_size=259))
+    parts.engine.start()
+    ids = [parts.submit("a", SamplingParams(max_tokens=40, ignore_eos=True)) for _ in range(20)]
+    assert gate.wait(10)
+    parts.engine.stop()
+    for request_id in ids:
+        assert parts.end(request_id).finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+    assert parts.scheduler.num_held_pages == 0
+
+
+async def test_async_streams_are_not_mixed_and_leaving_one_aborts_it() -> None:
+    parts = Parts(num_pages=64, max_rows=4)
+    parts.engine.start()
+    streams = AsyncEngine(parts.engine)
+
+    async def collect(first: str) -> str:
+        return "".join([u.text async for u in streams.generate(first, SamplingParams(temperature=0.0, max_tokens=9))])
+
+    async def leave() -> None:
+        async for update in streams.generate("a", SamplingParams(temperature=0.0, max_tokens=60), request_id="left"):
+            if len(update.text):
+                break
+
+    texts, _ = await asyncio.gather(asyncio.gather(*(collect(c) for c in "abcdefgh")), leave())
+    assert texts == ["".join(chr(ord(c) + i) for i in range(1, 10)) for c in "abcdefgh"]
+    assert await asyncio.to_thread(parts.engine.drain, 10.0)
+    assert parts.scheduler.num_held_pages == 0
+    with pytest.raises(EngineStopped):
+        await collect("a")
+    parts.engine.stop()
+    streams.close()
+
+
+def _wait(condition, timeout_s: float = 10.0) -> None:
+    deadline = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        deadline.wait(0.01)
+    raise AssertionError("it did not happen in time")
