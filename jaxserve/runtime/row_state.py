@@ -1,0 +1,224 @@
+"""What the device knows of each row for sampling, and how the host writes it down.
+
+Owns two encodings of a `RowSetup`: the scalars that travel with every step (`encode_row`), and the heavy state that
+is sent once, only for rows that need it (`encode_row_state` -> `configure_row`). Refuses to use any of it: the rules
+are in `sampling_rules` and `sampling_draw`.
+
+Why two: nearly all requests need twelve numbers, and sending those each step costs less than remembering them. A row
+reused by a plain request keeps the old heavy state; its flags say that nobody looks.
+"""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.api import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jaxserve.sched.plan import RowSetup
+
+NO_TOKEN = 2**31 - 1  # fills unused slots: as an index it is out of every range, so scatters drop it
+ANY_TOKEN = -1  # fills the front of a bad word: matches whatever was there
+MAX_COUNT = 2**15 - 1  # counts of output tokens saturate here
+NUM_RECENT = MAX_BAD_WORD_LEN - 1
+_MASK_BITS = 32
+
+
+class Field(enum.IntEnum):
+    """Columns of `params [R, NUM_ROW_FIELDS]`. Floats are stored as the bits of a float32."""
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    TOP_P = 2
+    MIN_P = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+    REPETITION = 6
+    SEED_LOW = 7
+    SEED_HIGH = 8
+    PROMPT_LEN = 9
+    MIN_TOKENS = 10
+    FLAGS = 11
+
+
+NUM_ROW_FIELDS = len(Field)
+
+
+class Flag(enum.IntFlag):
+    """Bits of `Field.FLAGS`: what a row uses beyond its scalars."""
+
+    PENALTY = 1
+    BIAS = 2
+    ALLOWED = 4
+    BAD_WORDS = 8
+    MIN_TOKENS = 16
+    LOGPROBS = 32
+
+
+HEAVY = Flag.PENALTY | Flag.BIAS | Flag.ALLOWED | Flag.BAD_WORDS | Flag.MIN_TOKENS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingState:
+    """Per-row state on the device; R + 1 rows, of which the last is for padding. Donated to every step.
+
+    Attributes:
+      last_token: the token sampled last; what a decode row feeds next.
+      recent: the last tokens of the sequence, newest at the end; NO_TOKEN where there is none.
+      counts: how often each token was generated; saturates at MAX_COUNT.
+      prompt_mask, allowed_mask: one bit per token, 32 in an int32, lowest first.
+      bias_ids, bias_values: logit_bias in slots.
+      stop_ids: ids that min_tokens holds back.
+      bad_words: one word per line, right-aligned, ANY_TOKEN before it; NO_TOKEN at the end of an unused line.
+    """
+
+    last_token: Int[Array, " R+1"]
+    recent: Int[Array, "R+1 recent"]
+    counts: Int[Array, "R+1 V"]
+    prompt_mask: Int[Array, "R+1 V/32"]
+    allowed_mask: Int[Array, "R+1 V/32"]
+    bias_ids: Int[Array, "R+1 bias"]
+    bias_values: Float[Array, "R+1 bias"]
+    stop_ids: Int[Array, "R+1 stops"]
+    bad_words: Int[Array, "R+1 words length"]
+
+
+def init_sampling_state(max_rows: int, vocab_size: int) -> SamplingState:
+    """State for `max_rows` rows and the padding row. 2.25 V + 5 KB bytes a row."""
+    rows, words = max_rows + 1, _mask_words(vocab_size)
+    return SamplingState(
+        last_token=jnp.zeros((rows,), jnp.int32),
+        recent=jnp.full((rows, NUM_RECENT), NO_TOKEN, jnp.int32),
+        counts=jnp.zeros((rows, vocab_size), jnp.int16),
+        prompt_mask=jnp.zeros((rows, words), jnp.int32),
+        allowed_mask=jnp.zeros((rows, words), jnp.int32),
+        bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), NO_TOKEN, jnp.int32),
+        bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
+        stop_ids=jnp.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, jnp.int32),
+        bad_words=jnp.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), NO_TOKEN, jnp.int32),
+    )
+
+
+def encode_row(setup: RowSetup) -> np.ndarray:
+    """The scalars of one row, int32 [NUM_ROW_FIELDS]. A line of zeros is a plain greedy row: use it for padding."""
+    sampling, line = setup.sampling, np.zeros(NUM_ROW_FIELDS, np.int32)
+    floats = line.view(np.float32)
+    floats[Field.TEMPERATURE] = sampling.temperature
+    floats[Field.TOP_P] = sampling.top_p
+    floats[Field.MIN_P] = sampling.min_p
+    floats[Field.PRESENCE] = sampling.presence_penalty
+    floats[Field.FREQUENCY] = sampling.frequency_penalty
+    floats[Field.REPETITION] = sampling.repetition_penalty
+    line[Field.TOP_K] = sampling.top_k
+    line[Field.SEED_LOW : Field.SEED_HIGH + 1] = np.array([setup.seed], "<u8").view("<i4")
+    line[Field.PROMPT_LEN] = setup.prompt_len
+    line[Field.MIN_TOKENS] = sampling.min_tokens
+    line[Field.FLAGS] = _flags(setup)
+    return line
+
+
+def needs_row_state(setup: RowSetup) -> bool:
+    """Whether `configure_row` must run before the first step of this row."""
+    return bool(_flags(setup) & HEAVY)
+
+
+def row_state_size(vocab_size: int) -> int:
+    """int32 entries of one `encode_row_state` payload."""
+    return sum(size for _, size in _layout(vocab_size))
+
+
+def encode_row_state(setup: RowSetup, vocab_size: int) -> np.ndarray:
+    """The heavy state of one row, int32 [row_state_size(vocab_size)], for `configure_row`.
+
+    Tokens from `prompt_len` on count as output, so a sequence computed again after a preemption goes on as before.
+    Slots and ids have been checked by `api.check_request`.
+    """
+    sampling = setup.sampling
+    tokens = np.asarray(setup.token_ids, np.int64)
+    counts = np.zeros(-(-vocab_size // 2) * 2, np.int16)
+    counts[:vocab_size] = np.minimum(np.bincount(tokens[setup.prompt_len :], minlength=vocab_size), MAX_COUNT)
+    recent = tokens[-NUM_RECENT:]
+    bias = sampling.logit_bias or {}
+    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32)
+    for line, word in enumerate(setup.bad_word_ids):
+        words[line] = (ANY_TOKEN,) * (MAX_BAD_WORD_LEN - len(word)) + word
+    parts = {
+        "recent": np.concatenate([np.full(NUM_RECENT - len(recent), NO_TOKEN), recent]).astype(np.int32),
+        "counts": counts.view(np.int32),
+        "prompt_mask": _bit_mask(tokens[: setup.prompt_len], vocab_size),
+        "allowed_mask": _bit_mask(np.asarray(sampling.allowed_token_ids or (), np.int64), vocab_size),
+        "bias_ids": _slots(bias.keys(), MAX_LOGIT_BIAS, np.int32(NO_TOKEN)),
+        "bias_values": _slots(bias.values(), MAX_LOGIT_BIAS, np.float32(0)).view(np.int32),
+        "stop_ids": _slots(sorted(setup.stop_token_ids), MAX_STOP_TOKEN_IDS, np.int32(NO_TOKEN)),
+        "bad_words": words.reshape(-1),
+    }
+    return np.concatenate([parts[name] for name, _ in _layout(vocab_size)])
+
+
+def configure_row(state: SamplingState, row: Int[Array, ""], payload: Int[Array, " size"]) -> SamplingState:
+    """Writes the heavy state of one row. To be jitted with `state` donated; `last_token` is left alone."""
+    vocab_size = state.counts.shape[1]
+    assert payload.shape == (row_state_size(vocab_size),), (payload.shape, vocab_size)
+    parts, start = {}, 0
+    for name, size in _layout(vocab_size):
+        parts[name] = payload[start : start + size]
+        start += size
+    parts["counts"] = lax.bitcast_convert_type(parts["counts"], jnp.int16).reshape(-1)[:vocab_size]
+    parts["bias_values"] = lax.bitcast_convert_type(parts["bias_values"], jnp.float32)
+    parts["bad_words"] = parts["bad_words"].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
+    written = {
+        name: lax.dynamic_update_index_in_dim(getattr(state, name), value, row, axis=0) for name, value in parts.items()
+    }
+    return dataclasses.replace(state, **written)
+
+
+def _layout(vocab_size: int) -> tuple[tuple[str, int], ...]:
+    """Order and int32 sizes of the parts of a payload; the names are fields of SamplingState."""
+    words = _mask_words(vocab_size)
+    return (
+        ("recent", NUM_RECENT),
+        ("counts", -(-vocab_size // 2)),
+        ("prompt_mask", words),
+        ("allowed_mask", words),
+        ("bias_ids", MAX_LOGIT_BIAS),
+        ("bias_values", MAX_LOGIT_BIAS),
+        ("stop_ids", MAX_STOP_TOKEN_IDS),
+        ("bad_words", MAX_BAD_WORDS * MAX_BAD_WORD_LEN),
+    )
+
+
+def _flags(setup: RowSetup) -> Flag:
+    sampling, flags = setup.sampling, Flag(0)
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
+        flags |= Flag.PENALTY
+    if sampling.logit_bias:
+        flags |= Flag.BIAS
+    if sampling.allowed_token_ids is not None:
+        flags |= Flag.ALLOWED
+    if setup.bad_word_ids:
+        flags |= Flag.BAD_WORDS
+    if sampling.min_tokens and setup.stop_token_ids:
+        flags |= Flag.MIN_TOKENS
+    if sampling.logprobs is not None:
+        flags |= Flag.LOGPROBS
+    return flags
+
+
+def _mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // _MASK_BITS)
+
+
+def _bit_mask(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    bits = np.zeros(_mask_words(vocab_size) * _MASK_BITS, np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def _slots(values, size: int, fill: np.generic) -> np.ndarray:
+    slots = np.full(size, fill, fill.dtype)
+    slots[: len(values)] = list(values)
+    return slots

@@ -1,0 +1,179 @@
+"""From logits to tokens, and to log-probabilities, all on the device and all in one compiled function.
+
+Owns the order of the stages and the updates of `SamplingState`. Refuses to know a rule or a distribution:
+`sampling_rules` changes logits, `sampling_draw` draws.
+
+Whatever costs a pass over [R, V] stands behind `lax.cond`, so that one executable serves every mix of options and a
+batch pays for what its own rows ask. `scripts/bench_sampling.py` on two CPU cores, R = 16, V = 32000: all rows greedy
+0.25 ms, at a temperature 2.3, with top_k and top_p 4.8, every option on and log-probabilities too 8.4.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.api import MAX_LOGPROBS
+from jaxserve.runtime.row_state import HEAVY, MAX_COUNT, Field, Flag, SamplingState
+from jaxserve.runtime.sampling_draw import MIN_TEMPERATURE, draw
+from jaxserve.runtime.sampling_reduce import first_argmax, top_values
+from jaxserve.runtime.sampling_rules import apply_rules, effective_flags, float_field
+
+PROMPT_BLOCK = 64  # prompt tokens whose [block, V] logits exist at once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities of N chosen tokens, from raw logits; lines nobody asked for are unspecified.
+
+    `rank` is 1 + the number of tokens with a strictly larger logit. `top_ids` are the min(20, V) most likely, the
+    lowest id first among equals.
+    """
+
+    logprob: Float[Array, " N"]
+    rank: Int[Array, " N"]
+    top_ids: Int[Array, "N 20"]
+    top_logprobs: Float[Array, "N 20"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOutput:
+    """One token per row. Rows that were not to be sampled hold an unspecified id inside the vocabulary."""
+
+    token_ids: Int[Array, " R"]
+    logprobs: Logprobs
+
+
+def sample(
+    logits: Float[Array, "R V"],
+    rows: Int[Array, " R"],
+    context_lens: Int[Array, " R"],
+    params: Int[Array, "R F"],
+    should_sample: Bool[Array, " R"],
+    state: SamplingState,
+) -> tuple[SampleOutput, SamplingState]:
+    """One token for each row that has `should_sample`, and the state with it written down. Donate `state`.
+
+    Args:
+      logits: raw, of the last token of each row.
+      rows: row of the engine; that of padding is the last of the state. No two sampled rows are equal.
+      context_lens: tokens of the sequence before the new one, which is the new one's position.
+      params: `encode_row` of each row; zeros for padding.
+
+    A row's token depends on its own logits, parameters, state and position, on nothing else of the batch. NaN logits
+    count as -inf; a row without any other gives token 0.
+    """
+    logits = logits.astype(jnp.float32)
+    flags = effective_flags(params, context_lens, should_sample)
+    drawing = should_sample & (float_field(params, Field.TEMPERATURE) >= MIN_TEMPERATURE)
+    heavy = jnp.any(flags & int(HEAVY) != 0)
+
+    def processed(logits):
+        logits = lax.cond(
+            heavy, lambda x: apply_rules(x, rows, context_lens, params, flags, state), lambda x: x, logits
+        )
+        drawn = lax.cond(
+            jnp.any(drawing),
+            lambda x: draw(x, context_lens, params, drawing),
+            lambda x: jnp.zeros_like(context_lens),
+            logits,
+        )
+        greedy = lax.cond(
+            jnp.all(drawing | ~should_sample), lambda x: jnp.zeros_like(context_lens), first_argmax, logits
+        )
+        return jnp.where(drawing, drawn, greedy)
+
+    token_ids = lax.cond(heavy | jnp.any(drawing), processed, first_argmax, logits)
+    asked = flags & int(Flag.LOGPROBS) != 0
+    logprobs = lax.cond(
+        jnp.any(asked),
+        lambda logits: _logprobs(logits, token_ids),
+        lambda logits: _no_logprobs(*logits.shape),
+        logits,
+    )
+    return SampleOutput(token_ids=token_ids, logprobs=logprobs), _write(state, rows, token_ids, flags, should_sample)
+
+
+def prompt_logprobs(
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+    compute_logits: Callable[[Float[Array, "block D"]], Float[Array, "block V"]],
+) -> Logprobs:
+    """Log-probabilities of the token that follows each prompt token; `targets` is -1 where nobody asks.
+
+    `hidden` is what `compute_logits` takes. Blocks of PROMPT_BLOCK tokens keep [T, V] from ever existing; a block that
+    nobody asks for costs nothing.
+    """
+    num_tokens = hidden.shape[0]
+    block = min(PROMPT_BLOCK, num_tokens)
+    padding = -num_tokens % block
+    vocab_size = jax.eval_shape(compute_logits, hidden[:block]).shape[1]
+
+    def one_block(part):
+        hidden, targets = part
+        return lax.cond(
+            jnp.any(targets >= 0),
+            lambda: _logprobs(compute_logits(hidden), targets),
+            lambda: _no_logprobs(block, vocab_size),
+        )
+
+    def all_blocks():
+        blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[1])
+        wanted = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, block)
+        found = lax.map(one_block, (blocks, wanted))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+
+    return lax.cond(jnp.any(targets >= 0), all_blocks, lambda: _no_logprobs(num_tokens, vocab_size))
+
+
+def _logprobs(logits: Float[Array, "N V"], token_ids: Int[Array, " N"]) -> Logprobs:
+    # NaN and +inf of a broken model must not make NaN of the whole row: clients get these as JSON numbers.
+    logits = logits.astype(jnp.float32)
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(jnp.float32).max))
+    # A masked sum instead of a gather: it needs no communication of logits that are spread over devices.
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    chosen = jnp.max(jnp.where(index == token_ids[:, None], logits, -jnp.inf), axis=1)
+    norm = jnp.maximum(jax.nn.logsumexp(logits, axis=1), jnp.finfo(jnp.float32).min)  # a row of -inf stays -inf
+    top, top_ids = top_values(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    return Logprobs(
+        logprob=chosen - norm,
+        rank=1 + jnp.sum(logits > chosen[:, None], axis=1, dtype=jnp.int32),
+        top_ids=top_ids,
+        top_logprobs=top - norm[:, None],
+    )
+
+
+def _no_logprobs(num_lines: int, vocab_size: int) -> Logprobs:
+    width = min(MAX_LOGPROBS, vocab_size)
+    return Logprobs(
+        logprob=jnp.zeros((num_lines,), jnp.float32),
+        rank=jnp.zeros((num_lines,), jnp.int32),
+        top_ids=jnp.zeros((num_lines, width), jnp.int32),
+        top_logprobs=jnp.zeros((num_lines, width), jnp.float32),
+    )
+
+
+def _write(
+    state: SamplingState,
+    rows: Int[Array, " R"],
+    token_ids: Int[Array, " R"],
+    flags: Int[Array, " R"],
+    should_sample: Bool[Array, " R"],
+) -> SamplingState:
+    """Scatters of one entry per row, so that the donated state is updated in place whatever its size."""
+    nowhere = state.last_token.shape[0]
+    written = jnp.where(should_sample, rows, nowhere)
+    counted = jnp.where(flags & int(Flag.PENALTY) != 0, rows, nowhere)
+    recent = jnp.concatenate([state.recent[rows][:, 1:], token_ids[:, None]], axis=1)
+    count = jnp.minimum(state.counts[rows, token_ids].astype(jnp.int32) + 1, MAX_COUNT).astype(jnp.int16)
+    return dataclasses.replace(
+        state,
+        last_token=state.last_token.at[written].set(token_ids, mode="drop"),
+        recent=state.recent.at[written].set(recent, mode="drop"),
+        counts=state.counts.at[counted, token_ids].set(count, mode="drop"),
+    )

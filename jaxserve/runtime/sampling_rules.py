@@ -1,0 +1,111 @@
+"""Options that change the logits themselves, before anything is drawn: masks, bias and penalties.
+
+Owns allowed_token_ids, bad_words, min_tokens, logit_bias and the three penalties, in the order in which vLLM applies
+them. Refuses what only limits a draw (`sampling_draw`), since greedy rows must not pay for it.
+
+Each rule stands behind `lax.cond`: a batch of which no row uses a rule does not compute it.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.api import MAX_BAD_WORD_LEN
+from jaxserve.runtime.row_state import Field, Flag, SamplingState
+
+Logits = Float[Array, "R V"]
+
+
+def float_field(params: Int[Array, "R F"], field: Field) -> Float[Array, " R"]:
+    """One column of the packed parameters, as the float32 that it holds."""
+    return lax.bitcast_convert_type(params[:, field], jnp.float32)
+
+
+def effective_flags(
+    params: Int[Array, "R F"], context_lens: Int[Array, " R"], should_sample: Bool[Array, " R"]
+) -> Int[Array, " R"]:
+    """The flags that matter in this step: none for rows that yield no token, no MIN_TOKENS once there are enough."""
+    flags = jnp.where(should_sample, params[:, Field.FLAGS], 0)
+    enough = context_lens - params[:, Field.PROMPT_LEN] >= params[:, Field.MIN_TOKENS]
+    return jnp.where(enough, flags & ~int(Flag.MIN_TOKENS), flags)
+
+
+def apply_rules(
+    logits: Logits,
+    rows: Int[Array, " R"],
+    context_lens: Int[Array, " R"],
+    params: Int[Array, "R F"],
+    flags: Int[Array, " R"],
+    state: SamplingState,
+) -> Logits:
+    """The processed logits: masks, then bias, then penalties.
+
+    A token that is masked has -inf. When bad words and min_tokens leave a row without any token, they are waived for
+    this token: allowed_token_ids always holds. `flags` are those of `effective_flags`.
+    """
+
+    def any_row(wanted: Flag) -> Bool[Array, ""]:
+        return jnp.any(flags & int(wanted) != 0)
+
+    def has(wanted: Flag) -> Bool[Array, "R 1"]:
+        return (flags & int(wanted) != 0)[:, None]
+
+    def masked(logits: Logits) -> Logits:
+        allowed = _unpack_bits(state.allowed_mask[rows], logits.shape[1]) | ~has(Flag.ALLOWED)
+        kept = jnp.where(allowed, logits, -jnp.inf)
+        banned = jnp.where(has(Flag.MIN_TOKENS), state.stop_ids[rows], logits.shape[1])
+        left = _ban(kept, banned)
+        num_output = context_lens - params[:, Field.PROMPT_LEN]
+        left = _ban(left, _banned_word_ends(state, rows, num_output, has(Flag.BAD_WORDS), logits.shape[1]))
+        return jnp.where(jnp.any(left > -jnp.inf, axis=1, keepdims=True), left, kept)
+
+    def biased(logits: Logits) -> Logits:
+        ids = jnp.where(has(Flag.BIAS), state.bias_ids[rows], logits.shape[1])
+        lines = jnp.arange(logits.shape[0])[:, None]
+        return logits.at[lines, ids].add(state.bias_values[rows], mode="drop")
+
+    def penalised(logits: Logits) -> Logits:
+        return jnp.where(has(Flag.PENALTY), _penalise(logits, rows, params, state), logits)
+
+    masks = Flag.ALLOWED | Flag.BAD_WORDS | Flag.MIN_TOKENS
+    logits = lax.cond(any_row(masks), masked, lambda logits: logits, logits)
+    logits = lax.cond(any_row(Flag.BIAS), biased, lambda logits: logits, logits)
+    return lax.cond(any_row(Flag.PENALTY), penalised, lambda logits: logits, logits)
+
+
+def _penalise(logits: Logits, rows: Int[Array, " R"], params: Int[Array, "R F"], state: SamplingState) -> Logits:
+    """Repetition divides (positive logits) or multiplies; then frequency * count and presence are subtracted."""
+    counts = state.counts[rows].astype(jnp.float32)  # [R, V]
+    seen = (counts > 0) | _unpack_bits(state.prompt_mask[rows], logits.shape[1])
+    repetition = float_field(params, Field.REPETITION)[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - float_field(params, Field.FREQUENCY)[:, None] * counts
+    return logits - float_field(params, Field.PRESENCE)[:, None] * (counts > 0)
+
+
+def _banned_word_ends(
+    state: SamplingState,
+    rows: Int[Array, " R"],
+    num_output: Int[Array, " R"],
+    has_words: Bool[Array, "R 1"],
+    nobody: int,
+) -> Int[Array, "R words"]:
+    """Last tokens of those bad words whose beginning has just been generated. Only output counts, never the prompt."""
+    words = state.bad_words[rows]  # [R, words, length]
+    begin, end = words[:, :, :-1], words[:, :, -1]
+    place = jnp.arange(MAX_BAD_WORD_LEN - 1, 0, -1)  # 1 is the newest token
+    generated = place[None, :] <= num_output[:, None]
+    equal = (begin == state.recent[rows][:, None, :]) & generated[:, None, :]
+    match = jnp.all((begin < 0) | equal, axis=2)
+    return jnp.where(match & has_words, end, nobody)
+
+
+def _ban(logits: Logits, token_ids: Int[Array, "R slots"]) -> Logits:
+    """-inf at the ids; ids outside of the vocabulary do nothing."""
+    lines = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[lines, token_ids].set(-jnp.inf, mode="drop")
+
+
+def _unpack_bits(words: Int[Array, "R W"], vocab_size: int) -> Bool[Array, "R V"]:
+    bits = (words[:, :, None] >> jnp.arange(32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0

@@ -1,0 +1,75 @@
+"""A streamed answer, put together again.
+
+Owns the values that a client gets who does not care for streaming. Refuses the network.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxserve.api import FinishReason, TokenLogprobs
+from jaxserve.serve.convert import FINISH_REASONS, logprobs_from_proto
+from jaxserve.serve.gen import inference_pb2 as pb
+
+_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One of the n sequences.
+
+    `stop_reason` is the stop string or stop token id that ended it; None for end-of-sequence and length. `logprobs`
+    has one entry per token when asked for, and is empty otherwise.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """All of one request. `prompt_logprobs` has one entry per prompt token after the first, when asked for."""
+
+    request_id: str
+    outputs: tuple[Output, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+    @property
+    def text(self) -> str:
+        """Of the first sequence."""
+        return self.outputs[0].text
+
+
+def collect_replies(replies: Sequence[pb.GenerateResponse]) -> Completion:
+    """Joins all messages of one call, in the order in which they came."""
+    assert replies, "a call that ends well has at least one message"
+    last = replies[-1]
+    return Completion(
+        request_id=last.request_id,
+        outputs=tuple(
+            _join(index, [r for r in replies if r.index == index]) for index in sorted({r.index for r in replies})
+        ),
+        num_prompt_tokens=last.usage.num_prompt_tokens,
+        num_cached_tokens=last.usage.num_cached_tokens,
+        num_generated_tokens=last.usage.num_generated_tokens,
+        prompt_logprobs=logprobs_from_proto(replies[0].prompt.prompt_logprobs),
+    )
+
+
+def _join(index: int, replies: Sequence[pb.GenerateResponse]) -> Output:
+    last = replies[-1]
+    which = last.WhichOneof("stop_reason")
+    return Output(
+        index=index,
+        text="".join(r.text for r in replies),
+        token_ids=tuple(i for r in replies for i in r.token_ids),
+        finish_reason=_REASONS[last.finish_reason],
+        stop_reason=getattr(last, which) if which is not None else None,
+        logprobs=tuple(e for r in replies for e in logprobs_from_proto(r.logprobs)),
+    )

@@ -1,0 +1,147 @@
+"""Between protocol buffers and the values of `jaxserve.api`, in both directions.
+
+Owns the mapping of names. Refuses to check values: `SamplingParams` checks itself, and a message must not say the same
+in other words. Fields are walked by name, so an option added to both sides needs no line here.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxserve.api import FinishReason, PromptInfo, SamplingParams, TokenLogprobs
+from jaxserve.errors import InvalidRequest, UnsupportedOption
+from jaxserve.serve.gen import inference_pb2 as pb
+
+FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+
+# What a client may give as a prompt: text, token ids, or chat messages.
+ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+_DEFAULTS = SamplingParams()
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """Raises UnsupportedOption when the sender set a field that this version does not have."""
+    numbers = [field.field_number for field in UnknownFieldSet(message)]
+    if numbers:
+        raise UnsupportedOption(
+            f"{message.DESCRIPTOR.full_name} has no field {', '.join(map(str, numbers))} on this server; "
+            "the client is newer: leave the option out, or update the server"
+        )
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """Options that are not set keep their defaults. Raises InvalidRequest or UnsupportedOption."""
+    refuse_unknown_fields(message)
+    options: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if options.pop("no_max_tokens", False):
+        options["max_tokens"] = None
+    if "allowed_token_ids" in options:
+        options["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(message.logit_bias)
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        if name in options:
+            options[name] = tuple(options[name])
+    return SamplingParams(**options)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+    """Sets only what differs from the default, so that an older server takes every request that it can serve.
+
+    Raises InvalidRequest for a value that the wire format cannot carry.
+    """
+    message = pb.SamplingParams()
+    for field in dataclasses.fields(sampling):
+        name, value = field.name, getattr(sampling, field.name)
+        if value == getattr(_DEFAULTS, name):
+            continue
+        try:
+            if name == "max_tokens" and value is None:
+                message.no_max_tokens = True
+            elif name == "allowed_token_ids":
+                message.allowed_token_ids.ids.extend(value)
+            elif name == "logit_bias":
+                message.logit_bias.update(value)
+            elif name in ("stop", "stop_token_ids", "bad_words"):
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+        except (ValueError, TypeError, UnicodeError) as error:
+            raise InvalidRequest(f"{name} cannot be sent: {error}") from error
+    return message
+
+
+def request_to_proto(
+    prompt: ClientPrompt,
+    sampling: SamplingParams,
+    *,
+    request_id: str = "",
+    priority: int = 0,
+    cache_salt: str = "",
+    tenant: str = "",
+    echo: bool = False,
+) -> pb.GenerateRequest:
+    """The message of one request. Raises InvalidRequest for what the wire format cannot carry."""
+    try:
+        request = pb.GenerateRequest(
+            request_id=request_id,
+            sampling=sampling_to_proto(sampling),
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            echo=echo,
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            request.chat.SetInParent()
+            for message in prompt:
+                request.chat.messages.append(_chat_message(message))
+        else:
+            request.token_ids.SetInParent()  # an empty list is still a prompt, for the server to refuse
+            request.token_ids.ids.extend(cast(Sequence[int], prompt))
+    except (ValueError, TypeError, UnicodeError) as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
+    return request
+
+
+def _chat_message(message: Any) -> pb.ChatMessage:
+    if (
+        not isinstance(message, Mapping)
+        or set(message) != {"role", "content"}
+        or not all(isinstance(value, str) for value in message.values())
+    ):
+        raise InvalidRequest(f"a chat message is {{'role': text, 'content': text}}, got {message!r}")
+    return pb.ChatMessage(role=message["role"], content=message["content"])
+
+
+def logprobs_to_proto(entries: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=e.token_id, logprob=e.logprob, rank=e.rank, top_ids=e.top_ids, top_logprobs=e.top_logprobs
+        )
+        for e in entries
+    ]
+
+
+def logprobs_from_proto(entries: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(e.token_id, e.logprob, e.rank, tuple(e.top_ids), tuple(e.top_logprobs)) for e in entries)
+
+
+def prompt_info_to_proto(prompt_token_ids: Sequence[int], info: PromptInfo | None, echo: bool) -> pb.PromptInfo:
+    """`info` is None when the request ended before its prompt had run."""
+    message = pb.PromptInfo(num_prompt_tokens=len(prompt_token_ids))
+    if echo:
+        message.token_ids.extend(prompt_token_ids)
+    if info is not None:
+        message.num_cached_tokens = info.num_cached_tokens
+        message.prompt_logprobs.extend(logprobs_to_proto(info.logprobs or ()))
+    return message

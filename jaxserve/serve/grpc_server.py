@@ -1,0 +1,81 @@
+"""The gRPC server around the services: port, health, reflection, limits.
+
+Owns the transport. Refuses to decide when to stop (see `service`) and what a method does (see `grpc_service`).
+"""
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.engine import AsyncEngine
+from jaxserve.errors import ConfigError
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.grpc_errors import TypedErrors
+from jaxserve.serve.grpc_service import InferenceService
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+MAX_REQUEST_BYTES = 4 * 2**20  # a million tokens, as ids or as text; more is an accident, and costs time to refuse
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", -1),  # log-probabilities of a long prompt are many megabytes, and asked for
+    ("grpc.so_reuseport", 0),  # with it a second server on the same port would silently take half of the calls
+    # A client whose network is cut sends no farewell; without pings it would hold its pages until its end.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # measured: without it the default of 60 s holds, whatever the line above
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+_POLL_S = 0.01
+
+
+class GrpcServer:
+    """One listening port. Used on one event loop."""
+
+    def __init__(self, engine: AsyncEngine, *, host: str, port: int) -> None:
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._host = host
+        self._service = InferenceService(engine)
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (untyped, but documented)
+        self._server = grpc.aio.server(interceptors=[TypedErrors()], options=_OPTIONS)
+        pb_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> int:
+        """Listens and reports SERVING. Returns the port. Raises ConfigError when the address cannot be had."""
+        try:
+            port = self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {self._address}: {error}; set serve.host or serve.grpc.port, 0 takes a free port"
+            ) from error
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        return port
+
+    async def report_not_serving(self) -> None:
+        """Health turns to NOT_SERVING for good; calls go on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until every Generate call has ended. Health watches do not count: they never end."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._service.num_live:
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, gives the others `grace_s`, then cancels them."""
+        await self._server.stop(grace_s)

@@ -1,0 +1,41 @@
+"""One table from `errors.Status` to the codes of each protocol.
+
+Owns the numbers and the text that leaves the server with them. Refuses to catch anything: front doors do. In one
+place, since two doors that disagree about what may be tried again would mislead every load balancer before them.
+"""
+
+import grpc
+
+from jaxserve.errors import JaxserveError, Status
+
+GRPC_CODES: dict[Status, grpc.StatusCode] = {
+    Status.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Status.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Status.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Status.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Status.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Status.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+
+# A status travels in a trailer, percent-encoded (up to three bytes for each), and clients take 8 KiB of trailers.
+_MAX_MESSAGE_BYTES = 2000
+
+
+def public_message(error: Exception, where: str) -> str:
+    """What a client may read of `error`: all of a typed error, nothing of a defect but where to look for it."""
+    if not isinstance(error, JaxserveError) or error.status is Status.INTERNAL:
+        return f"internal error; the server's log has the details under {where}"
+    encoded = str(error).encode("utf-8", errors="replace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + " … (shortened)"
+
+
+def status_of(error: Exception) -> Status:
+    """The status of a typed error; INTERNAL for everything else."""
+    return error.status if isinstance(error, JaxserveError) else Status.INTERNAL
+
+
+def status_of_grpc(code: grpc.StatusCode) -> Status:
+    """The way back, for clients. A code that no status has counts as INTERNAL."""
+    return next((status for status, known in GRPC_CODES.items() if known is code), Status.INTERNAL)

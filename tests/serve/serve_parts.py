@@ -1,0 +1,162 @@
+"""What the gRPC tests share: the real engine and scheduler on a fake runner that can be held, slowed and broken."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from jaxserve.config import GrpcConfig, ServeConfig
+from jaxserve.engine import Engine, ModelInfo
+from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
+from jaxserve.serve.client import Client
+from jaxserve.serve.service import Shutdown, serve
+from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
+
+WAIT_S = 60.0  # for anything that must happen; far more than it takes, for the sake of busy machines
+
+
+class SteerableRunner:
+    """Wraps a runner: `hold` stops results, `delay_s` slows them, `broken` loses the device.
+
+    Attributes are set by the test's thread and read by the loop's.
+    """
+
+    def __init__(self, inner: FakeRunner, delay_s: float = 0.0) -> None:
+        self.inner = inner
+        self.delay_s = delay_s
+        self.broken = False
+        self._open = threading.Event()
+        self._open.set()
+
+    @property
+    def limits(self) -> Limits:
+        return self.inner.limits
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        return _Steered(self, self.inner.dispatch(plan))
+
+    def wait(self) -> None:
+        assert self._open.wait(WAIT_S), "the test forgot to release the runner"
+        time.sleep(self.delay_s)
+        if self.broken:
+            raise RuntimeError("the device is lost")
+
+
+class _Steered:
+    def __init__(self, runner: SteerableRunner, handle: InFlight) -> None:
+        self._runner = runner
+        self._handle = handle
+
+    def result(self) -> StepResult:
+        self._runner.wait()
+        return self._handle.result()
+
+
+class Parts:
+    """An engine and what it is made of."""
+
+    def __init__(
+        self,
+        *,
+        mode: str = "count",
+        delay_s: float = 0.0,
+        max_rows: int = 8,
+        num_pages: int = 256,
+        max_model_len: int = 512,
+        max_waiting: int = 4096,
+        tokenizer: ByteTokenizer | None = None,
+        forced: dict[tuple[str, int], dict[int, int]] | None = None,
+    ) -> None:
+        limits = make_limits(
+            max_rows=max_rows, num_pages=num_pages, page_size=8, max_model_len=max_model_len, token_buckets=(16, 64)
+        )
+        self.runner = SteerableRunner(
+            FakeRunner(limits, vocab_size=128, mode=mode, forced=forced, keep_plans=False), delay_s
+        )
+        scheduler = create_scheduler("fcfs", limits)
+        assert isinstance(scheduler, ContinuousScheduler)
+        self.scheduler = scheduler
+        self.engine = Engine(
+            runner=self.runner,
+            scheduler=scheduler,
+            tokenizer=tokenizer,
+            model=ModelInfo(name="fake", vocab_size=259, max_model_len=max_model_len, eos_token_ids=(257,)),
+            max_waiting=max_waiting,
+        )
+
+
+class Served(Parts):
+    """`Parts` behind a port. `exit_code` is there once serving has ended."""
+
+    address: str
+    shutdown: Shutdown
+    exit_code: int | None = None
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+
+    def request_shutdown(self) -> None:
+        """What a signal does."""
+        self.loop.call_soon_threadsafe(self.shutdown.request)
+
+    def wait_for_exit(self) -> int | None:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive(), "serving does not end"
+        return self.exit_code
+
+
+@contextmanager
+def served(parts: Served, drain_s: float = 5.0) -> Iterator[Served]:
+    """Serves on a free port, on a thread of its own, until the block ends."""
+    ready = threading.Event()
+    config = ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0))
+
+    async def main() -> int:
+        parts.loop = asyncio.get_running_loop()
+        parts.shutdown = Shutdown()
+        return await serve(parts.engine, config, parts.shutdown, on_ready)
+
+    def on_ready(address: str) -> None:
+        parts.address = address
+        ready.set()
+
+    def run() -> None:
+        try:
+            parts.exit_code = asyncio.run(main())
+        finally:
+            ready.set()
+
+    parts.thread = threading.Thread(target=run, name="test-server", daemon=True)
+    parts.thread.start()
+    try:
+        assert ready.wait(WAIT_S), "the server does not start"
+        yield parts
+    finally:
+        parts.runner.release()
+        if parts.thread.is_alive():
+            parts.request_shutdown()
+            parts.request_shutdown()
+        parts.wait_for_exit()
+
+
+def serve_bytes(**options: object) -> Served:
+    """A server for text, one id per byte; in mode "count" the text after "a" is "bcdef…"."""
+    return Served(tokenizer=ByteTokenizer(), **options)
+
+
+def connect(parts: Served) -> Client:
+    return Client(parts.address)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for something that another thread does."""
+    start_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start_s < WAIT_S, f"in vain: {what}"
+        time.sleep(0.002)

@@ -1,0 +1,48 @@
+"""Errors as clients see them: every status has a code, and a defect tells nothing but where to look."""
+
+import grpc
+import pytest
+
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, MissingBucket, QueueFull, Status
+from jaxserve.serve.status import GRPC_CODES, public_message, status_of, status_of_grpc
+
+
+def test_every_status_has_its_own_code_and_the_way_back() -> None:
+    assert set(GRPC_CODES) == set(Status)
+    assert len(set(GRPC_CODES.values())) == len(Status)
+    for status, code in GRPC_CODES.items():
+        assert status_of_grpc(code) is status
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequest("x"), grpc.StatusCode.INVALID_ARGUMENT),
+        (QueueFull("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (EngineStopped("x"), grpc.StatusCode.UNAVAILABLE),
+        (MissingBucket("x"), grpc.StatusCode.INTERNAL),
+        (ZeroDivisionError("x"), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_codes(error: Exception, code: grpc.StatusCode) -> None:
+    assert GRPC_CODES[status_of(error)] is code
+
+
+def test_a_code_of_no_status_is_internal() -> None:
+    assert status_of_grpc(grpc.StatusCode.UNIMPLEMENTED) is Status.INTERNAL
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("/etc/secret"), JaxserveError("/etc/secret"), AssertionError("/etc/secret")]
+)
+def test_defects_keep_their_text_to_themselves(error: Exception) -> None:
+    message = public_message(error, "error 12ab")
+    assert "secret" not in message
+    assert "error 12ab" in message
+
+
+def test_long_messages_are_cut_at_a_character() -> None:
+    message = public_message(InvalidRequest("ы" * 5000), "")
+    assert message.startswith("ы" * 900)
+    assert message.endswith("(shortened)")
+    assert len(message.encode()) < 2100
