@@ -1,0 +1,398 @@
+"""The mechanism of continuous batching, the same under every policy.
+
+Owns the life of sequences: admission to rows, chunks, decode rows, page growth, preemption, commit. Refuses to decide
+who goes first or who gives way (`policy`), what a page holds (`memory`) and what a bucket costs (`budget`).
+
+A step is planned in this order: decode rows get the pages they need (preempting if they must), prompts that have begun
+go on, waiting sequences are admitted while rows, pages and tokens last, the last chunk is trimmed to a bucket edge.
+
+Overlap. `schedule` may run while one step is in flight, whose tokens are unknown. The rules, each with a test:
+  * A decode row is planned again without knowing its input: the device keeps it in `last_token[row]`.
+  * A sequence whose planned outputs reach its limit is not planned again, so a length limit never wastes a step.
+  * A stop id is seen one step late. The token of the step in flight is dropped at its commit; row and pages are free
+    from the commit that saw the end, and the order of the device makes their reuse safe (see `plan`).
+  * An aborted sequence in flight is the same: what comes back for it is dropped.
+  * A preempted sequence in flight keeps its token, which is valid: it is appended at commit, and the sequence is not
+    admitted again before that commit, since it must then be computed with all its tokens.
+  * A row stands in `freed_rows` once, in the next plan after it was given up.
+"""
+
+import collections
+import itertools
+import time
+from collections.abc import Callable
+
+from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
+from jaxserve.errors import InvalidRequest
+from jaxserve.sched.admission import check_request, max_sequence_len
+from jaxserve.sched.budget import StepBudget
+from jaxserve.sched.draft import Draft, Flight, row_setup
+from jaxserve.sched.memory import Placement, SequenceMemory
+from jaxserve.sched.plan import Limits, PageGrant, StepPlan, StepResult
+from jaxserve.sched.policy import Policy, SchedulerOptions
+from jaxserve.sched.queue import WaitingQueue
+from jaxserve.sched.running import RunningSet
+from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
+
+RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
+
+
+class ContinuousScheduler:
+    """A `sched.base.Scheduler`. Mutated only through its own methods, from one thread."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        options: SchedulerOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.memory = SequenceMemory(limits.num_pages, limits.page_size, options.prefix_caching)
+        self.num_preemptions = 0
+        self._chunked = options.chunked_prefill
+        self._budget = StepBudget(limits)
+        self._clock = clock
+        self._queue = WaitingQueue(policy)
+        self._groups: dict[str, Group] = {}
+        self._orders = itertools.count()
+        self._step_id = 0
+        self._last_committed = -1
+        self._flights: collections.deque[Flight] = collections.deque()
+        self._running = RunningSet(limits.max_rows)
+        self._blocked: tuple[Sequence | None, int] = (None, 0)  # who did not fit, and the pages there were
+
+    # ---- what a user of the scheduler calls ------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""
+        if request.request_id in self._groups:
+            raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
+        check_request(request, self.limits, self._budget, self._chunked)
+        group = self._groups[request.request_id] = Group(request, next(self._orders))
+        self._enqueue(group, 0)
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Ends all sequences of a request, or one. Frees their pages now. False when none was live. No event."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        if index is None:
+            group.unborn.clear()
+        elif index in group.unborn:
+            group.unborn.remove(index)
+            return True
+        victims = [seq for seq in group.live.values() if index is None or seq.index == index]
+        if group.unborn and victims:  # index 0 goes before its prompt was done: the others must run it themselves
+            self._give_birth(group)
+        for seq in victims:
+            self._end(seq)
+        return bool(victims)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run before a commit or an add."""
+        assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
+        draft = Draft(self._step_id)
+        running = self._running
+        running.refresh()
+        due = [seq for seq in running.decoding if seq.num_fed == seq.next_stop]
+        if due:
+            self._serve_due(due, draft)
+        draft.num_rows = draft.num_tokens = len(running.decoding) - len(draft.stalled)
+        if running.prefilling or len(self._queue):
+            self._plan_prefills(draft)
+        decoding = running.decoding
+        if draft.stalled or draft.alone:
+            decoding = [] if draft.alone else [seq for seq in decoding if seq not in draft.stalled]
+        if not decoding and not draft.pieces:
+            assert not draft.grants and not draft.setups, (draft.grants, draft.setups)
+            return None
+        return self._finish_plan(decoding, draft)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes the result of the oldest plan in flight. One event for each token of a live sequence."""
+        flight = self._flights.popleft()
+        assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
+        assert len(result.token_ids) == len(flight.sampled), (len(result.token_ids), len(flight.sampled))
+        self._last_committed = plan.step_id
+        for seq, chunk in zip(flight.prefilled, plan.chunks, strict=True):
+            if chunk.prompt_logprobs and result.prompt_logprobs is not None:
+                seq.prompt_logprobs += result.prompt_logprobs.get(chunk.row, ())
+        events: list[TokenEvent] = []
+        add_event = events.append
+        logprobs = result.logprobs if result.logprobs is not None else itertools.repeat(None)
+        for seq, token_id, logprob in zip(flight.sampled, result.token_ids, logprobs, strict=False):
+            tokens = seq.tokens
+            if len(tokens) < seq.quiet_len and token_id not in seq.stop_ids:
+                tokens.append(token_id)
+                add_event(TokenEvent(seq.request_id, seq.index, token_id, None, logprob))
+            elif seq.state is not FINISHED:
+                add_event(self._take_token(seq, token_id, logprob))
+        return events
+
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    # ---- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, the preempted ones included."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages that running sequences hold; the others are free or hold cached prefixes."""
+        return self.memory.pool.num_held
+
+    @property
+    def num_prefix_queried_tokens(self) -> int:
+        return self.memory.num_queried_tokens
+
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        return self.memory.num_hit_tokens
+
+    def check(self) -> None:
+        """Proves the counts of rows and pages. For tests: takes time in proportion to the pool."""
+        self.memory.pool.check([seq.page_ids for seq in self._running])
+        self._running.check()
+
+    # ---- planning --------------------------------------------------------------------------------------------------
+
+    def _serve_due(self, due: list[Sequence], draft: Draft) -> None:
+        """Drops the rows that have been fed all they will be, and gives a page to those that need one."""
+        growing = [seq for seq in due if seq.num_fed < seq.max_fed]
+        if len(growing) < len(due):
+            self._running.note_last_feed()
+        pool = self.memory.pool
+        if len(growing) > pool.num_available:  # whoever comes first in order must not be the victim of a later one
+            now_s = self._clock()
+            growing.sort(key=lambda seq: self._queue.rank(seq, now_s))
+        for seq in growing:
+            if seq.state is not RUNNING:
+                continue  # gave way to one before it
+            if pool.num_available == 0 and not self._make_room(seq, draft):
+                draft.stalled.append(seq)
+                continue
+            page_id = self.memory.grow(seq)
+            draft.grants.append(PageGrant(seq.row, len(seq.page_ids) - 1, (page_id,)))
+        self._running.refresh()
+
+    def _make_room(self, seq: Sequence, draft: Draft) -> bool:
+        """Preempts sequences behind `seq` until a page is available. False: it must wait for a commit."""
+        now_s = self._clock()
+        rank = self._queue.rank
+        behind = [s for s in self._preemptible(draft) if rank(s, now_s) > rank(seq, now_s)]
+        behind.sort(key=lambda s: rank(s, now_s))
+        while self.memory.pool.num_available == 0:
+            victim = self.policy.victim_for_page(seq, behind) if behind else None
+            if victim is None:
+                return False
+            behind.remove(victim)
+            self._preempt(victim, draft)
+        return True
+
+    def _preemptible(self, draft: Draft) -> list[Sequence]:
+        """Running sequences with something left to plan, and nothing but perhaps a decode row in this plan."""
+        planned = [piece.seq for piece in draft.pieces]
+        return [seq for seq in self._running if seq.num_fed < seq.max_fed and seq not in planned]
+
+    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+        """Takes rows and pages away; the tokens stay and are computed again later."""
+        for flight in self._flights:
+            if seq in flight.sampled or seq in flight.prefilled:
+                seq.ready_after = flight.plan.step_id
+        draft.grants = [grant for grant in draft.grants if grant.row != seq.row]
+        draft.stalled = [s for s in draft.stalled if s is not seq]
+        draft.num_preempted += 1
+        self.num_preemptions += 1
+        self._leave_row(seq, SequenceState.PREEMPTED)
+        seq.num_fed = 0
+        self._queue.push(seq, self._clock())
+
+    def _leave_row(self, seq: Sequence, state: SequenceState) -> None:
+        self.memory.release(seq)
+        self._running.leave(seq, state)
+        seq.quiet_len = 0
+        seq.forkable_from = NEVER
+
+    def _plan_prefills(self, draft: Draft) -> None:
+        for seq in self._running.prefilling:
+            if not self._add_piece(seq, self._fitting(len(seq.tokens) - seq.num_fed, draft), draft):
+                return
+        if draft.num_preempted:
+            return  # memory is short: whoever got in now would be the next victim
+        if self.policy.dynamic_order and (self._running.has_free_row or self.policy.preemptive):
+            self._queue.reorder(self._clock())
+        while self._admit_first(draft):
+            pass
+
+    def _admit_first(self, draft: Draft) -> bool:
+        """Admits the first in the queue with its first piece. False: it stays, and so do all behind it."""
+        running = self._running
+        if not running.has_free_row and not self.policy.preemptive:
+            return False
+        seq = self._queue.first()
+        if seq is None or seq.ready_after > self._last_committed:
+            return False
+        if running and seq is self._blocked[0] and self.memory.pool.num_available <= self._blocked[1]:
+            return False  # nothing was freed since: do not match a long prompt again at every step
+        if not self.policy.may_admit(seq, list(running)):
+            return False
+        while True:
+            placement = self.memory.place(seq, self._fork_source(seq, draft))
+            length = self._fitting(len(seq.tokens) - placement.start, draft)
+            if length == 0 and running.has_free_row:
+                return False  # the step is full
+            # Growth of the running would soon preempt whoever takes the last pages: leave them one for eight rows.
+            if running.has_free_row and self.memory.fits(placement, -(-len(running) // 8)):
+                break
+            if not self.policy.preemptive:
+                self._blocked = (seq, self.memory.pool.num_available)
+                return False
+            if not self._give_way(seq, draft):
+                return False
+        self._queue.pop()
+        self._enter_row(seq, placement, draft)
+        return self._add_piece(seq, length, draft)
+
+    def _fork_source(self, seq: Sequence, draft: Draft) -> Sequence | None:
+        """The sequence whose prompt pages `seq` may share: index 0 of its request, if it holds them by now."""
+        leader = self._groups[seq.request_id].live.get(0)
+        if leader is None or seq.num_outputs > 0 or leader.forkable_from > draft.step_id:
+            return None
+        return leader
+
+    def _give_way(self, seq: Sequence, draft: Draft) -> bool:
+        """Lets the policy preempt one sequence for `seq`, the first in the queue."""
+        if draft.copies:
+            return False  # a page that is copied in this step must not change hands in it
+        now_s = self._clock()
+        candidates = sorted(self._preemptible(draft), key=lambda s: self._queue.rank(s, now_s))
+        victim = self.policy.victim_for_admission(seq, candidates) if candidates else None
+        if victim is None:
+            return False
+        if victim in self._running.decoding and victim not in draft.stalled and not draft.alone:
+            draft.num_rows -= 1
+            draft.num_tokens -= 1
+        self._preempt(victim, draft)
+        self._running.refresh()
+        return True
+
+    def _enter_row(self, seq: Sequence, placement: Placement, draft: Draft) -> None:
+        draft.copies += self.memory.take(seq, placement)
+        seq.num_cached = placement.start
+        seq.prompt_logprobs = []
+        self._running.enter(seq)
+        draft.setups.append(row_setup(seq))
+        draft.grants.append(PageGrant(seq.row, 0, tuple(seq.page_ids)))
+
+    def _fitting(self, length: int, draft: Draft) -> int:
+        """Tokens of a prompt, of which `length` are left, that this step can take; 0 for none.
+
+        Without chunked prefill a prompt runs whole, and one that does not fit beside the decode rows makes them wait
+        for a step; only a recomputation longer than any step is cut, since it could not run otherwise.
+        """
+        room = self._budget.room(draft.num_tokens, draft.num_rows)
+        if self._chunked or length <= room:
+            return max(0, min(length, room))
+        return 0 if draft.pieces else min(length, self._budget.max_alone)
+
+    def _add_piece(self, seq: Sequence, length: int, draft: Draft) -> bool:
+        """Plans `length` tokens of a running prompt. False when that is none: the step is full."""
+        if length == 0:
+            return False
+        if length > self._budget.room(draft.num_tokens, draft.num_rows):
+            draft.run_alone()
+        draft.add_piece(seq, length)
+        return True
+
+    def _finish_plan(self, decoding: list[Sequence], draft: Draft) -> StepPlan:
+        """Turns the draft into a plan and moves every counter on."""
+        if draft.pieces and self._chunked:
+            last = draft.pieces[-1]
+            last.length -= self._budget.trim(draft.num_tokens, draft.num_rows, last.length)
+        positions = [seq.num_fed for seq in decoding]
+        for seq in decoding:
+            seq.num_fed += 1
+        running = self._running
+        rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
+        sampled = decoding
+        if draft.pieces:
+            self.policy.observe(decoding, [(piece.seq, piece.length) for piece in draft.pieces])
+            sampled = [*decoding, *(piece.seq for piece in draft.pieces if piece.samples)]
+        else:
+            self.policy.observe(decoding, ())
+        plan = StepPlan(
+            step_id=self._step_id,
+            decode_rows=rows,
+            decode_positions=tuple(positions),
+            chunks=tuple([piece.to_chunk() for piece in draft.pieces]),
+            setups=tuple(draft.setups),
+            grants=tuple(draft.grants),
+            copies=tuple(draft.copies),
+            freed_rows=running.take_freed_rows(),
+        )
+        for piece in draft.pieces:
+            self._advance_prefill(piece.seq, piece.length)
+        self._step_id += 1
+        self._flights.append(Flight(plan, sampled, [piece.seq for piece in draft.pieces]))
+        return plan
+
+    def _advance_prefill(self, seq: Sequence, length: int) -> None:
+        seq.num_fed += length
+        self.memory.publish(seq, seq.num_fed)
+        if seq.num_fed < len(seq.tokens):
+            return
+        seq.forkable_from = self._step_id + 1
+        self._running.end_prefill(seq)
+        self._give_birth(self._groups[seq.request_id])
+
+    def _give_birth(self, group: Group) -> None:
+        """The prompt is planned, or index 0 is gone: the other sequences may run from the next step on."""
+        for index in group.unborn:
+            self._enqueue(group, index)
+        group.unborn.clear()
+
+    def _enqueue(self, group: Group, index: int) -> None:
+        seq = Sequence(group.request, index, group.order, max_sequence_len(group.request, self.limits))
+        group.live[index] = seq
+        self._queue.push(seq, self._clock())
+
+    # ---- results ---------------------------------------------------------------------------------------------------
+
+    def _take_token(self, seq: Sequence, token_id: int, logprob: TokenLogprobs | None) -> TokenEvent:
+        """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
+        assert seq.state is not FINISHED, seq
+        seq.tokens.append(token_id)
+        reason, prompt = None, None
+        if token_id in seq.stop_ids and seq.num_outputs > seq.request.sampling.min_tokens:
+            reason = FinishReason.STOP
+        elif len(seq.tokens) > seq.max_fed:
+            reason = FinishReason.LENGTH
+        if seq.num_outputs == 1:
+            asked = seq.index == 0 and seq.request.sampling.prompt_logprobs is not None
+            prompt = PromptInfo(seq.num_cached, tuple(seq.prompt_logprobs) if asked else None)
+        if seq.state is RUNNING:
+            self.memory.publish(seq, len(seq.tokens) - 1)
+            seq.quiet_len = min(seq.max_fed, self.memory.next_publish(seq))
+        if reason is not None:
+            self._end(seq)
+        return TokenEvent(seq.request_id, seq.index, token_id, reason, logprob, prompt)
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.state is RUNNING:
+            self._leave_row(seq, FINISHED)
+        else:
+            seq.move(FINISHED)
+            self._queue.note_end()
+        group = self._groups[seq.request_id]
+        del group.live[seq.index]
+        if not group.live and not group.unborn:
+            del self._groups[seq.request_id]

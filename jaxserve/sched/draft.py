@@ -1,0 +1,97 @@
+"""A plan in the making, and a plan in flight.
+
+Owns the scratch values of one `schedule` and what `commit` must remember of it. Refuses every decision.
+"""
+
+from jaxserve.sched.plan import Chunk, PageCopy, PageGrant, RowSetup, StepPlan
+from jaxserve.sched.state import Sequence, sequence_seed
+
+
+class Piece:
+    """A chunk whose length may still be trimmed. Mutated only while its plan is made."""
+
+    __slots__ = ("length", "seq")
+
+    def __init__(self, seq: Sequence, length: int) -> None:
+        self.seq = seq
+        self.length = length
+
+    @property
+    def samples(self) -> bool:
+        return self.seq.num_fed + self.length == len(self.seq.tokens)
+
+    def to_chunk(self) -> Chunk:
+        seq, start = self.seq, self.seq.num_fed
+        token_ids = tuple(seq.tokens[start : start + self.length])
+        return Chunk(seq.row, start, token_ids, self.samples, seq.asks_prompt_logprobs)
+
+
+class Draft:
+    """What one `schedule` has decided so far. Mutated only by the scheduler.
+
+    `num_rows` and `num_tokens` count decode rows and pieces. `stalled` are decode rows that got no page. `alone` says
+    that the decode rows wait for this step.
+    """
+
+    __slots__ = (
+        "alone",
+        "copies",
+        "grants",
+        "num_preempted",
+        "num_rows",
+        "num_tokens",
+        "pieces",
+        "setups",
+        "stalled",
+        "step_id",
+    )
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.num_rows = 0
+        self.num_tokens = 0
+        self.num_preempted = 0
+        self.alone = False
+        self.stalled: list[Sequence] = []
+        self.pieces: list[Piece] = []
+        self.setups: list[RowSetup] = []
+        self.grants: list[PageGrant] = []
+        self.copies: list[PageCopy] = []
+
+    def add_piece(self, seq: Sequence, length: int) -> None:
+        assert length > 0, (seq, length)
+        self.pieces.append(Piece(seq, length))
+        self.num_rows += 1
+        self.num_tokens += length
+
+    def run_alone(self) -> None:
+        assert not self.pieces, self.pieces
+        self.alone = True
+        self.num_rows = self.num_tokens = 0
+
+
+class Flight:
+    """A plan whose result is awaited. `sampled` are the sequences of its tokens, `prefilled` those of its chunks."""
+
+    __slots__ = ("plan", "prefilled", "sampled")
+
+    def __init__(self, plan: StepPlan, sampled: list[Sequence], prefilled: list[Sequence]) -> None:
+        self.plan = plan
+        self.sampled = sampled
+        self.prefilled = prefilled
+
+
+def row_setup(seq: Sequence) -> RowSetup:
+    """What the device must know of a sequence that gets a row."""
+    request = seq.request
+    return RowSetup(
+        row=seq.row,
+        request_id=seq.request_id,
+        index=seq.index,
+        seed=sequence_seed(request, seq.index),
+        prompt_len=seq.prompt_len,
+        token_ids=tuple(seq.tokens),
+        sampling=request.sampling,
+        stop_token_ids=tuple(sorted(request.stop_token_ids)),
+        bad_word_ids=request.bad_word_ids,
+    )

@@ -1,0 +1,129 @@
+"""The pages of sequences: what an admission needs, growth, sharing, copy-on-write, release.
+
+Owns the meeting of page pool, prefix cache and block tables. Refuses to choose who gets pages: the scheduler asks
+whether a placement fits and says who gives up what.
+
+A sequence gets the pages of all its known tokens when it is admitted, and one page at a time as it grows. So a prompt
+that has begun never stops half-way for want of pages, and only decode rows can run the pool dry.
+"""
+
+import dataclasses
+
+from jaxserve.sched.pages import PagePool
+from jaxserve.sched.plan import PageCopy
+from jaxserve.sched.prefix import BlockHash, PageEntry, PrefixCache, hash_block
+from jaxserve.sched.state import NEVER, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How a sequence could be placed now. Valid until anything else changes.
+
+    Attributes:
+      start: tokens whose keys and values are there already.
+      shared: pages of other sequences or of the cache that it would share.
+      num_fresh: pages that it needs of its own.
+      chain: the prefix-cache entries of the shared pages.
+      copy_source: page that the first fresh page starts as a copy of; 0 for none.
+    """
+
+    start: int
+    shared: tuple[int, ...]
+    num_fresh: int
+    chain: tuple[PageEntry, ...] = ()
+    copy_source: int = 0
+
+
+class SequenceMemory:
+    """Mutated only by the scheduler that made it. It alone writes `page_ids` and `chain` of a sequence."""
+
+    def __init__(
+        self, num_pages: int, page_size: int, prefix_caching: bool, block_hash: BlockHash = hash_block
+    ) -> None:
+        self.pool = PagePool(num_pages)
+        self.page_size = page_size
+        self.prefix = PrefixCache(self.pool, page_size, block_hash) if prefix_caching else None
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def place(self, seq: Sequence, parent: Sequence | None) -> Placement:
+        """The best way to place `seq` now: as a fork of `parent`, through the prefix cache, or from nothing."""
+        num_pages = -(-len(seq.tokens) // self.page_size)
+        if parent is not None:
+            # The last prompt position is fed again, since the child draws its own first token from its logits.
+            start = seq.prompt_len - 1
+            num_shared, offset = divmod(start, self.page_size)
+            return Placement(
+                start=start,
+                shared=tuple(parent.page_ids[:num_shared]),
+                num_fresh=num_pages - num_shared,
+                chain=tuple(parent.chain[:num_shared]),
+                copy_source=parent.page_ids[num_shared] if offset else 0,
+            )
+        chain: list[PageEntry] = []
+        if self.prefix is not None and not seq.asks_prompt_logprobs:
+            chain = self.prefix.match(seq.request.cache_salt, seq.tokens)
+        return Placement(
+            start=len(chain) * self.page_size,
+            shared=tuple(entry.page_id for entry in chain),
+            num_fresh=num_pages - len(chain),
+            chain=tuple(chain),
+        )
+
+    def fits(self, placement: Placement, reserve: int) -> bool:
+        """Whether the pool has the pages, with `reserve` left over."""
+        num_woken = sum(self.pool.num_refs(page_id) == 0 for page_id in placement.shared)
+        return placement.num_fresh + num_woken + reserve <= self.pool.num_available
+
+    def take(self, seq: Sequence, placement: Placement) -> list[PageCopy]:
+        """Gives `seq` its pages. Returns the copies that the plan must carry."""
+        assert not seq.page_ids, seq
+        for page_id in placement.shared:  # before allocating, which could evict them
+            self.pool.retain(page_id)
+        seq.page_ids = [*placement.shared, *(self.pool.allocate() for _ in range(placement.num_fresh))]
+        seq.chain = list(placement.chain)
+        seq.chain_open = self.prefix is not None and len(placement.chain) == len(placement.shared)
+        seq.num_fed = placement.start
+        seq.next_stop = min(seq.max_fed, len(seq.page_ids) * self.page_size)
+        if placement.copy_source:
+            return [PageCopy(placement.copy_source, seq.page_ids[len(placement.shared)])]
+        if self.prefix is not None:
+            self.num_queried_tokens += len(seq.tokens)
+            self.num_hit_tokens += placement.start
+        return []
+
+    def grow(self, seq: Sequence) -> int:
+        """One page more, for the position that is fed next."""
+        page_id = self.pool.allocate()
+        seq.page_ids.append(page_id)
+        seq.next_stop = min(seq.max_fed, len(seq.page_ids) * self.page_size)
+        return page_id
+
+    def publish(self, seq: Sequence, num_written: int) -> None:
+        """Makes full pages of the first `num_written` positions findable.
+
+        For a prompt that is as soon as the chunk is planned: the device runs steps in order, so a later plan may read
+        what an earlier one writes. For output it is at commit, since only then the tokens are known.
+        """
+        size = self.page_size
+        while seq.chain_open and (len(seq.chain) + 1) * size <= num_written:
+            assert self.prefix is not None
+            first = len(seq.chain)
+            parent = seq.chain[-1] if first else self.prefix.root(seq.request.cache_salt)
+            block = tuple(seq.tokens[first * size : (first + 1) * size])
+            entry = self.prefix.record(parent, block, seq.page_ids[first])
+            if entry is None:
+                seq.chain_open = False
+            else:
+                seq.chain.append(entry)
+
+    def next_publish(self, seq: Sequence) -> int:
+        """Positions that must be written before `publish` has something to do."""
+        return (len(seq.chain) + 1) * self.page_size if seq.chain_open else NEVER
+
+    def release(self, seq: Sequence) -> None:
+        """Takes all pages back. The last ones go first, so that eviction shortens prefixes from their end."""
+        self.pool.release(reversed(seq.page_ids))
+        seq.page_ids = []
+        seq.chain = []
+        seq.chain_open = False

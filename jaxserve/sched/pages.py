@@ -1,0 +1,104 @@
+"""The page pool: who holds which page, and which unheld pages still have content worth keeping.
+
+Owns page ids, reference counts and the order of eviction. Refuses to know what is in a page: the prefix cache does,
+and is told through `on_evict` when a page loses its content. Refuses bytes and layouts: a page id is all there is,
+so the same pool serves every kernel backend and the simulator.
+
+Every page is exactly one of: free (no content), idle (content kept, no holder), held (one holder or more).
+All operations are O(1) a page.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxserve.sched.plan import DUMMY_PAGE
+
+
+def _ignore(page_id: int) -> None:
+    """Nobody keeps content."""
+
+
+class PagePool:
+    """Pages 1..num_pages. Mutated only by `SequenceMemory` and `PrefixCache`, on the scheduler's thread."""
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = _ignore) -> None:
+        assert num_pages >= 1, num_pages
+        self.num_pages = num_pages
+        self.on_evict = on_evict
+        self._free = list(range(num_pages, DUMMY_PAGE, -1))  # a stack, low ids first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._num_refs = [0] * (num_pages + 1)
+        self._has_content = bytearray(num_pages + 1)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give out: free ones and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - len(self._free) - len(self._idle)
+
+    def num_refs(self, page_id: int) -> int:
+        return self._num_refs[page_id]
+
+    def allocate(self) -> int:
+        """One page with one reference; free pages first, then the idle page that was held least recently."""
+        if self._free:
+            page_id = self._free.pop()
+        else:
+            assert self._idle, "allocate from an empty pool: the caller must look at num_available first"
+            page_id, _ = self._idle.popitem(last=False)
+            self._has_content[page_id] = 0
+            self.on_evict(page_id)
+        self._num_refs[page_id] = 1
+        return page_id
+
+    def retain(self, page_id: int) -> None:
+        """One more holder of a page that is held or idle."""
+        if self._num_refs[page_id] == 0:
+            assert page_id in self._idle, f"page {page_id} is free, so there is no content to share"
+            del self._idle[page_id]
+        self._num_refs[page_id] += 1
+
+    def release(self, page_ids: Iterable[int]) -> None:
+        """One holder fewer of each page. Idle pages are evicted in the order in which they are given here."""
+        num_refs = self._num_refs
+        for page_id in page_ids:
+            assert num_refs[page_id] > 0, f"page {page_id} is released more often than it was taken"
+            num_refs[page_id] -= 1
+            if num_refs[page_id] == 0:
+                if self._has_content[page_id]:
+                    self._idle[page_id] = None
+                else:
+                    self._free.append(page_id)
+
+    def keep_content(self, page_id: int) -> None:
+        """From now on the page becomes idle, not free, when its last holder leaves."""
+        assert self._num_refs[page_id] > 0, f"page {page_id} has no holder"
+        self._has_content[page_id] = 1
+
+    def drop_content(self, page_id: int) -> None:
+        """Undoes `keep_content`; an idle page becomes free. `on_evict` is not called: the caller knows."""
+        self._has_content[page_id] = 0
+        if page_id in self._idle:
+            del self._idle[page_id]
+            self._free.append(page_id)
+
+    def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Proves the counts: each page in exactly one state and, when `holders` is given, as often held as listed."""
+        free, idle = set(self._free), set(self._idle)
+        held = {p for p in range(1, self.num_pages + 1) if self._num_refs[p] > 0}
+        assert len(free) == len(self._free), f"pages twice in the free list: {sorted(self._free)}"
+        assert not free & idle and not free & held and not idle & held, (free, idle, held)
+        assert free | idle | held == set(range(1, self.num_pages + 1)), "a page is lost"
+        assert all(self._has_content[p] for p in idle) and not any(self._has_content[p] for p in free), (free, idle)
+        assert min(self._num_refs) == 0 == self._num_refs[DUMMY_PAGE], self._num_refs
+        if holders is not None:
+            expected = Counter(page_id for pages in holders for page_id in pages)
+            actual = Counter({p: self._num_refs[p] for p in held})
+            assert expected == actual, f"holders say {expected}, the pool says {actual}"

@@ -1,0 +1,137 @@
+"""One sequence, its four states, and the group of a request.
+
+Owns `Sequence`, `Group` and the legal arrows between states. Refuses to decide: who moves is the scheduler's business.
+Positions count from 0; a token at position p is *fed* when it is an input of a step, which writes its keys and values
+into page p // page_size, and yields the token at p + 1.
+
+    WAITING --> RUNNING <--> PREEMPTED          any of the three --> FINISHED
+"""
+
+import enum
+
+from jaxserve.api import Request, TokenLogprobs
+from jaxserve.sched.prefix import PageEntry
+
+# An odd 63-bit constant (2**63 over the golden ratio): multiples of it are distinct modulo 2**63 and far apart.
+_SEED_STEP = 0x4F1BBCDCBFA53E0B
+NEVER = 1 << 62
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_ARROWS = frozenset(
+    {
+        (SequenceState.WAITING, SequenceState.RUNNING),
+        (SequenceState.RUNNING, SequenceState.PREEMPTED),
+        (SequenceState.PREEMPTED, SequenceState.RUNNING),
+        (SequenceState.WAITING, SequenceState.FINISHED),
+        (SequenceState.RUNNING, SequenceState.FINISHED),
+        (SequenceState.PREEMPTED, SequenceState.FINISHED),
+    }
+)
+
+
+def sequence_seed(request: Request, index: int) -> int:
+    """The seed of the index-th sequence: the request's own for 0, distinct for all, the same on every run."""
+    return (request.seed + index * _SEED_STEP) % 2**63
+
+
+class Sequence:
+    """One of the n answers to a request. Mutated only by the scheduler that made it and by its `SequenceMemory`.
+
+    Attributes:
+      tokens: prompt and committed output.
+      num_fed: positions that have been fed by plans so far, the step in flight included.
+      max_fed: positions that will ever be fed; the token sampled at max_fed - 1 is the last one.
+      next_stop: `num_fed` at which a decode row needs a decision: a new page, or its end.
+      quiet_len: below this many tokens a sampled token needs no look but the one at the stop ids.
+      page_ids: its block table; empty unless RUNNING.
+      chain: prefix-cache entries of its first pages; `chain_open` says whether the next full page may join.
+      forkable_from: first step that may copy its prompt pages (the one after the step that completes them).
+      ready_after: the step that must be committed before it may be admitted again.
+    """
+
+    __slots__ = (
+        "chain",
+        "chain_open",
+        "forkable_from",
+        "index",
+        "max_fed",
+        "next_stop",
+        "num_cached",
+        "num_fed",
+        "order",
+        "page_ids",
+        "prompt_len",
+        "prompt_logprobs",
+        "quiet_len",
+        "ready_after",
+        "request",
+        "request_id",
+        "row",
+        "state",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, index: int, order: int, max_len: int) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.index = index
+        self.order = order
+        self.prompt_len = len(request.prompt_token_ids)
+        self.max_fed = max_len - 1
+        self.stop_ids = request.stop_token_ids
+        self.tokens = list(request.prompt_token_ids)
+        self.state = SequenceState.WAITING
+        self.row = -1
+        self.num_fed = 0
+        self.num_cached = 0
+        self.next_stop = 0
+        self.quiet_len = 0
+        self.page_ids: list[int] = []
+        self.chain: list[PageEntry] = []
+        self.chain_open = False
+        self.forkable_from = NEVER
+        self.ready_after = -1
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.request_id}/{self.index} {self.state.value} row={self.row} tokens={len(self.tokens)} "
+            f"fed={self.num_fed}/{self.max_fed} pages={len(self.page_ids)}>"
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def asks_prompt_logprobs(self) -> bool:
+        """The prompt is scored once: by the first sequence, and not again when it is computed again later."""
+        return (
+            self.index == 0
+            and self.request.sampling.prompt_logprobs is not None
+            and len(self.tokens) == self.prompt_len
+        )
+
+    def move(self, state: SequenceState) -> None:
+        assert (self.state, state) in _ARROWS, f"{self!r} cannot become {state.value}"
+        self.state = state
+
+
+class Group:
+    """A live request. `unborn` are the indices that wait for the prompt of index 0. Mutated only by its scheduler."""
+
+    __slots__ = ("live", "order", "request", "unborn")
+
+    def __init__(self, request: Request, order: int) -> None:
+        self.request = request
+        self.order = order
+        self.live: dict[int, Sequence] = {}
+        self.unborn = list(range(1, request.sampling.n))

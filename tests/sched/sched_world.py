@@ -1,0 +1,195 @@
+"""A scheduler and a fake runner under random operations, with a naive model of what must come out.
+
+The model is a loop over a list: no pages, no batches, no scheduler. Every token of every sequence must equal it,
+whatever was added, cut, preempted, shared or aborted around it.
+"""
+
+import collections
+import random
+from collections.abc import Iterable
+
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.errors import UserError
+from jaxserve.sched import InFlight, Limits, Policy, Sequence, StepPlan, create_scheduler
+from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.state import sequence_seed
+from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_request
+
+VOCAB = 7
+
+
+class Urgent(Policy):
+    """Takes rows and pages from the less urgent: preemption at moments that the built-in policies never choose."""
+
+    preemptive = True
+
+    def key(self, seq: Sequence, now_s: float) -> float:
+        return seq.request.priority
+
+    def victim_for_admission(self, seq, running):
+        return running[-1] if running[-1].request.priority > seq.request.priority else None
+
+
+def expected_output(request: Request, index: int, max_model_len: int) -> tuple[list[int], FinishReason]:
+    """What FakeRunner's "context" mode yields for one sequence, computed without any scheduler."""
+    seed, sampling = sequence_seed(request, index), request.sampling
+    tokens: list[int] = []
+    while True:
+        token = hash((seed, *request.prompt_token_ids, *tokens)) % VOCAB
+        while len(tokens) < sampling.min_tokens and token in request.stop_token_ids:
+            token = (token + 1) % VOCAB
+        tokens.append(token)
+        if token in request.stop_token_ids and len(tokens) > sampling.min_tokens:
+            return tokens, FinishReason.STOP
+        if len(tokens) == request.max_tokens or len(request.prompt_token_ids) + len(tokens) == max_model_len:
+            return tokens, FinishReason.LENGTH
+
+
+def random_limits(rng: random.Random) -> Limits:
+    max_rows = rng.randint(1, 8)
+    largest = rng.choice([max_rows, max_rows + 1, 8, 12, 16, 33])
+    edges = sorted({e for e in (2, 4, 8, 16) if e < largest} | {max(largest, max_rows)})
+    mixed_rows = {e: rng.randint(1, max_rows) for e in edges[:-1] if rng.random() < 0.3}
+    return make_limits(
+        max_rows=max_rows,
+        num_pages=rng.choice([rng.randint(3, 12), rng.randint(8, 40)]),
+        page_size=rng.choice([1, 1, 2, 3, 4, 8]),
+        max_model_len=rng.randint(4, 40),
+        token_buckets=edges,
+        mixed_rows={**mixed_rows, edges[-1]: max_rows},
+    )
+
+
+class World:
+    """Operations that a rule machine or a random loop may call in any order."""
+
+    def __init__(
+        self, limits: Limits, *, policy: str | type[Policy] = "fcfs", chunked: bool = True, prefix_caching: bool = True
+    ) -> None:
+        self.clock = ManualClock()
+        self.limits = limits
+        scheduler = create_scheduler(
+            policy,
+            limits,
+            chunked_prefill=chunked,
+            prefix_caching=prefix_caching,
+            ageing_s=2.0,
+            clock=self.clock,
+        )
+        assert isinstance(scheduler, ContinuousScheduler)
+        self.scheduler = scheduler
+        self.runner = FakeRunner(limits, vocab_size=VOCAB, mode="context", keep_plans=False)
+        self.chunked = chunked
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[tuple[str, int], Output] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+        self.num_rejected = 0
+        self.num_added = 0
+
+    def add(self, request: Request) -> None:
+        self.clock.advance(0.5)
+        try:
+            self.scheduler.add(request)
+        except UserError:
+            self.num_rejected += 1
+            return
+        self.num_added += 1
+        self.requests[request.request_id] = request
+        self.outputs |= {(request.request_id, i): Output() for i in range(request.sampling.n)}
+
+    def live(self) -> list[tuple[str, int]]:
+        return [key for key, out in self.outputs.items() if out.finish_reason is None and key not in self.aborted]
+
+    def abort(self, request_id: str, index: int | None) -> None:
+        keys = {key for key in self.live() if key[0] == request_id and index in (None, key[1])}
+        assert self.scheduler.abort(request_id, index) == bool(keys)
+        self.aborted |= keys
+
+    def schedule(self) -> None:
+        """Plans and launches, unless two steps are on their way already."""
+        if len(self.flights) == 2:
+            return
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.flights or not self.scheduler.has_work(), "work is left and nothing can ever run"
+            return
+        if not self.chunked:
+            assert all(c.sample or self._has_outputs(c.row) for c in plan.chunks), "a prompt was cut"
+        self.flights.append((plan, self.runner.dispatch(plan)))
+
+    def _has_outputs(self, row: int) -> bool:
+        return next(seq for seq in self.scheduler._running if seq.row == row).num_outputs > 0
+
+    def commit(self) -> None:
+        if not self.flights:
+            return
+        plan, handle = self.flights.popleft()
+        for event in self.scheduler.commit(plan, handle.result()):
+            key = (event.request_id, event.index)
+            assert key not in self.aborted, f"an event of an aborted sequence: {event}"
+            self.outputs[key].take(event)
+
+    def check(self) -> None:
+        self.scheduler.check()
+        assert self.scheduler.num_running <= self.limits.max_rows
+        assert self.scheduler.has_work() == bool(self.live())
+
+    def finish(self) -> None:
+        """Runs everything to its end, and compares it all with the model."""
+        for _ in range(20_000):
+            if not self.flights and not self.scheduler.has_work():
+                break
+            self.schedule()
+            if len(self.flights) == 2 or (self.flights and self.scheduler.num_running == 0):
+                self.commit()
+            elif self.flights:
+                self.schedule()
+                self.commit()
+        assert not self.live(), f"never ended: {self.live()}"
+        while self.flights:
+            self.commit()
+        self.check()
+        assert self.scheduler.num_held_pages == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for (request_id, index), out in self.outputs.items():
+            self._compare(self.requests[request_id], index, out)
+
+    def _compare(self, request: Request, index: int, out: Output) -> None:
+        tokens, reason = expected_output(request, index, self.limits.max_model_len)
+        if (request.request_id, index) in self.aborted:
+            assert out.token_ids == tokens[: len(out.token_ids)], (request, index)
+            return
+        assert (out.token_ids, out.finish_reason) == (tokens, reason), (request, index)
+        assert out.prompt is not None
+        if request.sampling.prompt_logprobs is None or index > 0:
+            assert out.prompt.logprobs is None
+        else:
+            assert [entry.token_id for entry in out.prompt.logprobs or ()] == list(request.prompt_token_ids[1:])
+            assert out.prompt.num_cached_tokens == 0
+
+
+def random_request(rng: random.Random, number: int, now_s: float) -> Request:
+    """Prompts over a tiny vocabulary with common beginnings, so that prefixes meet often."""
+    common = [[1, 2, 3, 4, 5, 6] * 5, [0] * 30, [1, 2, 3, 4, 6, 6] * 5]
+    prompt = [*rng.choice(common)[: rng.randint(0, 12)], *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))]
+    max_tokens = rng.choice([1, 3, 8, 15, 25])
+    stop: Iterable[int] = rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1]))
+    sampling = SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 3]),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, min(3, max_tokens)]),
+        prompt_logprobs=rng.choice([None, None, None, None, 1]),
+        logprobs=rng.choice([None, None, 2]),
+    )
+    return make_request(
+        f"q{number}",
+        prompt,
+        max_tokens,
+        sampling=sampling,
+        seed=rng.randrange(2**63),
+        stop=stop,
+        arrival_s=now_s,
+        priority=rng.randint(-2, 2),
+        salt=rng.choice(["", "", "", "tenant"]),
+    )

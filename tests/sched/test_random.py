@@ -1,0 +1,104 @@
+"""100,000 random operations against the naive model, and a Hypothesis machine that shrinks what fails."""
+
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from sched_world import Urgent, World, random_limits, random_request
+
+from jaxserve.sched import Policy
+
+NUM_WORLDS = 250
+OPS_PER_WORLD = 400
+
+
+def run_world(seed: int) -> World:
+    rng = random.Random(seed)
+    world = World(
+        random_limits(rng),
+        policy=rng.choice(["fcfs", "priority", Urgent]),
+        chunked=rng.random() < 0.7,
+        prefix_caching=rng.random() < 0.8,
+    )
+    weights = rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)])
+    for number in range(OPS_PER_WORLD):
+        op = rng.choices(("add", "abort", "schedule", "commit"), weights)[0]
+        if op == "add" and len(world.live()) < 20:
+            world.add(random_request(rng, number, world.clock()))
+        elif op == "abort" and world.live():
+            request_id, index = rng.choice(world.live())
+            world.abort(request_id, rng.choice([None, index]))
+        elif op == "commit":
+            world.commit()
+        else:
+            world.schedule()
+        world.check()
+    world.finish()
+    return world
+
+
+def test_random_operations_agree_with_the_naive_model():
+    preempted = hits = ended = forks = 0
+    for seed in range(NUM_WORLDS):
+        world = run_world(seed)
+        preempted += world.scheduler.num_preemptions
+        hits += world.scheduler.num_prefix_hit_tokens
+        ended += world.num_added
+        forks += world.runner.num_copies
+    # The worlds must really have been through what they are for.
+    assert NUM_WORLDS * OPS_PER_WORLD >= 100_000
+    assert preempted > 500, preempted
+    assert hits > 1000, hits
+    assert forks > 300, forks
+    assert ended > 5000, ended
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same operations, chosen by Hypothesis."""
+
+    world: World | None = None
+
+    @initialize(seed=st.integers(0, 2**32), policy=st.sampled_from(["fcfs", "priority", Urgent]), chunked=st.booleans())
+    def start(self, seed: int, policy: str | type[Policy], chunked: bool) -> None:
+        self.world = World(random_limits(random.Random(seed)), policy=policy, chunked=chunked)
+        self.number = 0
+
+    @rule(seed=st.integers(0, 2**32))
+    def add(self, seed: int) -> None:
+        self.number += 1
+        self.world.add(random_request(random.Random(seed), self.number, self.world.clock()))
+
+    @rule(choice=st.integers(0, 100), whole=st.booleans())
+    def abort(self, choice: int, whole: bool) -> None:
+        live = self.world.live()
+        if live:
+            request_id, index = live[choice % len(live)]
+            self.world.abort(request_id, None if whole else index)
+
+    @rule()
+    def schedule(self) -> None:
+        self.world.schedule()
+
+    @rule()
+    def commit(self) -> None:
+        self.world.commit()
+
+    @invariant()
+    def counts_hold(self) -> None:
+        assert self.world is not None
+        self.world.check()
+
+    def teardown(self) -> None:
+        if self.world is not None:
+            self.world.finish()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestScheduler = SchedulerMachine.TestCase
