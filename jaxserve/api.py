@@ -186,8 +186,9 @@ def _check_collections(params: SamplingParams) -> None:
                 raise InvalidRequest(f"{name} must hold token ids (0 or more), got {token_id!r}")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty, so nothing could be generated; leave it out instead")
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise UnsupportedOption(f"{len(params.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work")
+    stop_token_ids = params.stop_token_ids or ()
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise UnsupportedOption(f"{len(stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work")
     if len(params.bad_words) > MAX_BAD_WORDS:
         raise UnsupportedOption(f"{len(params.bad_words)} bad_words; at most {MAX_BAD_WORDS} work")
     for token_id, bias in (params.logit_bias or {}).items():
@@ -305,7 +306,7 @@ class TokenEvent(NamedTuple):
     """
 
     request_id: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index is of no use here
     token_id: int
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None

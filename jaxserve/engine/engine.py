@@ -164,7 +164,7 @@ class Engine:
             while self.step():
                 pass
         except BaseException as error:
-            self._die(error)
+            self.fail(error)
             raise
 
     def start(self) -> None:
@@ -200,9 +200,13 @@ class Engine:
             self._end_all(None, FinishReason.ABORT)
         except BaseException as error:  # the boundary of the loop: whatever it is, no client may hang
             logger.exception("the engine loop died")
-            self._die(error)
+            self.fail(error)
 
-    def _die(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Declares the engine dead: every stream ends with EngineStopped, and nothing is accepted any more.
+
+        For whoever drives the loop, when a step raised: the state of scheduler and device is then unknown.
+        """
         self.failure = error
         self._end_all(EngineStopped(f"the engine has died: {error!r}"), FinishReason.ERROR)
 

@@ -29,7 +29,7 @@ class Update(NamedTuple):
     """
 
     request_id: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index is of no use here
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -68,27 +68,12 @@ class LiveRequest:
         self.started = False
         self._eos_token_ids = eos_token_ids
         sampling = request.sampling
-        use_text = tokenizer is not None and sampling.detokenize
         self.echo_text = ""
         if echo and tokenizer is not None:
             self.echo_text = tokenizer.decode(
                 request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
-        self._sequences = [
-            _LiveSequence(
-                Detokenizer(
-                    tokenizer,
-                    request.prompt_token_ids,
-                    skip_special_tokens=sampling.skip_special_tokens,
-                    stop=tuple(sampling.stop or ()),
-                    include_stop_str=sampling.include_stop_str_in_output,
-                    min_tokens=sampling.min_tokens,
-                )
-                if use_text
-                else None
-            )
-            for _ in range(sampling.n)
-        ]
+        self._sequences = [_LiveSequence(_detokenizer(request, tokenizer)) for _ in range(sampling.n)]
 
     @property
     def done(self) -> bool:
@@ -149,3 +134,17 @@ class LiveRequest:
             self.sink(
                 Update(self.request.request_id, i, finish_reason=reason, error=error, last=i == open_sequences[-1])
             )
+
+
+def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    sampling = request.sampling
+    if tokenizer is None or not sampling.detokenize:
+        return None
+    return Detokenizer(
+        tokenizer,
+        request.prompt_token_ids,
+        skip_special_tokens=sampling.skip_special_tokens,
+        stop=tuple(sampling.stop or ()),
+        include_stop_str=sampling.include_stop_str_in_output,
+        min_tokens=sampling.min_tokens,
+    )

@@ -40,7 +40,7 @@ class Sizes:
     max_rows: int
     max_model_len: int
     buckets: tuple[Bucket, ...]
-    cache_dtype: jnp.dtype
+    cache_dtype: np.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,18 @@ class Built:
     compile_report: tuple[str, ...]
 
 
-def backend_of(device: jax.Device) -> str:
+def backend_of(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
     """'cpu', 'gpu' or 'tpu'."""
     return "gpu" if device.platform in {"cuda", "rocm"} else device.platform
 
 
-def device_of(loaded: LoadedModel) -> jax.Device:
+def device_of(loaded: LoadedModel) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
     """The device that holds the weights."""
     (device,) = jax.tree.leaves(loaded.state)[0].sharding.device_set
     return device
 
 
-def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: jnp.dtype, backend: str) -> Sizes:
+def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype, backend: str) -> Sizes:
     """Fills in what the config leaves open. Raises ConfigError for combinations that cannot work."""
     defaults = DEFAULTS[backend]
     max_model_len = config.model.max_len or model.max_position
@@ -147,7 +147,7 @@ def build_runner(
     return Built(runner=runner, memory=memory, compile_report=report)
 
 
-def _make_state(model: DecoderConfig, limits: Limits, attention: PagedAttention, cache_dtype: jnp.dtype) -> DeviceState:
+def _make_state(model: DecoderConfig, limits: Limits, attention: PagedAttention, cache_dtype: np.dtype) -> DeviceState:
     columns = -(-limits.max_model_len // limits.page_size)
     return DeviceState(
         caches=tuple(

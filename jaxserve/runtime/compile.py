@@ -83,7 +83,6 @@ def report_lines(compiled: Mapping[str, Compiled]) -> list[str]:
     """A table of what was built: seconds and megabytes per executable."""
     lines = [f"{'executable':<24}{'seconds':>9}{'temporaries':>14}{'code':>10}"]
     for item in sorted(compiled.values(), key=lambda c: c.name):
-        lines.append(
-            f"{item.name:<24}{item.seconds:9.2f}{item.temporary_bytes / 2**20:11.1f} MiB{item.code_bytes / 2**20:6.1f} MiB"
-        )
+        temporaries, code = item.temporary_bytes / 2**20, item.code_bytes / 2**20
+        lines.append(f"{item.name:<24}{item.seconds:9.2f}{temporaries:11.1f} MiB{code:6.1f} MiB")
     return lines

@@ -61,7 +61,7 @@ class MemoryPlan:
             )
 
 
-def device_memory_bytes(device: jax.Device) -> int:
+def device_memory_bytes(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes of the device; for a CPU, what the operating system could hand out now."""
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
@@ -104,8 +104,8 @@ def plan_memory(
         if needed > total_bytes - weight_bytes:
             raise CapacityError(
                 f"cache.num_pages = {num_pages} needs {needed / _GIB:.2f} GiB, but the device has "
-                f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}; lower cache.num_pages to "
-                f"{max(0, (total_bytes - weight_bytes) // page_bytes - 1)} or less"
+                f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}; lower cache.num_pages "
+                f"to {max(0, (total_bytes - weight_bytes) // page_bytes - 1)} or less"
             )
     elif memory_bytes is not None:
         chosen_by = "cache.memory_bytes"

@@ -39,7 +39,7 @@ def test_the_cheapest_bucket_is_found() -> None:
     assert limits.find_bucket(8, 8, True) == Bucket(8, 8, True)
 
 
-_SIZES = {
+SIZES = {
     "total_bytes": 10_000,
     "fraction": 0.5,
     "weight_bytes": 1_000,
@@ -54,14 +54,14 @@ _SIZES = {
 
 
 def test_pages_fill_what_the_fraction_leaves() -> None:
-    plan = plan_memory(**_SIZES)
+    plan = plan_memory(**SIZES)
     assert plan.num_pages == (5_000 - 2_000) // 100 - 1
     assert plan.cache_bytes == (plan.num_pages + 1) * 100
     assert any("30 + 1 pages" in line or "29 + 1 pages" in line for line in plan.lines())
 
 
 def test_pages_stop_at_twice_what_all_rows_could_use() -> None:
-    plan = plan_memory(**(_SIZES | {"max_rows": 1, "max_model_len": 10}))
+    plan = plan_memory(**(SIZES | {"max_rows": 1, "max_model_len": 10}))
     assert plan.num_pages == 2 * 3
 
 
@@ -76,16 +76,16 @@ def test_pages_stop_at_twice_what_all_rows_could_use() -> None:
 )
 def test_impossible_sizes_name_the_remedy(change: dict[str, int], message: str) -> None:
     with pytest.raises(CapacityError, match=message):
-        plan_memory(**(_SIZES | change))
+        plan_memory(**(SIZES | change))
 
 
 def test_explicit_sizes_win() -> None:
-    assert plan_memory(**(_SIZES | {"num_pages": 7, "memory_bytes": 400})).num_pages == 7
-    assert plan_memory(**(_SIZES | {"memory_bytes": 400})).num_pages == 3
+    assert plan_memory(**(SIZES | {"num_pages": 7, "memory_bytes": 400})).num_pages == 7
+    assert plan_memory(**(SIZES | {"memory_bytes": 400})).num_pages == 3
 
 
 def test_measured_temporaries_must_fit() -> None:
-    plan = plan_memory(**(_SIZES | {"num_pages": 80}))
+    plan = plan_memory(**(SIZES | {"num_pages": 80}))
     plan.check_temporaries(900)
     with pytest.raises(CapacityError, match="lower cache.num_pages"):
         plan.check_temporaries(901)

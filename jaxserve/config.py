@@ -1,0 +1,382 @@
+"""The configuration: one frozen tree, every field with its unit, and every environment variable of the package.
+
+Owns the schema, YAML loading, overrides and the list of where each value came from. Refuses derived values: what
+follows from a config and a checkpoint (pages that fit, buckets) is computed by `runtime` and never written back.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import os
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pydantic
+import yaml
+
+from jaxserve.config_yaml import parse_yaml, read_yaml
+from jaxserve.errors import ConfigError
+
+
+class _Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(_Section):
+    """What is loaded."""
+
+    path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
+    tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
+    skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
+    name: str | None = pydantic.Field(default=None, description="Name shown to clients; default: the directory's name.")
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        default="auto", description="Weights and activations; auto: float32 on CPU, else the checkpoint's."
+    )
+    max_len: int | None = pydantic.Field(
+        default=None, ge=1, description="Tokens of a sequence, prompt and output; default: the checkpoint's."
+    )
+    seed: int = pydantic.Field(default=0, ge=0, description="Seed of requests that bring none, and of random weights.")
+    random_weights: bool = pydantic.Field(
+        default=False, description="Fill weights at random from config.json alone (benchmarks)."
+    )
+
+
+class CacheConfig(_Section):
+    """The KV cache."""
+
+    page_size: int | None = pydantic.Field(
+        default=None, ge=1, description="Tokens of a page; default: chosen by backend."
+    )
+    num_pages: int | None = pydantic.Field(default=None, ge=1, description="Pages; overrides memory_bytes.")
+    memory_bytes: int | None = pydantic.Field(default=None, ge=1, description="Bytes for pages on each device.")
+    memory_fraction: float = pydantic.Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of the device's memory that weights and pages may use, when neither is set.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(default="auto", description="Of keys and values.")
+    prefix_caching: bool = pydantic.Field(default=True, description="Share pages of equal prompt beginnings.")
+
+
+class SchedConfig(_Section):
+    """Who runs, and how much in a step."""
+
+    policy: str = pydantic.Field(default="fcfs", description="Name, entry point, or 'package.module:Class'.")
+    max_rows: int | None = pydantic.Field(
+        default=None, ge=1, description="Sequences running at once; default by backend."
+    )
+    max_step_tokens: int | None = pydantic.Field(
+        default=None, ge=1, description="Tokens of a step; default by backend."
+    )
+    chunked_prefill: bool = pydantic.Field(
+        default=True, description="Cut prompts to fill steps; false: a prompt runs whole."
+    )
+    max_waiting: int = pydantic.Field(
+        default=4096, ge=1, description="Requests that may wait before new ones are refused."
+    )
+    ageing_s: float = pydantic.Field(
+        default=10.0, gt=0, description="priority policy: seconds of waiting that are worth one priority level."
+    )
+
+
+class KernelsConfig(_Section):
+    """Which bodies run."""
+
+    paged_attention: str = pydantic.Field(default="auto", description="Body by name; auto: best of the backend.")
+
+
+class RuntimeConfig(_Section):
+    """The compiled step, and the process around it."""
+
+    token_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
+        default=None, description="Tokens of mixed steps; default by backend."
+    )
+    row_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
+        default=None, description="Rows of decode steps; default: powers of two."
+    )
+    compile_cache: str | None = pydantic.Field(
+        default="~/.cache/jaxserve/xla",
+        description="Directory of compiled executables that outlives the process; null: none.",
+    )
+    compile_threads: int | None = pydantic.Field(
+        default=None, ge=1, description="Buckets compiled at once; default: cores."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
+        default="info", description="Least severity of the lines logged on stderr."
+    )
+
+
+class GrpcConfig(_Section):
+    """The gRPC service."""
+
+    port: int | None = pydantic.Field(
+        default=None, ge=0, le=65535, description="0 takes a free port; null: no gRPC service."
+    )
+
+
+class HttpConfig(_Section):
+    """The HTTP service."""
+
+    port: int | None = pydantic.Field(
+        default=None, ge=0, le=65535, description="0 takes a free port; null: no HTTP service."
+    )
+
+
+class ServeConfig(_Section):
+    """Front doors."""
+
+    host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
+    drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    grpc: GrpcConfig = GrpcConfig()
+    http: HttpConfig = HttpConfig()
+
+
+class Config(_Section):
+    """All of it."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    sched: SchedConfig = SchedConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    serve: ServeConfig = ServeConfig()
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
+    "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
+    "JAXSERVE_LOG_LEVEL": "runtime.log_level",
+}
+_PATHS = ("model.path", "model.tokenizer", "runtime.compile_cache")
+_NOT_A_PATH = "demo"  # names the model inside the package, wherever a model path is taken
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A config and where each of its values came from.
+
+    Attributes:
+      sources: dotted name of each field -> "default", "FILE:LINE", "environment NAME", "--set" or "override".
+    """
+
+    config: Config
+    sources: Mapping[str, str]
+
+
+class FieldDoc(NamedTuple):
+    """What is known of one field: `wanted` describes the values it takes, in words."""
+
+    name: str
+    wanted: str
+    default: object
+    description: str
+
+
+class _Setting(NamedTuple):
+    value: object
+    source: str
+    folder: Path | None = None  # what a relative path is relative to; None: the working directory
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, object] | Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> ResolvedConfig:
+    """Defaults, then the file, then the environment, then `overrides`; the later wins.
+
+    `overrides` is a mapping from dotted names (or nested sections) to values, or a list of "a.b=c" whose values are
+    YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
+    home directory; the model path "demo" names the model inside the package and is never a file.
+
+    Raises ConfigError in one line: where, which key, what was given, what is wanted.
+    """
+    settings = {doc.name: _Setting(doc.default, "default") for doc in field_docs()}
+    if path is not None:
+        settings.update(_read_file(Path(path)))
+    settings.update(_read_environment(os.environ if environ is None else environ))
+    settings.update(_read_overrides(overrides))
+    settings = {name: _resolve_path(name, setting) for name, setting in settings.items()}
+    return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
+
+
+def field_docs() -> list[FieldDoc]:
+    """Every field of the tree, in the order of the schema."""
+    return [
+        FieldDoc(name, _describe_type(info.annotation, info.metadata), info.default, info.description or "")
+        for name, info in _FIELDS.items()
+    ]
+
+
+def section_docs() -> Mapping[str, str]:
+    """Dotted name of each section -> its sentence. The root is left out."""
+    return {name: inspect.getdoc(section) or "" for name, section in _SECTIONS.items() if name}
+
+
+def format_config(resolved: ResolvedConfig) -> str:
+    """The whole config as YAML that loads again, each value with its source as a comment."""
+    lines: list[tuple[str, str]] = []
+    opened: tuple[str, ...] = ()
+    for name, source in resolved.sources.items():
+        *sections, key = name.split(".")
+        for depth, section in enumerate(sections):
+            if opened[: depth + 1] != tuple(sections[: depth + 1]):
+                lines.append(("  " * depth + f"{section}:", ""))
+        opened = tuple(sections)
+        # A scalar is dumped as a document of its own, with an end mark.
+        value = yaml.safe_dump(get_value(resolved.config, name), default_flow_style=True, width=10**9)
+        value = value.removesuffix("\n").removesuffix("\n...")
+        lines.append((f"{'  ' * len(sections)}{key}: {value}", f"# {source}"))
+    width = max(len(text) for text, source in lines if source)
+    return "\n".join(f"{text:{width}}  {source}".rstrip() for text, source in lines) + "\n"
+
+
+def get_value(config: Config, name: str) -> object:
+    """The value of the field with this dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def _collect(section: type[pydantic.BaseModel], prefix: str = "") -> None:
+    _SECTIONS[prefix.rstrip(".")] = section
+    for key, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, _Section):
+            _collect(info.annotation, f"{prefix}{key}.")
+        else:
+            _FIELDS[prefix + key] = info
+
+
+_FIELDS: dict[str, pydantic.fields.FieldInfo] = {}  # both derived from the schema, never changed after import
+_SECTIONS: dict[str, type[pydantic.BaseModel]] = {}
+_collect(Config)
+
+
+def _read_file(path: Path) -> dict[str, _Setting]:
+    tree, lines = read_yaml(path)
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path}: a config file holds sections ({', '.join(Config.model_fields)}), got {tree!r:.80}")
+    folder = path.absolute().parent
+    return {
+        name: _Setting(value, f"{path}:{lines[name]}", folder)
+        for name, value in _leaves(tree or {}, "", lambda key: f"{path}:{lines[key]}")
+    }
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
+    return {
+        name: _Setting(parse_yaml(environ[variable], f"environment {variable}"), f"environment {variable}")
+        for variable, name in ENVIRONMENT.items()
+        if environ.get(variable)
+    }
+
+
+def _read_overrides(overrides: Mapping[str, object] | Sequence[str]) -> dict[str, _Setting]:
+    source = "override" if isinstance(overrides, Mapping) else "--set"
+    if isinstance(overrides, Mapping):
+        pairs = list(overrides.items())
+    else:
+        pairs = []
+        for item in overrides:
+            key, equals, text = item.partition("=")
+            if not equals or not key:
+                raise ConfigError(f"--set wants KEY=VALUE, such as cache.num_pages=24; got {item!r}")
+            pairs.append((key.strip(), parse_yaml(text, f"--set {key}")))
+    settings: dict[str, _Setting] = {}
+    for key, value in pairs:
+        section, _, last = key.rpartition(".")
+        if section not in _SECTIONS:
+            raise _unknown_key(key, source)
+        for name, leaf in _leaves({last: value}, f"{section}." if section else "", lambda _: source):
+            settings[name] = _Setting(leaf, source)
+    return settings
+
+
+def _leaves(tree: Mapping[str, object], prefix: str, where: Callable[[str], str]) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if "." in key:  # two spellings of one setting in one place would hide a double
+            raise ConfigError(f"{where(name)}: unknown key {name!r}; in a mapping, sections are nested")
+        if name in _FIELDS:
+            yield name, value
+        elif name not in _SECTIONS:
+            raise _unknown_key(name, where(name))
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.", where)
+        elif value is not None:  # a section whose lines are all commented out is empty
+            raise ConfigError(f"{where(name)}: {name} is {value!r:.80}, but must be a section of settings")
+
+
+def _unknown_key(name: str, where: str) -> ConfigError:
+    section, _, last = name.rpartition(".")
+    prefix = f"{section}." if section in _SECTIONS and section else ""
+    known = list(_SECTIONS[prefix.rstrip(".")].model_fields)
+    close = [prefix + k for k in difflib.get_close_matches(last, known, n=1)]
+    close += [n for n in _FIELDS if n.rpartition(".")[2] == last]
+    close += difflib.get_close_matches(name, _FIELDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(prefix + k for k in known)}"
+    return ConfigError(f"{where}: unknown key {name!r}; {hint}")
+
+
+def _resolve_path(name: str, setting: _Setting) -> _Setting:
+    value = setting.value
+    if name not in _PATHS or not isinstance(value, str) or value in ("", _NOT_A_PATH):
+        return setting
+    # Always absolute: "./demo" must not turn into the name "demo".
+    return setting._replace(value=os.path.abspath(os.path.join(setting.folder or "", os.path.expanduser(value))))
+
+
+def _validate(settings: Mapping[str, _Setting]) -> Config:
+    tree: dict[str, Any] = {}
+    for name, setting in settings.items():
+        *sections, key = name.split(".")
+        functools.reduce(lambda branch, section: branch.setdefault(section, {}), sections, tree)[key] = setting.value
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        problems = error.errors(include_url=False)
+        # The location goes on into list items and the members of a union: the field is its longest known beginning.
+        location = [str(part) for part in problems[0]["loc"]]
+        name = next(n for i in range(len(location), 0, -1) if (n := ".".join(location[:i])) in _FIELDS)
+        info, setting = _FIELDS[name], settings[name]
+        hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
+        raise ConfigError(
+            f"{setting.source}: {name} is {setting.value!r:.80}, but must be "
+            f"{_describe_type(info.annotation, info.metadata)}{hint}"
+        ) from error
+
+
+def _is_text(info: pydantic.fields.FieldInfo) -> bool:
+    return info.annotation is str or str in typing.get_args(info.annotation)
+
+
+_TYPE_TEXTS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_BOUND_TEXTS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
+    """Words for the values that a field takes, for messages and the documentation."""
+    arguments = typing.get_args(annotation)
+    if type(None) in arguments:
+        (other,) = (a for a in arguments if a is not type(None))
+        return f"{_describe_type(other, metadata)}, or null"
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _describe_type(arguments[0], arguments[1:])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is list:
+        return f"a list, each item {_describe_type(arguments[0], ())}"
+    bounds = [f"{text} {getattr(m, b):g}" for m in metadata for b, text in _BOUND_TEXTS.items() if b in _slots(m)]
+    text = _TYPE_TEXTS[annotation]
+    return " and ".join([f"{text} of {bounds[0]}", *bounds[1:]]) if bounds else text
+
+
+def _slots(constraint: object) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(constraint)) if dataclasses.is_dataclass(constraint) else ()

@@ -1,0 +1,33 @@
+"""Many prompts in, all their results out: the engine driven by hand, without a thread.
+
+    jobs      text, ids, messages -> Job: encoded and checked
+    loop      Jobs -> engine -> results, in order of completion
+    results   updates -> RequestOutput, in the names and meanings of vLLM
+    jsonl     files of prompts, files of results
+
+`LLM` and the command line are two skins over this package: the one raises the first error, the other writes it beside
+the results and goes on. Hence an error is a value here, in the place of a job or of a result.
+
+Why no thread. A caller that waits for everything gains nothing from one, and an interrupt in a notebook would leave
+requests running behind its back. Here an interrupt takes effect between two steps: what was running is aborted, its
+pages are free, and the next call works.
+"""
+
+from jaxserve.offline.jobs import Job, chat_template_of, prepare_chat, prepare_job
+from jaxserve.offline.loop import InOrder, run_jobs
+from jaxserve.offline.results import CompletionOutput, Counts, Logprob, RequestMetrics, RequestOutput, Result
+
+__all__ = [
+    "CompletionOutput",
+    "Counts",
+    "InOrder",
+    "Job",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "Result",
+    "chat_template_of",
+    "prepare_chat",
+    "prepare_job",
+    "run_jobs",
+]

@@ -1,0 +1,70 @@
+"""From what a user writes to a job: a checked request, and what to show of it.
+
+Owns the shapes of prompts that only offline use takes. Refuses to run anything.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.engine import Engine, Prompt
+from jaxserve.errors import InvalidRequest
+from jaxserve.text import ChatTemplate
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A prepared request, the text it was made of, and whether the output begins with the prompt."""
+
+    request: Request
+    prompt: str | None = None
+    echo: bool = False
+
+
+def prepare_job(
+    engine: Engine, prompt: Prompt, sampling: SamplingParams, *, priority: int = 0, echo: bool = False
+) -> Job:
+    """Encodes and checks one prompt; a dictionary may also hold a "cache_salt". Raises what `Engine.prepare` raises."""
+    cache_salt = ""
+    if isinstance(prompt, Mapping) and "cache_salt" in prompt:
+        cache_salt = prompt["cache_salt"]
+        if not isinstance(cache_salt, str):
+            raise InvalidRequest(f"cache_salt must be text, got {cache_salt!r}")
+        prompt = {key: value for key, value in prompt.items() if key != "cache_salt"}
+    request = engine.prepare(prompt, sampling, priority=priority, cache_salt=cache_salt)
+    text = prompt
+    if isinstance(prompt, Mapping):
+        text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+    return Job(request=request, prompt=text if isinstance(text, str) else None, echo=echo)
+
+
+def prepare_chat(
+    engine: Engine,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    sampling: SamplingParams,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    echo: bool = False,
+) -> Job:
+    """Renders, encodes and checks one conversation. Raises InvalidRequest and its kin."""
+    text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+    # The template has written the special tokens; encoding must not add them again.
+    return Job(request=engine.prepare(text, sampling, add_special_tokens=False), prompt=text, echo=echo)
+
+
+def chat_template_of(engine: Engine, source: str | None = None) -> ChatTemplate:
+    """The model's own template, or one from Jinja `source` with the model's special tokens."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("a chat needs a tokenizer, and this engine was started without; send prompt_token_ids")
+    if source is None:
+        return ChatTemplate.of(tokenizer)
+    bos, eos = (
+        "" if token_id is None else tokenizer.token_text(token_id)
+        for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    )
+    return ChatTemplate(source, bos_token=bos, eos_token=eos)

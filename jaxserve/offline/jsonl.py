@@ -1,0 +1,185 @@
+"""Files of prompts, one JSON object a line, and the objects that are written for them.
+
+Owns both formats. Refuses files as such (the command line opens them) and the engine's loop. A line that is wrong
+becomes an error in its place, so that a file of a million lines is never lost to one.
+
+A line has one of "prompt" (text or ids), "prompt_token_ids" and "messages"; "id", which is given back; and any option
+of `SamplingParams`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import IO, Any
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.engine import Engine
+from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.offline.jobs import Job, chat_template_of, prepare_chat, prepare_job
+from jaxserve.offline.results import CompletionOutput, Logprob, RequestOutput, Result
+
+DEFAULT_MAX_TOKENS = 256  # when neither the line nor the command line says; less where the context leaves less
+_INPUTS = ("prompt", "prompt_token_ids", "messages")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One prompt of a batch.
+
+    Attributes:
+      line: number in the file, from 1; None for a prompt of the command line.
+      id: what the line calls itself, any JSON value.
+      fields: the line without its id; empty when it could not be read.
+    """
+
+    line: int | None = None
+    id: object = None
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """What holds for all entries that do not say otherwise.
+
+    Attributes:
+      sampling: options of `SamplingParams`; an entry's own win.
+      chat: a text prompt is a user's message, not a text to go on with.
+      echo: the output begins with the prompt.
+    """
+
+    sampling: Mapping[str, Any]
+    chat: bool = False
+    echo: bool = False
+
+
+def read_entries(file: IO[bytes]) -> Iterator[tuple[Entry, InvalidRequest | None]]:
+    """Every line that is not blank, with the reason when it cannot be used."""
+    for number, raw in enumerate(file, start=1):
+        raw = raw.removeprefix(_BOM) if number == 1 else raw
+        if raw.strip():
+            yield _read_line(number, raw)
+
+
+def count_entries(file: IO[bytes]) -> int | None:
+    """How many lines `read_entries` will give; None for a pipe, which cannot be read twice."""
+    if not file.seekable():
+        return None
+    count = sum(1 for raw in file if raw.strip())
+    file.seek(0)
+    return count
+
+
+def _read_line(number: int, raw: bytes) -> tuple[Entry, InvalidRequest | None]:
+    try:
+        fields = json.loads(raw.decode("utf-8").rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        return Entry(line=number), InvalidRequest(f"not valid UTF-8 at byte {error.start} of the line: {error.reason}")
+    except json.JSONDecodeError as error:
+        return Entry(line=number), InvalidRequest(f"not valid JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets without end
+        return Entry(line=number), InvalidRequest(f"not valid JSON: {error}")
+    if not isinstance(fields, dict):
+        return Entry(line=number), InvalidRequest(f"a line is a JSON object, got {raw[:40].decode(errors='replace')!r}")
+    name = fields.pop("id", None)
+    return Entry(line=number, id=name, fields=fields), None
+
+
+def make_job(engine: Engine, entry: Entry, options: BatchOptions) -> Job:
+    """Raises InvalidRequest and its kin."""
+    given = [name for name in _INPUTS if entry.fields.get(name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else f"only {sorted(entry.fields)}"
+        raise InvalidRequest(f"an entry has exactly one of {', '.join(_INPUTS)}; this one has {found}")
+    own = {name: value for name, value in entry.fields.items() if name not in _INPUTS}
+    merged = {**options.sampling, **own}
+    # What nobody asked for must not fail: the default length gives way to the context.
+    sampling = SamplingParams.from_dict({"max_tokens": None, **merged})
+    job = _prepare(engine, given[0], entry.fields[given[0]], sampling, options)
+    if "max_tokens" not in merged:
+        wanted = max(DEFAULT_MAX_TOKENS, sampling.min_tokens)
+        job = dataclasses.replace(job, request=_shortened(job.request, wanted))
+    return job
+
+
+def _prepare(engine: Engine, kind: str, value: Any, sampling: SamplingParams, options: BatchOptions) -> Job:
+    if kind == "prompt_token_ids" and not isinstance(value, list):
+        raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
+    if kind == "prompt" and options.chat and isinstance(value, str):
+        chat = prepare_chat(
+            engine, chat_template_of(engine), [{"role": "user", "content": value}], sampling, echo=options.echo
+        )
+        return dataclasses.replace(chat, prompt=value)
+    if kind == "messages":
+        return prepare_chat(engine, chat_template_of(engine), value, sampling, echo=options.echo)
+    return prepare_job(engine, value, sampling, echo=options.echo)
+
+
+def _shortened(request: Request, max_tokens: int) -> Request:
+    return dataclasses.replace(request, max_tokens=min(request.max_tokens, max_tokens))
+
+
+def make_jobs(
+    engine: Engine,
+    entries: Iterable[tuple[Entry, InvalidRequest | None]],
+    options: BatchOptions,
+    on_entry: Callable[[Entry], None],
+) -> Iterator[Job | JaxserveError]:
+    """A job or an error per entry, made when it is asked for; `on_entry` sees each entry just before."""
+    for entry, problem in entries:
+        on_entry(entry)
+        if problem is not None:
+            yield problem
+            continue
+        try:
+            yield make_job(engine, entry, options)
+        except JaxserveError as error:
+            yield error
+
+
+class JsonWriter:
+    """Writes results to a binary file, a line each, at once."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, entry: Entry, result: Result) -> None:
+        for value in result_objects(entry, result):
+            self._file.write(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._file.flush()
+
+
+def result_objects(entry: Entry, result: Result) -> list[dict[str, Any]]:
+    """What is written for one entry: an object per sequence, or one with "error"."""
+    head: dict[str, Any] = {} if entry.id is None else {"id": entry.id}
+    if isinstance(result, JaxserveError):
+        where = {"prompt": entry.fields.get("prompt")} if entry.line is None else {"line": entry.line}
+        return [{**head, **where, "error": str(result), "error_type": type(result).__name__}]
+    return [{**head, **_completion_object(result, output)} for output in result.outputs]
+
+
+def _completion_object(result: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+    body: dict[str, Any] = {"index": output.index} if len(result.outputs) > 1 else {}
+    body |= {
+        "prompt": result.prompt,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "usage": {
+            "prompt_tokens": len(result.prompt_token_ids),
+            "completion_tokens": len(output.token_ids),
+            "total_tokens": len(result.prompt_token_ids) + len(output.token_ids),
+            "cached_tokens": result.num_cached_tokens,
+        },
+    }
+    if output.logprobs is not None:
+        body["cumulative_logprob"] = output.cumulative_logprob
+        body["logprobs"] = [_position_object(p) for p in output.logprobs]
+    if result.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [None if p is None else _position_object(p) for p in result.prompt_logprobs]
+    return body
+
+
+def _position_object(position: Mapping[int, Logprob]) -> dict[str, Any]:
+    return {str(token_id): dataclasses.asdict(entry) for token_id, entry in position.items()}

@@ -1,0 +1,180 @@
+"""What comes back of a prompt, in the names and meanings of vLLM, and how it is gathered from updates.
+
+Owns the result types and the sink that fills them. Refuses to run anything.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable
+
+from jaxserve.api import FinishReason, PromptInfo, TokenLogprobs
+from jaxserve.engine import Update
+from jaxserve.errors import JaxserveError
+from jaxserve.offline.jobs import Job
+from jaxserve.text import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One alternative at one position; natural logarithm of the raw probability. `rank` 1 is the most likely."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    Attributes:
+      index: which of the n sequences.
+      text: empty without a tokenizer or with `detokenize=False`.
+      token_ids: the token that ended the sequence included.
+      cumulative_logprob: sum over the drawn tokens; None unless logprobs were asked for.
+      logprobs: per token, the drawn one first, then the most likely ones.
+      finish_reason: "stop", "length" or "abort".
+      stop_reason: the stop string or stop token id; None for end-of-sequence and length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Monotonic seconds. `first_token_s` is None when nothing was generated."""
+
+    arrival_s: float
+    first_token_s: float | None
+    finished_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """All that became of one prompt.
+
+    Attributes:
+      prompt: the text that was encoded; None when ids were given.
+      prompt_logprobs: one entry per prompt token, the first None; None unless asked for.
+      outputs: n sequences.
+      num_cached_tokens: prompt tokens that a prefix hit saved.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: RequestMetrics
+
+
+Result = RequestOutput | JaxserveError
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Progress so far. Written by `run_jobs`, read by whoever draws a bar."""
+
+    num_done: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Sequence:
+    """What has come of one sequence. Mutated by its Gatherer."""
+
+    __slots__ = ("finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+
+class Gatherer:
+    """The sink of one request. Mutated by the engine's step."""
+
+    def __init__(self, index: int, job: Job, tokenizer: Tokenizer | None, counts: Counts) -> None:
+        self.index = index
+        self.ended = False
+        self._job = job
+        self._tokenizer = tokenizer
+        self._counts = counts
+        self._sequences = [_Sequence() for _ in range(job.request.sampling.n)]
+        self._prompt: PromptInfo | None = None
+        self._error: JaxserveError | None = None
+        self._first_token_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._job.request.request_id
+
+    def take(self, update: Update) -> None:
+        sequence = self._sequences[update.index]
+        if self._first_token_s is None and update.token_ids:
+            self._first_token_s = time.monotonic()
+        sequence.texts.append(update.text)
+        sequence.token_ids += update.token_ids
+        sequence.logprobs += update.logprobs or ()
+        sequence.finish_reason = update.finish_reason
+        sequence.stop_reason = update.stop_reason
+        self._prompt = self._prompt or update.prompt
+        self._error = self._error or update.error
+        self._counts.output_tokens += len(update.token_ids)
+        self.ended = update.last
+
+    def result(self) -> Result:
+        if self._error is not None:
+            return self._error
+        request, prompt = self._job.request, self._prompt
+        logprobs = prompt.logprobs if prompt is not None else None
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self._job.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=None if logprobs is None else [None, *self._position_dicts(logprobs)],
+            outputs=[self._completion(i, s) for i, s in enumerate(self._sequences)],
+            finished=True,
+            num_cached_tokens=prompt.num_cached_tokens if prompt is not None else 0,
+            metrics=RequestMetrics(
+                arrival_s=request.arrival_s, first_token_s=self._first_token_s, finished_s=time.monotonic()
+            ),
+        )
+
+    def _completion(self, index: int, sequence: _Sequence) -> CompletionOutput:
+        asked = self._job.request.sampling.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(sequence.texts),
+            token_ids=sequence.token_ids,
+            cumulative_logprob=sum(entry.logprob for entry in sequence.logprobs) if asked else None,
+            logprobs=self._position_dicts(sequence.logprobs) if asked else None,
+            finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
+            stop_reason=sequence.stop_reason,
+        )
+
+    def _position_dicts(self, entries: Iterable[TokenLogprobs]) -> list[dict[int, Logprob]]:
+        return [
+            {
+                token_id: Logprob(logprob, rank, self._token_text(token_id))
+                for token_id, logprob, rank in (
+                    (entry.token_id, entry.logprob, entry.rank),
+                    *zip(entry.top_ids, entry.top_logprobs, itertools.count(1)),
+                )
+            }
+            for entry in entries
+        ]
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

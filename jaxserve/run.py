@@ -1,0 +1,198 @@
+"""`python -m jaxserve.run`: serve a model, or answer prompts and exit.
+
+Owns the options, the choice between the two, what is written where, and the exit code. Refuses everything else.
+stdout gets results and nothing else; progress, logs and complaints go to stderr.
+
+Exit codes: 0; 2 when the user can change something (one line that begins with "error:"); 1 for a defect (a traceback).
+A batch ends with 0 when at least one of its entries succeeded: the others are reported one by one, and counted. It
+ends with 2 when none did.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Annotated
+
+import typer
+
+from jaxserve.api import SamplingParams
+from jaxserve.config import ResolvedConfig, load_config
+from jaxserve.console import BatchBar, StartBar, TextWriter, complain, set_up_logging
+from jaxserve.engine import Engine
+from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, UserError
+from jaxserve.offline import InOrder, Result, run_jobs
+from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; without it, all defaults.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE. Repeatable.")]
+
+
+def run_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to complete or answer. Repeatable.")] = None,
+    input_: Annotated[Path | None, typer.Option("--input", help="JSONL file of prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSONL file of results; default: stdout.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's message.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate at most; default: 256, if they fit.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: as the checkpoint says.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object per result on stdout.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="The text begins with the prompt.")] = False,
+) -> int:
+    """Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."""
+    resolved = load_config(config, set_ or ())
+    set_up_logging(resolved.config.runtime.log_level)
+    flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in flags.items() if value is not None}
+    if not prompt and input_ is None:
+        others = {"chat": chat, "json": json_, "echo": echo, "output": output is not None}
+        return _serve(resolved, [*sampling, *(name for name, given in others.items() if given)])
+    if prompt and input_ is not None:
+        raise ConfigError("give --prompt or --input, not both")
+    SamplingParams.from_dict(sampling)  # a wrong value is told before minutes are spent on loading
+    options = BatchOptions(sampling=sampling, chat=chat, echo=echo)
+    with _open_files(input_, output) as files:
+        pretty = input_ is None and output is None and not json_
+        writer = TextWriter() if pretty else JsonWriter(files.target)
+        return _answer(resolved, prompt or (), files, options, writer)
+
+
+def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
+    from jaxserve.serve.service import check_serve_config, serve_forever  # gRPC: not needed for prompts
+
+    serve = resolved.config.serve
+    if offline_flags:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in offline_flags)
+        raise ConfigError(f"{names} given, but nothing to answer: add --prompt TEXT or --input FILE")
+    if serve.grpc.port is None and serve.http.port is None:
+        raise ConfigError(
+            "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve, "
+            "such as --set serve.grpc.port=8500"
+        )
+    check_serve_config(serve)
+    engine, _ = _build(resolved)
+    return serve_forever(engine, serve)
+
+
+def _build(resolved: ResolvedConfig) -> tuple[Engine, Mapping[str, object]]:
+    from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost
+
+    with StartBar() as bar:
+        assembly = assemble(resolved, on_compiled=bar.update)
+    return assembly.engine, assembly.sampling_defaults
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """Both ends of a batch. `source` None: the prompts of the command line."""
+
+    source: IO[bytes] | None
+    source_name: str
+    target: IO[bytes]
+
+
+@contextlib.contextmanager
+def _open_files(input_: Path | None, output: Path | None) -> Iterator[_Files]:
+    """Opens both before anything is loaded. What `output` holds stays until there is something to write."""
+    with contextlib.ExitStack() as stack:
+        try:
+            source = stack.enter_context(input_.open("rb")) if input_ is not None else None
+            if input_ is not None and output is not None and output.exists() and os.path.samefile(input_, output):
+                raise ConfigError(f"--input and --output are the same file, {input_}")
+            target = stack.enter_context(output.open("ab")) if output is not None else sys.stdout.buffer
+        except OSError as error:
+            raise ConfigError(f"cannot open {error.filename}: {error.strerror}") from error
+        yield _Files(source=source, source_name=str(input_), target=target)
+
+
+def _entries(prompts: Sequence[str], files: _Files) -> Iterator[tuple[Entry, InvalidRequest | None]]:
+    if files.source is not None:
+        return read_entries(files.source)
+    return ((Entry(fields={"prompt": prompt}), None) for prompt in prompts)
+
+
+def _answer(
+    resolved: ResolvedConfig,
+    prompts: Sequence[str],
+    files: _Files,
+    options: BatchOptions,
+    writer: TextWriter | JsonWriter,
+) -> int:
+    total = len(prompts) if files.source is None else count_entries(files.source)
+    engine, defaults = _build(resolved)
+    options = dataclasses.replace(options, sampling={**defaults, **options.sampling})
+    if files.target.seekable() and files.target is not sys.stdout.buffer:
+        files.target.truncate(0)
+    entries: list[Entry | None] = []
+    num_failed = 0
+    # On one terminal the bar and the results would be written over each other: the results come after the bar.
+    held: list[tuple[Entry, Result]] | None = [] if files.target.isatty() and sys.stderr.isatty() else None
+    with BatchBar(total) as bar:
+
+        def emit(index: int, result: Result) -> None:
+            nonlocal num_failed
+            entry, entries[index] = entries[index], None
+            assert entry is not None, f"two results for entry {index}"
+            if isinstance(result, JaxserveError):
+                num_failed += 1
+                bar.note(f"error: {_place(entry, index, total, files.source_name)}{_one_line(result)}")
+            if held is None:
+                writer.write(entry, result)
+            else:
+                held.append((entry, result))
+
+        run_jobs(
+            engine, make_jobs(engine, _entries(prompts, files), options, entries.append), InOrder(emit), bar.update
+        )
+    for entry, result in held or ():
+        writer.write(entry, result)
+    if files.source is not None:
+        complain(f"{len(entries) - num_failed} of {len(entries)} entries of {files.source_name} succeeded")
+    return USER_ERROR if entries and num_failed == len(entries) else 0
+
+
+def _place(entry: Entry, index: int, total: int | None, source_name: str) -> str:
+    if entry.line is not None:
+        return f"{source_name}:{entry.line}: "
+    return f"prompt {index + 1}: " if total != 1 else ""
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code. What the user caused becomes one line on stderr."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name=program, standalone_mode=False)
+    except typer.TyperException as error:
+        complain(f"error: {' '.join(error.format_message().split())} (see {program} --help)")
+        return USER_ERROR
+    except UserError as error:
+        complain(f"error: {_one_line(error)}")
+        return USER_ERROR
+    except typer.Abort:
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code. `arguments` default to those of the process."""
+    app = typer.Typer(add_completion=False)
+    app.command()(run_command)
+    return run_app(app, "python -m jaxserve.run", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The model inside the package answers its held-out tasks, however the engine gets to the answer."""
+
+import asyncio
+
+import pytest
+from demo_tasks import TASKS, check, held_out_items
+from eval_demo import STRESS, evaluate
+from whole import scheduler
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.engine import AsyncEngine
+
+ENOUGH = 0.95
+
+
+def _shortfall(accuracy: dict[str, float]) -> dict[str, float]:
+    return {task: share for task, share in accuracy.items() if share < ENOUGH}
+
+
+def test_every_task() -> None:
+    llm = LLM(model="demo", dtype="float32", max_num_seqs=16, max_num_batched_tokens=256)
+    accuracy = evaluate(llm, 64, seed=11)
+    assert set(accuracy) == set(TASKS)
+    assert not _shortfall(accuracy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_task_on_many_items(dtype: str) -> None:
+    llm = LLM(model="demo", dtype=dtype, max_num_seqs=16, max_num_batched_tokens=256)
+    assert not _shortfall(evaluate(llm, 256, seed=12))
+
+
+@pytest.mark.slow
+def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
+    llm = LLM.from_config(None, overrides={"model.path": "demo", **STRESS})
+    assert not _shortfall(evaluate(llm, 64, seed=13, repeat=2))
+    counters = scheduler(llm._engine)
+    assert counters.num_preemptions > 0
+    assert counters.num_prefix_hit_tokens > 0
+
+
+async def test_streamed_answers_are_the_same() -> None:
+    llm = LLM(model="demo", dtype="float32", max_num_seqs=16, max_num_batched_tokens=256)
+    items = [item for task in TASKS for item in held_out_items(task, 3, seed=14)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=96)
+    whole = llm.chat([list(item.messages) for item in items], sampling, use_tqdm=False)
+    streams = AsyncEngine(llm._engine)
+    llm._engine.start()
+
+    async def stream(prompt_token_ids: list[int]) -> str:
+        prompt = {"prompt_token_ids": prompt_token_ids}
+        return "".join([update.text async for update in streams.generate(prompt, sampling)])
+
+    streamed = await asyncio.gather(*(stream(list(output.prompt_token_ids)) for output in whole))
+    assert streamed == [output.outputs[0].text for output in whole]
+    right = sum(check(item, text) for item, text in zip(items, streamed, strict=True))
+    assert right >= ENOUGH * len(items)
+    await asyncio.to_thread(llm._engine.stop)
+    streams.close()

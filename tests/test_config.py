@@ -1,0 +1,242 @@
+"""Loading a config: sources, precedence, and that every mistake is one line which says what to change."""
+
+import os
+import sys
+from pathlib import Path
+
+import make_config_docs
+import pytest
+import yaml
+
+from jaxserve.config import ENVIRONMENT, Config, field_docs, format_config, get_value, load_config, section_docs
+from jaxserve.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "some.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def failure(*arguments, **keywords) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*arguments, environ={}, **keywords)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "pydantic" not in message
+    return message
+
+
+def test_defaults_come_from_the_schema() -> None:
+    resolved = load_config(environ={})
+    assert set(resolved.sources.values()) == {"default"}
+    assert list(resolved.sources) == [doc.name for doc in field_docs()]
+    assert resolved.config.model.path == "demo"
+    assert resolved.config.runtime.compile_cache == os.path.expanduser("~/.cache/jaxserve/xla")
+
+
+def test_each_value_knows_its_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "cache:\n  num_pages: 7\n  page_size: 16\nserve:\n  grpc:\n    port: 8500\n")
+    resolved = load_config(path, ["cache.num_pages=9"], environ={"JAXSERVE_LOG_LEVEL": "debug"})
+    assert resolved.config.cache.num_pages == 9
+    assert resolved.sources["cache.num_pages"] == "--set"
+    assert resolved.sources["cache.page_size"] == f"{path}:3"
+    assert resolved.sources["serve.grpc.port"] == f"{path}:6"
+    assert resolved.sources["runtime.log_level"] == "environment JAXSERVE_LOG_LEVEL"
+    assert resolved.sources["serve.host"] == "default"
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    path = write(tmp_path, "runtime: {log_level: error}")
+    environ = {"JAXSERVE_LOG_LEVEL": "warning"}
+    assert load_config(path, environ={}).config.runtime.log_level == "error"
+    assert load_config(path, environ=environ).config.runtime.log_level == "warning"
+    assert load_config(path, ["runtime.log_level=debug"], environ=environ).config.runtime.log_level == "debug"
+    assert load_config(None, ["cache.num_pages=1", "cache.num_pages=2"], environ={}).config.cache.num_pages == 2
+
+
+def test_overrides_take_dotted_names_sections_and_mappings() -> None:
+    wanted = load_config(None, ["serve.grpc.port=1", "serve.host=h"], environ={}).config
+    for overrides in (
+        {"serve.grpc.port": 1, "serve.host": "h"},
+        {"serve": {"grpc": {"port": 1}, "host": "h"}},
+        {"serve.grpc": {"port": 1}, "serve.host": "h"},
+        ["serve={grpc: {port: 1}, host: h}"],
+    ):
+        assert load_config(None, overrides, environ={}).config == wanted
+    assert load_config(None, {"serve.host": "h"}, environ={}).sources["serve.host"] == "override"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-1", 0.1), ("1", 1.0), ("5E-1", 0.5), (".5", 0.5)],
+)
+def test_numbers_may_be_written_as_people_do(text: str, value: float) -> None:
+    assert load_config(None, [f"cache.memory_fraction={text}"], environ={}).config.cache.memory_fraction == value
+
+
+def test_null_and_lists_and_values_with_equal_signs() -> None:
+    set_ = ["runtime.compile_cache=null", "runtime.token_buckets=[64, 128]", "model.name=a=b"]
+    config = load_config(None, set_, environ={}).config
+    assert config.runtime.compile_cache is None
+    assert config.runtime.token_buckets == [64, 128]
+    assert config.model.name == "a=b"
+
+
+def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    path = write(tmp_path / "inner", "model: {path: ../weights, tokenizer: demo}")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("inner/some.yaml", environ={}).config
+    assert config.model.path == str(tmp_path / "weights")
+    assert config.model.tokenizer == "demo"
+    assert load_config(path, ["model.path=weights"], environ={}).config.model.path == str(tmp_path / "weights")
+    assert load_config(None, ["model.path=./demo"], environ={}).config.model.path == str(tmp_path / "demo")
+    home = load_config(None, ["model.path=~/w"], environ={}).config.model.path
+    assert home == os.path.expanduser("~/w")
+
+
+def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(environ={"JAXSERVE_COMPILE_CACHE": "null"}).config.runtime.compile_cache is None
+    assert load_config(environ={"JAXSERVE_COMPILE_CACHE": ""}).sources["runtime.compile_cache"] == "default"
+    assert load_config(environ={"JAXSERVE_CACHE_NUM_PAGES": "3"}).config == load_config(environ={}).config
+    with pytest.raises(ConfigError, match="environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'.*one of debug"):
+        load_config(environ={"JAXSERVE_LOG_LEVEL": "loud"})
+    for variable, name in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, "error" if "LOG" in variable else "null")
+        assert load_config().sources[name] == f"environment {variable}"
+
+
+def test_format_loads_again(tmp_path: Path) -> None:
+    set_ = ["model.name='7'", "runtime.token_buckets=[1, 2]", "cache.memory_fraction=5e-1", "serve.http.port=0"]
+    first = load_config(None, [*set_, 'serve.host="a: #b"'], environ={})
+    text = format_config(first)
+    assert all(source in text for source in ("# default", "# --set"))
+    again = load_config(write(tmp_path, text), environ={})
+    assert again.config == first.config
+    assert yaml.safe_load(text) == first.config.model_dump()
+
+
+def test_the_config_is_frozen() -> None:
+    config = load_config(environ={}).config
+    with pytest.raises(ValueError, match="frozen"):
+        config.cache.num_pages = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments"),
+    [
+        ("cache.num_page=1", ["--set", "'cache.num_page'", "did you mean 'cache.num_pages'"]),
+        ("num_pages=1", ["'num_pages'", "'cache.num_pages'"]),
+        ("cahe.num_pages=1", ["'cahe.num_pages'", "'cache.num_pages'"]),
+        ("serve.grpc.prot=1", ["did you mean 'serve.grpc.port'"]),
+        ("quite.different=1", ["known here: model, cache, sched"]),
+        ("sched.policy.x=1", ["unknown key 'sched.policy.x'"]),
+        ("cache.num_pages=many", ["cache.num_pages is 'many'", "an integer of at least 1, or null"]),
+        ("cache.num_pages=0", ["is 0", "at least 1"]),
+        ("cache.num_pages=1.5", ["is 1.5", "an integer"]),
+        ("cache.num_pages=true", ["is True", "an integer"]),
+        ("cache.prefix_caching=1", ["is 1", "true or false"]),
+        ("cache.memory_fraction=1.5", ["a number of more than 0 and at most 1"]),
+        ("sched.ageing_s=.nan", ["is nan", "a number of more than 0"]),
+        ("sched.ageing_s=.inf", ["is inf"]),
+        ("model.dtype=float16", ["'float16'", "one of auto, float32, bfloat16"]),
+        ("model.name=12", ["is 12", "text, or null", "quote it"]),
+        ("model.path=", ["model.path is None", "text"]),
+        ("runtime.token_buckets=[8, 0]", ["a list, each item an integer of more than 0, or null"]),
+        ("runtime.token_buckets=8", ["is 8", "a list"]),
+        ("serve.grpc.port=65536", ["at most 65535"]),
+        ("cache=3", ["cache is 3", "a section of settings"]),
+        ("cache={num_pages: 1, num_pages: 2}", ["num_pages is given twice"]),
+        ("model.path=[1", ["--set model.path", "not valid YAML"]),
+        ("model.path=\x00", ["--set model.path", "not valid YAML"]),
+        ("model.path=2020-99-99", ["--set model.path", "not valid YAML"]),
+        ("model.path=" + "[" * 5000, ["--set model.path", "not valid YAML"]),
+        ("nothing", ["KEY=VALUE", "'nothing'"]),
+        ("=1", ["KEY=VALUE"]),
+    ],
+)
+def test_a_wrong_override_is_one_line(given: str, fragments: list[str]) -> None:
+    message = failure(None, [given])
+    assert all(fragment in message for fragment in fragments), message
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "fragments"),
+    [
+        ("cache:\n  page_size: 16\n  num_page: 7\n", 3, ["unknown key 'cache.num_page'", "'cache.num_pages'"]),
+        ("kernel: {}\n", 1, ["unknown key 'kernel'", "did you mean 'kernels'"]),
+        ("cache.num_pages: 7\n", 1, ["unknown key 'cache.num_pages'", "nested"]),
+        ("model:\n\n  dtype: 7\n", 3, ["model.dtype is 7", "one of auto"]),
+        ("cache:\n  num_pages: 7\n\n  num_pages: 8\n", 4, ["cache.num_pages is given twice"]),
+        ("cache: {}\ncache: {}\n", 2, ["cache is given twice"]),
+        ("cache:\n  num_pages: [1\n", 3, ["not valid YAML"]),
+        ("a: 1\n b: 2\n", 2, ["not valid YAML"]),
+        ("cache: !!python/object:os.system {}\n", 1, ["not valid YAML"]),
+        ("? [a]\n: 1\n", 1, ["a key must be a plain name"]),
+        ("cache: 7\n", 1, ["cache is 7", "section"]),
+        (b"cache:\n  num_pages: \xff\n", 2, ["not valid UTF-8"]),
+        ("model:\n  name: \x07\n", 2, ["not valid YAML"]),
+        ("a: 1\n---\nb: 2\n", 2, ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_the_place(
+    tmp_path: Path, text: str | bytes, line: int, fragments: list[str]
+) -> None:
+    path = write(tmp_path, text)
+    message = failure(path)
+    assert message.startswith(f"{path}:{line}: "), message
+    assert all(fragment in message for fragment in fragments), message
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "7\n"])
+def test_a_file_must_hold_sections(tmp_path: Path, text: str) -> None:
+    assert "a config file holds sections (model, cache" in failure(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "cache:\n", "cache: {}\nserve:\n  grpc:\n"])
+def test_empty_sections_are_fine(tmp_path: Path, text: str) -> None:
+    assert load_config(write(tmp_path, text), environ={}).config == load_config(environ={}).config
+
+
+def test_an_unreadable_file(tmp_path: Path) -> None:
+    assert (
+        failure(tmp_path / "none.yaml")
+        == f"cannot read the config file {tmp_path}/none.yaml: No such file or directory"
+    )
+    assert "Is a directory" in failure(tmp_path)
+
+
+@pytest.mark.parametrize("doc", field_docs(), ids=lambda doc: doc.name)
+def test_every_field_refuses_a_wrong_type_by_name(doc) -> None:
+    message = failure(None, {doc.name: {"a": object}})
+    assert message.startswith(f"override: {doc.name} is ")
+    assert message.endswith(f"but must be {doc.wanted}")
+
+
+@pytest.mark.parametrize("doc", field_docs(), ids=lambda doc: doc.name)
+def test_every_field_has_a_sentence_and_a_working_default(doc) -> None:
+    assert doc.description.endswith(".")
+    resolved = load_config(None, {doc.name: doc.default}, environ={})
+    assert resolved.config == load_config(environ={}).config
+    assert resolved.sources[doc.name] == "override"
+    assert get_value(Config(), doc.name) == doc.default
+
+
+def test_every_section_has_a_sentence() -> None:
+    assert all(text.endswith(".") for text in section_docs().values()), section_docs()
+
+
+def test_the_page_of_the_docs_is_up_to_date() -> None:
+    """When this fails: python scripts/make_config_docs.py"""
+    assert make_config_docs.PAGE.read_text(encoding="utf-8") == make_config_docs.render()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load(path: Path) -> None:
+    config = load_config(path, environ={}).config
+    assert config.serve.grpc.port is not None
+    assert sys.modules["yaml"] is yaml  # loading must not replace PyYAML's own loader
+    assert yaml.safe_load("1e-3") == "1e-3"
