@@ -1,0 +1,119 @@
+"""A checkpoint directory on disk: what is there, before any weight is read.
+
+Owns the JSON files, the ids that end a sequence, default sampling options, and the name 'demo'. Refuses weights
+(`safetensors_files`, `orbax_io`) and tokenizers (`text`).
+"""
+
+import dataclasses
+import enum
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+
+DEMO_NAME = "demo"
+ORBAX_MARKER = "jaxserve_orbax.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+
+# Fields of generation_config.json that are defaults of sampling options of the same meaning here.
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class CheckpointKind(enum.StrEnum):
+    """How the weights are stored."""
+
+    HUGGING_FACE = "hugging_face"
+    ORBAX = "orbax"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A readable checkpoint directory.
+
+    Attributes:
+      path: the directory.
+      kind: how the weights are stored.
+      config: parsed config.json.
+      generation: parsed generation_config.json, empty when there is none.
+    """
+
+    path: Path
+    kind: CheckpointKind
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+    @property
+    def config_file(self) -> str:
+        """For messages about a field."""
+        return str(self.path / CONFIG_NAME)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence: those of generation_config.json and of config.json together, ascending."""
+        found: set[int] = set()
+        for name, values in ((GENERATION_NAME, self.generation), (CONFIG_NAME, self.config)):
+            ids = values.get("eos_token_id")
+            ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+            for token_id in ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                    raise CheckpointError(f"{self.path / name}: eos_token_id holds {token_id!r}, which is no token id")
+                found.add(token_id)
+        return tuple(sorted(found))
+
+    @property
+    def default_sampling(self) -> dict[str, float | int]:
+        """Sampling options that the checkpoint recommends, by the names of `SamplingParams`. Greedy if it says so."""
+        if self.generation.get("do_sample") is False:
+            return {"temperature": 0.0}
+        given = {name: self.generation.get(name) for name in _SAMPLING_FIELDS}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def resolve_model_path(path: str | Path) -> Path:
+    """The directory that `model.path` names; 'demo' is the packaged model. Raises CheckpointError if there is none."""
+    if str(path) == DEMO_NAME:
+        directory = Path(str(importlib.resources.files("jaxserve"))) / "demo_model"
+        if not (directory / CONFIG_NAME).is_file():
+            raise CheckpointError(
+                f"this installation has no demo model (no {directory / CONFIG_NAME}); give a directory"
+            )
+        return directory
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        what = "is a file, but must be a directory" if directory.exists() else "does not exist"
+        raise CheckpointError(f"model directory {directory} {what}; give one with config.json, or 'demo'")
+    return directory
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Reads the JSON files of a checkpoint directory (or 'demo').
+
+    Raises CheckpointError when the directory or config.json is missing, or JSON is malformed.
+    """
+    directory = resolve_model_path(path)
+    kind = CheckpointKind.ORBAX if (directory / ORBAX_MARKER).is_file() else CheckpointKind.HUGGING_FACE
+    generation_file = directory / GENERATION_NAME
+    return Checkpoint(
+        path=directory,
+        kind=kind,
+        config=read_json(directory / CONFIG_NAME),
+        generation=read_json(generation_file) if generation_file.is_file() else {},
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; a checkpoint directory needs it") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, but must hold a JSON object")
+    return value

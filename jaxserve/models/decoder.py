@@ -1,0 +1,111 @@
+"""The one decoder of all families: embedding, layers, final norm, output projection.
+
+Owns the order of the parts and the named scopes that profiles show. Refuses to know a family (a config says what to
+build), a checkpoint (`loading` fills the parameters) or batching (the batch comes packed from `runtime`).
+
+Why layers are unrolled: on CPUs a scan over stacked weights ran at 0.3-0.6 times the speed, and windows may differ by
+layer.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
+from jaxserve.models.decoder_config import DecoderConfig, MlpKind, NormKind, PositionKind
+from jaxserve.models.layers import Attention, GatedMlp, RmsNorm, matmul, soft_cap
+from jaxserve.models.rope import RopeTable, rope_table
+from jaxserve.models.sharding import param
+
+__all__ = ["Decoder", "DecoderConfig"]
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike) -> None:
+        assert config.norm is NormKind.RMS and config.mlp is MlpKind.GATED, (config.norm, config.mlp)
+        self.attention_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
+        self.attention = Attention(config, window, dtype)
+        self.mlp_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
+        self.mlp = GatedMlp(config, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        table: RopeTable,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        attention: PagedAttention,
+    ) -> tuple[Float[Array, "T D"], LayerCache]:
+        with jax.named_scope("attention"):
+            attended, cache = self.attention(self.attention_norm(x), table, cache, batch, attention)
+            x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer over a paged cache. Parameters are mutated by nobody after loading.
+
+    All parameters start at zero (norms at one): build it under `nnx.eval_shape` and load them.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: DTypeLike) -> None:
+        assert config.position is PositionKind.ROPE, config.position
+        self.config = config
+        self.embedding = param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"))
+        self.layers = nnx.List([DecoderLayer(config, window, dtype) for window in config.windows])
+        self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
+        self.lm_head = (
+            None
+            if config.tied_embeddings
+            else param(jnp.zeros((config.hidden_size, config.vocab_size), dtype), ("embed", "vocab"))
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, " T"],
+        caches: tuple[LayerCache, ...],
+        batch: AttentionBatch,
+        attention: PagedAttention,
+        rope_lengths: Int[Array, " R"] | None = None,
+    ) -> tuple[Float[Array, "T D"], tuple[LayerCache, ...]]:
+        """Hidden states after the final norm, and the caches with the keys and values of these tokens written.
+
+        `caches` has one entry per layer and should be donated by the jit around this. The rows of padding tokens
+        are finite and mean nothing.
+
+        `rope_lengths` matters to the dynamic NTK scaling alone, which turns a token by an angle that depends on the
+        length of the sequence it was computed in. A paged cache keeps keys as they were turned when written, so that
+        length must be a property of the token, not of the step: None takes position + 1, which equals HF for prompts
+        within the trained length and any number of tokens generated after them, and does not depend on chunks,
+        preemption or prefix hits. Giving the prompt length of each row takes max(prompt length, position + 1), which
+        equals HF's single prefill of a prompt beyond the trained length too; pages of such prompts must then not be
+        shared between prompts of different lengths.
+        """
+        assert len(caches) == len(self.layers), (len(caches), len(self.layers))
+        with jax.named_scope("embed"):
+            x = self.embedding[...][tokens]  # [T, D]
+            if self.config.embedding_scale is not None:
+                x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        with jax.named_scope("rope_table"):
+            lengths = batch.positions + 1
+            if rope_lengths is not None:
+                rows = jnp.minimum(batch.token_rows, rope_lengths.shape[0] - 1)  # padding tokens name no row
+                lengths = jnp.maximum(lengths, rope_lengths[rows])
+            table = rope_table(self.config.rope, batch.positions, lengths)
+        written = []
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            with jax.named_scope(f"layer_{index}"):
+                x, cache = layer(x, table, cache, batch, attention)
+            written.append(cache)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x), tuple(written)
+
+    @jax.named_scope("logits")
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Unnormalised log-probabilities of the next token, float32, for hidden states that `__call__` returned."""
+        weight = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+        return soft_cap(matmul(hidden, weight), self.config.logit_soft_cap)

@@ -1,0 +1,151 @@
+"""Orbax checkpoint directories, and conversion from and to Hugging Face ones, exact to the bit.
+
+Owns the layout of such a directory and both directions of `convert`. Refuses arrays of a running engine: it reads and
+writes directories. What it keeps:
+
+    jaxserve_orbax.json      marker, with the version of this layout
+    weights/                 Orbax: one array per decoder parameter, in the dtype of the checkpoint it came from
+    config.json, generation_config.json, tokenizer files     as they were
+
+Why our parameter layout and not the checkpoint's: restoring is then a plain read of each device's share.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.checkpoint import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    ORBAX_MARKER,
+    SINGLE_NAME,
+    Checkpoint,
+    CheckpointKind,
+    read_checkpoint,
+)
+from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.family import Family, axis_sizes
+from jaxserve.models.layout import write_source
+from jaxserve.models.loading import abstract_decoder, checked_tensors, decoder_config, shard_reader
+from jaxserve.models.orbax_store import LAYOUT_VERSION, read_shapes, restore_arrays, save_arrays
+from jaxserve.models.safetensors_files import TensorSource
+from jaxserve.models.weights import Path, Piece, plan_weights
+
+MAX_FILE_BYTES = 5_000_000_000  # of one safetensors file, as transformers cuts them
+_NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+
+
+def convert(source: str | FilePath, target: str | FilePath) -> CheckpointKind:
+    """Converts a Hugging Face directory to an Orbax one, or an Orbax one back, and returns what `target` now is.
+
+    Every weight that the model uses keeps its bytes. What carries no weights is dropped: an output projection beside
+    tied embeddings, stored rotation frequencies.
+
+    Raises CheckpointError when the source is unusable or the target exists and is not an empty directory. A target
+    that could not be finished is removed.
+    """
+    checkpoint = read_checkpoint(source)
+    directory = FilePath(target).expanduser()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"target {directory} exists already; give a new or empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if checkpoint.kind is CheckpointKind.HUGGING_FACE:
+            _to_orbax(checkpoint, directory)
+            return CheckpointKind.ORBAX
+        _to_hugging_face(checkpoint, directory)
+        return CheckpointKind.HUGGING_FACE
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)  # half a checkpoint would be mistaken for a whole one
+        raise
+
+
+def _plan(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig, dict[Path, list[Piece]], dict[Path, tuple[int, ...]]]:
+    family, config = decoder_config(checkpoint)
+    _, abstract = nnx.split(abstract_decoder(config, np.dtype("float32")))
+    shapes = {path: tuple(param.shape) for path, param in nnx.to_flat_state(abstract)}
+    return family, config, plan_weights(family, config, shapes), shapes
+
+
+def _to_orbax(checkpoint: Checkpoint, directory: FilePath) -> None:
+    family, config, plan, shapes = _plan(checkpoint)
+    sizes = axis_sizes(config)
+    tensors = checked_tensors(checkpoint, family, config, plan)
+    arrays = {}
+    for path, shape in shapes.items():
+        reader = shard_reader(plan[path], tensors, sizes, shape, _common_dtype(path, plan[path], tensors))
+        arrays[path] = jax.device_put(reader((slice(None),) * len(shape)), _on_host())
+    save_arrays(directory, arrays)
+    _copy_small_files(checkpoint.path, directory)
+    marker = {"layout_version": LAYOUT_VERSION, "architecture": family.architecture}
+    (directory / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+
+
+def _common_dtype(path: Path, pieces: list[Piece], tensors: Mapping[str, TensorSource]) -> np.dtype:
+    names = {piece.source: tensors[piece.source].dtype for piece in pieces}
+    if len(set(names.values())) > 1:
+        raise CheckpointError(f"tensors that share one parameter have different element types: {names}")
+    return jax.numpy.dtype(next(iter(names.values())))
+
+
+def _to_hugging_face(checkpoint: Checkpoint, directory: FilePath) -> None:
+    _, config, plan, shapes = _plan(checkpoint)
+    sizes = axis_sizes(config)
+    stored = read_shapes(checkpoint.path)
+    # A parameter that is not stored is asked for all the same, so that the full list of missing ones comes back.
+    wanted = {
+        path: jax.ShapeDtypeStruct(shape, stored[path].dtype if path in stored else np.float32, sharding=_on_host())
+        for path, shape in shapes.items()
+    }
+    arrays = restore_arrays(checkpoint.path, wanted)
+    tensors: dict[str, np.ndarray] = {}
+    for path, pieces in plan.items():
+        whole = np.asarray(arrays[path])
+        for piece in pieces:
+            cuts: list[slice] = [slice(None)] * whole.ndim
+            if piece.part is not None:
+                cuts[piece.part.axis] = slice(piece.part.start, piece.part.stop)
+            tensors[piece.source] = write_source(whole[tuple(cuts)], piece.pattern, sizes)
+    _write_safetensors(directory, tensors)
+    _copy_small_files(checkpoint.path, directory)
+
+
+def _on_host() -> jax.sharding.Sharding:
+    """Conversions pass through host memory, whatever accelerator there is."""
+    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+
+def _write_safetensors(directory: FilePath, tensors: Mapping[str, np.ndarray]) -> None:
+    """One file, or numbered files with an index when they would exceed MAX_FILE_BYTES."""
+    files: list[dict[str, np.ndarray]] = [{}]
+    for name in sorted(tensors):
+        used = sum(t.nbytes for t in files[-1].values())
+        if files[-1] and used + tensors[name].nbytes > MAX_FILE_BYTES:
+            files.append({})
+        files[-1][name] = tensors[name]
+    metadata = {"format": "pt"}  # transformers refuses files that do not say so
+    if len(files) == 1:
+        save_file(files[0], str(directory / SINGLE_NAME), metadata=metadata)
+        return
+    weight_map = {}
+    for number, part in enumerate(files, start=1):
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file(part, str(directory / file_name), metadata=metadata)
+        weight_map |= dict.fromkeys(part, file_name)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_small_files(source: FilePath, target: FilePath) -> None:
+    """config.json, generation_config.json, tokenizer and chat template files: all top-level files but weights."""
+    assert (source / CONFIG_NAME).is_file(), source
+    for file in source.iterdir():
+        if file.is_file() and file.name != ORBAX_MARKER and not any(file.match(p) for p in _NOT_COPIED):
+            shutil.copyfile(file, target / file.name)

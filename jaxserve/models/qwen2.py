@@ -1,0 +1,22 @@
+"""Qwen 2 and 2.5: Llama with biases on q, k and v, and sliding windows on the upper layers where switched on.
+
+Owns the reading of a Qwen2 config; the weights are Llama's.
+"""
+
+import dataclasses
+
+from jaxserve.models import llama
+from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.family import Family
+from jaxserve.models.hf_config import HfConfig, read_layer_windows
+
+
+def adapt(config: HfConfig) -> DecoderConfig:
+    """Qwen2Config to ours. The biases are part of the architecture, not a field."""
+    config.require("attention_bias", None, True)
+    config.require("mlp_bias", False, None)
+    base = llama.adapt(config)
+    return dataclasses.replace(base, qkv_bias=True, out_bias=False, windows=read_layer_windows(config, base.num_layers))
+
+
+FAMILY = Family(architecture="Qwen2ForCausalLM", adapt=adapt, weights=llama.WEIGHTS, ignored=llama.IGNORED)

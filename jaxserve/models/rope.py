@@ -1,0 +1,106 @@
+"""Rotary positions: frequencies for every scaling, and the rotation itself.
+
+Owns the formulas. Refuses configuration parsing (`families` resolve defaults) and caching: tables are functions of
+the positions in the step, computed once per step and shared by all layers.
+
+Why frequencies are numpy: they depend on the config alone, so they are constants of the compiled step; float32 in
+the order of operations of the reference implementation, since positions multiply every rounding error.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxserve.models.decoder_config import RopeConfig, RopeScaling
+
+RopeTable = tuple[Float[Array, "T C"], Float[Array, "T C"]]  # cos and sin, C = rotary_dim / 2
+
+
+def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
+    """Radians per position of each rotated pair, float32 [rotary_dim / 2].
+
+    The dynamic scaling leaves them as they are up to the trained length, so this returns the unscaled ones for it.
+    """
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    powers = np.float32(rope.theta) ** exponents
+    base = np.float32(1.0) / powers
+    if rope.scaling is RopeScaling.LINEAR:
+        return base / np.float32(rope.factor)
+    if rope.scaling is RopeScaling.LLAMA3:
+        return _llama3(base, rope)
+    if rope.scaling is RopeScaling.YARN:
+        return _yarn(powers, rope)
+    return base
+
+
+def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, a linear blend between."""
+    wavelengths = 2 * math.pi / base
+    longest, shortest = (rope.original_max_position / f for f in (rope.low_freq_factor, rope.high_freq_factor))
+    blend = rope.original_max_position / wavelengths - rope.low_freq_factor
+    blend = blend / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * base / rope.factor + blend * base
+    scaled = np.where(wavelengths > longest, base / rope.factor, np.where(wavelengths < shortest, base, blended))
+    return scaled.astype(np.float32)
+
+
+def _yarn(powers: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """YaRN (Peng et al., 2023, section 3.2): interpolate slow dimensions, keep fast ones, a ramp between."""
+
+    def dimension_of(turns: float) -> float:
+        """The (fractional) pair that makes this many turns over the trained length."""
+        length = rope.original_max_position
+        return rope.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = np.clip((np.arange(rope.rotary_dim // 2, dtype=np.float32) - low) / width, 0, 1).astype(np.float32)
+    keep = 1 - ramp
+    scaled = (1 / (np.float32(rope.factor) * powers)) * (1 - keep) + (1 / powers) * keep
+    return scaled.astype(np.float32)
+
+
+def rope_table(rope: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array, " T"]) -> RopeTable:
+    """cos and sin of every token's angles, float32.
+
+    `lengths` matters to the dynamic scaling alone: the sequence length that the token's rotation is stretched for
+    (at least the trained length), see `Decoder.__call__` for who chooses it.
+    """
+    if rope.scaling is RopeScaling.DYNAMIC:
+        frequencies = _dynamic(rope, lengths)
+    else:
+        frequencies = jnp.asarray(inverse_frequencies(rope))[None]
+    angles = positions.astype(jnp.float32)[:, None] * frequencies  # [T, C]
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def _dynamic(rope: RopeConfig, lengths: Int[Array, " T"]) -> Float[Array, "T C"]:
+    """Dynamic NTK: theta grows with the length beyond the trained one.
+
+    theta(s) = theta * (factor * s / S0 - (factor - 1)) ** (d / (d - 2)), hence with i the pair and d the rotary_dim
+    frequency_i(s) = frequency_i * growth(s) ** (-2 i / (d - 2)).
+    """
+    dim, original = rope.rotary_dim, rope.original_max_position
+    seen = jnp.maximum(lengths, original).astype(jnp.float32)
+    growth = rope.factor * seen / original - (rope.factor - 1)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim - 2)
+    stretched = inverse_frequencies(rope)[None] * growth[:, None] ** -exponents[None]
+    # The power is inexact even at growth 1, and a short sequence must not feel that a scaling exists.
+    return jnp.where((lengths <= original)[:, None], inverse_frequencies(rope)[None], stretched)
+
+
+def rotate(x: Float[Array, "T M H"], table: RopeTable) -> Float[Array, "T M H"]:
+    """Turns each head of M heads: pair i is (x[i], x[i + rotary_dim / 2]); dimensions past rotary_dim pass through.
+
+    Computed in float32, returned in x's dtype.
+    """
+    cos, sin = (t[:, None, :] for t in table)  # [T, 1, C]
+    half = cos.shape[-1]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), x[..., 2 * half :]], axis=-1)

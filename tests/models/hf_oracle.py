@@ -1,0 +1,149 @@
+"""The checked-in answers of Hugging Face transformers, and the smallest runtime that can be asked the same things.
+
+`Driver` packs rows by hand and drives a decoder through a paged attention body: no engine, no scheduler, no
+sampling, so that a wrong number here is a wrong model.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.kernels.dispatch import resolve
+from jaxserve.kernels.paged_attention import AttentionBatch
+from jaxserve.models import LoadedModel, load_model
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
+NUM_STEP_TOKENS = 200  # the four prompts of a fixture together, and a little padding
+ATTENTION = resolve(backend="cpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What transformers said to one prompt."""
+
+    prompt: np.ndarray  # [S]
+    logits: np.ndarray  # [S, V]
+    greedy: np.ndarray  # [64]
+
+
+def answers(name: str) -> list[Answer]:
+    """The answers of one fixture, shortest prompt first."""
+    with np.load(FIXTURES / name / "oracle.npz") as file:
+        count = sum(key.startswith("prompt_") for key in file.files)
+        return [
+            Answer(prompt=file[f"prompt_{i}"], logits=file[f"logits_{i}"], greedy=file[f"greedy_{i}"])
+            for i in range(count)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Tokens of one row in one step; they follow `start` tokens that the cache holds."""
+
+    row: int
+    start: int
+    tokens: np.ndarray
+
+
+class Driver:
+    """Owns the caches of a few rows of at most `max_len` tokens; each row has its own scattered pages."""
+
+    def __init__(self, model: LoadedModel, *, num_rows: int, max_len: int, page_size: int) -> None:
+        self.model, self.num_rows, self.page_size = model, num_rows, page_size
+        pages = -(-max_len // page_size)
+        ids = np.random.default_rng(page_size).permutation(num_rows * pages) + 1
+        self.block_tables = ids.reshape(num_rows, pages).astype(np.int32)
+        config = model.config
+        # Placed like the weights: left uncommitted, the first step would compile for other inputs than all later ones.
+        sharding = jax.tree.leaves(model.shardings)[0]
+        home = sharding if len(sharding.device_set) == 1 else None
+        self.caches = tuple(
+            jax.device_put(
+                ATTENTION.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, model.dtype),
+                home,
+            )
+            for _ in range(config.num_layers)
+        )
+        # Compiling is nearly all of the cost, and a lower level of LLVM saves 40 % of it.
+        options = {"xla_backend_optimization_level": 0}
+        self._jitted = jax.jit(partial(forward, model.graphdef), donate_argnums=1, compiler_options=options)
+
+    def step(self, chunks: Sequence[Chunk], rope_lengths: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Logits [len, V] of each chunk. `rope_lengths` is per row of the driver."""
+        order = sorted(chunks, key=lambda c: len(c.tokens) != 1)  # decode rows first
+        decode_only = all(len(c.tokens) == 1 for c in order) and len(order) == self.num_rows
+        num_tokens = self.num_rows if decode_only else NUM_STEP_TOKENS
+        tokens, positions = (np.zeros(num_tokens, np.int32) for _ in range(2))
+        token_rows = np.full(num_tokens, self.num_rows, np.int32)
+        q_starts = np.zeros(self.num_rows + 1, np.int32)
+        context_lens, lengths = (np.zeros(self.num_rows, np.int32) for _ in range(2))
+        tables = np.zeros_like(self.block_tables)
+        at = 0
+        for r, chunk in enumerate(order):
+            end = at + len(chunk.tokens)
+            tokens[at:end], token_rows[at:end] = chunk.tokens, r
+            positions[at:end] = chunk.start + np.arange(len(chunk.tokens))
+            context_lens[r], tables[r] = chunk.start + len(chunk.tokens), self.block_tables[chunk.row]
+            lengths[r] = 0 if rope_lengths is None else rope_lengths[chunk.row]
+            q_starts[r + 1 :] = at = end
+        batch = AttentionBatch(
+            positions=jnp.asarray(positions),
+            token_rows=jnp.asarray(token_rows),
+            q_starts=jnp.asarray(q_starts),
+            context_lens=jnp.asarray(context_lens),
+            block_tables=jnp.asarray(tables),
+            page_size=self.page_size,
+            decode_only=decode_only,
+        )
+        given = None if rope_lengths is None else jnp.asarray(lengths)
+        logits, self.caches = self._jitted(self.model.state, self.caches, jnp.asarray(tokens), batch, given)
+        logits = np.asarray(logits)
+        by_chunk = {id(c): logits[q_starts[r] : q_starts[r + 1]] for r, c in enumerate(order)}
+        return [by_chunk[id(c)] for c in chunks]
+
+    def prefill(
+        self, prompts: Sequence[np.ndarray], cuts: Sequence[Sequence[int]], rope_lengths: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
+        """Logits [S, V] of every prompt, prompt r run in pieces that end at `cuts[r]` (and at its end)."""
+        ends = [
+            [*(c for c in sorted(set(cut)) if 0 < c < len(p)), len(p)] for cut, p in zip(cuts, prompts, strict=True)
+        ]
+        collected: list[list[np.ndarray]] = [[] for _ in prompts]
+        for i in range(max(map(len, ends))):
+            chunks = []
+            for row, (row_ends, prompt) in enumerate(zip(ends, prompts, strict=True)):
+                if i < len(row_ends):
+                    start = row_ends[i - 1] if i else 0
+                    chunks.append(Chunk(row=row, start=start, tokens=prompt[start : row_ends[i]]))
+            for chunk, logits in zip(chunks, self.step(chunks, rope_lengths), strict=True):
+                collected[chunk.row].append(logits)
+        return [np.concatenate(parts) for parts in collected]
+
+    def greedy(
+        self, lens: Sequence[int], first: Sequence[int], num_tokens: int, rope_lengths: Sequence[int] | None = None
+    ) -> np.ndarray:
+        """[rows, num_tokens] tokens chosen greedily after prompts of `lens` tokens, `first` being the first ones."""
+        out = np.zeros((len(lens), num_tokens), np.int32)
+        out[:, 0] = first
+        for i in range(1, num_tokens):
+            chunks = [Chunk(row=r, start=n + i - 1, tokens=out[r, i - 1 : i]) for r, n in enumerate(lens)]
+            out[:, i] = [logits[0].argmax() for logits in self.step(chunks, rope_lengths)]
+        return out
+
+
+def forward(graphdef, state, caches, tokens, batch, rope_lengths):
+    """The whole step: hidden states of the batch and logits of every token."""
+    decoder = nnx.merge(graphdef, state)
+    hidden, caches = decoder(tokens, caches, batch, ATTENTION, rope_lengths)
+    return decoder.logits(hidden), caches
+
+
+def load(name: str) -> LoadedModel:
+    return load_model(FIXTURES / name, dtype="float32")

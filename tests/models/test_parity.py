@@ -1,0 +1,85 @@
+"""Logits within 1e-4 of Hugging Face transformers at every position, and 64 greedy tokens equal.
+
+For every family and rope scaling; whole prompts and prompts cut into chunks, pages of 1, 16 and 128 tokens.
+"""
+
+import hf_oracle
+import numpy as np
+import pytest
+
+TOLERANCE = 1e-4
+MAX_LEN = 256
+# The fixtures that differ in what a page could break: windows on all or some layers. The others meet pages of 1 and 128
+# in the slow run.
+_PAGE_SENSITIVE = ("mistral_window", "qwen3_window_yarn")
+
+
+def _cases():
+    for name in hf_oracle.NAMES:
+        for page_size in (16, 1, 128):
+            slow = page_size != 16 and name not in _PAGE_SENSITIVE
+            yield pytest.param(name, page_size, marks=pytest.mark.slow if slow else ())
+
+
+def _cuts(scheme: str, lens: list[int]) -> list[list[int]]:
+    if scheme == "whole":
+        return [[] for _ in lens]
+    if scheme == "every_13":
+        return [list(range(13, n, 13)) for n in lens]
+    if scheme == "single_tokens_then_rest":
+        return [[1, 2, 3, 4, 17] for _ in lens]
+    rng = np.random.default_rng(len(scheme))
+    return [rng.integers(1, n + 1, 6).tolist() for n in lens]
+
+
+def test_every_family_and_scaling_has_a_fixture() -> None:
+    assert len(hf_oracle.NAMES) == 13, hf_oracle.NAMES
+
+
+@pytest.mark.parametrize(("name", "page_size"), list(_cases()))
+def test_logits_and_greedy_tokens_equal_transformers(name: str, page_size: int) -> None:
+    truth = hf_oracle.answers(name)
+    prompts, lens = [a.prompt for a in truth], [len(a.prompt) for a in truth]
+    driver = hf_oracle.Driver(hf_oracle.load(name), num_rows=len(truth), max_len=MAX_LEN, page_size=page_size)
+    for scheme in ("every_13", "single_tokens_then_rest", "random", "whole"):
+        got = driver.prefill(prompts, _cuts(scheme, lens), rope_lengths=lens)
+        for answer, logits in zip(truth, got, strict=True):
+            assert np.abs(logits - answer.logits).max() < TOLERANCE, (scheme, len(answer.prompt))
+    first = [int(logits[-1].argmax()) for logits in got]
+    tokens = driver.greedy(lens, first, len(truth[0].greedy), rope_lengths=lens)
+    for answer, row in zip(truth, tokens, strict=True):
+        np.testing.assert_array_equal(row, answer.greedy)
+
+
+def test_dynamic_rope_without_lengths_equals_transformers_up_to_the_trained_length() -> None:
+    """By default a token turns by its own position, so cuts change nothing and prompts up to 64 tokens are HF's."""
+    truth = hf_oracle.answers("llama_dynamic")
+    model = hf_oracle.load("llama_dynamic")
+    trained = model.config.rope.original_max_position
+    prompts, lens = [a.prompt for a in truth], [len(a.prompt) for a in truth]
+    assert max(lens) > trained > sorted(lens)[-2], lens
+    driver = hf_oracle.Driver(model, num_rows=len(truth), max_len=MAX_LEN, page_size=16)
+    whole = driver.prefill(prompts, _cuts("whole", lens))
+    cut = driver.prefill(prompts, _cuts("every_13", lens))
+    first = [int(logits[-1].argmax()) for logits in cut]
+    tokens = driver.greedy(lens, first, len(truth[0].greedy))
+    for answer, a, b, row in zip(truth, whole, cut, tokens, strict=True):
+        assert np.abs(a - b).max() < TOLERANCE
+        if len(answer.prompt) <= trained:
+            assert np.abs(b - answer.logits).max() < TOLERANCE
+            np.testing.assert_array_equal(row, answer.greedy)
+        else:
+            assert np.abs(b - answer.logits).max() > 0.01, "the scaling does nothing beyond the trained length"
+
+
+def test_bfloat16_follows_float32_roughly() -> None:
+    """A bound that a lost bias or norm breaks by far; bfloat16 keeps 8 bits."""
+    truth = hf_oracle.answers("llama_llama3")
+    model = hf_oracle.load_model(hf_oracle.FIXTURES / "llama_llama3", dtype="bfloat16")
+    assert model.dtype == "bfloat16"
+    driver = hf_oracle.Driver(model, num_rows=len(truth), max_len=MAX_LEN, page_size=16)
+    got = driver.prefill([a.prompt for a in truth], [[] for _ in truth])
+    for answer, logits in zip(truth, got, strict=True):
+        spread = answer.logits.std()
+        assert np.sqrt(np.mean((logits - answer.logits) ** 2)) < 0.05 * spread
+        assert logits.dtype == np.float32
