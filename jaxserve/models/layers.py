@@ -4,7 +4,7 @@ Owns parameter layouts, their logical axes, and the arithmetic on them. Refuses 
 cache layout: attention itself is the body it is handed.
 
 Weight layouts were chosen by measurement: 12 layers of D 768, F 2048, N 12, K 4, H 64 in float32 on 2 EPYC cores,
-XLA:CPU of jax 0.10.2, best of 4, gigabytes of weights per second:
+XLA:CPU of jax 0.10.2, best of 4 turns of one run on a machine that was not quiet, gigabytes of weights per second:
 
     layout                                     1 row     16 rows
     [in, out], q k v and gate up apart          26.3        13.3
@@ -12,8 +12,8 @@ XLA:CPU of jax 0.10.2, best of 4, gigabytes of weights per second:
     [out, in], apart                            30.6         9.4
     [out, in], fused                            33.4         9.3
 
-and 206 GFLOP/s for all of them at 512 rows. So [in, out] and fused: equal at one row within noise, 1.4 times as fast
-at 16. Fused parts are grouped by key/value head, and gate and up share the column index, so that cutting the named
+and up to 206 GFLOP/s at 512 rows. [in, out] was 1.4 times as fast at 16 rows in a second run too; fused or apart is
+within noise, and fused has half the dots. Fused parts are grouped by key/value head, and gate and up share the column index, so that cutting the named
 axis over devices gives each device whole heads and matching halves.
 """
 
