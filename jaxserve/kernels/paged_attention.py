@@ -1,0 +1,86 @@
+"""Contract of paged attention: the arrays, the equation, and what every body must do.
+
+Owns the types shared by all bodies and by the models. Refuses to choose a body (`dispatch.resolve` does) and to know
+a layout of the cache: each body owns its own.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What is static of one layer's attention.
+
+    Attributes:
+      num_query_heads, num_kv_heads: N, K; N is a multiple of K, query head n reads key/value head n // (N // K).
+      head_dim: H.
+      scale: multiplies the scores.
+      window: a token at position p sees positions p - window + 1 .. p (HF's sliding window); None sees all.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None is off.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """One ragged batch of R rows and T tokens, decode rows first. The same for all layers of a step.
+
+    Row r owns tokens [q_starts[r], q_starts[r + 1]); they are the LAST q_len tokens of its context, so the first of
+    them is at position context_lens[r] - q_len. Padding rows have q_len 0 and context_lens 0; padding tokens (those
+    from q_starts[R] on) belong to no row, write to the dummy page 0, and their output is unspecified but finite.
+
+    Attributes:
+      positions: position of each token in its sequence.
+      token_rows: row of each token; R for padding tokens.
+      q_starts: ascending, q_starts[0] == 0.
+      context_lens: tokens of the row in the cache once this step has written its own.
+      block_tables: page ids; entry c holds positions c * page_size ...; unused entries are 0.
+      page_size: tokens of a page (static).
+      decode_only: every row has at most one token, and token t belongs to row t (static).
+    """
+
+    positions: Int[Array, " T"]
+    token_rows: Int[Array, " T"]
+    q_starts: Int[Array, " R+1"]
+    context_lens: Int[Array, " R"]
+    block_tables: Int[Array, "R P"]
+    page_size: int = dataclasses.field(metadata={"static": True})
+    decode_only: bool = dataclasses.field(metadata={"static": True})
+
+
+# The cache of one layer: whatever pytree of arrays its body wants, page axis first in every leaf.
+LayerCache = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedAttention:
+    """One body. `attend` writes k and v of the step into the cache, then attends.
+
+        attend(q [T, N, H], k [T, K, H], v [T, K, H], cache, batch, spec, sinks=None [N], alibi_slopes=None [N])
+            -> (out [T, N, H] in q's dtype, cache)
+
+        out[t, n] = sum_s softmax_s(cap(scale * q[t, n] . K[s, n // G]) + slope[n] * (s - p)) V[s, n // G]
+
+    over positions s <= p of the same row (and within the window); softmax in float32; a sink adds exp(sink[n]) to the
+    denominator only. The caller donates the cache; a body must update it in place (no copy of its size).
+
+    `init_cache(num_pages, page_size, num_kv_heads, head_dim, dtype)` gives zeros for num_pages + 1 pages (page 0 is
+    the dummy). `copy_pages(cache, sources [C], targets [C])` copies whole pages; padding entries are (0, 0).
+    """
+
+    name: str
+    attend: Callable[..., tuple[Float[Array, "T N H"], LayerCache]]
+    init_cache: Callable[..., LayerCache]
+    copy_pages: Callable[..., LayerCache]

@@ -1,0 +1,76 @@
+"""Paged attention in plain XLA: the body for CPUs, and the reference that all others are checked against.
+
+Owns the body's cache layout, the write of a step's keys and values, and the split of a batch into rows of one query
+(`xla_rows`) and of several (`xla_tiles`). Refuses devices: nothing here depends on the backend.
+
+Why not one gather and one einsum: that moves every page three times and costs what the block table could hold, not
+what the rows hold (docs/attention-cpu.md has the figures of each formulation that was tried).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, PagedAttention
+from jaxserve.kernels.xla_rows import attend_rows
+from jaxserve.kernels.xla_softmax import PageArrays
+from jaxserve.kernels.xla_tiles import attend_tiles
+
+
+def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> PageArrays:
+    """Zeros for num_pages + 1 pages; page 0 is the dummy."""
+    return PageArrays(
+        keys=jnp.zeros((num_pages + 1, num_kv_heads, head_dim, page_size), dtype),
+        values=jnp.zeros((num_pages + 1, num_kv_heads, page_size, head_dim), dtype),
+    )
+
+
+def copy_pages(cache: PageArrays, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> PageArrays:
+    """All sources are read before any target is written. The cache is donated by the caller."""
+    return jax.tree.map(lambda leaf: leaf.at[targets].set(leaf[sources]), cache)
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    cache: PageArrays,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+) -> tuple[Float[Array, "T N H"], PageArrays]:
+    """`PagedAttention.attend`. Computes in float32 whatever the dtypes of `q` and the cache."""
+    kv_heads, group = spec.num_kv_heads, spec.num_query_heads // spec.num_kv_heads
+    cache = _write(k, v, cache, batch)
+    grouped = (q.astype(jnp.float32) * spec.scale).reshape(-1, kv_heads, group, spec.head_dim)
+    by_head = [x if x is None else x.astype(jnp.float32).reshape(kv_heads, group) for x in (sinks, alibi_slopes)]
+
+    q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
+    single_lens = jnp.where(q_lens == 1, batch.context_lens, 0)
+    if batch.decode_only:
+        assert q.shape[0] == q_lens.shape[0], (q.shape, q_lens.shape)
+        out = attend_rows(grouped, single_lens, batch.block_tables, cache, spec, *by_head)
+    else:
+        last_token = q.shape[0] - 1
+        own_token = jnp.minimum(batch.q_starts[:-1], last_token)
+        rows = attend_rows(grouped[own_token], single_lens, batch.block_tables, cache, spec, *by_head)
+        tiles = attend_tiles(grouped, batch, cache, spec, *by_head)
+        row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)  # padding tokens take any finite row
+        out = jnp.where((q_lens[row] == 1)[:, None, None, None], rows[row], tiles)
+    return out.reshape(q.shape).astype(q.dtype), cache
+
+
+def _write(k: Array, v: Array, cache: PageArrays, batch: AttentionBatch) -> PageArrays:
+    """Scatters the step's keys and values; padding tokens go to the dummy page."""
+    real = batch.token_rows < batch.context_lens.shape[0]
+    columns = batch.positions // batch.page_size
+    page_ids = jnp.where(real, batch.block_tables.at[batch.token_rows, columns].get(mode="clip"), 0)
+    slots = jnp.where(real, batch.positions % batch.page_size, 0)
+    return PageArrays(
+        keys=cache.keys.at[page_ids, :, :, slots].set(k.astype(cache.keys.dtype)),
+        values=cache.values.at[page_ids, :, slots].set(v.astype(cache.values.dtype)),
+    )
+
+
+BODY = PagedAttention(name="xla", attend=attend, init_cache=init_cache, copy_pages=copy_pages)

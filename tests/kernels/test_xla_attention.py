@@ -1,0 +1,313 @@
+"""The XLA body against the float64 oracle: named cases, random ragged batches, poison, in-place writes, neighbours."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.kernels.cases import CASES, MODELS, Case, Inputs, make_batch, make_inputs
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
+from jaxserve.kernels.xla_attention import BODY
+from tests.kernels.oracle import attend_row
+
+attend = jax.jit(BODY.attend, static_argnums=5)
+SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+# Enough for every combination of loops; the others repeat them with other sizes and run with `-m slow`.
+QUICK = (
+    "bench125m/ragged16/64",
+    "bench125m/mixed/64",
+    "gemma2/mixed/16",
+    "gpt-oss/ragged16/32",
+    "bloom-alibi/mixed/16",
+    "demo/crumbs/24",
+    "qwen3-0.6b/crumbs/64/bfloat16",
+)
+
+
+def run(inputs: Inputs, spec: AttentionSpec) -> np.ndarray:
+    return np.asarray(run_with_cache(inputs, spec)[0])
+
+
+def run_with_cache(inputs: Inputs, spec: AttentionSpec):
+    i = inputs
+    return attend(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes)
+
+
+def check(case: Case, inputs: Inputs, out: np.ndarray) -> None:
+    """Each row against the oracle on its whole sequence; padding must be finite."""
+    assert np.isfinite(out).all()
+    token = 0
+    for row, (q_len, context) in enumerate(case.rows):
+        q = inputs.q[token : token + q_len]
+        want = attend_row(q, inputs.keys[row], inputs.values[row], case.spec, inputs.sinks, inputs.alibi_slopes)
+        np.testing.assert_allclose(
+            out[token : token + q_len], want, rtol=1e-5, atol=1e-5, err_msg=f"{case.name} row {row} of {context}"
+        )
+        token += q_len
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_named_case_matches_the_oracle(name):
+    case = CASES[name]
+    inputs = make_inputs(case, BODY)
+    check(case, inputs, run(inputs, case.spec))
+
+
+def test_bfloat16_queries_come_back_as_bfloat16():
+    case = CASES["qwen3-0.6b/crumbs/64/bfloat16"]
+    inputs = make_inputs(case, BODY)
+    low = dataclasses.replace(inputs, q=inputs.q.astype(jnp.bfloat16))
+    out, cache = run_with_cache(low, case.spec)
+    assert out.dtype == jnp.bfloat16 and {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
+    rounded = dataclasses.replace(low, q=low.q.astype(jnp.float32))
+    np.testing.assert_allclose(np.asarray(out, np.float32), run(rounded, case.spec), rtol=1e-2, atol=1e-3)
+
+
+# --- random ragged batches ------------------------------------------------------------------------------------------
+
+MAX_ROWS, MAX_TOKENS, MAX_CONTEXT = (
+    6,
+    96,
+    120,
+)  # one bucket, so that hypothesis compiles once for each page size and window
+
+
+@st.composite
+def ragged_rows(draw, page_size: int):
+    """Decode rows, then pieces of prompts; lengths on and beside page edges."""
+    edges = [1, page_size - 1, page_size, page_size + 1, 2 * page_size, 3 * page_size + 1]
+    length = st.one_of(st.sampled_from([e for e in edges if 0 < e <= 70]), st.integers(1, 70))
+    decodes = draw(st.lists(length, max_size=3))
+    rows = [(1, context) for context in decodes]
+    room = MAX_TOKENS - len(rows)
+    for _ in range(draw(st.integers(0, 3))):
+        q_len = draw(st.integers(1, max(1, min(40, room))))
+        if q_len > room:
+            break
+        earlier = draw(st.sampled_from([0, 1, page_size, 2 * page_size - 1, 33]))
+        rows.append((q_len, min(q_len + earlier, MAX_CONTEXT)))
+        room -= q_len
+    return tuple(rows)
+
+
+def in_bucket(rows, page_size: int, spec: AttentionSpec, seed: int) -> tuple[Case, Inputs]:
+    """The rows in the fixed bucket (MAX_ROWS, MAX_TOKENS), with a cache of fixed size."""
+    case = Case(
+        name=f"{rows}/{page_size}",
+        spec=spec,
+        rows=rows,
+        page_size=page_size,
+        padding_rows=MAX_ROWS - len(rows),
+        padding_tokens=MAX_TOKENS - sum(n for n, _ in rows),
+    )
+    rng = np.random.default_rng(seed)
+    columns = -(-MAX_CONTEXT // page_size)
+    num_pages = (MAX_ROWS + 1) * columns + 3
+    spare = columns - max((-(-c // page_size) for _, c in rows), default=0)
+    # A mixed bucket may hold decode rows only, so the batch is made as a mixed one.
+    batch, _ = make_batch(dataclasses.replace(case, rows=(*rows, (2, 2)), padding_rows=0), rng, spare_columns=spare)
+    num_tokens = sum(n for n, _ in rows)
+    batch = AttentionBatch(
+        positions=jnp.zeros(MAX_TOKENS, jnp.int32).at[:num_tokens].set(batch.positions[:num_tokens]),
+        token_rows=jnp.full(MAX_TOKENS, MAX_ROWS, jnp.int32).at[:num_tokens].set(batch.token_rows[:num_tokens]),
+        q_starts=jnp.full(MAX_ROWS + 1, num_tokens, jnp.int32).at[: len(rows)].set(batch.q_starts[: len(rows)]),
+        context_lens=jnp.zeros(MAX_ROWS, jnp.int32).at[: len(rows)].set(batch.context_lens[: len(rows)]),
+        block_tables=jnp.zeros((MAX_ROWS, columns), jnp.int32)
+        .at[: len(rows)]
+        .set(batch.block_tables[: len(rows), :columns]),
+        page_size=page_size,
+        decode_only=False,
+    )
+    keys = [rng.standard_normal((c, spec.num_kv_heads, spec.head_dim), np.float32) for _, c in rows]
+    values = [rng.standard_normal((c, spec.num_kv_heads, spec.head_dim), np.float32) for _, c in rows]
+    return case, inputs_of(case, batch, num_pages, keys, values, rng)
+
+
+def inputs_of(case, batch, num_pages, keys, values, rng) -> Inputs:
+    """Writes the cache by hand from the documented layout; every slot that no row owns is NaN."""
+    spec, page_size = case.spec, case.page_size
+    cache = BODY.init_cache(num_pages, page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    stored_keys, stored_values = np.full(cache.keys.shape, np.nan, np.float32), np.full(cache.values.shape, np.nan)
+    tables = np.asarray(batch.block_tables)
+    for row, (q_len, context) in enumerate(case.rows):
+        for position in range(context - q_len):
+            page, slot = tables[row, position // page_size], position % page_size
+            stored_keys[page, :, :, slot] = keys[row][position]
+            stored_values[page, :, slot] = values[row][position]
+    num_tokens = batch.positions.shape[0]
+    shape = (num_tokens - sum(n for n, _ in case.rows), spec.num_kv_heads, spec.head_dim)
+    own = [(k[c - n :], v[c - n :]) for (n, c), k, v in zip(case.rows, keys, values, strict=True)]
+    return Inputs(
+        q=jnp.asarray(rng.standard_normal((num_tokens, spec.num_query_heads, spec.head_dim), np.float32)),
+        k=jnp.asarray(np.concatenate([*(k for k, _ in own), np.ones(shape, np.float32)])),
+        v=jnp.asarray(np.concatenate([*(v for _, v in own), np.ones(shape, np.float32)])),
+        cache=type(cache)(keys=jnp.asarray(stored_keys), values=jnp.asarray(stored_values, jnp.float32)),
+        batch=batch,
+        sinks=None,
+        alibi_slopes=None,
+        keys=keys,
+        values=values,
+    )
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, None), (4, None), (16, 9), (128, None)])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_ragged_batches_among_poison(page_size, window, data):
+    rows = data.draw(ragged_rows(page_size))
+    case, inputs = in_bucket(rows, page_size, dataclasses.replace(SPEC, window=window), seed=len(rows))
+    out, cache = run_with_cache(inputs, case.spec)
+    check(case, inputs, np.asarray(out))
+    written = np.asarray(cache.values)
+    tables = np.asarray(inputs.batch.block_tables)
+    for row, (_, context) in enumerate(rows):  # exactly the row's own slots hold its values, later slots are untouched
+        pages = written[tables[row]].transpose(0, 2, 1, 3).reshape(-1, SPEC.num_kv_heads, SPEC.head_dim)
+        np.testing.assert_array_equal(pages[:context], inputs.values[row])
+        held = -(-context // page_size) * page_size
+        assert np.isnan(pages[context:held]).all()
+
+
+def test_shared_prefix_pages_serve_two_rows():
+    case = CASES["demo/crumbs/24"]
+    spec, page = case.spec, case.page_size
+    both = dataclasses.replace(case, rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0)
+    inputs = make_inputs(both, BODY)
+    tables = inputs.batch.block_tables
+    shared = dataclasses.replace(inputs.batch, block_tables=tables.at[1, :2].set(tables[0, :2]))
+    keys, values = (
+        [one, np.concatenate([one[: 2 * page], two[2 * page :]])] for one, two in (inputs.keys, inputs.values)
+    )
+    inputs = dataclasses.replace(inputs, batch=shared, keys=keys, values=values)
+    check(both, inputs, run(inputs, spec))
+
+
+# --- neighbours -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(inputs: Inputs, rows: list[int], bucket: int) -> Inputs:
+    """A decode batch of some of the rows, padded to a bucket."""
+    pad = bucket - len(rows)
+    batch = AttentionBatch(
+        positions=jnp.pad(inputs.batch.positions[jnp.array(rows)], (0, pad)),
+        token_rows=jnp.concatenate([jnp.arange(len(rows)), jnp.full(pad, bucket)]).astype(jnp.int32),
+        q_starts=jnp.minimum(jnp.arange(bucket + 1, dtype=jnp.int32), len(rows)),
+        context_lens=jnp.pad(inputs.batch.context_lens[jnp.array(rows)], (0, pad)),
+        block_tables=jnp.pad(inputs.batch.block_tables[jnp.array(rows)], ((0, pad), (0, 0))),
+        page_size=inputs.batch.page_size,
+        decode_only=True,
+    )
+    q, k, v = (jnp.pad(x[jnp.array(rows)], ((0, pad), (0, 0), (0, 0))) for x in (inputs.q, inputs.k, inputs.v))
+    return dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("bench125m/ragged16/16", marks=pytest.mark.slow), "bench125m/ragged16/64", "phi-odd/ragged16/32"],
+)
+def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd(name):
+    case = CASES[name]
+    inputs = make_inputs(case, BODY)
+    crowd = run(inputs, case.spec)
+    for row in (0, 4, 9, 15):
+        np.testing.assert_array_equal(run(rows_of(inputs, [row], 1), case.spec)[0], crowd[row])
+    others = [15, 3, 9]
+    few = run(rows_of(inputs, others, 4), case.spec)
+    np.testing.assert_array_equal(few[:3], crowd[others])
+    assert (few[3] == 0).all(), "a padding row has nothing to attend to"
+
+
+def test_a_chunk_is_bitwise_the_same_wherever_it_lies():
+    rows = ((1, 40), (17, 17), (5, 60), (33, 33))
+    _, inputs = in_bucket(rows, 16, SPEC, seed=1)
+    whole = run(inputs, SPEC)[23:56]
+    own = np.asarray(inputs.batch.block_tables)[3]
+    batch = dataclasses.replace(
+        inputs.batch,
+        positions=jnp.zeros(MAX_TOKENS, jnp.int32).at[:33].set(jnp.arange(33)),
+        token_rows=jnp.full(MAX_TOKENS, MAX_ROWS, jnp.int32).at[:33].set(0),
+        q_starts=jnp.full(MAX_ROWS + 1, 33, jnp.int32).at[0].set(0),
+        context_lens=jnp.zeros(MAX_ROWS, jnp.int32).at[0].set(33),
+        block_tables=jnp.zeros_like(inputs.batch.block_tables).at[0].set(own),
+    )
+    q, k, v = (jnp.roll(x, -23, axis=0) for x in (inputs.q, inputs.k, inputs.v))
+    alone = run(dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch), SPEC)[:33]
+    np.testing.assert_array_equal(alone, whole)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 20, 39])
+def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(cut):
+    _, inputs = in_bucket(((40, 40),), 16, SPEC, seed=2)
+    whole, whole_cache = run_with_cache(inputs, SPEC)
+    cache, parts = inputs.cache, []
+    for first, last in ((0, cut), (cut, 40)):
+        count = last - first
+        batch = dataclasses.replace(
+            inputs.batch,
+            positions=jnp.zeros(MAX_TOKENS, jnp.int32).at[:count].set(jnp.arange(first, last)),
+            token_rows=jnp.full(MAX_TOKENS, MAX_ROWS, jnp.int32).at[:count].set(0),
+            q_starts=jnp.full(MAX_ROWS + 1, count, jnp.int32).at[0].set(0),
+            context_lens=jnp.zeros(MAX_ROWS, jnp.int32).at[0].set(last),
+        )
+        q, k, v = (jnp.roll(x, -first, axis=0) for x in (inputs.q, inputs.k, inputs.v))
+        out, cache = attend(q, k, v, cache, batch, SPEC)
+        parts.append(np.asarray(out)[:count])
+    np.testing.assert_allclose(np.concatenate(parts), whole[:40], rtol=1e-6, atol=2e-6)
+    for leaf, want in zip(jax.tree.leaves(cache), jax.tree.leaves(whole_cache), strict=True):
+        np.testing.assert_array_equal(leaf[1:], want[1:])  # all but the dummy page
+
+
+# --- memory and work ------------------------------------------------------------------------------------------------
+
+
+def shapes_copied(hlo: str) -> list[str]:
+    return re.findall(r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(", hlo)
+
+
+@pytest.mark.parametrize("name", ["bench125m/decode1/64", "bench125m/decode16/64", "bench125m/mixed/64"])
+def test_the_donated_cache_is_updated_in_place(name):
+    case = CASES[name]
+    batch, _ = make_batch(case, np.random.default_rng(0))
+    spec = case.spec
+    cache = BODY.init_cache(777, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    num_tokens = batch.positions.shape[0]
+    q = jnp.zeros((num_tokens, spec.num_query_heads, spec.head_dim))
+    kv = jnp.zeros((num_tokens, spec.num_kv_heads, spec.head_dim))
+    compiled = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
+    hlo = compiled.as_text()
+    assert not [s for s in shapes_copied(hlo) if "[778," in s]
+    assert hlo.count("may-alias") + hlo.count("must-alias") == 2
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache.keys.nbytes / 4, memory
+
+
+def test_a_copy_would_be_seen():
+    cache = jnp.zeros((778, 4, 16, 16))
+    hlo = jax.jit(lambda c: (c, c.at[1].set(1.0)), donate_argnums=0).lower(cache).compile().as_text()
+    assert [s for s in shapes_copied(hlo) if "[778," in s]
+
+
+def test_copy_pages_reads_all_sources_first_and_is_in_place():
+    cache = BODY.init_cache(5, 2, 1, 3, jnp.float32)
+    marked = jax.tree.map(lambda x: x + jnp.arange(6.0)[:, None, None, None], cache)
+    sources, targets = jnp.array([1, 2, 5, 0]), jnp.array([2, 3, 4, 0])
+    copy = jax.jit(BODY.copy_pages, donate_argnums=0).lower(marked, sources, targets).compile()
+    assert not [s for s in shapes_copied(copy.as_text()) if "[6," in s]
+    for leaf in jax.tree.leaves(copy(marked, sources, targets)):
+        assert leaf[:, 0, 0, 0].tolist() == [0, 1, 1, 2, 5, 5]
+
+
+def test_wide_block_tables_cost_no_memory():
+    """A table for 128k tokens makes no array of that size: work follows lengths, not columns."""
+    case = CASES["demo/crumbs/24"]
+    batch, _ = make_batch(case, np.random.default_rng(0), spare_columns=128 * 1024 // case.page_size)
+    spec = MODELS["demo"]
+    cache = BODY.init_cache(100, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    q = jnp.zeros((batch.positions.shape[0], spec.num_query_heads, spec.head_dim))
+    kv = jnp.zeros((q.shape[0], spec.num_kv_heads, spec.head_dim))
+    compiled = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * 2**20
