@@ -13,8 +13,8 @@ XLA:CPU of jax 0.10.2, best of 4 turns of one run on a machine that was not quie
     [out, in], fused                            33.4         9.3
 
 and up to 206 GFLOP/s at 512 rows. [in, out] was 1.4 times as fast at 16 rows in a second run too; fused or apart is
-within noise, and fused has half the dots. Fused parts are grouped by key/value head, and gate and up share the column index, so that cutting the named
-axis over devices gives each device whole heads and matching halves.
+within noise, and fused has half the dots. Fused parts are grouped by key/value head, and gate and up share the column
+index, so that cutting the named axis over devices gives each device whole heads and matching halves.
 """
 
 from collections.abc import Callable
