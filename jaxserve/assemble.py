@@ -81,6 +81,8 @@ def assemble(
         vocab_size=device.vocab_size,
         max_model_len=limits.max_model_len,
         eos_token_ids=tuple(sorted(eos)),
+        # The last token of a sequence is never written to a page.
+        max_pool_tokens=limits.num_pages * limits.page_size + 1,
         private_prompts_above=device.private_prompts_above,
     )
     engine = Engine(

@@ -66,10 +66,9 @@ class ByteTokenizer:
         """Text of the ids; incomplete or wrong UTF-8 becomes U+FFFD."""
         parts: list[bytes] = []
         for token_id in ids:
-            assert 0 <= token_id < self.vocab_size, token_id
             if token_id < 256:
                 parts.append(bytes([token_id]))
-            elif not skip_special_tokens:
+            elif token_id < self.vocab_size and not skip_special_tokens:
                 parts.append(self._names[token_id].encode())
         return b"".join(parts).decode(errors="replace")
 

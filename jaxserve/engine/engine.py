@@ -33,6 +33,7 @@ class _Submit(NamedTuple):
 
 class _Abort(NamedTuple):
     request_id: str
+    request: Request | None  # None: whichever request has the id
 
 
 class _Wake(NamedTuple):
@@ -74,6 +75,9 @@ class Engine:
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Wake] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
         self._num_unstarted = 0
+        self._num_submitted = 0  # in the inbox, not yet taken
+        # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
+        self._gate = threading.Lock()
         self._launched: _Launched | None = None
         self._accepting = True
         self._stop_now = threading.Event()
@@ -116,23 +120,32 @@ class Engine:
         Raises QueueFull or EngineStopped; then nothing was accepted. What the scheduler refuses later arrives at the
         sink as an update with `error`.
         """
-        if not self._accepting or self.failure is not None:
-            raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
-        if self.num_unstarted >= self._max_waiting:
-            raise QueueFull(
-                f"{self.num_unstarted} requests are waiting; sched.max_waiting is {self._max_waiting}; try again later"
-            )
-        self._idle.clear()
-        self._inbox.put(_Submit(request, sink, echo))
+        with self._gate:
+            if not self.accepting:
+                raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
+            waiting = self.num_unstarted
+            if waiting >= self._max_waiting:
+                raise QueueFull(
+                    f"{waiting} requests are waiting; sched.max_waiting is {self._max_waiting}; try again later"
+                )
+            self._num_submitted += 1
+            self._idle.clear()
+            self._inbox.put(_Submit(request, sink, echo))
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request; its pages are free at the next step. Unknown ids are ignored (it may just have ended)."""
-        self._inbox.put(_Abort(request_id))
+    def abort(self, request: str | Request) -> None:
+        """Ends a request; its pages are free at the next step. Unknown ones are ignored (it may just have ended).
+
+        By id, or by the request itself, which leaves another request of the same id alone.
+        """
+        if isinstance(request, Request):
+            self._inbox.put(_Abort(request.request_id, request))
+        else:
+            self._inbox.put(_Abort(request, None))
 
     @property
     def num_unstarted(self) -> int:
         """Requests that have no token yet, those in the inbox included. Exact between steps."""
-        return self._num_unstarted + self._inbox.qsize()
+        return self._num_unstarted + self._num_submitted
 
     @property
     def num_live(self) -> int:
@@ -175,13 +188,15 @@ class Engine:
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for the live ones. True when all ended in time."""
-        self._accepting = False
+        with self._gate:
+            self._accepting = False
         self._inbox.put(_Wake())
         return self._idle.wait(timeout_s)
 
     def stop(self) -> None:
         """Refuses new requests, ends the live ones with ABORT, and ends the thread."""
-        self._accepting = False
+        with self._gate:
+            self._accepting = False
         self._stop_now.set()
         self._inbox.put(_Wake())
         if self._thread is not None:
@@ -193,8 +208,13 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stop_now.is_set():
-                if not self.step():
-                    self._idle.set()
+                if self.step():
+                    continue
+                with self._gate:
+                    if self._inbox.empty():
+                        self._idle.set()
+                # `stop` raises its flag before it wakes us, and the wake may have been taken by the step above.
+                if not self._stop_now.is_set():
                     self._take(self._inbox.get())  # sleeps until somebody wants something
             self._finish_flight()
             self._end_all(None, FinishReason.ABORT)
@@ -207,7 +227,8 @@ class Engine:
 
         For whoever drives the loop, when a step raised: the state of scheduler and device is then unknown.
         """
-        self.failure = error
+        with self._gate:
+            self.failure = error
         self._end_all(EngineStopped(f"the engine has died: {error!r}"), FinishReason.ERROR)
 
     def _finish_flight(self) -> None:
@@ -216,17 +237,17 @@ class Engine:
             self._emit(self._scheduler.commit(previous.plan, previous.handle.result()))
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
+        ending = list(self._live.items())
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, _Submit):
-                live = self._make_live(command)
-                self._live[command.request.request_id] = live
-        for request_id, live in list(self._live.items()):
+                ending.append((command.request.request_id, self._make_silent(command)))
+        for request_id, live in ending:
             if self.failure is None:
                 self._scheduler.abort(request_id)
             _tell(live.fail, error, reason)
         self._live.clear()
-        self._num_unstarted = 0
+        self._num_unstarted = self._num_submitted = 0
         self._idle.set()
 
     def _drain_inbox(self) -> None:
@@ -237,8 +258,9 @@ class Engine:
         if isinstance(command, _Submit):
             self._add(command)
         elif isinstance(command, _Abort):
-            live = self._live.pop(command.request_id, None)
-            if live is not None:
+            live = self._live.get(command.request_id)
+            if live is not None and command.request in (None, live.request):
+                del self._live[command.request_id]
                 self._scheduler.abort(command.request_id)
                 self._num_unstarted -= not live.started
                 _tell(live.fail, None, FinishReason.ABORT)
@@ -246,10 +268,21 @@ class Engine:
     def _make_live(self, command: _Submit) -> LiveRequest:
         return LiveRequest(command.request, command.sink, self.tokenizer, self.model.eos_token_ids, command.echo)
 
+    def _make_silent(self, command: _Submit) -> LiveRequest:
+        """One that will produce no text: all it can do is tell its client that it ended."""
+        return LiveRequest(command.request, command.sink, None, self.model.eos_token_ids, False)
+
     def _add(self, command: _Submit) -> None:
-        self._idle.clear()
+        with self._gate:
+            self._num_submitted -= 1
         request_id = command.request.request_id
-        live = self._make_live(command)
+        try:
+            live = self._make_live(command)
+        except Exception as error:  # a defect of the tokenizer costs the request that met it
+            logger.exception("request %s failed", request_id)
+            reason = JaxserveError(f"the prompt could not be decoded: {error!r}")
+            _tell(self._make_silent(command).fail, reason, FinishReason.ERROR)
+            return
         if request_id in self._live:
             _tell(live.fail, InvalidRequest(f"a request with id {request_id!r} is live already"), FinishReason.ERROR)
             return

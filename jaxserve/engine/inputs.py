@@ -24,6 +24,7 @@ class ModelInfo:
       vocab_size: V; ids from 0 to V - 1 are valid.
       max_model_len: tokens of a sequence, prompt and output.
       eos_token_ids: any of them ends a sequence unless `ignore_eos`.
+      max_pool_tokens: tokens of a sequence that has the whole page pool; None: as many as max_model_len.
       private_prompts_above: prompts longer than this share pages only with prompts of their own length; None: all
         share. Dynamic rope scaling turns keys by an angle that depends on the prompt's length beyond the trained one.
     """
@@ -32,6 +33,7 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    max_pool_tokens: int | None = None
     private_prompts_above: int | None = None
 
 
@@ -60,7 +62,11 @@ def prepare_request(
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token")
     _check_ids(token_ids, model.vocab_size)
-    max_tokens = _resolve_max_tokens(len(token_ids), sampling.max_tokens, model.max_model_len)
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(
+            f"priority is {priority!r}, but must be a whole number of 32 bits; smaller is served first"
+        )
+    max_tokens = _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
     if tokenizer is None and sampling.stop:
         raise UnsupportedOption(
             "stop strings need a tokenizer, and this engine was started without; use stop_token_ids"
@@ -118,7 +124,8 @@ def _check_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
             raise InvalidRequest(f"token id {token_id} is outside the vocabulary; ids are 0..{vocab_size - 1}")
 
 
-def _resolve_max_tokens(prompt_len: int, max_tokens: int | None, max_model_len: int) -> int:
+def _resolve_max_tokens(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
+    max_model_len = model.max_model_len
     room = max_model_len - prompt_len
     if room < 1:
         raise PromptTooLong(
@@ -126,7 +133,9 @@ def _resolve_max_tokens(prompt_len: int, max_tokens: int | None, max_model_len: 
             "shorten it, set truncate_prompt_tokens, or raise model.max_len"
         )
     if max_tokens is None:
-        return room
+        # A pool smaller than the context is the server's own limit; admission refuses what exceeds it, asked or not.
+        fitting = room if model.max_pool_tokens is None else min(room, model.max_pool_tokens - prompt_len)
+        return max(fitting, 1)
     if max_tokens > room:
         raise InvalidRequest(
             f"prompt ({prompt_len} tokens) and max_tokens ({max_tokens}) exceed the {max_model_len} tokens of a "

@@ -69,7 +69,7 @@ class LiveRequest:
         self._eos_token_ids = eos_token_ids
         sampling = request.sampling
         self.echo_text = ""
-        if echo and tokenizer is not None:
+        if echo and tokenizer is not None and sampling.detokenize:
             self.echo_text = tokenizer.decode(
                 request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
@@ -112,7 +112,7 @@ class LiveRequest:
         finish_reason = event.finish_reason
         ended_by_id = finish_reason is FinishReason.STOP
         stop_reason: int | str | None = None
-        if ended_by_id and event.token_id not in self._eos_token_ids:
+        if ended_by_id and (sampling.ignore_eos or event.token_id not in self._eos_token_ids):
             stop_reason = event.token_id
         detokenizer = sequence.detokenizer
         if detokenizer is None:
@@ -130,7 +130,8 @@ class LiveRequest:
         """Ends every unfinished sequence with `reason` and tells the client."""
         open_sequences = [i for i, s in enumerate(self._sequences) if not s.done]
         for i in open_sequences:
-            self._sequences[i].done = True
+            self._sequences[i].done = True  # all of them first: the sink may raise
+        for i in open_sequences:
             self.sink(
                 Update(self.request.request_id, i, finish_reason=reason, error=error, last=i == open_sequences[-1])
             )

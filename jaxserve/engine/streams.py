@@ -101,13 +101,13 @@ class AsyncEngine:
         try:
             while not ended:
                 update = await updates.get()
-                ended = update.last or update.error is not None  # an abort now could hit another request of this id
+                ended = update.last
                 if update.error is not None:
                     raise update.error
                 yield update
         finally:
             if not ended:
-                self.engine.abort(request.request_id)
+                self.engine.abort(request)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

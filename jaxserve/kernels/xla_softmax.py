@@ -26,6 +26,7 @@ from jaxserve.kernels.paged_attention import AttentionSpec
 _HIDDEN = -1e30
 _LOWEST = -0.5e30
 _MAX_WIDTH = 16  # pages of a block are added one by one in the program: more of them compile slowly
+_EXACT = jax.lax.Precision.HIGHEST  # the default of TPUs and GPUs would round float32 operands
 _SUM_COLUMNS = 8  # a dot with one column becomes a matrix-vector product, whose order of additions varies
 
 
@@ -87,7 +88,7 @@ def fold(
     flat = lanes * width * kv_heads
     keys = cache.keys[page_ids].astype(jnp.float32).reshape(flat, head_dim, page_size)
     scores = jax.lax.dot_general(
-        queries.vectors.reshape(flat, per_head, head_dim), keys, (((2,), (1,)), ((0,), (0,)))
+        queries.vectors.reshape(flat, per_head, head_dim), keys, (((2,), (1,)), ((0,), (0,))), precision=_EXACT
     ).reshape(lanes, width, kv_heads, per_head, page_size)
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
@@ -102,8 +103,8 @@ def fold(
     # Slots past the end hold whatever was there before, NaN included, and 0 * NaN is NaN.
     values = jnp.where(held, cache.values[page_ids].astype(jnp.float32), 0.0).reshape(flat, page_size, head_dim)
     flat_weights = weights.reshape(flat, per_head, page_size)
-    mixed = jax.lax.dot_general(flat_weights, values, (((2,), (1,)), ((0,), (0,))))
-    summed = jnp.dot(flat_weights, jnp.ones((page_size, _SUM_COLUMNS)))[..., 0]
+    mixed = jax.lax.dot_general(flat_weights, values, (((2,), (1,)), ((0,), (0,))), precision=_EXACT)
+    summed = jnp.dot(flat_weights, jnp.ones((page_size, _SUM_COLUMNS)), precision=_EXACT)[..., 0]
     shape = (lanes, width, kv_heads, per_head)
     return Softmax(
         top,

@@ -132,6 +132,9 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     previous = signal.getsignal(signal.SIGINT)
+    if previous in (signal.SIG_IGN, None):  # started in the background of a script, or not Python's to handle
+        yield lambda: None
+        return
     pending = False
 
     def hold(number: int, frame: FrameType | None) -> None:

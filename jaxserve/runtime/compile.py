@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from jaxserve.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -45,8 +47,13 @@ def use_compile_cache(directory: str | None) -> None:
     """Points JAX at a directory of executables that outlives the process; None leaves JAX as it is."""
     if directory is None:
         return
-    path = Path(directory).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path = Path(directory).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # a read-only file system, or no home directory
+        raise ConfigError(
+            f"runtime.compile_cache {directory!r} cannot be made: {error}; name another directory, or null for none"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Small CPU executables are worth keeping too: start-up is a sum of many.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

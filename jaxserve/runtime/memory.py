@@ -7,12 +7,15 @@ what was left free (`MemoryPlan.check_temporaries`).
 
 import dataclasses
 import os
+from pathlib import Path
 
 import jax
 
 from jaxserve.errors import CapacityError
 
 _GIB = 2**30
+_MEMINFO = Path("/proc/meminfo")  # Linux; elsewhere sysconf must do
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,19 @@ def device_memory_bytes(device: jax.Device) -> int:  # pyright: ignore[reportInv
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return _available_bytes()
+
+
+def _available_bytes() -> int:
+    """What a process may still take: what the kernel would give up its caches for, within the control group's limit."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")  # counts caches as used
+    if _MEMINFO.exists():
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (_CGROUP / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
 
 
 def estimate_temporaries(*, tokens: int, rows: int, hidden: int, ffn: int, vocab: int, itemsize: int) -> int:

@@ -1,6 +1,8 @@
 """The loop on a fake device: order of a step, ends of every kind, and failures that stay where they belong."""
 
 import asyncio
+import dataclasses
+import sys
 import threading
 
 import pytest
@@ -318,6 +320,133 @@ async def test_async_streams_are_not_mixed_and_leaving_one_aborts_it() -> None:
         await collect("a")
     parts.engine.stop()
     streams.close()
+
+
+def test_stop_returns_when_its_wake_is_swallowed_by_a_turn() -> None:
+    """The loop is between its test and its inbox when `stop` comes: the turn takes the wake, and must look again."""
+    engine = Parts().engine
+    inside, go_on = threading.Event(), threading.Event()
+    drain_inbox = engine._drain_inbox
+
+    def slow() -> None:
+        inside.set()
+        assert go_on.wait(10)
+        drain_inbox()
+
+    engine._drain_inbox = slow
+    engine.start()
+    assert inside.wait(10)
+    stopping = threading.Thread(target=engine.stop, daemon=True)
+    stopping.start()
+    _wait(lambda: engine._stop_now.is_set() and not engine._inbox.empty())
+    go_on.set()
+    stopping.join(10)
+    assert not stopping.is_alive()
+
+
+def test_every_accepted_request_is_told_its_end_when_submitters_race_with_stop() -> None:
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(30):
+            engine = Parts(max_waiting=10_000).engine
+            ends: list[Update] = []
+            accepted = [0, 0, 0]
+
+            def work(i: int, engine: Engine = engine, ends: list[Update] = ends, accepted: list[int] = accepted):
+                request = engine.prepare("a", GREEDY)
+                for number in range(10_000):
+                    try:
+                        engine.submit(
+                            dataclasses.replace(request, request_id=f"{i}-{number}"),
+                            lambda update: ends.append(update) if update.last else None,
+                        )
+                    except EngineStopped:
+                        return
+                    accepted[i] += 1
+
+            engine.start()
+            workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+            for worker in workers:
+                worker.start()
+            _wait(lambda accepted=accepted: sum(accepted) > 20)
+            engine.stop()
+            for worker in workers:
+                worker.join(10)
+            assert len(ends) == sum(accepted)
+    finally:
+        sys.setswitchinterval(old)
+
+
+def test_both_of_one_id_are_told_when_the_engine_stops() -> None:
+    parts = Parts()
+    first = parts.submit("a", SamplingParams(max_tokens=40), request_id="same")
+    parts.engine.step()
+    second: list[Update] = []
+    parts.engine.submit(parts.engine.prepare("b", GREEDY, request_id="same"), second.append)
+    parts.engine.stop()
+    assert parts.end(first).finish_reason is FinishReason.ABORT
+    assert second[-1].last
+
+
+def test_a_tokenizer_that_breaks_costs_its_own_request() -> None:
+    class Broken(ByteTokenizer):
+        def decode(self, ids, *, skip_special_tokens=True):
+            if 99 in ids:
+                raise ValueError("a defect")
+            return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+    parts = Parts()
+    parts.engine.tokenizer = Broken()
+    bad, good = parts.submit([99]), parts.submit("x")
+    parts.engine.run_until_idle()
+    assert "could not be decoded" in str(parts.end(bad).error)
+    assert parts.text(good) == "yz{|}"
+    late = parts.submit([99])
+    parts.engine.stop()
+    assert parts.end(late).finish_reason is FinishReason.ABORT
+
+
+def test_a_broken_sink_of_many_sequences_leaves_nothing_behind() -> None:
+    parts = Parts()
+
+    def broken(update: Update) -> None:
+        raise RuntimeError("closed")
+
+    request = parts.engine.prepare("a", SamplingParams(n=3, max_tokens=4))
+    parts.engine.submit(request, broken)
+    parts.engine.run_until_idle()
+    assert parts.engine.num_live == parts.scheduler.num_held_pages == 0
+
+
+@pytest.mark.parametrize("priority", [10**400, "high", True, 1.5])
+def test_priority_is_a_number(priority) -> None:
+    with pytest.raises(InvalidRequest, match="priority is"):
+        Parts().engine.prepare("a", GREEDY, priority=priority)
+
+
+def test_aborts_do_not_count_as_waiting() -> None:
+    parts = Parts(max_waiting=2)
+    for _ in range(50):
+        parts.engine.abort("gone")
+    parts.submit("a")
+    assert parts.engine.num_unstarted == 1
+
+
+def test_abort_of_a_request_leaves_its_namesake_alone() -> None:
+    parts = Parts()
+    first = parts.submit("a", request_id="same")
+    namesake = parts.engine.prepare("a", GREEDY, request_id="same")
+    parts.engine.step()
+    parts.engine.abort(namesake)
+    parts.engine.run_until_idle()
+    assert parts.text(first) == "bcdef"
+
+
+def test_null_max_tokens_takes_what_the_pool_holds() -> None:
+    engine = Parts().engine
+    object.__setattr__(engine.model, "max_pool_tokens", 20)
+    assert engine.prepare([1] * 5, SamplingParams(max_tokens=None)).max_tokens == 15
 
 
 def _wait(condition, timeout_s: float = 10.0) -> None:
