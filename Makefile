@@ -54,7 +54,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 type: $(VENV)/.dev
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

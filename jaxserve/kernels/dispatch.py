@@ -7,6 +7,7 @@ Why at start: a try/except around each call hides which kernel a figure was meas
 """
 
 import logging
+from collections.abc import Iterable
 
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.paged_attention import AttentionSpec, PagedAttention
@@ -35,15 +36,15 @@ def resolve(
     *,
     op: str = "paged_attention",
     backend: str,
-    case: AttentionSpec | None = None,
+    cases: Iterable[AttentionSpec] = (),
     choice: str | PagedAttention = "auto",
 ) -> PagedAttention:
     """The body that runs `op` on `backend` ('cpu', 'gpu', 'tpu').
 
-    `choice` is 'auto', a name known to the registry, 'package.module:BODY', or the body itself. `case` is what the
-    body will be asked for, checked against it here.
+    `choice` is 'auto', a name known to the registry, 'package.module:BODY', or the body itself. `cases` are
+    what the body will be asked for, checked here.
 
-    Raises ConfigError when the op, the backend or the body is unknown, or the body cannot run the case.
+    Raises ConfigError when the op, the backend or the body is unknown, or the body cannot run a case.
     """
     if op not in _REGISTRIES:
         raise ConfigError(f"no kernel op is called {op!r}; known: {', '.join(_REGISTRIES)}")
@@ -54,7 +55,7 @@ def resolve(
     body = _REGISTRIES[op].get(choice)
     if not isinstance(body, PagedAttention):
         raise ConfigError(f"{choice!r} is a {type(body).__name__}, but {op} needs a PagedAttention value")
-    if case is not None:
+    for case in cases:
         _check_case(case)
     logger.info("%s on %s: body %r, since %s", op, backend, body.name, reason)
     return body

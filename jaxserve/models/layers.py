@@ -56,6 +56,18 @@ def soft_cap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def attention_spec(config: DecoderConfig, window: int | None) -> AttentionSpec:
+    """What a layer with this window asks of a paged attention body."""
+    return AttentionSpec(
+        num_query_heads=config.num_query_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        window=window,
+        soft_cap=config.attention_soft_cap,
+    )
+
+
 class RmsNorm(nnx.Module):
     """x / sqrt(mean(x ** 2) + eps) * weight over the last axis, in float32, returned in x's dtype (Zhang, 2019)."""
 
@@ -95,15 +107,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike) -> None:
         heads, kv_heads, head_dim = config.num_query_heads, config.num_kv_heads, config.head_dim
-        scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self.spec = AttentionSpec(
-            num_query_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            window=window,
-            soft_cap=config.attention_soft_cap,
-        )
+        self.spec = attention_spec(config, window)
         self.qkv = Projection(
             (config.hidden_size,),
             (kv_heads, config.group_size + 2, head_dim),

@@ -18,6 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.layers import attention_spec
 from jaxserve.models.loading import LoadedModel
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
 from jaxserve.runtime.compile import Job, Progress, compile_all, report_lines, use_compile_cache
@@ -65,6 +66,8 @@ def device_of(loaded: LoadedModel) -> jax.Device:  # pyright: ignore[reportInval
 
 def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype, backend: str) -> Sizes:
     """Fills in what the config leaves open. Raises ConfigError for combinations that cannot work."""
+    if backend not in DEFAULTS:
+        raise ConfigError(f"JAX runs on {backend!r} here; this version runs on {', '.join(DEFAULTS)}")
     defaults = DEFAULTS[backend]
     max_model_len = config.model.max_len or model.max_position
     if max_model_len > model.max_position:
@@ -72,7 +75,7 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             f"model.max_len is {max_model_len}, but the checkpoint is made for {model.max_position} tokens "
             "(max_position_embeddings); lower it, or change the checkpoint's rope scaling"
         )
-    max_rows = config.sched.max_rows or defaults.max_rows
+    max_rows = config.sched.max_rows or min(defaults.max_rows, config.sched.max_step_tokens or defaults.max_rows)
     max_step_tokens = config.sched.max_step_tokens or max(defaults.max_step_tokens, max_rows)
     if max_step_tokens < max_rows:
         raise ConfigError(
@@ -108,7 +111,11 @@ def build_runner(
     backend = backend_of(device)
     model = loaded.config
     sizes = resolve_sizes(config, model, loaded.dtype, backend)
-    attention = dispatch.resolve(backend=backend, choice=config.kernels.paged_attention)
+    attention = dispatch.resolve(
+        backend=backend,
+        choice=config.kernels.paged_attention,
+        cases=[attention_spec(model, window) for window in set(model.windows)],
+    )
     memory = _plan_memory(config, sizes, loaded, attention)
     for line in memory.lines():
         say(line)
@@ -167,8 +174,8 @@ def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, attention: P
         )
     )
     # Two pages were asked for (one and the dummy).
-    page_bytes = model.num_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one_layer)) // 2
-    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(loaded.state))
+    page_bytes = model.num_layers * _num_bytes(one_layer) // 2
+    weight_bytes = _num_bytes(loaded.state)
     largest = max(sizes.buckets)
     total_bytes = device_memory_bytes(device_of(loaded))
     if sizes.backend == "cpu":
@@ -185,6 +192,8 @@ def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, attention: P
             vocab=model.vocab_size,
             itemsize=4,  # matmul results are float32 before they are rounded
         ),
+        state_bytes=_num_bytes(jax.eval_shape(functools.partial(init_sampling_state, sizes.max_rows, model.vocab_size)))
+        + 4 * (sizes.max_rows + 1) * -(-sizes.max_model_len // sizes.page_size),
         page_bytes=page_bytes,
         page_size=sizes.page_size,
         max_rows=sizes.max_rows,
@@ -192,6 +201,10 @@ def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, attention: P
         num_pages=config.cache.num_pages,
         memory_bytes=config.cache.memory_bytes,
     )
+
+
+def _num_bytes(tree: object) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _step_name(bucket: Bucket) -> str:

@@ -14,7 +14,7 @@ from jaxserve.kernels.xla_attention import BODY
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_auto_names_its_choice_and_reason(backend, caplog):
     caplog.set_level(logging.INFO, logger="jaxserve.kernels.dispatch")
-    assert resolve(backend=backend, case=MODELS["demo"]) is BODY
+    assert resolve(backend=backend, cases=[MODELS["demo"]]) is BODY
     (record,) = caplog.records
     assert f"paged_attention on {backend}: body 'xla'" in record.getMessage()
     if backend != "cpu":
@@ -34,13 +34,13 @@ def test_a_body_by_name_by_path_or_as_it_is():
         ({"backend": "cpu", "op": "conv"}, "known: paged_attention"),
         ({"backend": "cpu", "choice": "jaxserve.kernels.xla_attention:attend"}, "needs a PagedAttention"),
         (
-            {"backend": "cpu", "case": dataclasses.replace(MODELS["demo"], num_query_heads=3)},
+            {"backend": "cpu", "cases": [dataclasses.replace(MODELS["demo"], num_query_heads=3)]},
             "3 query heads",
         ),
         (
             {
                 "backend": "cpu",
-                "case": dataclasses.replace(MODELS["demo"], window=0),
+                "cases": [dataclasses.replace(MODELS["demo"], window=0)],
             },
             "window is 0",
         ),

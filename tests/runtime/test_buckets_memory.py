@@ -44,7 +44,8 @@ SIZES = {
     "total_bytes": 10_000,
     "fraction": 0.5,
     "weight_bytes": 1_000,
-    "temporary_bytes": 1_000,
+    "temporary_bytes": 900,
+    "state_bytes": 100,
     "page_bytes": 100,
     "page_size": 4,
     "max_rows": 4,
@@ -69,10 +70,10 @@ def test_pages_stop_at_twice_what_all_rows_could_use() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_pages": 500}, r"cache.num_pages = 500 needs .* lower cache.num_pages to 89 or less"),
+        ({"num_pages": 500}, r"cache.num_pages = 500 needs .* lower cache.num_pages to 88 or less"),
         ({"memory_bytes": 9_500}, r"cache.memory_bytes = 9500 .* does not fit"),
-        ({"memory_bytes": 150}, r"no room for a KV page of 100 bytes: cache.memory_bytes"),
-        ({"weight_bytes": 5_000}, r"no room for a KV page .* raise cache.memory_bytes or cache.memory_fraction"),
+        ({"memory_bytes": 150}, r"cache.memory_bytes = 150 holds no page: .* raise it to 200 or more"),
+        ({"weight_bytes": 5_000}, r"no room for a KV page .* raise cache.memory_fraction"),
     ],
 )
 def test_impossible_sizes_name_the_remedy(change: dict[str, int], message: str) -> None:
@@ -87,12 +88,17 @@ def test_explicit_sizes_win() -> None:
 
 def test_measured_temporaries_must_fit() -> None:
     plan = plan_memory(**(SIZES | {"num_pages": 80}))
-    plan.check_temporaries(900)
+    plan.check_temporaries(800)
     with pytest.raises(CapacityError, match="lower cache.num_pages"):
-        plan.check_temporaries(901)
+        plan.check_temporaries(801)
 
 
 def test_an_impossible_compile_cache_is_a_users_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"runtime.compile_cache .* cannot be made"):
         use_compile_cache(str(tmp_path / "file" / "cache"))
+
+
+def test_a_pool_below_one_sequence_says_so() -> None:
+    assert any("can have 9 of the 64 tokens" in line for line in plan_memory(**(SIZES | {"num_pages": 2})).lines())
+    assert not any("of the 64 tokens" in line for line in plan_memory(**SIZES).lines())
