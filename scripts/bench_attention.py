@@ -10,12 +10,8 @@ Why rounds: other work on the machine disturbs all formulations alike only when 
 
 import argparse
 import dataclasses
-import json
-import os
 import pathlib
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -23,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from record import write_record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -252,26 +249,7 @@ def main() -> None:
         results += measure(candidates(shape, args.page_sizes), args.rounds)
     show(results)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"about": _about(), "results": results}, indent=1) + "\n")
-
-
-def _about() -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    model = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {
-        "device": model[0].partition(":")[2].strip() if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-        "layers_in_one_program": LAYERS,
-    }
-
-
-def _lines(path: str) -> list[str]:
-    file = pathlib.Path(path)
-    return file.read_text().splitlines() if file.exists() else []
+        write_record(args.json, results, layers_in_one_program=LAYERS)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ the share of wall time in which the loop was not waiting for the device (host sh
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from functools import partial
@@ -22,6 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -242,12 +241,7 @@ def main() -> None:
         table.add_row(name, f"{dense_rate:.1f}", f"{rate:.1f}", f"{ratio:.2f}", f"{host:.1%}")
     console.print(table)
     if args.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        record = {"device": jax.devices()[0].device_kind, "machine": platform.processor() or platform.machine()}
-        record |= {"jax": jax.__version__, "python": platform.python_version(), "commit": commit, "results": results}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, results, repeats=args.repeats)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 Owns the measurement only. All features are on: overlap, prefix cache, page growth, events for every token. No device
 and no fake takes part: results are made before the clock starts, so what is timed is the scheduler alone.
 
-    python scripts/bench_scheduler.py [--rows 256] [--page-size 16] [--steps 1000] [--policy fcfs] [--json]
+    python scripts/bench_scheduler.py [--rows 256] [--page-size 16] [--steps 1000] [--policy fcfs] [--json FILE]
 """
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import sys
 import time
+from pathlib import Path
 
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -27,8 +27,7 @@ def main() -> int:
     args = _parse()
     figures = [measure(args, prefix_caching) for prefix_caching in (True, False)]
     if args.json:
-        print(json.dumps({"python": platform.python_version(), "figures": figures}))
-        return 0
+        write_record(args.json, figures, rows=args.rows, policy=args.policy)
     table = Table(title=f"schedule + commit, {args.rows} rows in steady decode, policy {args.policy}")
     for column in ("prefixes", "page size", "steps", "median ms", "mean ms", "p95 ms", "schedule ms", "commit ms"):
         table.add_column(column, justify="right")
@@ -109,7 +108,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=100, help="steps before that")
     parser.add_argument("--policy", default="fcfs", help="name of a policy")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()
 
 

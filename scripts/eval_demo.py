@@ -8,12 +8,12 @@ scheduling mistakes show as lost points here.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 from demo_tasks import TASKS, check, held_out_items
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -66,8 +66,7 @@ def main() -> int:
         table.add_row(task, *(f"{100 * column[task]:.1f} %" for column in columns.values()))
     console.print(table)
     if args.json:
-        record = {"items": args.items, "seed": args.seed, "stress": args.stress, "accuracy": columns}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, columns, items=args.items, seed=args.seed, stress=args.stress)
     return 0 if min(min(column.values()) for column in columns.values()) >= 0.95 else 1
 
 
