@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.api import FinishReason, SamplingParams
+    from jaxserve.async_llm import AsyncLLM
     from jaxserve.config import Config
     from jaxserve.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "Config", "FinishReason", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Config", "FinishReason", "RequestOutput", "SamplingParams"]
 
 _HOME = {
     "LLM": "jaxserve.llm",
+    "AsyncLLM": "jaxserve.async_llm",
     "CompletionOutput": "jaxserve.llm",
     "RequestOutput": "jaxserve.llm",
     "SamplingParams": "jaxserve.api",

@@ -23,7 +23,7 @@ from jaxserve.errors import InvalidRequest, UnsupportedOption
 MAX_LOGPROBS = 20  # entries of the fixed top-k that the compiled step returns
 MAX_STOP_TOKEN_IDS = 32  # per-row device slots, the end-of-sequence ids of the model included
 MAX_LOGIT_BIAS = 512  # per-row device slots; OpenAI documents 300
-MAX_BAD_WORDS = 32  # per-row device slots (token sequences; a word can need two, with and without a space)
+MAX_BAD_WORDS = 32  # per-row device slots, a token sequence each; most words need two, with and without a space
 MAX_BAD_WORD_LEN = 8  # tokens of one bad word
 
 
@@ -47,17 +47,18 @@ class SamplingParams:
 
     Attributes:
       n: sequences to generate for one prompt.
-      temperature: 0 means greedy.
+      temperature: 0 means greedy; at most 100.
       top_k: keep the k most likely tokens; 0 or -1 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this; (0, 1].
       min_p: drop tokens under min_p times the largest probability; [0, 1].
       presence_penalty, frequency_penalty: [-2, 2], over generated tokens.
       repetition_penalty: > 0, over prompt and generated tokens; 1 is off.
-      logit_bias: token id to added logit, [-100, 100].
+      logit_bias: token id (an int, or decimal text as in JSON) to added logit, [-100, 100]; 512 entries at most.
       allowed_token_ids: nothing else can be drawn.
-      bad_words: texts that must not be produced; matched on tokens, with and without a leading space.
+      bad_words: texts that must not be produced; matched on tokens, with and without a leading space. At most 32
+        token sequences: a word counts twice where its two spellings differ, as they do in most vocabularies.
       min_tokens: no end-of-sequence and no stop token id before this many tokens.
-      max_tokens: tokens to generate at most; None means up to the context length.
+      max_tokens: tokens to generate at most; None means up to the context length. More than fit is refused.
       stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
       stop_token_ids: ids that end the sequence.
       ignore_eos: go on after the end-of-sequence token.
@@ -122,13 +123,30 @@ def _normalise(params: SamplingParams) -> None:
         if value is not None or name != "allowed_token_ids":  # there, empty is not the same as absent
             set_field(params, name, tuple(value or ()))
     if params.logit_bias is not None:
-        try:
-            bias = {int(k): float(v) for k, v in params.logit_bias.items()}
-        except (AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {params.logit_bias!r}") from error
-        set_field(params, "logit_bias", bias or None)
+        set_field(params, "logit_bias", _bias_by_id(params.logit_bias) or None)
     if params.top_k == -1:
         set_field(params, "top_k", 0)
+
+
+def _bias_by_id(given: Any) -> dict[int, float]:
+    """JSON has text keys only, so decimal text counts as an id; anything else is a mistake, as are two of one id."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.80}")
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        if not is_text and (isinstance(key, bool) or not isinstance(key, int)):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got the key {key!r:.80}")
+        token_id = int(key)
+        if token_id in bias:
+            raise InvalidRequest(f"logit_bias has token {token_id} twice, as text and as a number; give it once")
+        try:
+            if isinstance(value, bool | str):  # float() takes both
+                raise TypeError(value)
+            bias[token_id] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"logit_bias of token {token_id} must be a number in [-100, 100]") from error
+    return bias
 
 
 _RANGES: tuple[tuple[str, type, float, float, str], ...] = (
@@ -188,14 +206,17 @@ def _check_collections(params: SamplingParams) -> None:
         raise InvalidRequest("allowed_token_ids is empty, so nothing could be generated; leave it out instead")
     stop_token_ids = params.stop_token_ids or ()
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise UnsupportedOption(f"{len(stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work")
+        raise UnsupportedOption(f"{len(stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work. Give fewer.")
     if len(params.bad_words) > MAX_BAD_WORDS:
-        raise UnsupportedOption(f"{len(params.bad_words)} bad_words; at most {MAX_BAD_WORDS} work")
+        raise UnsupportedOption(f"{len(params.bad_words)} bad_words; at most {MAX_BAD_WORDS} work. Give fewer.")
     for token_id, bias in (params.logit_bias or {}).items():
         if token_id < 0 or not math.isfinite(bias) or not -100 <= bias <= 100:
             raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, but must be a number in [-100, 100]")
     if params.logit_bias is not None and len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise UnsupportedOption(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_LOGIT_BIAS} work")
+        raise UnsupportedOption(
+            f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_LOGIT_BIAS} work. Give fewer, or say"
+            " what is allowed with allowed_token_ids."
+        )
     if params.stop and not params.detokenize:
         raise InvalidRequest("stop strings need text, but detokenize is false; use stop_token_ids")
 
@@ -212,9 +233,9 @@ class Request:
       request_id: unique among live requests.
       prompt_token_ids: at least one id.
       arrival_s: monotonic seconds; orders requests, never shown.
-      priority: smaller is served first (vLLM's convention); used by the `priority` policy.
+      priority: smaller is served first (vLLM's convention); 0 unless the policy reads it, as `priority` does.
       cache_salt: requests share prefix pages only with the same salt.
-      tenant: whom fairness policies charge.
+      tenant: for policies that share between tenants; no built-in policy reads it yet.
     """
 
     request_id: str
@@ -255,8 +276,8 @@ def check_request(request: Request, vocab_size: int) -> None:
         )
     if num_words > MAX_BAD_WORDS:
         raise UnsupportedOption(
-            f"bad_words make {num_words} token sequences (with and without a space); at most {MAX_BAD_WORDS} work."
-            " Give fewer."
+            f"bad_words make {num_words} token sequences (most words make two, with and without a leading space);"
+            f" at most {MAX_BAD_WORDS} work. Give fewer."
         )
     for word in request.bad_word_ids:
         if not 1 <= len(word) <= MAX_BAD_WORD_LEN:
@@ -302,7 +323,7 @@ class PromptInfo(NamedTuple):
 class TokenEvent(NamedTuple):
     """One token of one sequence. A named tuple, since hundreds are made each step.
 
-    `index` numbers the n sequences of a request. `stop_token_id` names the id that ended the sequence, when one did.
+    `index` numbers the n sequences of a request. With `finish_reason` STOP, `token_id` is the id that ended it.
     """
 
     request_id: str

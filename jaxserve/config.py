@@ -33,7 +33,9 @@ class ModelConfig(_Section):
     path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
     tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
     skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
-    name: str | None = pydantic.Field(default=None, description="Name shown to clients; default: the directory's name.")
+    name: str | None = pydantic.Field(
+        default=None, description="Name in the log and of LLM.model_name; default: the directory's."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
         default="auto", description="Weights and activations; auto: float32 on CPU, else the checkpoint's."
     )
@@ -124,7 +126,7 @@ class HttpConfig(_Section):
     """The HTTP service."""
 
     port: int | None = pydantic.Field(
-        default=None, ge=0, le=65535, description="0 takes a free port; null: no HTTP service."
+        default=None, ge=0, le=65535, description="Must be null in this version, which has no HTTP service."
     )
 
 

@@ -61,12 +61,6 @@ class RequestRejected(InvalidRequest):
     """Admission refused the request because it could never run with the configured pool and rows."""
 
 
-class UnknownRequest(UserError):
-    """No live request has this id."""
-
-    status = Status.NOT_FOUND
-
-
 class QueueFull(UserError):
     """The waiting queue is at its limit; nothing was accepted."""
 

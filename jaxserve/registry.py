@@ -34,7 +34,7 @@ class Registry(Generic[T]):
     def get(self, name: str | T) -> T:
         """Resolves `name`. An object that is not a string is returned as it is (a notebook passes its own class).
 
-        Raises ConfigError when nothing has this name; the message lists what exists.
+        Raises ConfigError when nothing has this name (the message lists what exists), or when it cannot be loaded.
         """
         if not isinstance(name, str):
             return name
@@ -42,7 +42,7 @@ class Registry(Generic[T]):
             return _load(self._builtins[name], self.kind)
         entry_points = self._entry_points()
         if name in entry_points:
-            return entry_points[name].load()
+            return _load_entry_point(entry_points[name], self.kind)
         if ":" in name:
             return _load(name, self.kind)
         known = self.names()
@@ -60,5 +60,15 @@ def _load(path: str, kind: str):
     module_name, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: nothing before the colon
         raise ConfigError(f"cannot load the {kind} {path!r}: {error}") from error
+
+
+def _load_entry_point(entry_point: importlib.metadata.EntryPoint, kind: str):
+    try:
+        return entry_point.load()
+    except Exception as error:  # code of another package, which may fail in any way
+        raise ConfigError(
+            f"cannot load the {kind} {entry_point.name!r}, which an installed package gives as {entry_point.value!r}: "
+            f"{error!r}; repair that package or name another {kind}"
+        ) from error

@@ -145,7 +145,7 @@ BAD_LINES: list[tuple[object, str]] = [
     ({"prompt": "a", "allowed_token_ids": 7}, "allowed_token_ids must be a list"),
     ({"prompt": "a", "bad_words": "word"}, "bad_words must be a list"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must map"),
-    ({"prompt": "a", "logit_bias": {"1": 10**400}}, "logit_bias must map"),
+    ({"prompt": "a", "logit_bias": {"1": 10**400}}, "logit_bias of token 1 must be"),
     ({"prompt": "a", "top_k": 10**400}, "top_k"),
     ({"prompt": "a", "stop_token_ids": [10**400]}, "stop_token_ids"),
     ({"prompt": "a", "allowed_token_ids": [259]}, "259"),
@@ -313,9 +313,7 @@ def test_process_user_error_needs_no_jax() -> None:
     assert not {"jax", "flax", "grpc"} & imported
     rest = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
-    assert rest == [
-        "error: --set: unknown key 'a.b'; known here: model, cache, sched, kernels, runtime, serve"
-    ]
+    assert rest == ["error: --set: unknown key 'a.b'; known here: model, cache, sched, kernels, runtime, serve"]
 
 
 def test_process_json_is_all_there_is_on_stdout() -> None:
@@ -358,3 +356,14 @@ def test_process_demo_model_answers() -> None:
     assert {r["finish_reason"] for r in results} == {"stop"}
     right = [answer in r["text"] for r, answer in zip(results, asked.values(), strict=True)]
     assert sum(right) >= 2, results  # a small model may miss one; an engine that is wrong misses all
+
+
+def test_echo_without_text_is_an_error_of_its_entry(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a", "detokenize": false}\n')
+    code, out, err = call("--input", str(path), "--echo", "--max-tokens", "2")
+    first, second = objects(out)
+    assert code == 0
+    assert first["text"] == "abc"
+    assert second["error_type"] == "UnsupportedOption"
+    assert "detokenize" in err

@@ -21,8 +21,8 @@ with `EngineStopped`, and `Engine.failure` says why, so that a health check can 
 """
 
 from jaxserve.engine.engine import Engine, ModelInfo
-from jaxserve.engine.inputs import Prompt, prepare_request
+from jaxserve.engine.inputs import Prompt, check_echo, prepare_request
 from jaxserve.engine.outputs import Sink, Update
 from jaxserve.engine.streams import AsyncEngine
 
-__all__ = ["AsyncEngine", "Engine", "ModelInfo", "Prompt", "Sink", "Update", "prepare_request"]
+__all__ = ["AsyncEngine", "Engine", "ModelInfo", "Prompt", "Sink", "Update", "check_echo", "prepare_request"]

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
-from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
+from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
 from jaxserve.engine.outputs import LiveRequest, Sink
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.sched import uses_priority
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.plan import StepPlan
 from jaxserve.text.base import Tokenizer
@@ -68,6 +69,7 @@ class Engine:
         self.failure: BaseException | None = None
         self._runner = runner
         self._scheduler = scheduler
+        self._uses_priority = uses_priority(scheduler)
         self._max_waiting = max_waiting
         self._seed = seed
         self._clock = clock
@@ -109,6 +111,7 @@ class Engine:
             seed=(self._seed + (number + 1) * _SEED_STEP) % 2**63,
             arrival_s=self._clock(),
             priority=priority,
+            uses_priority=self._uses_priority,
             cache_salt=cache_salt,
             tenant=tenant,
             add_special_tokens=add_special_tokens,
@@ -117,9 +120,11 @@ class Engine:
     def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
         """Hands the request to the loop. `sink` gets every update, the last one with `last` set.
 
-        Raises QueueFull or EngineStopped; then nothing was accepted. What the scheduler refuses later arrives at the
-        sink as an update with `error`.
+        Raises QueueFull, EngineStopped, or UnsupportedOption for an `echo` of what is no text; then nothing was
+        accepted. What the scheduler refuses later arrives at the sink as an update with `error`.
         """
+        if echo:
+            check_echo(request, self.tokenizer)
         with self._gate:
             if not self.accepting:
                 raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
@@ -149,10 +154,12 @@ class Engine:
 
     @property
     def num_live(self) -> int:
+        """Requests that the loop has taken and that have not ended."""
         return len(self._live)
 
     @property
     def accepting(self) -> bool:
+        """False once the engine drains, stops or has died."""
         return self._accepting and self.failure is None
 
     # ---- the loop --------------------------------------------------------------------------------------------------

@@ -5,14 +5,20 @@ may run on any thread, since encoding a long prompt takes milliseconds that the 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from jaxserve.api import Request, SamplingParams, check_request
 from jaxserve.errors import InvalidRequest, PromptTooLong, UnsupportedOption
 from jaxserve.text.base import Tokenizer
 
-# Text, token ids, or vLLM's dictionaries {"prompt": text} and {"prompt_token_ids": ids}.
+# Text, token ids (a list or an array of whole numbers), or vLLM's dictionaries {"prompt": text} and
+# {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, object]
+
+# Put before a word to see how it is spelled where no space precedes it. Splitting rules keep a line feed apart from
+# letters; the others serve words that begin with one, and vocabularies that turn it into a space.
+_ANCHORS = ("\n", "a", ".", "0", "。")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +26,7 @@ class ModelInfo:
     """What the front of the engine knows of the model.
 
     Attributes:
-      name: shown to clients.
+      name: for the log and for people.
       vocab_size: V; ids from 0 to V - 1 are valid.
       max_model_len: tokens of a sequence, prompt and output.
       eos_token_ids: any of them ends a sequence unless `ignore_eos`.
@@ -47,14 +53,16 @@ def prepare_request(
     seed: int,
     arrival_s: float,
     priority: int = 0,
+    uses_priority: bool = True,
     cache_salt: str = "",
     tenant: str = "",
     add_special_tokens: bool = True,
 ) -> Request:
     """Builds the request that the scheduler gets. Pure.
 
-    `seed` is used when `sampling.seed` is None. `add_special_tokens` False is for text that already has them, such as
-    a rendered chat. Raises InvalidRequest, PromptTooLong or UnsupportedOption.
+    `seed` is used when `sampling.seed` is None. `uses_priority` False refuses a priority that nothing would read.
+    `add_special_tokens` False is for text that already has them, such as a rendered chat. Raises InvalidRequest,
+    PromptTooLong or UnsupportedOption.
     """
     token_ids = _prompt_ids(prompt, tokenizer, add_special_tokens)
     if sampling.truncate_prompt_tokens is not None:
@@ -62,11 +70,13 @@ def prepare_request(
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token")
     _check_ids(token_ids, model.vocab_size)
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-        raise InvalidRequest(
-            f"priority is {priority!r}, but must be a whole number of 32 bits; smaller is served first"
-        )
+    _check_priority(priority, uses_priority)
     max_tokens = _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}, but at most {max_tokens} tokens can be generated for a prompt of "
+            f"{len(token_ids)}; ask for fewer"
+        )
     if tokenizer is None and sampling.stop:
         raise UnsupportedOption(
             "stop strings need a tokenizer, and this engine was started without; use stop_token_ids"
@@ -103,9 +113,25 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens:
         if tokenizer is None:
             raise InvalidRequest("the prompt is text, but this engine has no tokenizer; send prompt_token_ids")
         return tuple(tokenizer.encode(_valid_text(prompt), add_special_tokens=add_special_tokens))
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    # Arrays are collections but no sequences; what has no order is not meant.
+    if not isinstance(prompt, Collection) or isinstance(prompt, bytes | bytearray | Mapping | Set):
         raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-    return tuple(prompt)
+    try:
+        return tuple(map(_token_id, prompt))
+    except TypeError as error:  # an array without dimensions says that it is a collection, and is none
+        raise InvalidRequest(f"a prompt is text or a list of token ids, got {prompt!r:.80}") from error
+
+
+def _token_id(value: object) -> int:
+    """Whole numbers of any library; not a bool, which is a mistake more often than an id."""
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise InvalidRequest(f"a prompt is text or a list of token ids, got {value!r:.80} among them")
 
 
 def _valid_text(text: str) -> str:
@@ -118,10 +144,27 @@ def _valid_text(text: str) -> str:
 
 def _check_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
     for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequest(f"a prompt is text or a list of token ids, got {token_id!r} among them")
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is outside the vocabulary; ids are 0..{vocab_size - 1}")
+
+
+def _check_priority(priority: int, uses_priority: bool) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(
+            f"priority is {priority!r}, but must be a whole number of 32 bits; smaller is served first"
+        )
+    if priority and not uses_priority:
+        raise InvalidRequest(
+            f"priority is {priority}, which this engine's policy ignores: priority needs sched.policy: priority"
+        )
+
+
+def check_echo(request: Request, tokenizer: Tokenizer | None) -> None:
+    """Raises UnsupportedOption when the output of `request` cannot begin with its prompt."""
+    if tokenizer is None:
+        raise UnsupportedOption("echo needs a tokenizer, and this engine was started without; leave echo out")
+    if not request.sampling.detokenize:
+        raise UnsupportedOption("echo needs text, but detokenize is false; leave one of them out")
 
 
 def _resolve_max_tokens(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
@@ -145,14 +188,36 @@ def _resolve_max_tokens(prompt_len: int, max_tokens: int | None, model: ModelInf
 
 
 def _bad_word_ids(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens at the start of a text and after a space, since most vocabularies tell the two apart."""
+    """Each word as tokens, without and with a space before it, since most vocabularies tell the two apart."""
     if not bad_words:
         return ()
     if tokenizer is None:
         raise UnsupportedOption("bad_words need a tokenizer, and this engine was started without; use logit_bias")
     spellings: dict[tuple[int, ...], None] = {}
     for word in bad_words:
-        for text in (word, " " + word.lstrip()):
-            spellings[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-    spellings.pop((), None)
+        found = [_spelling(_valid_text(text), tokenizer) for text in (word, " " + word.lstrip())]
+        if not any(found):
+            raise UnsupportedOption(f"the bad word {word!r:.80} cannot be written in this vocabulary; use logit_bias")
+        spellings.update(dict.fromkeys(filter(None, found)))
     return tuple(spellings)
+
+
+def _spelling(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of `text` in the middle of a text, after anything that is not a space; empty when there are none.
+
+    At the beginning many vocabularies put a space of their own before it. So `text` is encoded after an anchor, and
+    what is left without the anchor counts if it reads as `text` there. What `text` reads as is asked of the tokenizer,
+    since a vocabulary may change case or compose characters.
+    """
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    wanted = tokenizer.decode(plain, skip_special_tokens=False)
+    for anchor in _ANCHORS:
+        before = tokenizer.encode(anchor, add_special_tokens=False)
+        if tokenizer.decode(before, skip_special_tokens=False) != anchor:
+            continue
+        both = tokenizer.encode(anchor + text, add_special_tokens=False)
+        # The anchor may have melted into the text; then only ids of their own are comparable.
+        for after in (both[len(before) :] if both[: len(before)] == before else [], plain):
+            if after and tokenizer.decode([*before, *after], skip_special_tokens=False) == anchor + wanted:
+                return tuple(after)
+    return ()

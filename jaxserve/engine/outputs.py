@@ -69,7 +69,7 @@ class LiveRequest:
         self._eos_token_ids = eos_token_ids
         sampling = request.sampling
         self.echo_text = ""
-        if echo and tokenizer is not None and sampling.detokenize:
+        if echo and tokenizer is not None:
             self.echo_text = tokenizer.decode(
                 request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
@@ -77,6 +77,7 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
+        """All sequences have ended."""
         return all(s.done for s in self._sequences)
 
     def push(self, event: TokenEvent) -> Update | None:

@@ -110,4 +110,5 @@ class AsyncEngine:
                 self.engine.abort(request)
 
     def close(self) -> None:
+        """Lets the threads that encode go. The engine is left alone."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -67,10 +67,14 @@ class Checkpoint:
 
     @property
     def default_sampling(self) -> dict[str, float | int]:
-        """Sampling options that the checkpoint recommends, by the names of `SamplingParams`. Greedy if it says so."""
-        if self.generation.get("do_sample") is False:
-            return {"temperature": 0.0}
+        """Sampling options that the checkpoint recommends, by the names of `SamplingParams`.
+
+        With `do_sample` false: greedy, with the repetition penalty, which transformers applies then too.
+        max_new_tokens and max_length are not read: how much to generate is for the request to say.
+        """
         given = {name: self.generation.get(name) for name in _SAMPLING_FIELDS}
+        if self.generation.get("do_sample") is False:
+            given = {"temperature": 0.0, "repetition_penalty": given["repetition_penalty"]}
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -88,8 +88,6 @@ class Decoder(nnx.Module):
         assert len(caches) == len(self.layers), (len(caches), len(self.layers))
         with jax.named_scope("embed"):
             x = self.embedding[...][tokens]  # [T, D]
-            if self.config.embedding_scale is not None:
-                x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         with jax.named_scope("rope_table"):
             lengths = batch.positions + 1
             if rope_lengths is not None:

@@ -83,7 +83,6 @@ class DecoderConfig:
       windows: for each layer the sliding window in tokens, or None for full attention.
       attention_scale: multiplies the scores; None means H ** -0.5.
       attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap); None is off.
-      embedding_scale: multiplies the embeddings of tokens; None is off.
       tied_embeddings: the output projection is the transposed embedding table.
     """
 
@@ -109,7 +108,6 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
-    embedding_scale: float | None = None
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:

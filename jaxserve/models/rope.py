@@ -1,6 +1,6 @@
 """Rotary positions: frequencies for every scaling, and the rotation itself.
 
-Owns the formulas. Refuses configuration parsing (`families` resolve defaults) and caching: tables are functions of
+Owns the formulas. Refuses configuration parsing (`hf_config` resolves defaults) and caching: tables are functions of
 the positions in the step, computed once per step and shared by all layers.
 
 Why frequencies are numpy: they depend on the config alone, so they are constants of the compiled step; float32 in

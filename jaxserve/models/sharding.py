@@ -66,7 +66,8 @@ def shardings_for(state: nnx.State, mesh: Mesh | None, rules: Rules = TENSOR_PAR
             if mesh_axis is not None and size % mesh.shape[mesh_axis]:
                 raise CapacityError(
                     f"{'.'.join(map(str, path))} has {size} {axis}, which do not divide over the "
-                    f"{mesh.shape[mesh_axis]} devices of mesh axis {mesh_axis!r}; lower parallel.tensor"
+                    f"{mesh.shape[mesh_axis]} devices of mesh axis {mesh_axis!r}; use fewer devices, a "
+                    f"number that divides {size}"
                 )
         return with_value(variable, NamedSharding(mesh, spec))
 

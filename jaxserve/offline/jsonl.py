@@ -9,6 +9,7 @@ of `SamplingParams`.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
@@ -20,6 +21,7 @@ from jaxserve.offline.results import CompletionOutput, Logprob, RequestOutput, R
 
 DEFAULT_MAX_TOKENS = 256  # when neither the line nor the command line says; less where the context leaves less
 _INPUTS = ("prompt", "prompt_token_ids", "messages")
+_LEAST_LOGPROB = -3.4028234663852886e38  # of float32; JSON has no infinity, which a forbidden token's logprob is
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -82,6 +84,10 @@ def _read_line(number: int, raw: bytes) -> tuple[Entry, InvalidRequest | None]:
     if not isinstance(fields, dict):
         return Entry(line=number), InvalidRequest(f"a line is a JSON object, got {raw[:40].decode(errors='replace')!r}")
     name = fields.pop("id", None)
+    try:
+        json.dumps(name, allow_nan=False)
+    except ValueError:  # Python reads NaN and Infinity, but what is written must be JSON for everybody
+        return Entry(line=number, fields=fields), InvalidRequest(f"id has a number that is no JSON, got {name!r:.80}")
     return Entry(line=number, id=name, fields=fields), None
 
 
@@ -144,8 +150,9 @@ class JsonWriter:
         self._file = file
 
     def write(self, entry: Entry, result: Result) -> None:
+        """One line per sequence, or one with the error."""
         for value in result_objects(entry, result):
-            self._file.write(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            self._file.write(json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n")
         self._file.flush()
 
 
@@ -174,7 +181,7 @@ def _completion_object(result: RequestOutput, output: CompletionOutput) -> dict[
         },
     }
     if output.logprobs is not None:
-        body["cumulative_logprob"] = output.cumulative_logprob
+        body["cumulative_logprob"] = _json_number(output.cumulative_logprob)
         body["logprobs"] = [_position_object(p) for p in output.logprobs]
     if result.prompt_logprobs is not None:
         body["prompt_logprobs"] = [None if p is None else _position_object(p) for p in result.prompt_logprobs]
@@ -182,4 +189,14 @@ def _completion_object(result: RequestOutput, output: CompletionOutput) -> dict[
 
 
 def _position_object(position: Mapping[int, Logprob]) -> dict[str, Any]:
-    return {str(token_id): dataclasses.asdict(entry) for token_id, entry in position.items()}
+    return {
+        str(token_id): {**dataclasses.asdict(entry), "logprob": _json_number(entry.logprob)}
+        for token_id, entry in position.items()
+    }
+
+
+def _json_number(logprob: float | None) -> float | None:
+    """The nearest that JSON can say; None for what is no number."""
+    if logprob is None or math.isnan(logprob):
+        return None
+    return min(max(logprob, _LEAST_LOGPROB), -_LEAST_LOGPROB)

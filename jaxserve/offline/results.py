@@ -118,9 +118,11 @@ class Gatherer:
 
     @property
     def request_id(self) -> str:
+        """Of the job's request."""
         return self._job.request.request_id
 
     def take(self, update: Update) -> None:
+        """The sink: notes one piece of news."""
         sequence = self._sequences[update.index]
         if self._first_token_s is None and update.token_ids:
             self._first_token_s = time.monotonic()
@@ -135,6 +137,7 @@ class Gatherer:
         self.ended = update.last
 
     def result(self) -> Result:
+        """All of it, once `ended`; the error if there was one."""
         if self._error is not None:
             return self._error
         request, prompt = self._job.request, self._prompt

@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.core import ContinuousScheduler
@@ -60,6 +61,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "create_scheduler",
+    "uses_priority",
 ]
 
 SchedulerFactory = Callable[[Limits, SchedulerOptions], Scheduler]
@@ -69,6 +71,8 @@ SCHEDULERS: Registry[type[Policy] | Policy | SchedulerFactory | Scheduler] = Reg
     "jaxserve.schedulers",
     {"fcfs": "jaxserve.sched.fcfs:FcfsPolicy", "priority": "jaxserve.sched.priority:PriorityPolicy"},
 )
+
+_SCHEDULER_METHODS = ("add", "abort", "schedule", "commit", "has_work")  # of the protocol
 
 
 def create_scheduler(
@@ -84,13 +88,14 @@ def create_scheduler(
 
     Args:
       policy: a name (see `SCHEDULERS.names()`), `package.module:Name`, or the thing itself: a Policy class or object,
-        a scheduler class (called with `limits` and `SchedulerOptions`), or a finished scheduler (returned as it is).
+        a scheduler class or any function (called with `limits` and `SchedulerOptions`), or a finished scheduler
+        (returned as it is).
       limits: of the runner.
       chunked_prefill, prefix_caching, ageing_s: see `SchedulerOptions`.
       clock: monotonic seconds; must be the clock that stamps `Request.arrival_s`.
 
     Raises:
-      ConfigError: nothing has this name, or an option is out of range.
+      ConfigError: nothing has this name, an option is out of range, or what was found is no scheduler.
       CapacityError: the buckets cannot hold all rows.
     """
     options = SchedulerOptions(chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, ageing_s=ageing_s)
@@ -99,6 +104,17 @@ def create_scheduler(
         found = found(options)
     if isinstance(found, Policy):
         return ContinuousScheduler(limits, found, options, clock)
-    if isinstance(found, type):
-        return found(limits, options)
+    if isinstance(found, type) or (callable(found) and not callable(getattr(found, "schedule", None))):
+        found = cast(SchedulerFactory, found)(limits, options)
+    missing = [name for name in _SCHEDULER_METHODS if not callable(getattr(found, name, None))]
+    if missing:
+        raise ConfigError(
+            f"the scheduler {policy!r:.120} gives a {type(found).__name__} without {', '.join(missing)}; a scheduler "
+            f"has the methods {', '.join(_SCHEDULER_METHODS)}, a policy derives from jaxserve.sched.Policy"
+        )
     return cast(Scheduler, found)
+
+
+def uses_priority(scheduler: Scheduler) -> bool:
+    """Whether `Request.priority` may change anything. True for a scheduler of somebody else's: nobody knows."""
+    return not isinstance(scheduler, ContinuousScheduler) or scheduler.policy.uses_priority

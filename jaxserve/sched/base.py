@@ -50,7 +50,9 @@ class Runner(Protocol):
     """Executes plans in order."""
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits:
+        """What a plan may hold. Never changes."""
+        ...
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Packs, transfers and launches; returns at once. Raises MissingBucket when no compiled shape fits."""

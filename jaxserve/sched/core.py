@@ -132,9 +132,8 @@ class ContinuousScheduler:
         return events
 
     def has_work(self) -> bool:
+        """See `Scheduler.has_work`."""
         return bool(self._groups)
-
-    # ---- figures ---------------------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -143,6 +142,7 @@ class ContinuousScheduler:
 
     @property
     def num_running(self) -> int:
+        """Sequences that have a row."""
         return len(self._running)
 
     @property
@@ -152,10 +152,12 @@ class ContinuousScheduler:
 
     @property
     def num_prefix_queried_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache so far."""
         return self.memory.num_queried_tokens
 
     @property
     def num_prefix_hit_tokens(self) -> int:
+        """Those of them that were found."""
         return self.memory.num_hit_tokens
 
     def check(self) -> None:

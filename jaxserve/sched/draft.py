@@ -18,9 +18,11 @@ class Piece:
 
     @property
     def samples(self) -> bool:
+        """Whether it reaches the last known token, so that a new one is drawn."""
         return self.seq.num_fed + self.length == len(self.seq.tokens)
 
     def to_chunk(self) -> Chunk:
+        """What the plan says of it."""
         seq, start = self.seq, self.seq.num_fed
         token_ids = tuple(seq.tokens[start : start + self.length])
         return Chunk(seq.row, start, token_ids, self.samples, seq.asks_prompt_logprobs)
@@ -59,12 +61,14 @@ class Draft:
         self.copies: list[PageCopy] = []
 
     def add_piece(self, seq: Sequence, length: int) -> None:
+        """Takes `length` more tokens of a prompt into the step."""
         assert length > 0, (seq, length)
         self.pieces.append(Piece(seq, length))
         self.num_rows += 1
         self.num_tokens += length
 
     def run_alone(self) -> None:
+        """Makes this a step of one prompt: what decodes waits for the next."""
         assert not self.pieces, self.pieces
         self.alone = True
         self.num_rows = self.num_tokens = 0

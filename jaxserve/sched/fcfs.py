@@ -12,4 +12,5 @@ class FcfsPolicy(Policy):
     """By arrival time."""
 
     def key(self, seq: Sequence, now_s: float) -> float:
+        """Monotonic seconds of arrival."""
         return seq.request.arrival_s

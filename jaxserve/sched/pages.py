@@ -37,13 +37,16 @@ class PagePool:
 
     @property
     def num_idle(self) -> int:
+        """Pages without a reference that still hold a cached prefix."""
         return len(self._idle)
 
     @property
     def num_held(self) -> int:
+        """Pages with a reference."""
         return self.num_pages - len(self._free) - len(self._idle)
 
     def num_refs(self, page_id: int) -> int:
+        """How many sequences hold the page."""
         return self._num_refs[page_id]
 
     def allocate(self) -> int:

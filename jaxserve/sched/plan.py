@@ -55,6 +55,7 @@ class Limits:
 
     @property
     def max_step_tokens(self) -> int:
+        """Tokens of the largest bucket."""
         return max(b.tokens for b in self.buckets)
 
     def find_bucket(self, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket | None:
@@ -134,14 +135,17 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the step, padding left out."""
         return len(self.decode_rows) + sum(len(c.token_ids) for c in self.chunks)
 
     @property
     def num_rows(self) -> int:
+        """Rows that take part in the step."""
         return len(self.decode_rows) + len(self.chunks)
 
     @property
     def decode_only(self) -> bool:
+        """Each row feeds one token, which the device drew itself."""
         return not self.chunks
 
     @property
@@ -155,6 +159,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, line: str) -> "StepPlan":
+        """The plan that `to_json` wrote."""
         raw: dict[str, Any] = json.loads(line)
         return cls(
             step_id=raw["step_id"],

@@ -36,10 +36,12 @@ class Policy:
 
     `dynamic_order` says whether a key can change while a sequence waits. If so the queue is sorted again at each step
     in which somebody could be admitted. `preemptive` says whether `victim_for_admission` is worth asking.
+    `uses_priority` says whether `Request.priority` changes anything: if not, requests that bring one are refused.
     """
 
     dynamic_order = False
     preemptive = False
+    uses_priority = False
 
     def __init__(self, options: SchedulerOptions) -> None:
         self.options = options

@@ -15,5 +15,8 @@ from jaxserve.sched.state import Sequence
 class PriorityPolicy(Policy):
     """By priority less age."""
 
+    uses_priority = True
+
     def key(self, seq: Sequence, now_s: float) -> float:
+        """Seconds: the arrival, moved by what the priority is worth."""
         return seq.request.priority * self.options.ageing_s + seq.request.arrival_s

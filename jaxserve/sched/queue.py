@@ -29,6 +29,7 @@ class WaitingQueue:
         return (self._policy.key(seq, now_s), seq.order, seq.index)
 
     def push(self, seq: Sequence, now_s: float) -> None:
+        """Puts a sequence in its place."""
         heapq.heappush(self._heap, (self.rank(seq, now_s), seq))
 
     def note_end(self) -> None:
@@ -42,12 +43,14 @@ class WaitingQueue:
         self._keep([(self.rank(seq, now_s), seq) for _, seq in self._heap if seq.state is not SequenceState.FINISHED])
 
     def first(self) -> Sequence | None:
+        """The next in order, which stays; None when nobody waits."""
         while self._heap and self._heap[0][1].state is SequenceState.FINISHED:
             heapq.heappop(self._heap)
             self._num_ended -= 1
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
+        """Takes the first out. Somebody must wait."""
         seq = self.first()
         assert seq is not None, "pop from an empty queue"
         heapq.heappop(self._heap)

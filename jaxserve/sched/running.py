@@ -37,6 +37,7 @@ class RunningSet:
 
     @property
     def has_free_row(self) -> bool:
+        """Whether another sequence could enter."""
         return bool(self._free_rows)
 
     def enter(self, seq: Sequence) -> None:

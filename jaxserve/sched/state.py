@@ -18,6 +18,8 @@ NEVER = 1 << 62
 
 
 class SequenceState(enum.Enum):
+    """Where a sequence stands. It has a row while RUNNING, and pages then only."""
+
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -109,6 +111,7 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
+        """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -121,6 +124,7 @@ class Sequence:
         )
 
     def move(self, state: SequenceState) -> None:
+        """Changes the state along one of the arrows above."""
         assert (self.state, state) in _ARROWS, f"{self!r} cannot become {state.value}"
         self.state = state
 

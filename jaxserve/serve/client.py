@@ -3,7 +3,7 @@
 Owns the way from `SamplingParams` to a call and back. Refuses retries and balancing: a streamed answer cannot be taken
 back once a part of it was shown, so only the caller knows what may be sent again. Loads nothing of the engine.
 
-    with Client("127.0.0.1:50051") as client:
+    with Client("127.0.0.1:8500") as client:
         for reply in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(reply.text, end="", flush=True)
 

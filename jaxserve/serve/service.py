@@ -78,7 +78,7 @@ async def serve(
     server = GrpcServer(async_engine, host=serve_config.host, port=serve_config.grpc.port)
     address = f"{serve_config.host}:{await server.start()}"
     engine.start()
-    logger.info("serving gRPC on %s", address)
+    logger.info("serving %s over gRPC on %s", engine.model.name, address)
     print(f"serving gRPC on {address}", flush=True)
     on_ready(address)
     try:

@@ -7,8 +7,8 @@ few helpers that transformers gives them, on plain JSON values only.
 
 Special tokens in user text. The template's output is one string, and encoding it turns every text that spells a
 special token into that token, also inside a user's message: a user can close their own turn and write a system
-message. This is what transformers does by default, so it is the default here; `refuse_special_text` refuses such
-messages instead. Leave it on wherever users are not trusted with the system prompt.
+message. This is what transformers does by default, so it is the default here; `check_special_text` refuses such
+messages (`LLM.chat(refuse_special_text=True)`). Use it wherever users are not trusted with the system prompt.
 """
 
 import datetime
@@ -125,14 +125,8 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
-    refuse_special_text: bool = False,
 ) -> list[int]:
-    """Ids of the rendered messages. The template writes the special tokens itself, so encoding adds none.
-
-    `refuse_special_text` raises InvalidRequest when a message's text spells a special token (see the file's head).
-    """
-    if refuse_special_text:
-        _refuse_special_text(tokenizer, check_messages(messages))
+    """Ids of the rendered messages. The template writes the special tokens itself, so encoding adds none."""
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -197,9 +191,10 @@ def _plain(value: Any, where: str) -> Any:
         raise InvalidRequest(f"{where} must be plain JSON: {error}") from error
 
 
-def _refuse_special_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> None:
+def check_special_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidRequest when the content of a message spells a special token (see the file's head)."""
     specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
-    for index, message in enumerate(messages):
+    for index, message in enumerate(check_messages(messages)):
         for text in specials:
             if text in message["content"]:
                 raise InvalidRequest(f"messages[{index}] contains the special token {text!r}; take it out")

@@ -206,6 +206,8 @@ def test_default_sampling_comes_from_the_generation_config(llama: Path) -> None:
     expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     assert read_checkpoint(llama).default_sampling == expected
     edit_json(file, do_sample=False)
+    assert read_checkpoint(llama).default_sampling == {"temperature": 0.0, "repetition_penalty": 1.05}
+    edit_json(file, repetition_penalty=None, max_new_tokens=7)
     assert read_checkpoint(llama).default_sampling == {"temperature": 0.0}
     file.write_text("nope")
     with pytest.raises(CheckpointError, match="generation_config.json"):

@@ -26,6 +26,7 @@ class SteerableRunner:
         self.inner = inner
         self.delay_s = delay_s
         self.broken = False
+        self.is_held = False  # a step is waiting for `release`
         self._open = threading.Event()
         self._open.set()
 
@@ -43,7 +44,9 @@ class SteerableRunner:
         return _Steered(self, self.inner.dispatch(plan))
 
     def wait(self) -> None:
+        self.is_held = not self._open.is_set()
         assert self._open.wait(WAIT_S), "the test forgot to release the runner"
+        self.is_held = False
         time.sleep(self.delay_s)
         if self.broken:
             raise RuntimeError("the device is lost")

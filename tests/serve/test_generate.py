@@ -248,3 +248,14 @@ def _raw_call(server: Served, raw: bytes) -> tuple[grpc.StatusCode, str]:
         with contextlib.suppress(grpc.RpcError):
             list(call)
         return call.code(), call.details()
+
+
+def test_a_priority_or_an_echo_without_effect_is_refused(client: Client) -> None:
+    """The server's policy is fcfs."""
+    silent = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
+    with pytest.raises(RequestFailed, match="priority needs sched.policy: priority") as caught:
+        client.complete("a", GREEDY, priority=1, timeout_s=WAIT_S)
+    assert caught.value.status is Status.INVALID
+    with pytest.raises(RequestFailed, match="echo needs text, but detokenize is false") as caught:
+        client.complete("a", silent, echo=True, timeout_s=WAIT_S)
+    assert caught.value.status is Status.INVALID

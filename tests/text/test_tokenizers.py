@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -118,14 +117,17 @@ def test_prefix_space_can_be_forced_both_ways(tmp_path):
     assert bare.encode("the")[-1] == bare.eos_token_id == 2
 
 
-def test_many_reserved_tokens_and_long_blanks_cost_linear_time(tmp_path):
+def test_many_reserved_tokens_and_long_blanks_are_cut_out(tmp_path):
     shutil.copy(FIXTURES / "spm_bpe" / "tokenizer.model", tmp_path)
     reserved = {str(500 + i): {"content": f"[control_{i}]", "lstrip": i == 8} for i in range(800)}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": reserved}))
     tokenizer = load_tokenizer(tmp_path)
-    begin = time.process_time()
-    ids = tokenizer.encode(" [jumps] over <the lazy dog" * 1000 + "[control_7]" + " " * 20_000 + "[control_8]")
-    assert time.process_time() - begin < 5.0  # quadratic or worse would be minutes; linear is well under a second
+    # What makes the search slow are capture groups and white space that may be matched from its middle.
+    pattern = tokenizer._pattern
+    assert pattern.groups == 0
+    blanks = " " * 50 + "[control_8]"
+    assert [pattern.match(blanks, i) is not None for i in (0, 1, 25, 50)] == [True, False, False, True]
+    ids = tokenizer.encode(" [jumps] over <the lazy dog" * 10 + "[control_7]" + " " * 200 + "[control_8]")
     assert ids[-2:] == [507, 508]
 
 

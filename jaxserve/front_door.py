@@ -1,0 +1,124 @@
+"""What `LLM` and `AsyncLLM` share: from arguments or a file to an engine, and what is known of it.
+
+Owns the arguments and their translation into the config. Refuses prompts: the two doors differ in nothing else than
+how they answer.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from jaxserve.api import SamplingParams
+from jaxserve.assemble import Assembly, SchedulerChoice, assemble
+from jaxserve.config import ResolvedConfig, load_config
+from jaxserve.console import StartBar
+from jaxserve.text import Tokenizer
+
+_CONFIG_NAMES = {  # vLLM's argument -> the field it sets; None leaves the field alone
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "model.skip_tokenizer",
+    "served_model_name": "model.name",
+    "dtype": "model.dtype",
+    "seed": "model.seed",
+    "max_model_len": "model.max_len",
+    "max_num_seqs": "sched.max_rows",
+    "max_num_batched_tokens": "sched.max_step_tokens",
+    "enable_prefix_caching": "cache.prefix_caching",
+    "enable_chunked_prefill": "sched.chunked_prefill",
+    "block_size": "cache.page_size",
+    "num_gpu_blocks_override": "cache.num_pages",
+    "gpu_memory_utilization": "cache.memory_fraction",
+}
+
+
+class FrontDoor:
+    """A loaded model. Takes the arguments of `LLM`; a subclass answers prompts."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool | None = None,
+        served_model_name: str | None = None,
+        dtype: str | None = None,
+        seed: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        enable_chunked_prefill: bool | None = None,
+        block_size: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        scheduler: SchedulerChoice | None = None,
+    ) -> None:
+        """Loads the weights and compiles the step, which takes as long as it takes.
+
+        Args:
+          model: Hugging Face style or Orbax directory, or 'demo'.
+          tokenizer: directory of the tokenizer when it is another one.
+          skip_tokenizer_init: token ids in, token ids out; no tokenizer is loaded.
+          served_model_name: `model_name`, and the name in the log; default: the directory's.
+          dtype: 'auto', 'float32' or 'bfloat16'.
+          seed: of requests that bring none.
+          max_model_len: tokens of a sequence, prompt and output.
+          max_num_seqs: sequences that run at once.
+          max_num_batched_tokens: tokens of a step.
+          enable_prefix_caching: share pages of equal prompt beginnings.
+          enable_chunked_prefill: cut prompts to fill steps.
+          block_size: tokens of a page of the KV cache.
+          num_gpu_blocks_override: pages of the KV cache, on whatever device.
+          gpu_memory_utilization: share of the device's memory for weights and pages.
+          scheduler: name of a policy, or a policy or scheduler, class or object (see `jaxserve.sched`).
+
+        Raises ConfigError, CheckpointError or CapacityError.
+        """
+        given = {
+            "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "served_model_name": served_model_name,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "enable_prefix_caching": enable_prefix_caching,
+            "enable_chunked_prefill": enable_chunked_prefill,
+            "block_size": block_size,
+            "num_gpu_blocks_override": num_gpu_blocks_override,
+            "gpu_memory_utilization": gpu_memory_utilization,
+        }
+        overrides: dict[str, object] = {_CONFIG_NAMES[n]: value for n, value in given.items() if value is not None}
+        self._start(load_config(None, {"model.path": os.fspath(model), **overrides}), scheduler)
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | os.PathLike[str],
+        overrides: Mapping[str, object] | Sequence[str] = (),
+        *,
+        scheduler: SchedulerChoice | None = None,
+    ) -> Self:
+        """From a YAML file: `from_config("demo.yaml", overrides={"cache.num_pages": 24})`."""
+        door = cls.__new__(cls)
+        door._start(load_config(path, overrides), scheduler)
+        return door
+
+    def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
+        with StartBar() as bar:
+            self._assembly: Assembly = assemble(resolved, scheduler=scheduler, on_compiled=bar.update)
+        self._engine = self._assembly.engine
+
+    @property
+    def model_name(self) -> str:
+        """`served_model_name`, or the name of the model's directory."""
+        return self._engine.model.name
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """None with `skip_tokenizer_init`."""
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; the rest as in `SamplingParams()`."""
+        return SamplingParams.from_dict(self._assembly.sampling_defaults)

@@ -1,0 +1,64 @@
+"""`create_scheduler`: every way to name one, and what is no scheduler."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.sched import ContinuousScheduler, Limits, Policy, SchedulerOptions, create_scheduler, uses_priority
+from jaxserve.sched.fcfs import FcfsPolicy
+from jaxserve.testing import make_limits
+
+LIMITS = make_limits()
+
+
+def make_scheduler(limits: Limits, options: SchedulerOptions) -> ContinuousScheduler:
+    return ContinuousScheduler(limits, FcfsPolicy(options), options)
+
+
+class Own(ContinuousScheduler):
+    def __init__(self, limits: Limits, options: SchedulerOptions) -> None:
+        super().__init__(limits, FcfsPolicy(options), options)
+
+
+class Half:
+    def __init__(self, limits: Limits, options: SchedulerOptions) -> None:
+        self.limits = limits
+
+    def schedule(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+
+class OnDemand:
+    """An object that is called: a factory with settings of its own."""
+
+    def __call__(self, limits: Limits, options: SchedulerOptions) -> ContinuousScheduler:
+        return make_scheduler(limits, options)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["fcfs", "priority", "jaxserve.sched.fcfs:FcfsPolicy", FcfsPolicy, FcfsPolicy(SchedulerOptions()), make_scheduler,
+     Own, OnDemand(), make_scheduler(LIMITS, SchedulerOptions())],
+    ids=repr,
+)  # fmt: skip
+def test_every_way_to_name_a_scheduler(choice) -> None:
+    assert isinstance(create_scheduler(choice, LIMITS), ContinuousScheduler)
+
+
+@pytest.mark.parametrize("choice", [Half, Half(LIMITS, SchedulerOptions())], ids=["class", "object"])
+def test_what_is_missing_is_named(choice) -> None:
+    with pytest.raises(ConfigError, match="a Half without add, abort, has_work; a scheduler has"):
+        create_scheduler(choice, LIMITS)
+
+
+@pytest.mark.parametrize("choice", [7, object(), lambda limits, options: None, "json:dumps.__doc__"], ids=repr)
+def test_what_is_no_scheduler_at_all_is_a_config_error(choice) -> None:
+    with pytest.raises(ConfigError):
+        create_scheduler(choice, LIMITS)
+
+
+def test_a_policy_says_whether_it_reads_priorities() -> None:
+    class Reads(Policy):
+        uses_priority = True
+
+    assert [uses_priority(create_scheduler(p, LIMITS)) for p in ("fcfs", "priority", Reads)] == [False, True, True]
