@@ -39,7 +39,7 @@ class OnDemand:
     "choice",
     ["fcfs", "priority", "jaxserve.sched.fcfs:FcfsPolicy", FcfsPolicy, FcfsPolicy(SchedulerOptions()), make_scheduler,
      Own, OnDemand(), make_scheduler(LIMITS, SchedulerOptions())],
-    ids=repr,
+    ids=lambda v: repr(v).split(" at 0x")[0],
 )  # fmt: skip
 def test_every_way_to_name_a_scheduler(choice) -> None:
     assert isinstance(create_scheduler(choice, LIMITS), ContinuousScheduler)
@@ -51,7 +51,11 @@ def test_what_is_missing_is_named(choice) -> None:
         create_scheduler(choice, LIMITS)
 
 
-@pytest.mark.parametrize("choice", [7, object(), lambda limits, options: None, "json:dumps.__doc__"], ids=repr)
+@pytest.mark.parametrize(
+    "choice",
+    [7, object(), lambda limits, options: None, "json:dumps.__doc__"],
+    ids=lambda v: repr(v).split(" at 0x")[0],
+)
 def test_what_is_no_scheduler_at_all_is_a_config_error(choice) -> None:
     with pytest.raises(ConfigError):
         create_scheduler(choice, LIMITS)
