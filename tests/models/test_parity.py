@@ -32,6 +32,11 @@ def _cuts(scheme: str, lens: list[int]) -> list[list[int]]:
     return [rng.integers(1, n + 1, 6).tolist() for n in lens]
 
 
+def _tolerance(answer: hf_oracle.Answer) -> float:
+    """1e-4 for logits up to 8, as eleven of the fixtures have; two reach 14 and 18, and float32 errors grow alike."""
+    return TOLERANCE * max(1.0, float(np.abs(answer.logits).max()) / 8)
+
+
 def test_every_family_and_scaling_has_a_fixture() -> None:
     assert len(hf_oracle.NAMES) == 13, hf_oracle.NAMES
 
@@ -44,7 +49,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, page_size: int) 
     for scheme in ("every_13", "single_tokens_then_rest", "random", "whole"):
         got = driver.prefill(prompts, _cuts(scheme, lens), rope_lengths=lens)
         for answer, logits in zip(truth, got, strict=True):
-            assert np.abs(logits - answer.logits).max() < TOLERANCE, (scheme, len(answer.prompt))
+            assert np.abs(logits - answer.logits).max() < _tolerance(answer), (scheme, len(answer.prompt))
     first = [int(logits[-1].argmax()) for logits in got]
     tokens = driver.greedy(lens, first, len(truth[0].greedy), rope_lengths=lens)
     for answer, row in zip(truth, tokens, strict=True):
