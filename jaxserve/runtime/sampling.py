@@ -4,8 +4,9 @@ Owns the order of the stages and the updates of `SamplingState`. Refuses to know
 `sampling_rules` changes logits, `sampling_draw` draws.
 
 Whatever costs a pass over [R, V] stands behind `lax.cond`, so that one executable serves every mix of options and a
-batch pays for what its own rows ask. `scripts/bench_sampling.py` on two CPU cores, R = 16, V = 32000: all rows greedy
-0.25 ms, at a temperature 2.3, with top_k and top_p 4.8, every option on and log-probabilities too 8.4.
+batch pays for what its own rows ask. On two CPU cores that did other work too, best of 15, R = 16, V = 32000: all rows
+greedy about 0.25 ms, at a temperature 2.3, with top_k and top_p 4.8, every option on and log-probabilities too 8.4
+(`scripts/bench_sampling.py` measures again).
 """
 
 import dataclasses
