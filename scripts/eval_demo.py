@@ -20,18 +20,18 @@ from rich.table import Table
 from jaxserve import LLM, SamplingParams
 
 STRESS = {
-    "cache.page_size": 16,
-    "cache.num_pages": 80,  # one sequence of 1024 tokens takes 64
-    "sched.max_rows": 8,
+    "cache.page_size": 4,
+    "cache.num_pages": 264,  # one sequence of 1024 tokens takes 256; 32 chats of a short task want more
+    "sched.max_rows": 32,
     "sched.max_step_tokens": 48,
     "runtime.token_buckets": [32, 48],
-    "runtime.row_buckets": [1, 8],
+    "runtime.row_buckets": [1, 32],
 }
 
 
 def evaluate(llm: LLM, num_items: int, seed: int, tasks: tuple[str, ...] = TASKS, repeat: int = 1) -> dict[str, float]:
     """Share of exactly right answers per task. With `repeat` each item is asked that often and must be right always."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=96)
+    sampling = SamplingParams(temperature=0.0, max_tokens=None)
     accuracy = {}
     for task in tasks:
         items = held_out_items(task, num_items, seed)

@@ -32,9 +32,8 @@ def test_every_task_on_many_items(dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_task_cut_preempted_and_hit_by_prefix(dtype: str) -> None:
-    llm = LLM.from_config(None, overrides={"model.path": "demo", "model.dtype": dtype, **STRESS})
+def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
+    llm = LLM.from_config(None, overrides={"model.path": "demo", **STRESS})
     assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2))
     counters = scheduler(llm._engine)
     assert counters.num_preemptions > 0
@@ -44,7 +43,7 @@ def test_every_task_cut_preempted_and_hit_by_prefix(dtype: str) -> None:
 async def test_streamed_answers_are_the_same() -> None:
     llm = LLM(model="demo", dtype="float32", max_num_seqs=16, max_num_batched_tokens=256)
     items = [item for task in TASKS for item in held_out_items(task, 10, seed=14)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=96)
+    sampling = SamplingParams(temperature=0.0, max_tokens=None)
     whole = llm.chat([list(item.messages) for item in items], sampling, use_tqdm=False)
     streams = AsyncEngine(llm._engine)
     llm._engine.start()
