@@ -123,7 +123,7 @@ class Data:
     def __init__(self, rows: tuple[tuple[int, int], ...], page_size: int) -> None:
         self.case = Case(name="", spec=MODELS["bench125m"], rows=rows, page_size=page_size)
         spec = self.case.spec
-        self.batch, num_pages = make_batch(self.case, np.random.default_rng(0), spare_columns=0)
+        self.batch, num_pages = make_batch(self.case, np.random.default_rng(0))
         num_tokens, group = self.batch.positions.shape[0], spec.num_query_heads // spec.num_kv_heads
         self.q = jax.random.normal(jax.random.key(0), (num_tokens, spec.num_kv_heads, group, spec.head_dim))
         pages = (num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim)

@@ -1,19 +1,31 @@
-"""Real-world attention shapes by name: the same data for tests, benchmark and tuner.
+"""Real-world attention shapes by name: the same data for tests, benchmark, tuner and `scripts/gpu_check.py`.
 
-Owns the cases and the batches made of them. Refuses results: what is right is decided by the oracle in the tests,
-what is fast by the benchmark.
+Owns the cases and the batches made of them. Refuses results: what is right is decided by `oracle`, what is fast by
+the benchmark.
 
-Why names: a figure or a bug report that says `bench125m/decode16` can be run again by anyone.
+Why names: a figure or a bug report that says `llama3-8b-tp1/decode64/64` can be run again by anyone. Why two sizes: a
+case of the `REAL` table holds what a busy server holds, and `small(case)` is the same case with shorter rows (each
+keeps its kind: on a page edge, one token, all of a prompt, a piece of one) for interpreters, which take a second for
+what a chip does in a microsecond.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, LayerCache, PagedAttention
+from jaxserve.kernels.paged_attention import (
+    AttentionBatch,
+    AttentionSpec,
+    AttentionUse,
+    KVScales,
+    LayerCache,
+    PagedAttention,
+    stored,
+)
 
 # (tokens in this step, tokens in the cache once the step has written its own); decode rows first.
 Rows = tuple[tuple[int, int], ...]
@@ -25,22 +37,62 @@ MIXES: dict[str, Rows] = {
     "prefill": ((512, 512),),
     "mixed": ((1, 40), (1, 129), (1, 513), (7, 7), (64, 200), (100, 100)),
     "crumbs": ((1, 1), (1, 64), (2, 2), (2, 130), (3, 65), (31, 31), (33, 97)),
-}
-MODELS: dict[str, AttentionSpec] = {
-    "bench125m": AttentionSpec(num_query_heads=12, num_kv_heads=4, head_dim=64, scale=64**-0.5),
-    "demo": AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=64**-0.5),
-    "llama3-8b": AttentionSpec(num_query_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),
-    "qwen3-0.6b": AttentionSpec(num_query_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5),
-    "mistral-window": AttentionSpec(num_query_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5, window=96),
-    "gemma2": AttentionSpec(
-        num_query_heads=8, num_kv_heads=4, head_dim=256, scale=256**-0.5, window=128, soft_cap=50.0
+    # What a server holds.
+    "decode64": ((1, 4096),) * 64,
+    "prefill8k": ((8192, 8192),),
+    "busy": (*((1, 2048),) * 48, (300, 300), (512, 512), (1024, 4096)),
+    "ragged": (
+        *((1, n) for n in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 1000, 2047, 2048, 5000, 9000, 32768)),
+        *((2, 2), (3, 1025), (17, 2065), (128, 128), (129, 129), (700, 9000)),
     ),
-    "gpt-oss": AttentionSpec(num_query_heads=64, num_kv_heads=8, head_dim=64, scale=64**-0.5, window=128),
-    "bloom-alibi": AttentionSpec(num_query_heads=16, num_kv_heads=16, head_dim=64, scale=64**-0.5),
-    "phi-odd": AttentionSpec(num_query_heads=6, num_kv_heads=2, head_dim=40, scale=40**-0.5),
+    "row128k": ((1, 128 * 1024),),
+}
+_SMALL: dict[str, Rows] = {
+    "decode64": ((1, 130), (1, 128), (1, 64), (1, 257)),
+    "prefill8k": ((200, 200),),
+    "busy": ((1, 40), (1, 129), (1, 200), (7, 7), (64, 200), (50, 50)),
+    "ragged": ((1, 1), (1, 2), (1, 15), (1, 16), (1, 17), (1, 64), (1, 65), (1, 300), (2, 2), (3, 66), (33, 97)),
+    "row128k": ((1, 1025),),
+}
+
+
+def _spec(heads: int, kv_heads: int, head_dim: int, window: int | None = None, cap: float | None = None):
+    return AttentionSpec(
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=window,
+        soft_cap=cap,
+    )
+
+
+MODELS: dict[str, AttentionSpec] = {
+    "bench125m": _spec(12, 4, 64),
+    "demo": _spec(4, 2, 64),
+    "llama3-8b": _spec(32, 8, 128),
+    "qwen3-0.6b": _spec(16, 8, 128),
+    "mistral-window": _spec(32, 8, 128, window=96),
+    "gemma2": _spec(8, 4, 256, window=128, cap=50.0),
+    "gpt-oss": _spec(64, 8, 64, window=128),
+    "bloom-alibi": _spec(16, 16, 64),
+    "phi-odd": _spec(6, 2, 40),
+    # One device's share at tensor parallelism 1, 4 and 8.
+    "llama3-8b-tp1": _spec(32, 8, 128),
+    "llama3-8b-tp4": _spec(8, 2, 128),
+    "llama3-8b-tp8": _spec(4, 1, 128),
+    "llama3-70b-tp1": _spec(64, 8, 128),
+    "llama3-70b-tp4": _spec(16, 2, 128),
+    "llama3-70b-tp8": _spec(8, 1, 128),
+    "qwen3-8b": _spec(32, 8, 128),
+    "qwen3-32b": _spec(64, 8, 128),
+    "mistral-7b": _spec(32, 8, 128, window=4096),
+    "gemma2-9b": _spec(16, 8, 256, window=4096, cap=50.0),
+    "mpt-7b-alibi": _spec(32, 32, 128),
+    "phi3-mini": _spec(32, 32, 96, window=2047),
 }
 _SINKS = ("gpt-oss",)
-_ALIBI = ("bloom-alibi",)
+_ALIBI = ("bloom-alibi", "mpt-7b-alibi")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +102,9 @@ class Case:
     Attributes:
       rows: (tokens in this step, context length) of each row.
       padding_rows, padding_tokens: added at the end, as a bucket would.
-      cache_dtype: of keys and values; queries are float32.
+      mixed: run by the mixed step even if every row has one token.
+      query_dtype: of queries and output.
+      cache_dtype: of keys and values; those of eight bits come with random scales.
     """
 
     name: str
@@ -59,13 +113,21 @@ class Case:
     page_size: int
     sinks: bool = False
     alibi: bool = False
+    query_dtype: str = "float32"
     cache_dtype: str = "float32"
     padding_rows: int = 0
     padding_tokens: int = 0
+    mixed: bool = False
 
     @property
     def decode_only(self) -> bool:
-        return all(q_len == 1 for q_len, _ in self.rows)
+        return not self.mixed and all(q_len == 1 for q_len, _ in self.rows)
+
+    @property
+    def use(self) -> AttentionUse:
+        return AttentionUse(
+            spec=self.spec, page_size=self.page_size, query_dtype=self.query_dtype, cache_dtype=self.cache_dtype
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -74,8 +136,15 @@ class Case:
         tokens = sum(min(context, window + q_len - 1) for q_len, context in self.rows)
         return tokens * self.spec.num_kv_heads * self.spec.head_dim * 2 * jnp.dtype(self.cache_dtype).itemsize
 
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products over the pairs (query, key) that see each other."""
+        window = self.spec.window or max(context for _, context in self.rows)
+        pairs = sum(min(p + 1, window) for n, context in self.rows for p in range(context - n, context))
+        return 4 * pairs * self.spec.num_query_heads * self.spec.head_dim
 
-def case(model: str, mix: str, page_size: int, cache_dtype: str = "float32") -> Case:
+
+def case(model: str, mix: str, page_size: int, cache_dtype: str = "float32", query_dtype: str = "float32") -> Case:
     """The case `model/mix/page_size`, its rows padded as a bucket pads them."""
     rows = MIXES[mix]
     num_tokens = sum(q_len for q_len, _ in rows)
@@ -87,24 +156,64 @@ def case(model: str, mix: str, page_size: int, cache_dtype: str = "float32") -> 
         page_size=page_size,
         sinks=model in _SINKS,
         alibi=model in _ALIBI,
+        query_dtype=query_dtype,
         cache_dtype=cache_dtype,
-        padding_rows=0 if mix in ("decode1", "decode16", "ragged16", "prefill") else 2,
+        padding_rows=0 if mix in ("decode1", "decode16", "ragged16", "prefill", "decode64", "prefill8k") else 2,
         padding_tokens=0 if decode_only or mix == "prefill" else -num_tokens % 32,
     )
 
 
-CASES: dict[str, Case] = {
-    c.name: c
-    for c in (
-        *(case("bench125m", mix, page) for mix in MIXES for page in (16, 64)),
-        *(case("bench125m", mix, 128) for mix in ("decode16", "ragged16", "mixed")),
-        *(case(model, "mixed", 16) for model in MODELS if model != "bench125m"),
-        *(case(model, "ragged16", 32) for model in ("mistral-window", "gemma2", "gpt-oss", "bloom-alibi", "phi-odd")),
-        *(case("demo", mix, 1) for mix in ("crumbs", "decode1")),
-        *(case("demo", mix, 24) for mix in ("crumbs", "decode1")),
-        *(case("qwen3-0.6b", mix, 64, "bfloat16") for mix in ("decode16", "crumbs")),
+def _real(model: str, mix: str, page_size: int = 64, cache_dtype: str = "bfloat16") -> Case:
+    return case(model, mix, page_size, cache_dtype, "float32" if cache_dtype == "float32" else "bfloat16")
+
+
+def small(case: Case) -> Case:
+    """The same case with rows that an interpreter gets through in seconds; a window shrinks along."""
+    mix = case.name.split("/")[1]
+    rows = _SMALL[mix]
+    window = case.spec.window if case.spec.window is None else min(case.spec.window, 100)
+    return dataclasses.replace(
+        case,
+        name=f"{case.name}/small",
+        spec=dataclasses.replace(case.spec, window=window),
+        rows=rows,
+        padding_tokens=0 if case.decode_only else -sum(n for n, _ in rows) % 32,
     )
-}
+
+
+def _named(*cases: Case) -> dict[str, Case]:
+    return {c.name: c for c in cases}
+
+
+# For the XLA body on a CPU.
+CASES: dict[str, Case] = _named(
+    *(case("bench125m", mix, page) for mix in tuple(MIXES)[:6] for page in (16, 64)),
+    *(case("bench125m", mix, 128) for mix in ("decode16", "ragged16", "mixed")),
+    *(case(model, "mixed", 16) for model in tuple(MODELS)[1:9]),
+    *(case(model, "ragged16", 32) for model in ("mistral-window", "gemma2", "gpt-oss", "bloom-alibi", "phi-odd")),
+    *(case("demo", mix, 1) for mix in ("crumbs", "decode1")),
+    *(case("demo", mix, 24) for mix in ("crumbs", "decode1")),
+    *(case("qwen3-0.6b", mix, 64, "bfloat16") for mix in ("decode16", "crumbs")),
+    *(case("demo", mix, 16, dtype) for mix in ("crumbs", "decode1") for dtype in ("int8", "float8_e4m3fn")),
+)
+_REAL_MODELS = (
+    *(f"llama3-{size}-tp{degree}" for size in ("8b", "70b") for degree in (1, 4, 8)),
+    *("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "mistral-7b", "gemma2-9b", "mpt-7b-alibi", "gpt-oss", "phi3-mini"),
+)
+_REAL_MIXES = ("decode64", "prefill8k", "busy", "ragged", "row128k")
+# For bodies on accelerators; whole on hardware, `small` in interpreters.
+REAL: dict[str, Case] = _named(
+    *(_real(model, mix) for model in _REAL_MODELS for mix in _REAL_MIXES),
+    *(_real("llama3-8b-tp1", mix, page) for mix in ("decode64", "busy") for page in (16, 24, 128)),
+    *(
+        _real("llama3-8b-tp4", mix, 32, dtype)
+        for mix in ("decode64", "busy")
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+    ),
+    *(_real("gpt-oss", mix, 128, "float8_e4m3fn") for mix in ("decode64", "busy")),
+    *(_real(model, "busy", 16, "float32") for model in ("llama3-8b-tp4", "gemma2-9b", "gpt-oss", "phi3-mini")),
+    *(_real(model, "ragged", 128, "float32") for model in ("llama3-8b-tp8", "mpt-7b-alibi")),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,19 +227,30 @@ class Inputs:
     batch: AttentionBatch
     sinks: Float[Array, " N"] | None
     alibi_slopes: Float[Array, " N"] | None
-    keys: list[np.ndarray]
-    values: list[np.ndarray]
+    scales: KVScales | None
+    keys: Sequence[Array]
+    values: Sequence[Array]
 
 
-def make_batch(case: Case, rng: np.random.Generator, spare_columns: int = 1) -> tuple[AttentionBatch, int]:
-    """The batch of a case with shuffled page ids, and the number of pages of its cache (three of them unused)."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Sizes of tables and cache, for callers that keep them the same from batch to batch."""
+
+    columns: int
+    num_pages: int
+
+
+def make_batch(case: Case, rng: np.random.Generator, room: Room | None = None) -> tuple[AttentionBatch, int]:
+    """The batch of a case with shuffled page ids, and the number of pages of its cache (three or more are unused)."""
     num_rows = len(case.rows) + case.padding_rows
     q_lens = [q_len for q_len, _ in case.rows] + [0] * case.padding_rows
     contexts = [context for _, context in case.rows] + [0] * case.padding_rows
     columns = [-(-context // case.page_size) for context in contexts]
-    num_pages = sum(columns) + 3
+    if room is None:
+        room = Room(columns=max(columns) + 1, num_pages=sum(columns) + 3)
+    num_pages = room.num_pages
     ids = iter((rng.permutation(num_pages) + 1).tolist())
-    tables = np.zeros((num_rows, max(columns) + spare_columns), np.int32)
+    tables = np.zeros((num_rows, room.columns), np.int32)
     for row, count in enumerate(columns):
         tables[row, :count] = [next(ids) for _ in range(count)]
     padding_tokens = case.padding_rows if case.decode_only else case.padding_tokens
@@ -150,37 +270,61 @@ def make_batch(case: Case, rng: np.random.Generator, spare_columns: int = 1) -> 
     return batch, num_pages
 
 
-def make_inputs(case: Case, body: PagedAttention, seed: int = 0) -> Inputs:
-    """Random inputs whose cache already holds the earlier tokens, written by the body's own `attend`."""
+def make_inputs(
+    case: Case, body: PagedAttention, seed: int = 0, poison: bool = False, room: Room | None = None
+) -> Inputs:
+    """Random inputs whose cache already holds the earlier tokens, written by the body itself.
+
+    With `poison`, every slot of the cache that no row holds is NaN (where the dtype has one).
+    """
     rng = np.random.default_rng(seed)
     spec = case.spec
-    batch, num_pages = make_batch(case, rng)
+    batch, num_pages = make_batch(case, rng, room)
+    kv_shape = (spec.num_kv_heads, spec.head_dim)
+    scales = None
+    if jnp.dtype(case.cache_dtype).itemsize == 1:
+        spread = 0.03 if case.cache_dtype == "int8" else 1.0  # so that numbers of order 1 use most of the range
+        scales = KVScales(
+            keys=jnp.asarray(spread * rng.uniform(0.8, 1.2, spec.num_kv_heads), jnp.float32),
+            values=jnp.asarray(spread * rng.uniform(0.8, 1.2, spec.num_kv_heads), jnp.float32),
+        )
 
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32)
+    def sequence(context: int, scale: Array | None) -> Array:  # what the cache can hold of a random one
+        kept = stored(draw(rng, (context, *kv_shape)), scale, jnp.dtype(case.cache_dtype)).astype(jnp.float32)
+        return kept if scale is None else kept * scale[:, None]
 
-    def stored(context: int) -> np.ndarray:  # what the cache can hold of it
-        exact = draw(context, spec.num_kv_heads, spec.head_dim)
-        return np.asarray(jnp.asarray(exact, case.cache_dtype).astype(jnp.float32))
-
-    keys = [stored(context) for _, context in case.rows]
-    values = [stored(context) for _, context in case.rows]
-    cache = body.init_cache(num_pages, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.dtype(case.cache_dtype))
-    cache = _fill(case, body, cache, batch, keys, values)
+    keys = [sequence(context, scales and scales.keys) for _, context in case.rows]
+    values = [sequence(context, scales and scales.values) for _, context in case.rows]
+    cache = body.init_cache(num_pages, case.page_size, *kv_shape, jnp.dtype(case.cache_dtype))
+    if poison and case.cache_dtype != "int8":
+        cache = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache)
+    cache = _fill(case, body, cache, batch, scales, keys, values)
     num_tokens = batch.positions.shape[0]
-    padding = draw(num_tokens - sum(n for n, _ in case.rows), spec.num_kv_heads, spec.head_dim)
+    padding = draw(rng, (num_tokens - sum(n for n, _ in case.rows), *kv_shape))
     own = [(k[c - n :], v[c - n :]) for (n, c), k, v in zip(case.rows, keys, values, strict=True)]
+    slopes = jnp.asarray(2.0 ** -np.linspace(1, 8, spec.num_query_heads), jnp.float32)
     return Inputs(
-        q=jnp.asarray(draw(num_tokens, spec.num_query_heads, spec.head_dim)),
-        k=jnp.asarray(np.concatenate([*(k for k, _ in own), padding])),
-        v=jnp.asarray(np.concatenate([*(v for _, v in own), padding])),
+        q=draw(rng, (num_tokens, spec.num_query_heads, spec.head_dim)).astype(case.query_dtype),
+        k=jnp.concatenate([*(k for k, _ in own), padding]),
+        v=jnp.concatenate([*(v for _, v in own), padding]),
         cache=cache,
         batch=batch,
-        sinks=jnp.asarray(draw(spec.num_query_heads)) if case.sinks else None,
-        alibi_slopes=jnp.asarray(2.0 ** -np.linspace(1, 8, spec.num_query_heads), jnp.float32) if case.alibi else None,
+        sinks=draw(rng, (spec.num_query_heads,)) if case.sinks else None,
+        alibi_slopes=slopes if case.alibi else None,
+        scales=scales,
         keys=keys,
         values=values,
     )
+
+
+_FEW = 2**22  # numbers; more are drawn on the device, which is quicker than the host but compiles for each shape
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Normal float32 numbers that depend on the state of `rng` alone."""
+    if np.prod(shape) < _FEW:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+    return jax.random.normal(jax.random.key(int(rng.integers(2**31))), shape)
 
 
 def _fill(
@@ -188,25 +332,34 @@ def _fill(
     body: PagedAttention,
     cache: LayerCache,
     batch: AttentionBatch,
-    keys: list[np.ndarray],
-    values: list[np.ndarray],
+    scales: KVScales | None,
+    keys: Sequence[Array],
+    values: Sequence[Array],
 ) -> LayerCache:
-    """Writes the earlier tokens of all rows as one batch of prefills, since only the body knows its layout."""
-    earlier = [context - n for n, context in case.rows]
-    lens = np.array(earlier + [0] * case.padding_rows)
-    num_tokens = max(1, int(lens.sum()))
+    """Writes the earlier tokens of all rows in pieces of one size, since only the body knows its layout."""
+    lens = np.array([context - n for n, context in case.rows] + [0] * case.padding_rows)
+    total = int(lens.sum())
+    if total == 0:
+        return cache
+    piece = min(-(-total // 256) * 256, 16384)  # a few sizes, so that few are compiled
     rows = np.repeat(np.arange(len(lens)), lens)
-    blank = np.zeros((num_tokens - len(rows), case.spec.num_kv_heads, case.spec.head_dim), np.float32)
-    prefill = AttentionBatch(
-        positions=jnp.asarray(np.concatenate([np.arange(n) for n in lens] + [np.zeros(len(blank))]), jnp.int32),
-        token_rows=jnp.asarray(np.concatenate([rows, np.full(len(blank), len(lens))]), jnp.int32),
-        q_starts=jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32),
-        context_lens=jnp.asarray(lens, jnp.int32),
-        block_tables=batch.block_tables,
-        page_size=case.page_size,
-        decode_only=False,
-    )
-    k = jnp.asarray(np.concatenate([*(x[:n] for x, n in zip(keys, earlier, strict=True)), blank]))
-    v = jnp.asarray(np.concatenate([*(x[:n] for x, n in zip(values, earlier, strict=True)), blank]))
-    q = jnp.zeros((num_tokens, case.spec.num_query_heads, case.spec.head_dim))
-    return jax.jit(body.attend, static_argnums=5, donate_argnums=3)(q, k, v, cache, prefill, case.spec)[1]
+    positions = np.concatenate([np.arange(n) for n in lens])
+    k, v = (jnp.concatenate([x[:n] for x, n in zip(xs, lens, strict=False)]) for xs in (keys, values))
+    write = jax.jit(body.write, donate_argnums=2)
+    for first in range(0, total, piece):
+        own = slice(first, min(first + piece, total))
+        padding = piece - (own.stop - own.start)
+        q_lens = np.bincount(rows[own], minlength=len(lens))
+        ends = np.array([positions[own][rows[own] == r].max(initial=-1) + 1 for r in range(len(lens))])
+        part = AttentionBatch(
+            positions=jnp.asarray(np.pad(positions[own], (0, padding)), jnp.int32),
+            token_rows=jnp.asarray(np.pad(rows[own], (0, padding), constant_values=len(lens)), jnp.int32),
+            q_starts=jnp.asarray(np.concatenate([[0], np.cumsum(q_lens)]), jnp.int32),
+            context_lens=jnp.asarray(ends, jnp.int32),
+            block_tables=batch.block_tables,
+            page_size=case.page_size,
+            decode_only=False,
+        )
+        cut = ((0, padding), (0, 0), (0, 0))
+        cache = write(jnp.pad(k[own], cut), jnp.pad(v[own], cut), cache, part, scales)
+    return cache

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+# What a cache may hold; the last three need scales that fit the model, or 1.
+CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,27 +64,83 @@ class AttentionBatch:
     decode_only: bool = dataclasses.field(metadata={"static": True})
 
 
-# The cache of one layer: whatever pytree of arrays its body wants, page axis first in every leaf.
+# The cache of one layer: whatever pytree of arrays its body wants, page axis first and head axis second in every leaf.
 LayerCache = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVScales:
+    """What a stored number of each key/value head is multiplied with, for caches of eight bits. Float32."""
+
+    keys: Float[Array, " K"]
+    values: Float[Array, " K"]
+
+
+def stored(x: Float[Array, "T K H"], scale: Float[Array, " K"] | None, dtype: jnp.dtype) -> Array:
+    """`x / scale` as the cache keeps it: the nearest number of `dtype`; what is too large becomes the largest."""
+    if scale is not None:
+        x = x.astype(jnp.float32) / scale[:, None]
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(x.astype(jnp.float32)), -127, 127).astype(dtype)
+    if dtype.itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        return jnp.clip(x.astype(jnp.float32), -largest, largest).astype(dtype)
+    return x.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a body may know of the hardware.
+
+    Attributes:
+      backend: 'cpu', 'gpu' or 'tpu'.
+      kind: JAX's `device_kind`, e.g. 'NVIDIA H200' or 'TPU v5 lite'; it names the tuned table.
+      compute_capability: of NVIDIA GPUs, e.g. (9, 0).
+    """
+
+    backend: str
+    kind: str
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionUse:
+    """What a body will be asked for: all that is known of the calls before anything is compiled."""
+
+    spec: AttentionSpec
+    page_size: int
+    query_dtype: str
+    cache_dtype: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttention:
     """One body. `attend` writes k and v of the step into the cache, then attends.
 
-        attend(q [T, N, H], k [T, K, H], v [T, K, H], cache, batch, spec, sinks=None [N], alibi_slopes=None [N])
-            -> (out [T, N, H] in q's dtype, cache)
+        attend(q [T, N, H], k [T, K, H], v [T, K, H], cache, batch, spec, sinks=None [N], alibi_slopes=None [N],
+               scales=None) -> (out [T, N, H] in q's dtype, cache)
 
         out[t, n] = sum_s softmax_s(cap(scale * q[t, n] . K[s, n // G]) + slope[n] * (s - p)) V[s, n // G]
 
     over positions s <= p of the same row (and within the window); softmax in float32; a sink adds exp(sink[n]) to the
-    denominator only. The caller donates the cache; a body must update it in place (no copy of its size).
+    denominator only; K and V are what `stored` left of k and v, times `scales`. The caller donates the cache; a body
+    must update it in place (no copy of its size).
 
+    `write(k, v, cache, batch, scales=None) -> cache` is the first half of `attend` alone.
     `init_cache(num_pages, page_size, num_kv_heads, head_dim, dtype)` gives zeros for num_pages + 1 pages (page 0 is
     the dummy). `copy_pages(cache, sources [C], targets [C])` copies whole pages; padding entries are (0, 0).
+    `refuses(use)` says why the body cannot run a use, with the limit and the remedy, or None.
     """
 
     name: str
     attend: Callable[..., tuple[Float[Array, "T N H"], LayerCache]]
+    write: Callable[..., LayerCache]
     init_cache: Callable[..., LayerCache]
     copy_pages: Callable[..., LayerCache]
+    refuses: Callable[[AttentionUse], str | None]
+
+
+# What a registry of bodies holds: a body for any device, or a function that makes one for the device at hand.
+BodyMaker = Callable[[Device], PagedAttention]

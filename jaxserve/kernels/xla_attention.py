@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, PagedAttention
+from jaxserve.kernels.paged_attention import (
+    AttentionBatch,
+    AttentionSpec,
+    AttentionUse,
+    KVScales,
+    PagedAttention,
+    stored,
+)
 from jaxserve.kernels.xla_rows import attend_rows
 from jaxserve.kernels.xla_softmax import PageArrays
 from jaxserve.kernels.xla_tiles import attend_tiles
@@ -39,11 +46,14 @@ def attend(
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
+    scales: KVScales | None = None,
 ) -> tuple[Float[Array, "T N H"], PageArrays]:
     """`PagedAttention.attend`. Computes in float32 whatever the dtypes of `q` and the cache."""
     kv_heads, group = spec.num_kv_heads, spec.num_query_heads // spec.num_kv_heads
-    cache = _write(k, v, cache, batch)
+    cache = write(k, v, cache, batch, scales)
     grouped = (q.astype(jnp.float32) * spec.scale).reshape(-1, kv_heads, group, spec.head_dim)
+    if scales is not None:  # scores are linear in keys, and the output in values
+        grouped = grouped * scales.keys[:, None, None]
     by_head = [x if x is None else x.astype(jnp.float32).reshape(kv_heads, group) for x in (sinks, alibi_slopes)]
 
     q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
@@ -58,19 +68,29 @@ def attend(
         tiles = attend_tiles(grouped, batch, cache, spec, *by_head)
         row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)  # padding tokens take any finite row
         out = jnp.where((q_lens[row] == 1)[:, None, None, None], rows[row], tiles)
+    if scales is not None:
+        out = out * scales.values[:, None, None]
     return out.reshape(q.shape).astype(q.dtype), cache
 
 
-def _write(k: Array, v: Array, cache: PageArrays, batch: AttentionBatch) -> PageArrays:
-    """Scatters the step's keys and values; padding tokens go to the dummy page."""
+def write(k: Array, v: Array, cache: PageArrays, batch: AttentionBatch, scales: KVScales | None = None) -> PageArrays:
+    """`PagedAttention.write`: a scatter; padding tokens go to the dummy page."""
     real = batch.token_rows < batch.context_lens.shape[0]
     columns = batch.positions // batch.page_size
     page_ids = jnp.where(real, batch.block_tables.at[batch.token_rows, columns].get(mode="clip"), 0)
     slots = jnp.where(real, batch.positions % batch.page_size, 0)
+    key_scale, value_scale = (None, None) if scales is None else (scales.keys, scales.values)
     return PageArrays(
-        keys=cache.keys.at[page_ids, :, :, slots].set(k.astype(cache.keys.dtype)),
-        values=cache.values.at[page_ids, :, slots].set(v.astype(cache.values.dtype)),
+        keys=cache.keys.at[page_ids, :, :, slots].set(stored(k, key_scale, cache.keys.dtype)),
+        values=cache.values.at[page_ids, :, slots].set(stored(v, value_scale, cache.values.dtype)),
     )
 
 
-BODY = PagedAttention(name="xla", attend=attend, init_cache=init_cache, copy_pages=copy_pages)
+def refuses(use: AttentionUse) -> str | None:
+    """Nothing: this body is the one that runs everything."""
+    del use
+
+
+BODY = PagedAttention(
+    name="xla", attend=attend, write=write, init_cache=init_cache, copy_pages=copy_pages, refuses=refuses
+)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels import dispatch
-from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.paged_attention import AttentionUse, Device, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.layers import attention_spec
 from jaxserve.models.loading import LoadedModel
@@ -56,6 +56,30 @@ class Built:
 def backend_of(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
     """'cpu', 'gpu' or 'tpu'."""
     return "gpu" if device.platform in {"cuda", "rocm"} else device.platform
+
+
+def describe(device: jax.Device) -> Device:  # pyright: ignore[reportInvalidTypeForm]
+    """What a kernel body may know of `device`."""
+    backend = backend_of(device)
+    capability = device.compute_capability.split(".") if backend == "gpu" else None
+    return Device(
+        backend=backend,
+        kind=device.device_kind,
+        compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
+    )
+
+
+def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple[AttentionUse, ...]:
+    """What the layers of a model will ask of a paged attention body."""
+    return tuple(
+        AttentionUse(
+            spec=attention_spec(model, window),
+            page_size=sizes.page_size,
+            query_dtype=jnp.dtype(dtype).name,
+            cache_dtype=jnp.dtype(sizes.cache_dtype).name,
+        )
+        for window in dict.fromkeys(model.windows)
+    )
 
 
 def device_of(loaded: LoadedModel) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
@@ -112,9 +136,9 @@ def build_runner(
     model = loaded.config
     sizes = resolve_sizes(config, model, loaded.dtype, backend)
     attention = dispatch.resolve(
-        backend=backend,
+        device=describe(device),
         choice=config.kernels.paged_attention,
-        cases=[attention_spec(model, window) for window in set(model.windows)],
+        uses=attention_uses(model, sizes, loaded.dtype),
     )
     memory = _plan_memory(config, sizes, loaded, attention)
     for line in memory.lines():

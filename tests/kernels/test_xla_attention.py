@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.kernels.cases import CASES, MODELS, Case, Inputs, make_batch, make_inputs
+from jaxserve.kernels.cases import CASES, MODELS, Case, Inputs, Room, make_batch, make_inputs
+from jaxserve.kernels.oracle import attend_row
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
 from jaxserve.kernels.xla_attention import BODY
-from tests.kernels.oracle import attend_row
+from tests.kernels.ragged import MAX_CONTEXT, MAX_ROWS, MAX_TOKENS, ragged_rows
 
 attend = jax.jit(BODY.attend, static_argnums=5)
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
@@ -26,6 +27,8 @@ QUICK = (
     "bloom-alibi/mixed/16",
     "demo/crumbs/24",
     "qwen3-0.6b/crumbs/64/bfloat16",
+    "demo/crumbs/16/int8",
+    "demo/crumbs/16/float8_e4m3fn",
 )
 
 
@@ -35,7 +38,7 @@ def run(inputs: Inputs, spec: AttentionSpec) -> np.ndarray:
 
 def run_with_cache(inputs: Inputs, spec: AttentionSpec):
     i = inputs
-    return attend(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes)
+    return attend(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes, i.scales)
 
 
 def check(case: Case, inputs: Inputs, out: np.ndarray) -> None:
@@ -70,30 +73,6 @@ def test_bfloat16_queries_come_back_as_bfloat16():
 
 # --- random ragged batches ------------------------------------------------------------------------------------------
 
-MAX_ROWS, MAX_TOKENS, MAX_CONTEXT = (
-    6,
-    96,
-    120,
-)  # one bucket, so that hypothesis compiles once for each page size and window
-
-
-@st.composite
-def ragged_rows(draw, page_size: int):
-    """Decode rows, then pieces of prompts; lengths on and beside page edges."""
-    edges = [1, page_size - 1, page_size, page_size + 1, 2 * page_size, 3 * page_size + 1]
-    length = st.one_of(st.sampled_from([e for e in edges if 0 < e <= 70]), st.integers(1, 70))
-    decodes = draw(st.lists(length, max_size=3))
-    rows = [(1, context) for context in decodes]
-    room = MAX_TOKENS - len(rows)
-    for _ in range(draw(st.integers(0, 3))):
-        q_len = draw(st.integers(1, max(1, min(40, room))))
-        if q_len > room:
-            break
-        earlier = draw(st.sampled_from([0, 1, page_size, 2 * page_size - 1, 33]))
-        rows.append((q_len, min(q_len + earlier, MAX_CONTEXT)))
-        room -= q_len
-    return tuple(rows)
-
 
 def in_bucket(rows, page_size: int, spec: AttentionSpec, seed: int) -> tuple[Case, Inputs]:
     """The rows in the fixed bucket (MAX_ROWS, MAX_TOKENS), with a cache of fixed size."""
@@ -108,9 +87,9 @@ def in_bucket(rows, page_size: int, spec: AttentionSpec, seed: int) -> tuple[Cas
     rng = np.random.default_rng(seed)
     columns = -(-MAX_CONTEXT // page_size)
     num_pages = (MAX_ROWS + 1) * columns + 3
-    spare = columns - max((-(-c // page_size) for _, c in rows), default=0)
+    room = Room(columns=columns, num_pages=num_pages)
     # A mixed bucket may hold decode rows only, so the batch is made as a mixed one.
-    batch, _ = make_batch(dataclasses.replace(case, rows=(*rows, (2, 2)), padding_rows=0), rng, spare_columns=spare)
+    batch, _ = make_batch(dataclasses.replace(case, rows=(*rows, (2, 2)), padding_rows=0), rng, room)
     num_tokens = sum(n for n, _ in rows)
     batch = AttentionBatch(
         positions=jnp.zeros(MAX_TOKENS, jnp.int32).at[:num_tokens].set(batch.positions[:num_tokens]),
@@ -150,6 +129,7 @@ def inputs_of(case, batch, num_pages, keys, values, rng) -> Inputs:
         batch=batch,
         sinks=None,
         alibi_slopes=None,
+        scales=None,
         keys=keys,
         values=values,
     )
@@ -304,7 +284,8 @@ def test_copy_pages_reads_all_sources_first_and_is_in_place():
 def test_wide_block_tables_cost_no_memory():
     """A table for 128k tokens makes no array of that size: work follows lengths, not columns."""
     case = CASES["demo/crumbs/24"]
-    batch, _ = make_batch(case, np.random.default_rng(0), spare_columns=128 * 1024 // case.page_size)
+    room = Room(columns=128 * 1024 // case.page_size, num_pages=100)
+    batch, _ = make_batch(case, np.random.default_rng(0), room)
     spec = MODELS["demo"]
     cache = BODY.init_cache(100, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
     q = jnp.zeros((batch.positions.shape[0], spec.num_query_heads, spec.head_dim))

@@ -15,13 +15,14 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.kernels.dispatch import resolve
+from jaxserve.kernels.paged_attention import Device
 from jaxserve.kernels.paged_attention import AttentionBatch
 from jaxserve.models import LoadedModel, load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
 NUM_STEP_TOKENS = 200  # the four prompts of a fixture together, and a little padding
-ATTENTION = resolve(backend="cpu")
+ATTENTION = resolve(device=Device(backend="cpu", kind="cpu"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,88 @@
+"""How a page of keys and values lies in the memory of a TPU.
+
+Owns the shape of the cache and where a head's numbers are in its lanes. Refuses to copy anything.
+
+    cache [pages + 1, K, rows, lanes]      one page of one head:   token 0   | key .... | value .... |
+                                                                   token 1   | key .... | value .... |
+                                                                   ...
+Keys and values share a line of lanes, so one copy brings both and heads of 64 fill the 128 lanes of the hardware
+instead of half of them. A page is whole tiles of the hardware (8, 16 or 32 rows by bytes of a number): other page
+sizes work and waste the rest of the last tile. Heads come before tokens, so that the heads can be split over devices
+and each head is a plain matrix.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.kernels.paged_attention import AttentionUse
+
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageShape:
+    """Geometry of a page.
+
+    Attributes:
+      page_size: tokens.
+      head_dim: H.
+      tile_rows: lines that the hardware moves together.
+      rows: lines of a page, a multiple of it.
+      half: lanes of a key, and of a value.
+    """
+
+    page_size: int
+    head_dim: int
+    tile_rows: int
+    rows: int
+    half: int
+
+    @classmethod
+    def make(cls, page_size: int, head_dim: int, dtype: np.dtype) -> "PageShape":
+        tile = 32 // jnp.dtype(dtype).itemsize
+        half = _LANES // 2 if head_dim <= _LANES // 2 else -(-head_dim // _LANES) * _LANES
+        rows = -(-page_size // tile) * tile
+        return cls(page_size=page_size, head_dim=head_dim, tile_rows=tile, rows=rows, half=half)
+
+    @classmethod
+    def of(cls, use: AttentionUse) -> "PageShape":
+        return cls.make(use.page_size, use.spec.head_dim, jnp.dtype(use.cache_dtype))
+
+    @property
+    def lanes(self) -> int:
+        """Of a token: its key, then its value."""
+        return 2 * self.half
+
+    @property
+    def query_lanes(self) -> int:
+        """Of a query and of an output. Where a key fills half a line, a query is a whole line with zeros behind."""
+        return max(self.half, _LANES)
+
+    def split(self, block: Float[Array, "S lanes"]) -> tuple[Array, Array]:
+        """Keys and values of a block, both [S, query_lanes].
+
+        Half a line cannot be cut off for free, so there both are the line itself: the zeros of the query blank the
+        values, and `values_of` picks the other half of the output.
+        """
+        return (block, block) if self.half < _LANES else (block[:, : self.half], block[:, self.half :])
+
+    def pad_queries(self, q: Float[Array, "... H"]) -> Float[Array, "... query_lanes"]:
+        return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, self.query_lanes - self.head_dim)])
+
+    def values_of(self, out: Float[Array, "... query_lanes"]) -> Float[Array, "... H"]:
+        first = self.half if self.half < _LANES else 0
+        return out[..., first : first + self.head_dim]
+
+    def join(self, k: Float[Array, "... H"], v: Float[Array, "... H"]) -> Float[Array, "... lanes"]:
+        """Lines of the cache from keys and values."""
+        pad = [(0, 0)] * (k.ndim - 1) + [(0, self.half - self.head_dim)]
+        return jnp.concatenate([jnp.pad(k, pad), jnp.pad(v, pad)], axis=-1)
+
+    def slot_positions(self, pages: int) -> np.ndarray:
+        """Where the token of each slot of `pages` pages is in their sequence; far beyond it for slots of padding."""
+        slot = np.arange(self.rows)
+        position = np.where(slot < self.page_size, slot, 2**30)
+        return (np.arange(pages)[:, None] * self.page_size + position).reshape(-1).astype(np.int32)

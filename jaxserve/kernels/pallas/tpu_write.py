@@ -1,0 +1,120 @@
+"""The write of a step's keys and values into the pages, on TPUs.
+
+Owns the kernel and its work list. Refuses arithmetic: numbers come as the cache keeps them.
+
+A token is one line of a page, but the hardware moves whole tiles (8, 16 or 32 lines by bytes of a number). So the new
+lines are first laid out as the tiles they fall into (a gather by XLA), and the kernel reads each tile of the cache,
+puts the new lines in, and writes it back to where it was:
+
+    tile of the cache   [old old old old ... ]
+    new lines           [ -   -  new new ... ]   ->  [old old new new ... ]
+
+A decode row costs one tile in and out, 1/64 of what it reads at 1024 tokens of bfloat16; tokens of a prompt cost
+themselves. The pipeline of Pallas overlaps the tiles, which is safe as no tile comes twice: a page is written by one
+row only (`sched` copies shared pages before anyone writes), and each row's tokens follow one another.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jaxserve.kernels.paged_attention import AttentionBatch
+from jaxserve.kernels.pallas.tpu_layout import PageShape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tiles of the cache that a step touches; entries from `count` on are not visited.
+
+    Attributes:
+      page, tile: which tile of which page.
+      token: the first new token.
+      first, last: lines [first, last) are new.
+    """
+
+    count: Int[Array, " 1"]
+    page: Int[Array, " W"]
+    tile: Int[Array, " W"]
+    token: Int[Array, " W"]
+    first: Int[Array, " W"]
+    last: Int[Array, " W"]
+
+
+def touched_tiles(batch: AttentionBatch, shape: PageShape) -> Tiles:
+    """Every tile that a real token of the batch falls into. Padding tokens are written nowhere."""
+    num_tokens, num_rows = batch.positions.shape[0], batch.context_lens.shape[0]
+    height = shape.tile_rows
+    slot = batch.positions % batch.page_size
+    real = batch.token_rows < num_rows
+    row = jnp.minimum(batch.token_rows, num_rows - 1)
+    own_first = jnp.arange(num_tokens) == batch.q_starts[row]
+    opens = real & (own_first | (slot % height == 0))
+    limit = num_rows if batch.decode_only else min(num_tokens, _most(num_tokens, num_rows, batch.page_size, height))
+    count = opens.sum(dtype=jnp.int32)
+    token = jnp.nonzero(opens, size=limit, fill_value=0)[0].astype(jnp.int32)
+    used = jnp.arange(limit) < count
+    at, slot, row = batch.positions[token], slot[token], row[token]
+    first = slot % height
+    room = jnp.minimum(height - first, batch.page_size - slot)
+    length = jnp.minimum(room, batch.q_starts[row + 1] - token)
+    page = batch.block_tables.at[row, at // batch.page_size].get(mode="clip")
+    return Tiles(
+        count=count[None],
+        page=jnp.where(used, page, 0),
+        tile=jnp.where(used, slot // height, 0),
+        token=token,
+        first=first,
+        last=jnp.where(used, first + length, first),
+    )
+
+
+def _most(num_tokens: int, num_rows: int, page_size: int, height: int) -> int:
+    """Tiles that the tokens can fall into: full ones, and for each row one torn at either end."""
+    per_page = -(-page_size // height)
+    return -(-num_tokens * per_page // page_size) + 2 * num_rows
+
+
+def write(
+    lines: Float[Array, "T K lanes"],
+    cache: Float[Array, "pages K rows lanes"],
+    tiles: Tiles,
+    shape: PageShape,
+    interpret: pltpu.InterpretParams | None,
+) -> Float[Array, "pages K rows lanes"]:
+    """The cache with the lines of the step in place. DONATES the cache in all but name: it is updated in place."""
+    height, kv_heads = shape.tile_rows, cache.shape[1]
+    token = tiles.token[:, None] - tiles.first[:, None] + jnp.arange(height)
+    staged = lines[jnp.clip(token, 0, lines.shape[0] - 1)].swapaxes(1, 2)  # [W, K, height, lanes]
+    new = pl.BlockSpec((None, kv_heads, height, shape.lanes), lambda i, *_: (i, 0, 0, 0))
+    place = pl.BlockSpec((None, kv_heads, height, shape.lanes), lambda i, _, page, tile, *__: (page[i], 0, tile[i], 0))
+    return pl.pallas_call(
+        functools.partial(_kernel, height),
+        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(jnp.maximum(tiles.count[0], 1),),
+            in_specs=[new, place],
+            out_specs=place,
+        ),
+        input_output_aliases={6: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=3 * staged.nbytes),
+        interpret=False if interpret is None else interpret,
+        name="paged_kv_write",
+    )(tiles.count, tiles.page, tiles.tile, tiles.first, tiles.last, staged, cache)
+
+
+def _kernel(height: int, _count, _page, _tile, first, last, new, old, out) -> None:
+    i = pl.program_id(0)
+    line = lax.broadcasted_iota(jnp.int32, (height, 1), 0)
+    fresh = (line >= first[i]) & (line < last[i])
+    for h in range(out.shape[0]):
+        # Through 32 bits, which every dtype of a cache fits into and every generation can select.
+        out[h] = jnp.where(fresh, new[h].astype(jnp.float32), old[h].astype(jnp.float32)).astype(out.dtype)

@@ -1,0 +1,170 @@
+"""The body for TPUs in the interpreter, with races watched and memory poisoned, against the float64 oracle."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.kernels.cases import REAL, Case, Room, case, make_inputs, small
+from jaxserve.kernels.oracle import TOLERANCE, relative_error
+from jaxserve.kernels.paged_attention import AttentionSpec, Device
+from jaxserve.kernels.pallas import tpu_attention
+from jaxserve.kernels.pallas.tpu_body import make_body
+from jaxserve.kernels.tuning import entry_name
+from jaxserve.kernels.xla_attention import BODY as REFERENCE
+from tests.kernels.ragged import MAX_CONTEXT, bucketed, ragged_rows
+from tests.kernels.tpu_interpreter import BODY, INTERPRETER, NO_TABLE, V5E, body_with, found_races, run
+
+attend = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3)
+# Every kind of batch, option and dtype once; the others run with `-m slow`.
+QUICK = (
+    "llama3-8b-tp8/decode64/64/bfloat16",
+    "llama3-8b-tp8/busy/64/bfloat16",
+    "gpt-oss/ragged/64/bfloat16",
+    "gemma2-9b/busy/64/bfloat16",
+    "llama3-8b-tp1/busy/24/bfloat16",
+    "llama3-8b-tp4/busy/32/int8",
+    "llama3-8b-tp4/decode64/32/float8_e4m3fn",
+    "llama3-8b-tp8/ragged/128",
+)
+
+
+def check(case: Case, seed: int = 0, room: Room | None = None) -> None:
+    inputs = make_inputs(case, BODY, seed=seed, poison=True, room=room)
+    out, _ = run(attend, case, inputs)
+    assert relative_error(case, inputs, out) <= TOLERANCE[case.query_dtype]
+    assert not found_races()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REAL])
+def test_named_case_matches_the_oracle(name):
+    check(small(REAL[name]))
+
+
+@pytest.mark.slow
+def test_a_whole_row_of_128k():
+    check(REAL["llama3-8b-tp8/row128k/64/bfloat16"])
+
+
+SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(16, None), (24, None), (32, 9)])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_ragged_batches_among_poison(page_size, window, data):
+    rows = data.draw(ragged_rows(page_size))
+    if not rows:
+        return
+    batch, room = bucketed(rows, page_size, dataclasses.replace(SPEC, window=window), "float32", "float32")
+    check(batch, seed=len(rows), room=room)
+
+
+def test_a_batch_of_padding_alone_gives_zeros():
+    batch, room = bucketed(((1, 5),), 16, SPEC, "float32", "float32")
+    inputs = make_inputs(batch, BODY, poison=True, room=room)
+    empty = dataclasses.replace(
+        inputs.batch,
+        token_rows=jnp.full_like(inputs.batch.token_rows, len(inputs.batch.context_lens)),
+        q_starts=jnp.zeros_like(inputs.batch.q_starts),
+        context_lens=jnp.zeros_like(inputs.batch.context_lens),
+    )
+    out, _ = run(attend, batch, dataclasses.replace(inputs, batch=empty))
+    assert (np.asarray(out) == 0).all()
+
+
+def test_shared_prefix_pages_serve_two_rows():
+    page = 16
+    batch = dataclasses.replace(
+        case("demo", "crumbs", page), rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0
+    )
+    inputs = make_inputs(batch, BODY, poison=True)
+    tables = inputs.batch.block_tables
+    shared = dataclasses.replace(inputs.batch, block_tables=tables.at[1, :2].set(tables[0, :2]))
+    keys, values = (
+        [one, jnp.concatenate([one[: 2 * page], two[2 * page :]])] for one, two in (inputs.keys, inputs.values)
+    )
+    inputs = dataclasses.replace(inputs, batch=shared, keys=keys, values=values)
+    out, _ = run(attend, batch, inputs)
+    assert relative_error(batch, inputs, out) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_the_write_stores_what_the_reference_stores_and_nothing_else(dtype):
+    rows = ((1, 1), (1, 33), (17, 17), (40, 75))
+    batch, room = bucketed(rows, 24, dataclasses.replace(SPEC, head_dim=96), "bfloat16", dtype)
+    inputs = make_inputs(batch, BODY, room=room)
+    wanted = make_inputs(batch, REFERENCE, room=room)
+    write = (inputs.k, inputs.v, inputs.batch, inputs.scales)
+    cache = np.asarray(BODY.write(write[0], write[1], inputs.cache, *write[2:]).astype(jnp.float32))
+    reference = REFERENCE.write(write[0], write[1], wanted.cache, *write[2:])
+    keys = np.asarray(reference.keys.astype(jnp.float32)).swapaxes(2, 3)
+    np.testing.assert_array_equal(cache[1:, :, :24, :96], keys[1:])
+    np.testing.assert_array_equal(cache[1:, :, :24, 128:224], np.asarray(reference.values.astype(jnp.float32))[1:])
+    assert (cache[:, :, 24:] == 0).all() and (cache[..., 96:128] == 0).all()
+
+
+def test_any_tuned_sizes_give_the_same_answer():
+    use = small(REAL["llama3-8b-tp8/busy/64/bfloat16"])
+    use = dataclasses.replace(use, page_size=16)
+    entries = {
+        entry_name("mosaic_tpu", "decode", use.use): {"block_q": 1, "pages": 1},
+        entry_name("mosaic_tpu", "prefill", use.use): {"block_q": 32, "pages": 4},
+    }
+    tuned = body_with(entries)
+    inputs = make_inputs(use, tuned, poison=True)
+    out, _ = run(jax.jit(tuned.attend, static_argnums=5), use, inputs)
+    assert relative_error(use, inputs, out) <= TOLERANCE["bfloat16"]
+    assert not found_races()
+
+
+def test_page_ids_of_a_long_row_come_in_pieces_of_128():
+    """Pages of 16 and 5000 tokens: three pieces of page ids, the last of them short."""
+    long = dataclasses.replace(
+        small(REAL["llama3-8b-tp8/row128k/64/bfloat16"]), rows=((1, 5000), (1, 40), (1, 2049)), page_size=16
+    )
+    check(dataclasses.replace(long, padding_rows=1))
+
+
+@pytest.mark.parametrize("method", ["wait_block", "_start_next_ids"])
+def test_a_missing_wait_would_be_seen(method, monkeypatch):
+    """The interpreter reports what these tests rely on it for: without the wait, a race or poison in the output."""
+    if method == "wait_block":
+        monkeypatch.setattr(tpu_attention._Copies, "wait_block", lambda self, i, c, slot: None)
+    else:  # the next piece of page ids is never fetched, so the copies that need it take what is not there
+        monkeypatch.setattr(tpu_attention._Copies, "wait_block", _wait_for_one_page_only)
+    broken = make_body(V5E, NO_TABLE, INTERPRETER)
+    batch = small(REAL["llama3-8b-tp8/decode64/64/bfloat16"])
+    inputs = make_inputs(batch, broken, poison=True)
+    out, _ = run(jax.jit(broken.attend, static_argnums=5), batch, inputs)
+    assert found_races() or relative_error(batch, inputs, out) > TOLERANCE["bfloat16"]
+
+
+def _wait_for_one_page_only(self, i, c, slot):
+    self._page(0, 0, slot).wait()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_the_figures():
+    v4 = make_body(Device(backend="tpu", kind="TPU v4"))
+    reason = v4.refuses(REAL["mpt-7b-alibi/busy/64/bfloat16"].use)
+    assert reason is not None and "MiB of VMEM" in reason and "TPU v4 has 13 MiB" in reason
+    assert make_body(V5E).refuses(REAL["mpt-7b-alibi/busy/64/bfloat16"].use) is None
+    unknown = make_body(Device(backend="tpu", kind="TPU v99"))
+    assert "this is 'TPU v99'" in str(unknown.refuses(REAL["llama3-8b-tp1/busy/64/bfloat16"].use))
+
+
+def test_tuned_sizes_that_are_no_powers_of_two_are_refused():
+    use = REAL["llama3-8b-tp1/busy/64/bfloat16"].use
+    body = body_with({entry_name("mosaic_tpu", "decode", use): {"block_q": 1, "pages": 3}})
+    assert "not powers of two" in str(body.refuses(use))
+
+
+def test_the_interpreter_reads_contexts_of_the_bucket_only():
+    assert MAX_CONTEXT % 24 == 0, "the bucket's last page of 24 is full, so its padding lines are tried"
