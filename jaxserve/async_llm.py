@@ -15,7 +15,7 @@ from jaxserve.assemble import SchedulerChoice
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine import AsyncEngine, Prompt, Update
 from jaxserve.front_door import FrontDoor
-from jaxserve.offline import Job, chat_template_of, prepare_chat, prepare_job
+from jaxserve.offline import Job, prepare_chat, prepare_job
 
 __all__ = ["AsyncLLM", "Update"]
 
@@ -83,7 +83,7 @@ class AsyncLLM(FrontDoor):
         return self._stream(
             lambda: prepare_chat(
                 self._engine,
-                chat_template_of(self._engine, chat_template),
+                self._engine.chat_template(chat_template),
                 messages,
                 sampling,
                 add_generation_prompt=add_generation_prompt,
@@ -114,7 +114,7 @@ class AsyncLLM(FrontDoor):
         return self.get_default_sampling_params() if given is None else given
 
     async def _stream(self, prepare: Callable[[], Job]) -> AsyncGenerator[Update, None]:
-        job = await asyncio.to_thread(prepare)  # a long prompt takes its time, which other streams need not lose
+        job = await self._streams.run(prepare)
         async with contextlib.aclosing(self._streams.stream(job.request, echo=job.echo)) as updates:
             async for update in updates:
                 yield update

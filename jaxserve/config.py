@@ -100,7 +100,7 @@ class RuntimeConfig(_Section):
         default=None, description="Tokens of mixed steps; default by backend."
     )
     row_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
-        default=None, description="Rows of decode steps; default: powers of two."
+        default=None, description="Rows of decode steps; default by backend."
     )
     compile_cache: str | None = pydantic.Field(
         default="~/.cache/jaxserve/xla",

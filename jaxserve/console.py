@@ -63,6 +63,16 @@ class TextWriter:
             self._console.print(rich.text.Text(note, style="dim"))
 
 
+def _columns(what: str) -> tuple[rich.progress.ProgressColumn, ...]:
+    return (
+        rich.progress.TextColumn(what),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.TimeElapsedColumn(),
+    )
+
+
 class StartBar:
     """How many of the executables are compiled. A context manager; gone when it ends. Log lines without a terminal."""
 
@@ -70,11 +80,7 @@ class StartBar:
         console = rich.console.Console(stderr=True)
         self._drawn = console.is_terminal or console.is_jupyter
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("compiling"),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.TimeElapsedColumn(),
+            *_columns("compiling"),
             console=console,
             transient=True,
             disable=not (shown and self._drawn),
@@ -108,11 +114,7 @@ class BatchBar:
 
     def __init__(self, total: int | None, *, shown: bool = True) -> None:
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("prompts"),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.TimeElapsedColumn(),
+            *_columns("prompts"),
             rich.progress.TimeRemainingColumn(),
             console=rich.console.Console(stderr=True),
             disable=not shown,

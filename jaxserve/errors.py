@@ -14,7 +14,6 @@ class Status(enum.StrEnum):
     """What kind of refusal this is, independent of any protocol."""
 
     INVALID = "invalid"  # the request itself is wrong; sending it again cannot help
-    NOT_FOUND = "not_found"
     OVERLOADED = "overloaded"  # try again later
     UNAVAILABLE = "unavailable"  # the engine is stopping or dead
     DEADLINE = "deadline"

@@ -95,12 +95,12 @@ class FrontDoor:
     @classmethod
     def from_config(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         overrides: Mapping[str, object] | Sequence[str] = (),
         *,
         scheduler: SchedulerChoice | None = None,
     ) -> Self:
-        """From a YAML file: `from_config("demo.yaml", overrides={"cache.num_pages": 24})`."""
+        """From a YAML file: `from_config("demo.yaml", overrides={"cache.num_pages": 24})`; None takes the defaults."""
         door = cls.__new__(cls)
         door._start(load_config(path, overrides), scheduler)
         return door

@@ -20,7 +20,6 @@ from jaxserve.offline import (
     RequestMetrics,
     RequestOutput,
     Result,
-    chat_template_of,
     prepare_chat,
     prepare_job,
     run_jobs,
@@ -96,7 +95,7 @@ class LLM(FrontDoor):
         """
         conversations = [messages] if _is_one_conversation(messages) else list(messages)
         options = self._sampling_for(len(conversations), sampling_params)
-        template = chat_template_of(self._engine, chat_template)
+        template = self._engine.chat_template(chat_template)
         jobs = []
         for index, conversation in enumerate(conversations):
             try:

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: eight CPU devices, no accelerator, no network, one compile cache per run."""
+"""Settings of the whole suite: eight CPU devices, no accelerator, no network."""
 
 import os
 

@@ -1,12 +1,12 @@
-"""The front doors on a fake device: what tests/test_llm.py and tests/test_run.py share.
+"""The front doors on a fake device: what the tests of the front doors share.
 
 Run as a program, it is `python -m jaxserve.run` on the fake device: what the tests of processes start.
 """
 
 import dataclasses
 import sys
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, Self
 
 from jaxserve import assemble
 from jaxserve.config import Config
@@ -23,6 +23,12 @@ class Fakes:
     config: Config | None = None
     runner: FakeRunner | None = None
     max_rows: int = 4
+
+    def install(self, patch: Callable[[object, str, object], None] = setattr) -> Self:
+        """Puts itself in the place of the device; `patch` may be that of a MonkeyPatch, which takes it back."""
+        patch(assemble, "build_device", self.build_device)
+        patch(assemble, "build_tokenizer", self.build_tokenizer)
+        return self
 
     def build_device(self, config: Config, on_compiled: assemble.OnCompiled) -> assemble.Device:
         self.config = config
@@ -43,9 +49,7 @@ class Fakes:
 def main() -> int:
     from jaxserve import run
 
-    fakes = Fakes(fail_at=(0, "dispatch") if "--broken-device" in sys.argv else None)
-    assemble.build_device = fakes.build_device
-    assemble.build_tokenizer = fakes.build_tokenizer
+    Fakes(fail_at=(0, "dispatch") if "--broken-device" in sys.argv else None).install()
     return run.main([a for a in sys.argv[1:] if a != "--broken-device"])
 
 

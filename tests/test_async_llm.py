@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from fake_parts import Fakes
 
-from jaxserve import AsyncLLM, FinishReason, SamplingParams, assemble
+from jaxserve import AsyncLLM, FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, UnsupportedOption
 from jaxserve.sched import ContinuousScheduler
 
@@ -18,10 +18,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes = Fakes()
-    monkeypatch.setattr(assemble, "build_device", fakes.build_device)
-    monkeypatch.setattr(assemble, "build_tokenizer", fakes.build_tokenizer)
-    return fakes
+    return Fakes().install(monkeypatch.setattr)
 
 
 @contextlib.asynccontextmanager

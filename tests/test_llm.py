@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_parts import Fakes
 
-from jaxserve import LLM, FinishReason, SamplingParams, assemble
+from jaxserve import LLM, FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong, RequestRejected
 from jaxserve.llm import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sched import ContinuousScheduler, Policy
@@ -20,10 +20,7 @@ QUIET = {"use_tqdm": False}
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes = Fakes()
-    monkeypatch.setattr(assemble, "build_device", fakes.build_device)
-    monkeypatch.setattr(assemble, "build_tokenizer", fakes.build_tokenizer)
-    return fakes
+    return Fakes().install(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_parts import Fakes
 
-from jaxserve import __version__, assemble, cli, run
+from jaxserve import __version__, cli, run
 
 ROOT = Path(__file__).parents[1]
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_parts.py"), "--set", "model.name=fake"]
@@ -22,10 +22,7 @@ REAL = [sys.executable, "-m", "jaxserve.run"]
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes = Fakes(sampling_defaults={"temperature": 0.0})
-    monkeypatch.setattr(assemble, "build_device", fakes.build_device)
-    monkeypatch.setattr(assemble, "build_tokenizer", fakes.build_tokenizer)
-    return fakes
+    return Fakes(sampling_defaults={"temperature": 0.0}).install(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from jaxserve.sched import uses_priority
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.plan import StepPlan
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class Engine:
     """Runs requests to their end.
 
     Mutable state belongs to whoever calls `step`: the thread of `start`, or the caller itself when it drives the loop
-    by hand (offline use). `submit`, `abort`, `prepare` and the read-only properties may be used from any thread.
+    by hand (offline use). `submit`, `abort`, `prepare`, `chat_template` and the read-only properties may be used from
+    any thread.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Engine:
         self._max_waiting = max_waiting
         self._seed = seed
         self._clock = clock
+        self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Wake] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
@@ -116,6 +119,19 @@ class Engine:
             tenant=tenant,
             add_special_tokens=add_special_tokens,
         )
+
+    def chat_template(self, source: str | None = None) -> ChatTemplate:
+        """The model's own template, compiled once, or one of Jinja `source` with the model's special tokens.
+
+        Raises InvalidRequest without a tokenizer, or when the template does not compile.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequest("a chat needs a tokenizer, and this engine was started without; send token ids")
+        if source is not None:
+            return ChatTemplate.of(self.tokenizer, source)
+        if self._template is None:  # two threads may both compile it here, which only costs the time
+            self._template = ChatTemplate.of(self.tokenizer)
+        return self._template
 
     def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
         """Hands the request to the loop. `sink` gets every update, the last one with `last` set.
@@ -291,7 +307,11 @@ class Engine:
             _tell(self._make_silent(command).fail, reason, FinishReason.ERROR)
             return
         if request_id in self._live:
-            _tell(live.fail, InvalidRequest(f"a request with id {request_id!r} is live already"), FinishReason.ERROR)
+            _tell(
+                live.fail,
+                InvalidRequest(f"a request with id {request_id!r} is live already; choose another"),
+                FinishReason.ERROR,
+            )
             return
         try:
             self._scheduler.add(command.request)

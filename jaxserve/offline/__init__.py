@@ -13,7 +13,7 @@ requests running behind its back. Here an interrupt takes effect between two ste
 pages are free, and the next call works.
 """
 
-from jaxserve.offline.jobs import Job, chat_template_of, prepare_chat, prepare_job
+from jaxserve.offline.jobs import Job, prepare_chat, prepare_job
 from jaxserve.offline.loop import InOrder, run_jobs
 from jaxserve.offline.results import CompletionOutput, Counts, Logprob, RequestMetrics, RequestOutput, Result
 
@@ -26,7 +26,6 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "Result",
-    "chat_template_of",
     "prepare_chat",
     "prepare_job",
     "run_jobs",

@@ -76,17 +76,3 @@ def prepare_chat(
     if echo:
         check_echo(request, engine.tokenizer)
     return Job(request=request, prompt=text, echo=echo)
-
-
-def chat_template_of(engine: Engine, source: str | None = None) -> ChatTemplate:
-    """The model's own template, or one from Jinja `source` with the model's special tokens."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise InvalidRequest("a chat needs a tokenizer, and this engine was started without; send prompt_token_ids")
-    if source is None:
-        return ChatTemplate.of(tokenizer)
-    bos, eos = (
-        "" if token_id is None else tokenizer.token_text(token_id)
-        for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    )
-    return ChatTemplate(source, bos_token=bos, eos_token=eos)

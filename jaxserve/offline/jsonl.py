@@ -16,7 +16,7 @@ from typing import IO, Any
 from jaxserve.api import Request, SamplingParams
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.offline.jobs import Job, chat_template_of, prepare_chat, prepare_job
+from jaxserve.offline.jobs import Job, prepare_chat, prepare_job
 from jaxserve.offline.results import CompletionOutput, Logprob, RequestOutput, Result
 
 DEFAULT_MAX_TOKENS = 256  # when neither the line nor the command line says; less where the context leaves less
@@ -112,12 +112,11 @@ def _prepare(engine: Engine, kind: str, value: Any, sampling: SamplingParams, op
     if kind == "prompt_token_ids" and not isinstance(value, list):
         raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
     if kind == "prompt" and options.chat and isinstance(value, str):
-        chat = prepare_chat(
-            engine, chat_template_of(engine), [{"role": "user", "content": value}], sampling, echo=options.echo
-        )
+        messages = [{"role": "user", "content": value}]
+        chat = prepare_chat(engine, engine.chat_template(), messages, sampling, echo=options.echo)
         return dataclasses.replace(chat, prompt=value)
     if kind == "messages":
-        return prepare_chat(engine, chat_template_of(engine), value, sampling, echo=options.echo)
+        return prepare_chat(engine, engine.chat_template(), value, sampling, echo=options.echo)
     return prepare_job(engine, value, sampling, echo=options.echo)
 
 

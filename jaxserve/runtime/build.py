@@ -140,7 +140,8 @@ def build_runner(
         choice=config.kernels.paged_attention,
         uses=attention_uses(model, sizes, loaded.dtype),
     )
-    memory = _plan_memory(config, sizes, loaded, attention)
+    make_state = functools.partial(_make_state, model, attention, sizes)
+    memory = _plan_memory(config, sizes, loaded, jax.eval_shape(functools.partial(make_state, 1)))
     for line in memory.lines():
         say(line)
     limits = Limits(
@@ -151,7 +152,7 @@ def build_runner(
         buckets=sizes.buckets,
     )
     sharding = jax.sharding.SingleDeviceSharding(device)
-    make_state = functools.partial(_make_state, model, limits, attention, sizes.cache_dtype)
+    make_state = functools.partial(make_state, memory.num_pages)
     abstract_state = _with_sharding(jax.eval_shape(make_state), sharding)
     layouts = {
         b: Layout.of(b, max_rows=limits.max_rows, num_params=NUM_ROW_FIELDS, page_size=limits.page_size)
@@ -178,27 +179,21 @@ def build_runner(
     return Built(runner=runner, memory=memory, compile_report=report)
 
 
-def _make_state(model: DecoderConfig, limits: Limits, attention: PagedAttention, cache_dtype: np.dtype) -> DeviceState:
-    columns = -(-limits.max_model_len // limits.page_size)
+def _make_state(model: DecoderConfig, attention: PagedAttention, sizes: Sizes, num_pages: int) -> DeviceState:
+    columns = -(-sizes.max_model_len // sizes.page_size)
     return DeviceState(
         caches=tuple(
-            attention.init_cache(limits.num_pages, limits.page_size, model.num_kv_heads, model.head_dim, cache_dtype)
+            attention.init_cache(num_pages, sizes.page_size, model.num_kv_heads, model.head_dim, sizes.cache_dtype)
             for _ in range(model.num_layers)
         ),
-        block_tables=jnp.zeros((limits.max_rows + 1, columns), jnp.int32),
-        sampling=init_sampling_state(limits.max_rows, model.vocab_size),
+        block_tables=jnp.zeros((sizes.max_rows + 1, columns), jnp.int32),
+        sampling=init_sampling_state(sizes.max_rows, model.vocab_size),
     )
 
 
-def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, attention: PagedAttention) -> MemoryPlan:
+def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, one_page: DeviceState) -> MemoryPlan:
+    """`one_page` is the state, abstract or not, of a pool of one page; all but the cache is as large in every pool."""
     model = loaded.config
-    one_layer = jax.eval_shape(
-        functools.partial(
-            attention.init_cache, 1, sizes.page_size, model.num_kv_heads, model.head_dim, sizes.cache_dtype
-        )
-    )
-    # Two pages were asked for (one and the dummy).
-    page_bytes = model.num_layers * _num_bytes(one_layer) // 2
     weight_bytes = _num_bytes(loaded.state)
     largest = max(sizes.buckets)
     total_bytes = device_memory_bytes(device_of(loaded))
@@ -216,9 +211,8 @@ def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, attention: P
             vocab=model.vocab_size,
             itemsize=4,  # matmul results are float32 before they are rounded
         ),
-        state_bytes=_num_bytes(jax.eval_shape(functools.partial(init_sampling_state, sizes.max_rows, model.vocab_size)))
-        + 4 * (sizes.max_rows + 1) * -(-sizes.max_model_len // sizes.page_size),
-        page_bytes=page_bytes,
+        state_bytes=_num_bytes((one_page.block_tables, one_page.sampling)),
+        page_bytes=_num_bytes(one_page.caches) // 2,  # the one page and the dummy
         page_size=sizes.page_size,
         max_rows=sizes.max_rows,
         max_model_len=sizes.max_model_len,

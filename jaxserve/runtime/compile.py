@@ -35,7 +35,6 @@ class Compiled:
     call: jax.stages.Compiled
     seconds: float
     temporary_bytes: int
-    argument_bytes: int
     code_bytes: int
 
 
@@ -81,7 +80,6 @@ def _compile(job: Job) -> Compiled:
         call=call,
         seconds=time.perf_counter() - start,
         temporary_bytes=memory.temp_size_in_bytes if memory is not None else 0,
-        argument_bytes=memory.argument_size_in_bytes if memory is not None else 0,
         code_bytes=memory.generated_code_size_in_bytes if memory is not None else 0,
     )
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.sched.plan import Bucket, PageGrant, StepPlan
+from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
 FROM_DEVICE = -1  # this token's id is `last_token[row]`, which only the device knows yet
 NO_TARGET = -1
@@ -182,11 +182,16 @@ def _pack_tokens(
         view["token_rows"][at:end] = i
         view["positions"][at:end] = range(chunk.start, chunk.start + len(chunk.token_ids))
         if chunk.prompt_logprobs:
-            following = row_tokens[chunk.row][chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+            following = following_tokens(chunk, row_tokens[chunk.row])
             view["targets"][at : at + len(following)] = following
         view["q_starts"][i + 1] = end
         at = end
     view["q_starts"][num_decode + len(plan.chunks) + 1 :] = at
+
+
+def following_tokens(chunk: Chunk, prompt: np.ndarray) -> np.ndarray:
+    """The token of `prompt` [prompt_len] after each of the chunk's: one fewer where the chunk ends the prompt."""
+    return prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
 
 
 def split_grants(grants: tuple[PageGrant, ...], room: int) -> tuple[tuple[PageGrant, ...], list[tuple[int, int, int]]]:

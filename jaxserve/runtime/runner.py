@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
-from jaxserve.runtime.pack import Layout, pack, split_grants
+from jaxserve.runtime.pack import Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, encode_row_state, needs_row_state
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState, StepOutput
@@ -96,8 +96,8 @@ class DeviceRunner:
         at = len(plan.decode_rows)
         for chunk in plan.chunks:
             if chunk.prompt_logprobs:
-                following = self._row_prompts[chunk.row][chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
-                prompts.append(_PromptSpan(chunk.row, at, following, self._row_prompt_logprobs[chunk.row]))
+                targets = following_tokens(chunk, self._row_prompts[chunk.row])
+                prompts.append(_PromptSpan(chunk.row, at, targets, self._row_prompt_logprobs[chunk.row]))
             at += len(chunk.token_ids)
         return DeviceInFlight(output, sampled, logprobs, tuple(prompts))
 

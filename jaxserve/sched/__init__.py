@@ -30,6 +30,7 @@ To bring another policy, derive from `Policy` and name it: an entry point in the
 `Scheduler` protocol.
 """
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import cast
@@ -95,12 +96,15 @@ def create_scheduler(
       clock: monotonic seconds; must be the clock that stamps `Request.arrival_s`.
 
     Raises:
-      ConfigError: nothing has this name, an option is out of range, or what was found is no scheduler.
+      ConfigError: nothing has this name, an option is out of range, or what was found is no scheduler or policy.
       CapacityError: the buckets cannot hold all rows.
     """
     options = SchedulerOptions(chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, ageing_s=ageing_s)
     found = SCHEDULERS.get(policy)
     if isinstance(found, type) and issubclass(found, Policy):
+        if inspect.isabstract(found):
+            lacking = ", ".join(sorted(found.__abstractmethods__))
+            raise ConfigError(f"the policy {found.__name__} lacks the method {lacking}; add it to the class")
         found = found(options)
     if isinstance(found, Policy):
         return ContinuousScheduler(limits, found, options, clock)

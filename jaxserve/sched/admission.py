@@ -15,7 +15,7 @@ def max_sequence_len(request: Request, limits: Limits) -> int:
     return min(len(request.prompt_token_ids) + request.max_tokens, limits.max_model_len)
 
 
-def check_request(request: Request, limits: Limits, budget: StepBudget, chunked_prefill: bool) -> None:
+def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_prefill: bool) -> None:
     """Raises InvalidRequest, PromptTooLong or RequestRejected; returns when the request can run."""
     who, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
     if prompt_len == 0:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.admission import check_request, max_sequence_len
+from jaxserve.sched.admission import check_fits, max_sequence_len
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.draft import Draft, Flight, row_setup
 from jaxserve.sched.memory import Placement, SequenceMemory
@@ -69,7 +69,7 @@ class ContinuousScheduler:
         """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""
         if request.request_id in self._groups:
             raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
-        check_request(request, self.limits, self._budget, self._chunked)
+        check_fits(request, self.limits, self._budget, self._chunked)
         group = self._groups[request.request_id] = Group(request, next(self._orders))
         self._enqueue(group, 0)
 

@@ -17,9 +17,9 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
-from jaxserve.api import FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.api import SamplingParams, TokenLogprobs
 
-__all__ = ["Bucket", "Chunk", "FinishReason", "Limits", "PageCopy", "PageGrant", "RowSetup", "StepPlan", "StepResult"]
+__all__ = ["Bucket", "Chunk", "Limits", "PageCopy", "PageGrant", "RowSetup", "StepPlan", "StepResult"]
 
 DUMMY_PAGE = 0
 

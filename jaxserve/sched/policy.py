@@ -5,6 +5,7 @@ is asked, and `core` acts. One loop serves all policies, so a rule of correctnes
 and tested once.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence as Seq
 
@@ -31,8 +32,8 @@ class SchedulerOptions:
             raise ConfigError(f"sched.ageing_s is {self.ageing_s}, but must be more than 0 seconds")
 
 
-class Policy:
-    """Base of all policies; each method has the default that most keep.
+class Policy(abc.ABC):
+    """Base of all policies; each method but `key` has the default that most keep.
 
     `dynamic_order` says whether a key can change while a sequence waits. If so the queue is sorted again at each step
     in which somebody could be admitted. `preemptive` says whether `victim_for_admission` is worth asking.
@@ -46,9 +47,9 @@ class Policy:
     def __init__(self, options: SchedulerOptions) -> None:
         self.options = options
 
+    @abc.abstractmethod
     def key(self, seq: Sequence, now_s: float) -> float | tuple[float, ...]:
         """Smaller runs first. Ties go by order of arrival at the scheduler, then by index."""
-        raise NotImplementedError
 
     def may_admit(self, seq: Sequence, running: Seq[Sequence]) -> bool:
         """Asked of the first in the queue. False leaves it, and all behind it, waiting for this step.
@@ -73,5 +74,5 @@ class Policy:
         """
         return None
 
-    def observe(self, decoding: Seq[Sequence], prefills: Seq[tuple[Sequence, int]]) -> None:
+    def observe(self, decoding: Seq[Sequence], prefills: Seq[tuple[Sequence, int]]) -> None:  # noqa: B027  (a hook)
         """Told once a step what was planned (`prefills` with their number of tokens), to charge tenants by."""

@@ -7,8 +7,9 @@ back once a part of it was shown, so only the caller knows what may be sent agai
         for reply in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(reply.text, end="", flush=True)
 
-A prompt is text, a list of token ids, or a list of chat messages `{"role": ..., "content": ...}`. Leaving the iterator
-early cancels the call and frees its memory on the server.
+A prompt is text, a list of token ids, or a list of chat messages `{"role": ..., "content": ...}`. What is neither
+prompt nor sampling goes into `CallOptions(request_id="mine", echo=True)`. Leaving the iterator early cancels the call
+and frees its memory on the server.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxserve.api import SamplingParams
 from jaxserve.errors import JaxserveError, Status
 from jaxserve.serve.completion import Completion, collect_replies
-from jaxserve.serve.convert import ClientPrompt, request_to_proto
+from jaxserve.serve.convert import NO_OPTIONS, CallOptions, ClientPrompt, request_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.status import status_of_grpc
@@ -49,12 +50,8 @@ class Client:
         self,
         prompt: ClientPrompt,
         sampling: SamplingParams,
+        options: CallOptions = NO_OPTIONS,
         *,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        echo: bool = False,
         timeout_s: float | None = None,
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Yields the messages of the server as they come.
@@ -62,16 +59,7 @@ class Client:
         `timeout_s` ends the request on the server too. Raises RequestFailed, or InvalidRequest for what cannot even
         be sent.
         """
-        request = request_to_proto(
-            prompt,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            echo=echo,
-        )
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request_to_proto(prompt, sampling, options), timeout=timeout_s)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -83,26 +71,12 @@ class Client:
         self,
         prompt: ClientPrompt,
         sampling: SamplingParams,
+        options: CallOptions = NO_OPTIONS,
         *,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        echo: bool = False,
         timeout_s: float | None = None,
     ) -> Completion:
         """The whole answer. Raises as `generate` does."""
-        replies = self.generate(
-            prompt,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            echo=echo,
-            timeout_s=timeout_s,
-        )
-        return collect_replies(list(replies))
+        return collect_replies(list(self.generate(prompt, sampling, options, timeout_s=timeout_s)))
 
     def is_serving(self, *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
         """Asks the server's health. False when it says NOT_SERVING or does not answer.
@@ -138,25 +112,12 @@ class AsyncClient:
         self,
         prompt: ClientPrompt,
         sampling: SamplingParams,
+        options: CallOptions = NO_OPTIONS,
         *,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        echo: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """See `Client.generate`. Leave early through `contextlib.aclosing`, so that the call ends at once."""
-        request = request_to_proto(
-            prompt,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            echo=echo,
-        )
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request_to_proto(prompt, sampling, options), timeout=timeout_s)
         try:
             async for reply in call:
                 yield reply
@@ -169,25 +130,12 @@ class AsyncClient:
         self,
         prompt: ClientPrompt,
         sampling: SamplingParams,
+        options: CallOptions = NO_OPTIONS,
         *,
-        request_id: str = "",
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        echo: bool = False,
         timeout_s: float | None = None,
     ) -> Completion:
         """See `Client.complete`."""
-        replies = self.generate(
-            prompt,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            echo=echo,
-            timeout_s=timeout_s,
-        )
+        replies = self.generate(prompt, sampling, options, timeout_s=timeout_s)
         async with contextlib.aclosing(replies):
             return collect_replies([reply async for reply in replies])
 

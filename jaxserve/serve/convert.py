@@ -24,6 +24,27 @@ FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
 # What a client may give as a prompt: text, token ids, or chat messages.
 ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What a call may say beside its prompt and its sampling.
+
+    Attributes:
+      request_id: unique among live requests; empty: the server chooses.
+      priority: smaller first; needs a policy that reads it, others refuse all but 0.
+      cache_salt: prompts share cached pages only with those of the same salt.
+      tenant: whom the request is counted for, by policies that do.
+      echo: the text begins with the prompt.
+    """
+
+    request_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    echo: bool = False
+
+
+NO_OPTIONS = CallOptions()
 _DEFAULTS = SamplingParams()
 
 
@@ -80,24 +101,17 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
 
 
 def request_to_proto(
-    prompt: ClientPrompt,
-    sampling: SamplingParams,
-    *,
-    request_id: str = "",
-    priority: int = 0,
-    cache_salt: str = "",
-    tenant: str = "",
-    echo: bool = False,
+    prompt: ClientPrompt, sampling: SamplingParams, options: CallOptions = NO_OPTIONS
 ) -> pb.GenerateRequest:
     """The message of one request. Raises InvalidRequest for what the wire format cannot carry."""
     try:
         request = pb.GenerateRequest(
-            request_id=request_id,
+            request_id=options.request_id,
             sampling=sampling_to_proto(sampling),
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            echo=echo,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            tenant=options.tenant,
+            echo=options.echo,
         )
         if isinstance(prompt, str):
             request.text = prompt

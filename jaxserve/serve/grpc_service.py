@@ -10,7 +10,7 @@ import uuid
 import grpc
 
 from jaxserve.api import Request
-from jaxserve.engine import AsyncEngine, Prompt, Update
+from jaxserve.engine import AsyncEngine, Engine, Prompt, Update
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.convert import (
     FINISH_REASONS,
@@ -21,6 +21,7 @@ from jaxserve.serve.convert import (
 )
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.text import encode_chat
 
 _MAX_REQUEST_ID_CHARS = 256
 
@@ -30,60 +31,58 @@ class InferenceService(pb_grpc.InferenceServicer):
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._live: set[str] = set()
+        self._num_live = 0
 
     @property
     def num_live(self) -> int:
         """Calls that have not ended."""
-        return len(self._live)
+        return self._num_live
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams one request. Raises typed errors; a cancel from whatever cause arrives as CancelledError."""
-        request_id = self._claim_id(request.request_id)
+        self._num_live += 1
         try:
-            prepared = await self._prepare(request, request_id)
+            prepared = await self._engine.run(lambda: _prepare(self._engine.engine, request))
             replies = _Replies(prepared, request.echo)
             # Closed here and not by the garbage collector: closing is what aborts, and pages must not wait for it.
             async with contextlib.aclosing(self._engine.stream(prepared, echo=request.echo)) as updates:
                 async for update in updates:
                     await context.write(replies.build(update))
         finally:
-            self._live.discard(request_id)
+            self._num_live -= 1
 
-    def _claim_id(self, wanted: str) -> str:
-        """Refuses an id that is live: the engine aborts by id, so a twin's cancel would end the first."""
-        if len(wanted) > _MAX_REQUEST_ID_CHARS:
-            raise InvalidRequest(f"request_id has {len(wanted)} characters, at most {_MAX_REQUEST_ID_CHARS} are taken")
-        if wanted in self._live:
-            raise InvalidRequest(f"a request with id {wanted!r} is live already; choose another, or send none")
-        request_id = wanted or uuid.uuid4().hex
-        self._live.add(request_id)
-        return request_id
 
-    async def _prepare(self, request: pb.GenerateRequest, request_id: str) -> Request:
-        refuse_unknown_fields(request)
-        sampling = sampling_from_proto(request.sampling)
-        return await self._engine.prepare(
-            await self._prompt(request),
-            sampling,
-            request_id=request_id,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
+def _prepare(engine: Engine, message: pb.GenerateRequest) -> Request:
+    """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
+    refuse_unknown_fields(message)
+    if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(
+            f"request_id has {len(message.request_id)} characters, at most {_MAX_REQUEST_ID_CHARS} are taken"
         )
+    sampling = sampling_from_proto(message.sampling)
+    return engine.prepare(
+        _prompt(engine, message),
+        sampling,
+        request_id=message.request_id or uuid.uuid4().hex,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        tenant=message.tenant,
+    )
 
-    async def _prompt(self, request: pb.GenerateRequest) -> Prompt:
-        kind = request.WhichOneof("prompt")
-        if kind == "text":
-            return request.text
-        if kind == "token_ids":
-            return tuple(request.token_ids.ids)
-        if kind == "chat":
-            for message in (request.chat, *request.chat.messages):
-                refuse_unknown_fields(message)
-            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-            return await self._engine.encode_chat(messages)
-        raise InvalidRequest("the request has no prompt; set text, token_ids or chat")
+
+def _prompt(engine: Engine, message: pb.GenerateRequest) -> Prompt:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return message.text
+    if kind == "token_ids":
+        return tuple(message.token_ids.ids)
+    if kind == "chat":
+        for part in (message.chat, *message.chat.messages):
+            refuse_unknown_fields(part)
+        template, tokenizer = engine.chat_template(), engine.tokenizer
+        assert tokenizer is not None, "a chat template without a tokenizer"
+        return encode_chat(tokenizer, template, [{"role": m.role, "content": m.content} for m in message.chat.messages])
+    raise InvalidRequest("the request has no prompt; set text, token_ids or chat")
 
 
 class _Replies:

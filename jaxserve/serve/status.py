@@ -10,7 +10,6 @@ from jaxserve.errors import JaxserveError, Status
 
 GRPC_CODES: dict[Status, grpc.StatusCode] = {
     Status.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    Status.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Status.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Status.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Status.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,

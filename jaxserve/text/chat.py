@@ -69,13 +69,13 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template does not compile: {error}; fix the template") from error
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "ChatTemplate":
-        """The template of a tokenizer, with its beginning and end tokens."""
+    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
+        """The template of a tokenizer, or `source` in its place, with its beginning and end tokens."""
         bos, eos = (
             "" if token_id is None else tokenizer.token_text(token_id)
             for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
         )
-        return cls(tokenizer.chat_template, bos_token=bos, eos_token=eos)
+        return cls(tokenizer.chat_template if source is None else source, bos_token=bos, eos_token=eos)
 
     def render(
         self,

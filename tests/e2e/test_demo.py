@@ -1,6 +1,7 @@
 """The model inside the package answers its held-out tasks, however the engine gets to the answer."""
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 from demo_tasks import TASKS, check, held_out_items
@@ -11,6 +12,12 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.engine import AsyncEngine
 
 ENOUGH = 0.95
+SIZES = {"sched.max_rows": 16, "sched.max_step_tokens": 256}
+
+
+def _llm(dtype: str = "auto", sizes: Mapping[str, object] = SIZES) -> LLM:
+    fixed = {"model.path": "demo", "model.dtype": dtype, "runtime.compile_cache": None}
+    return LLM.from_config(None, overrides={**fixed, **sizes})
 
 
 def _shortfall(accuracy: dict[str, float]) -> dict[str, float]:
@@ -18,7 +25,7 @@ def _shortfall(accuracy: dict[str, float]) -> dict[str, float]:
 
 
 def test_every_task() -> None:
-    llm = LLM(model="demo", dtype="float32", max_num_seqs=16, max_num_batched_tokens=256)
+    llm = _llm("float32")
     accuracy = evaluate(llm, 64, seed=11)
     assert set(accuracy) == set(TASKS)
     assert not _shortfall(accuracy)
@@ -27,13 +34,12 @@ def test_every_task() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_task_on_many_items(dtype: str) -> None:
-    llm = LLM(model="demo", dtype=dtype, max_num_seqs=16, max_num_batched_tokens=256)
-    assert not _shortfall(evaluate(llm, 128, seed=12))
+    assert not _shortfall(evaluate(_llm(dtype), 128, seed=12))
 
 
 @pytest.mark.slow
 def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
-    llm = LLM.from_config(None, overrides={"model.path": "demo", **STRESS})
+    llm = _llm(sizes=STRESS)
     assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2))
     counters = scheduler(llm._engine)
     assert counters.num_preemptions > 0
@@ -41,7 +47,7 @@ def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
 
 
 async def test_streamed_answers_are_the_same() -> None:
-    llm = LLM(model="demo", dtype="float32", max_num_seqs=16, max_num_batched_tokens=256)
+    llm = _llm("float32")
     items = [item for task in TASKS for item in held_out_items(task, 10, seed=14)]
     sampling = SamplingParams(temperature=0.0, max_tokens=None)
     whole = llm.chat([list(item.messages) for item in items], sampling, use_tqdm=False)
@@ -49,8 +55,8 @@ async def test_streamed_answers_are_the_same() -> None:
     llm._engine.start()
 
     async def stream(prompt_token_ids: list[int]) -> str:
-        prompt = {"prompt_token_ids": prompt_token_ids}
-        return "".join([update.text async for update in streams.generate(prompt, sampling)])
+        request = await streams.run(lambda: llm._engine.prepare(prompt_token_ids, sampling))
+        return "".join([update.text async for update in streams.stream(request)])
 
     streamed = await asyncio.gather(*(stream(list(output.prompt_token_ids)) for output in whole))
     assert streamed == [output.outputs[0].text for output in whole]

@@ -9,9 +9,23 @@ import pytest
 from whole import FIXTURES, build, run, scheduler
 
 from jaxserve.api import SamplingParams
+from jaxserve.engine import Engine
 
 NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+MAX_LEN = 214
+
+
+def _engine(name: str, page_size: int) -> Engine:
+    """Its pool holds three sequences of full length."""
+    return build(
+        FIXTURES / name,
+        model__skip_tokenizer=True,
+        model__dtype="float32",
+        model__max_len=MAX_LEN,
+        cache__page_size=page_size,
+        cache__num_pages=3 * -(-MAX_LEN // page_size),
+    )
 
 
 def _answers(name: str) -> list[tuple[list[int], np.ndarray, list[int]]]:
@@ -27,15 +41,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
-    page_size = 16
-    engine = build(
-        FIXTURES / name,
-        model__skip_tokenizer=True,
-        model__dtype="float32",
-        model__max_len=214,
-        cache__page_size=page_size,
-        cache__num_pages=3 * 14,
-    )
+    engine = _engine(name, page_size=16)
     answers = _answers(name)
 
     # alone, with log-probabilities of the prompt and of the first token
@@ -66,14 +72,7 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize("page_size", [1, 128])
 @pytest.mark.parametrize("name", ["llama", "mistral_window"])
 def test_other_page_sizes(name: str, page_size: int) -> None:
-    engine = build(
-        FIXTURES / name,
-        model__skip_tokenizer=True,
-        model__dtype="float32",
-        model__max_len=214,
-        cache__page_size=page_size,
-        cache__num_pages=-(-(3 * 214) // page_size),
-    )
+    engine = _engine(name, page_size)
     answers = _answers(name)
     results = run(engine, [(prompt, GREEDY) for prompt, _, _ in answers * 2])
     for (_, _, greedy), [result] in zip(answers * 2, results, strict=True):

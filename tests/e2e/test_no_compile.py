@@ -1,5 +1,6 @@
 """Nothing compiles after start, counted by JAX's own events; and a step without a bucket is an error."""
 
+import dataclasses
 import random
 
 import jax
@@ -9,6 +10,7 @@ from whole import FIXTURES, build, run
 from jaxserve.api import SamplingParams
 from jaxserve.errors import MissingBucket
 from jaxserve.sched.plan import Chunk, StepPlan
+from jaxserve.testing import ByteTokenizer
 
 
 class CompileCounter:
@@ -24,7 +26,7 @@ class CompileCounter:
 
 
 def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Every option turns up, alone and with others."""
+    """Every option turns up."""
     rng = random.Random(3)
     asked = []
     for i in range(num):
@@ -41,6 +43,12 @@ def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], Sampling
             options |= {"logprobs": 4, "prompt_logprobs": 2}
         if i % 17 == 1:
             options |= {"n": 3, "min_tokens": 1, "stop_token_ids": [5]}
+        if i % 19 == 1:
+            options |= {"truncate_prompt_tokens": 40, "ignore_eos": True, "skip_special_tokens": False}
+        if i % 23 == 1:
+            options |= {"bad_words": ["no", "x"], "stop": ["e", "st"], "include_stop_str_in_output": bool(i % 2)}
+        if i % 23 == 2:
+            options |= {"detokenize": False}
         asked.append(([rng.randrange(vocab_size) for _ in range(rng.randint(1, 90))], SamplingParams(**options)))
     return asked
 
@@ -53,11 +61,15 @@ def test_500_mixed_requests_compile_nothing() -> None:
         cache__page_size=8,
         cache__num_pages=60,
     )
+    engine.tokenizer = ByteTokenizer()  # for stop strings and bad words; the checkpoint has none
+    asked = _mixed_requests(500, engine.model.vocab_size)
+    options = [f.name for f in dataclasses.fields(SamplingParams)]
+    assert not [name for name in options if len({repr(getattr(s, name)) for _, s in asked}) < 2], "never turns up"
     counter = CompileCounter()
     jax.jit(lambda x: x * 3 + 1)(2.0)
     assert counter.events, "the counter sees nothing, so it would prove nothing"
     counter.events.clear()
-    results = run(engine, _mixed_requests(500, engine.model.vocab_size), stagger=1)
+    results = run(engine, asked, stagger=1)
     assert counter.events == []
     assert all(result.token_ids and result.error is None for request in results for result in request)
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import sys
 import threading
+import time
 
 import pytest
 
@@ -305,10 +306,11 @@ async def test_async_streams_are_not_mixed_and_leaving_one_aborts_it() -> None:
     streams = AsyncEngine(parts.engine)
 
     async def collect(first: str) -> str:
-        return "".join([u.text async for u in streams.generate(first, SamplingParams(temperature=0.0, max_tokens=9))])
+        request = parts.engine.prepare(first, SamplingParams(temperature=0.0, max_tokens=9))
+        return "".join([u.text async for u in streams.stream(request)])
 
     async def leave() -> None:
-        async for update in streams.generate("a", SamplingParams(temperature=0.0, max_tokens=60), request_id="left"):
+        async for update in streams.stream(parts.engine.prepare("a", SamplingParams(temperature=0.0, max_tokens=60))):
             if len(update.text):
                 break
 
@@ -320,6 +322,29 @@ async def test_async_streams_are_not_mixed_and_leaving_one_aborts_it() -> None:
         await collect("a")
     parts.engine.stop()
     streams.close()
+
+
+async def test_work_runs_off_the_event_loop_until_the_streams_are_closed() -> None:
+    streams = AsyncEngine(Parts().engine)
+    assert await streams.run(threading.get_ident) != threading.get_ident()
+    given = asyncio.create_task(streams.run(lambda: time.sleep(0.05) or "done"))
+    await asyncio.sleep(0)
+    streams.close()
+    assert await given == "done", "what was given before is finished"
+    with pytest.raises(EngineStopped, match="shutting down"):
+        await streams.run(threading.get_ident)
+
+
+def test_the_chat_template_is_compiled_once_and_may_be_replaced() -> None:
+    engine = Parts().engine
+    messages = [{"role": "user", "content": "hi"}]
+    assert engine.chat_template() is engine.chat_template()
+    assert engine.chat_template().render(messages) == "<|chat|>user: hi\n<|chat|>assistant: "
+    assert engine.chat_template("{{ bos_token }}{{ eos_token }}").render(messages) == "<s></s>"
+    with pytest.raises(InvalidRequest, match="does not compile"):
+        engine.chat_template("{% if %}")
+    with pytest.raises(InvalidRequest, match="a chat needs a tokenizer"):
+        Parts(tokenizer=False).engine.chat_template()
 
 
 def test_stop_returns_when_its_wake_is_swallowed_by_a_turn() -> None:

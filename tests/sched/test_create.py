@@ -61,8 +61,16 @@ def test_what_is_no_scheduler_at_all_is_a_config_error(choice) -> None:
         create_scheduler(choice, LIMITS)
 
 
+def test_a_policy_without_an_order_is_a_config_error() -> None:
+    class NoOrder(Policy):
+        preemptive = True
+
+    with pytest.raises(ConfigError, match="NoOrder lacks the method key"):
+        create_scheduler(NoOrder, LIMITS)
+
+
 def test_a_policy_says_whether_it_reads_priorities() -> None:
-    class Reads(Policy):
+    class Reads(FcfsPolicy):
         uses_priority = True
 
     assert [uses_priority(create_scheduler(p, LIMITS)) for p in ("fcfs", "priority", Reads)] == [False, True, True]

@@ -9,6 +9,7 @@ from jaxserve.api import MAX_LOGPROBS, FinishReason, SamplingParams, TokenLogpro
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.completion import collect_replies
 from jaxserve.serve.convert import (
+    CallOptions,
     logprobs_from_proto,
     logprobs_to_proto,
     refuse_unknown_fields,
@@ -115,6 +116,14 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
     assert request_to_proto([], sampling).WhichOneof("prompt") == "token_ids"
     chat = request_to_proto([{"role": "user", "content": "hi"}], sampling).chat
     assert [(m.role, m.content) for m in chat.messages] == [("user", "hi")]
+
+
+def test_every_option_of_a_call_is_sent() -> None:
+    options = CallOptions(request_id="r", priority=-3, cache_salt="s", tenant="t", echo=True)
+    message = request_to_proto("hi", SamplingParams(), options)
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        assert getattr(message, field.name) == value != field.default
 
 
 @pytest.mark.parametrize(

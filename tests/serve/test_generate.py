@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -12,6 +12,7 @@ from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
 from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.errors import InvalidRequest, Status
 from jaxserve.serve.client import AsyncClient, Client, RequestFailed
+from jaxserve.serve.convert import CallOptions
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_server import MAX_REQUEST_BYTES
 
@@ -46,14 +47,14 @@ def test_text_streams_token_by_token(client: Client) -> None:
 
 
 def test_token_ids_in_and_out(client: Client) -> None:
-    completion = client.complete([10, 20], GREEDY, request_id="mine", timeout_s=WAIT_S)
+    completion = client.complete([10, 20], GREEDY, CallOptions(request_id="mine"), timeout_s=WAIT_S)
     assert completion.outputs[0].token_ids == (21, 22, 23, 24, 25)
     assert completion.request_id == "mine"
     assert completion.num_prompt_tokens == 2
 
 
 def test_chat_messages_are_rendered_by_the_template(client: Client) -> None:
-    completion = client.complete([{"role": "user", "content": "hi"}], GREEDY, echo=True, timeout_s=WAIT_S)
+    completion = client.complete([{"role": "user", "content": "hi"}], GREEDY, CallOptions(echo=True), timeout_s=WAIT_S)
     assert completion.text.startswith("user: hi\nassistant:")
     assert completion.num_prompt_tokens == len("?user: hi\n?assistant: ")  # each tag is one token, no begin token
 
@@ -69,7 +70,7 @@ def test_several_sequences(client: Client) -> None:
 
 
 def test_echo_returns_the_prompt(client: Client) -> None:
-    replies = list(client.generate("xa", GREEDY, echo=True, timeout_s=WAIT_S))
+    replies = list(client.generate("xa", GREEDY, CallOptions(echo=True), timeout_s=WAIT_S))
     assert "".join(r.text for r in replies) == "xabcdef"
     assert list(replies[0].prompt.token_ids) == [256, 120, 97]
 
@@ -102,7 +103,7 @@ def test_stop_token_ids_and_end_of_sequence(client: Client) -> None:
     (output,) = client.complete("a", sampling, timeout_s=WAIT_S).outputs
     assert (output.text, output.finish_reason, output.stop_reason) == ("bc", FinishReason.STOP, 100)
     (output,) = client.complete(
-        "a", SamplingParams(temperature=0.0, max_tokens=50), request_id="ended", timeout_s=WAIT_S
+        "a", SamplingParams(temperature=0.0, max_tokens=50), CallOptions(request_id="ended"), timeout_s=WAIT_S
     ).outputs
     assert (output.text, output.finish_reason, output.stop_reason) == ("bcd", FinishReason.STOP, None)
 
@@ -115,9 +116,9 @@ def test_null_max_tokens_fills_the_context(client: Client, server: Served) -> No
 
 def test_a_cached_prompt_is_reported(client: Client) -> None:
     prompt = [(7 * i) % 120 for i in range(40)]
-    first = client.complete(prompt, GREEDY, cache_salt="one", timeout_s=WAIT_S)
-    again = client.complete(prompt, GREEDY, cache_salt="one", timeout_s=WAIT_S)
-    other = client.complete(prompt, GREEDY, cache_salt="two", timeout_s=WAIT_S)
+    first = client.complete(prompt, GREEDY, CallOptions(cache_salt="one"), timeout_s=WAIT_S)
+    again = client.complete(prompt, GREEDY, CallOptions(cache_salt="one"), timeout_s=WAIT_S)
+    other = client.complete(prompt, GREEDY, CallOptions(cache_salt="two"), timeout_s=WAIT_S)
     assert (first.num_cached_tokens, again.num_cached_tokens, other.num_cached_tokens) == (0, 32, 0)
     assert first.outputs == again.outputs == other.outputs
 
@@ -190,21 +191,21 @@ def test_the_client_raises_the_kind_of_the_error(client: Client) -> None:
 
 
 def test_a_live_id_is_refused_and_the_first_unharmed(client: Client, server: Served) -> None:
-    server.runner.hold()
-    texts: list[str] = []
-    first = client.generate("a", GREEDY, request_id="twin", timeout_s=WAIT_S)
-    reader = threading.Thread(target=lambda: texts.extend(r.text for r in first))
-    reader.start()
-    try:
-        wait_until(lambda: server.engine.num_live == 1, "the first request is live")
+    twin = CallOptions(request_id="twin")
+    with ThreadPoolExecutor() as pool:
+        server.runner.hold()
+        try:
+            first = pool.submit(client.complete, "a", GREEDY, twin, timeout_s=WAIT_S)
+            wait_until(lambda: server.engine.num_live == 1, "the first request is live")
+            second = pool.submit(client.complete, "m", SamplingParams(n=2), twin, timeout_s=WAIT_S)
+            wait_until(lambda: server.engine.num_unstarted == 2, "the second is in the inbox")
+        finally:
+            server.runner.release()
         with pytest.raises(RequestFailed, match="live already") as caught:
-            client.complete("m", SamplingParams(n=2), request_id="twin", timeout_s=WAIT_S)
+            second.result()
         assert caught.value.status is Status.INVALID
-    finally:
-        server.runner.release()
-    reader.join(WAIT_S)
-    assert "".join(texts) == "bcdef"
-    assert client.complete("m", GREEDY, request_id="twin", timeout_s=WAIT_S).text == "nopqr", "free again"
+        assert first.result().text == "bcdef"
+    assert client.complete("m", GREEDY, twin, timeout_s=WAIT_S).text == "nopqr", "free again"
 
 
 async def test_a_hundred_streams_are_not_mixed_up() -> None:
@@ -226,7 +227,7 @@ async def test_a_hundred_streams_are_not_mixed_up() -> None:
                         client.complete(
                             prompts[i],
                             SamplingParams(seed=i, max_tokens=lengths[i], ignore_eos=True),
-                            request_id=f"{i}",
+                            CallOptions(request_id=f"{i}"),
                         )
                         for i in range(100)
                     )
@@ -254,8 +255,8 @@ def test_a_priority_or_an_echo_without_effect_is_refused(client: Client) -> None
     """The server's policy is fcfs."""
     silent = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
     with pytest.raises(RequestFailed, match="priority needs sched.policy: priority") as caught:
-        client.complete("a", GREEDY, priority=1, timeout_s=WAIT_S)
+        client.complete("a", GREEDY, CallOptions(priority=1), timeout_s=WAIT_S)
     assert caught.value.status is Status.INVALID
     with pytest.raises(RequestFailed, match="echo needs text, but detokenize is false") as caught:
-        client.complete("a", silent, echo=True, timeout_s=WAIT_S)
+        client.complete("a", silent, CallOptions(echo=True), timeout_s=WAIT_S)
     assert caught.value.status is Status.INVALID
