@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Everything here runs on a CPU: compilers for other devices may be installed beside JAX and would look for theirs.
+export JAX_PLATFORMS ?= cpu
+
 .PHONY: help demo serve test test-slow lint type fmt clean
 
 help:

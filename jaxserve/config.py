@@ -91,6 +91,9 @@ class KernelsConfig(_Section):
     """Which bodies run."""
 
     paged_attention: str = pydantic.Field(default="auto", description="Body by name; auto: best of the backend.")
+    self_check: bool = pydantic.Field(
+        default=True, description="Compare a body other than xla with it on this device at start (seconds)."
+    )
 
 
 class RuntimeConfig(_Section):
@@ -384,15 +387,12 @@ def _slots(constraint: object) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(constraint)) if dataclasses.is_dataclass(constraint) else ()
 
 
-def describe_absent_tpu(chips: int = 4) -> None:
-    """Tells libtpu, through its own environment variables, that it is here to compile and not to find chips.
-
-    Must run before libtpu is loaded. Variables that are set already are left alone.
-    """
+def describe_absent_tpu() -> None:
+    """Tells libtpu, before it is loaded, that it is here to compile and not to find chips. What is set stays."""
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": f"v5litepod-{chips}",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a lock for owners of chips, of which there are none
     }.items():
         os.environ.setdefault(name, value)

@@ -10,10 +10,13 @@ From this shape follows the rest:
     (and it against a float64 oracle in the tests), and quick, since people without an accelerator run it.
   * `dispatch.resolve` picks a body once, before anything is compiled, and says which and why. A body that cannot run
     a case is an error at start; nothing falls back in the middle of a run, or a figure would not say what it measured.
-  * `cases` names real batches as data. Tests, benchmark and tuner run the same ones, so that a body which is fast in
-    the benchmark is one that was proven on those very shapes.
+  * `cases` names real batches as data. Tests, benchmarks and the tuner run the same ones, so that a body which is fast
+    in the benchmark is one that was proven on those very shapes; `oracle` says in float64 what is right.
+  * Sizes of blocks are facts about a device, so they are data too (`tuning`, `tuned/*.json`); each body has a
+    heuristic for what nobody measured.
   * A better body deletes the old one. Bodies of other packages join by entry point (`jaxserve.kernels`).
 
 Files: `paged_attention` (contract), `xla_attention` with `xla_rows`, `xla_tiles`, `xla_softmax` (the XLA body),
-`dispatch`, `cases`, `pallas/` (bodies for TPUs and GPUs).
+`pallas/` (bodies for TPUs and GPUs), `dispatch`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what
+was proven where.
 """

@@ -62,8 +62,8 @@ def relative_error(case: Case, inputs: Inputs, out: np.ndarray, max_queries: int
             np.asarray(inputs.keys[row]),
             np.asarray(inputs.values[row]),
             case.spec,
-            inputs.sinks,
-            inputs.alibi_slopes,
+            None if inputs.sinks is None else np.asarray(inputs.sinks),
+            None if inputs.alibi_slopes is None else np.asarray(inputs.alibi_slopes),
             positions=context - q_len + chosen,
         )
         rounding = exact.astype(dtype).astype(np.float64) - exact

@@ -17,31 +17,20 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.paged_attention import AttentionUse, Device, PagedAttention
+from jaxserve.kernels.self_check import check_body
+from jaxserve.kernels.xla_attention import BODY as REFERENCE
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.layers import attention_spec
 from jaxserve.models.loading import LoadedModel
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
-from jaxserve.runtime.compile import Job, Progress, compile_all, report_lines, use_compile_cache
+from jaxserve.runtime.compile import Progress, compile_all, report_lines, use_compile_cache
+from jaxserve.runtime.executables import AbstractModel, Sizes, bucket_layouts, make_jobs, make_state, step_name
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, plan_memory
-from jaxserve.runtime.pack import Layout
-from jaxserve.runtime.row_state import NUM_ROW_FIELDS, init_sampling_state, row_state_size
-from jaxserve.runtime.runner import COPY_SLOTS, TABLE_SLOTS, DeviceRunner, Executables
-from jaxserve.runtime.step import DeviceState, configure_row, make_copy_pages, make_step, write_tables
-from jaxserve.sched.plan import Bucket, Limits
+from jaxserve.runtime.runner import DeviceRunner, Executables
+from jaxserve.runtime.step import DeviceState
+from jaxserve.sched.plan import Limits
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Everything that follows from config, checkpoint and backend before memory is known."""
-
-    backend: str
-    page_size: int
-    max_rows: int
-    max_model_len: int
-    buckets: tuple[Bucket, ...]
-    cache_dtype: np.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +124,9 @@ def build_runner(
     backend = backend_of(device)
     model = loaded.config
     sizes = resolve_sizes(config, model, loaded.dtype, backend)
-    attention = dispatch.resolve(
-        device=describe(device),
-        choice=config.kernels.paged_attention,
-        uses=attention_uses(model, sizes, loaded.dtype),
-    )
-    make_state = functools.partial(_make_state, model, attention, sizes)
-    memory = _plan_memory(config, sizes, loaded, jax.eval_shape(functools.partial(make_state, 1)))
+    attention = _choose_attention(config, model, sizes, loaded.dtype, device)
+    initial_state = functools.partial(make_state, model, attention, sizes)
+    memory = _plan_memory(config, sizes, loaded, jax.eval_shape(functools.partial(initial_state, 1)))
     for line in memory.lines():
         say(line)
     limits = Limits(
@@ -152,43 +137,44 @@ def build_runner(
         buckets=sizes.buckets,
     )
     sharding = jax.sharding.SingleDeviceSharding(device)
-    make_state = functools.partial(make_state, memory.num_pages)
-    abstract_state = _with_sharding(jax.eval_shape(make_state), sharding)
-    layouts = {
-        b: Layout.of(b, max_rows=limits.max_rows, num_params=NUM_ROW_FIELDS, page_size=limits.page_size)
-        for b in sizes.buckets
-    }
-    jobs = _jobs(loaded, layouts, limits, attention, abstract_state, sharding)
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), loaded.state)
+    abstract = AbstractModel(graphdef=loaded.graphdef, weights=weights, config=model)
+    jobs = make_jobs(abstract, sizes, attention, memory.num_pages, sharding)
     compiled = compile_all(jobs, config.runtime.compile_threads, progress)
     memory.check_temporaries(max(c.temporary_bytes for c in compiled.values()))
     report = tuple(report_lines(compiled))
     runner = DeviceRunner(
         limits=limits,
-        layouts=layouts,
+        layouts=dict(bucket_layouts(sizes)),
         executables=Executables(
-            steps={b: compiled[_step_name(b)].call for b in sizes.buckets},
+            steps={b: compiled[step_name(b)].call for b in sizes.buckets},
             copy_pages=compiled["copy_pages"].call,
             write_tables=compiled["write_tables"].call,
             configure_row=compiled["configure_row"].call,
         ),
         weights=loaded.state,
-        state=jax.jit(make_state, out_shardings=sharding)(),
+        state=jax.jit(functools.partial(initial_state, memory.num_pages), out_shardings=sharding)(),
         vocab_size=model.vocab_size,
         buffer_sharding=sharding,
     )
     return Built(runner=runner, memory=memory, compile_report=report)
 
 
-def _make_state(model: DecoderConfig, attention: PagedAttention, sizes: Sizes, num_pages: int) -> DeviceState:
-    columns = -(-sizes.max_model_len // sizes.page_size)
-    return DeviceState(
-        caches=tuple(
-            attention.init_cache(num_pages, sizes.page_size, model.num_kv_heads, model.head_dim, sizes.cache_dtype)
-            for _ in range(model.num_layers)
-        ),
-        block_tables=jnp.zeros((sizes.max_rows + 1, columns), jnp.int32),
-        sampling=init_sampling_state(sizes.max_rows, model.vocab_size),
-    )
+def _choose_attention(
+    config: Config,
+    model: DecoderConfig,
+    sizes: Sizes,
+    dtype: np.dtype,
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+) -> PagedAttention:
+    uses = attention_uses(model, sizes, dtype)
+    described = describe(device)
+    attention = dispatch.resolve(device=described, choice=config.kernels.paged_attention, uses=uses)
+    if config.kernels.self_check and attention is not REFERENCE:
+        with jax.default_device(device):
+            difference = max(check_body(attention, use, described) for use in uses)
+        logger.info("paged_attention: %r agrees with the reference to %.1e on this device", attention.name, difference)
+    return attention
 
 
 def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, one_page: DeviceState) -> MemoryPlan:
@@ -223,42 +209,3 @@ def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, one_page: De
 
 def _num_bytes(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _step_name(bucket: Bucket) -> str:
-    return f"{'decode' if bucket.decode_only else 'mixed'} {bucket.tokens}x{bucket.rows}"
-
-
-def _jobs(
-    loaded: LoadedModel,
-    layouts: dict[Bucket, Layout],
-    limits: Limits,
-    attention: PagedAttention,
-    abstract_state: DeviceState,
-    sharding: jax.sharding.Sharding,
-) -> list[Job]:
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-
-    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), loaded.state)
-    steps = [
-        Job(
-            name=_step_name(bucket),
-            fn=make_step(loaded.graphdef, layout, attention, limits.page_size),
-            args=(weights, abstract_state, ints(layout.size)),
-            donate=(1,),
-        )
-        # The largest first: it takes longest, and the pool should not end on it.
-        for bucket, layout in sorted(layouts.items(), reverse=True)
-    ]
-    payload = ints(row_state_size(loaded.config.vocab_size))
-    return [
-        *steps,
-        Job(name="copy_pages", fn=make_copy_pages(attention), args=(abstract_state, ints(COPY_SLOTS, 2)), donate=(0,)),
-        Job(name="write_tables", fn=write_tables, args=(abstract_state, ints(TABLE_SLOTS, 3)), donate=(0,)),
-        Job(name="configure_row", fn=configure_row, args=(abstract_state, ints(), payload), donate=(0,)),
-    ]
-
-
-def _with_sharding(tree: DeviceState, sharding: jax.sharding.Sharding) -> DeviceState:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)

@@ -4,6 +4,7 @@ Owns the compile pool, the persistent cache setting and the report. Refuses to r
 interpreter lock while it compiles, so threads give real parallelism.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -59,11 +60,16 @@ def use_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def compile_all(jobs: Sequence[Job], threads: int | None, progress: Progress) -> Mapping[str, Compiled]:
-    """Builds all jobs; raises the first failure, naming nothing lost: no executable is optional."""
+def compile_all(
+    jobs: Sequence[Job], threads: int | None, progress: Progress, mesh: jax.sharding.Mesh | None = None
+) -> Mapping[str, Compiled]:
+    """Builds all jobs; raises the first failure, naming nothing lost: no executable is optional.
+
+    `mesh` is needed for devices that are not here: its abstract form tells Pallas what it lowers for.
+    """
     results: dict[str, Compiled] = {}
     with ThreadPoolExecutor(threads or os.cpu_count(), thread_name_prefix="jaxserve-compile") as pool:
-        futures = [pool.submit(_compile, job) for job in jobs]
+        futures = [pool.submit(_compile, job, mesh) for job in jobs]
         for future in as_completed(futures):
             compiled = future.result()
             results[compiled.name] = compiled
@@ -71,9 +77,10 @@ def compile_all(jobs: Sequence[Job], threads: int | None, progress: Progress) ->
     return results
 
 
-def _compile(job: Job) -> Compiled:
+def _compile(job: Job, mesh: jax.sharding.Mesh | None) -> Compiled:
     start = time.perf_counter()
-    call = jax.jit(job.fn, donate_argnums=job.donate).lower(*job.args).compile()
+    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        call = jax.jit(job.fn, donate_argnums=job.donate).lower(*job.args).compile()
     memory = call.memory_analysis()
     return Compiled(
         name=job.name,
