@@ -62,7 +62,9 @@ class CacheConfig(_Section):
         le=1,
         description="Share of the device's memory that weights and pages may use, when neither is set.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(default="auto", description="Of keys and values.")
+    dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = pydantic.Field(
+        default="auto", description="Of keys and values; the last two halve bfloat16 pages and are stored unscaled."
+    )
     prefix_caching: bool = pydantic.Field(default=True, description="Share pages of equal prompt beginnings.")
 
 

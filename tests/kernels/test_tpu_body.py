@@ -16,7 +16,7 @@ from jaxserve.kernels.pallas import tpu_attention
 from jaxserve.kernels.pallas.tpu_body import make_body
 from jaxserve.kernels.tuning import entry_name
 from jaxserve.kernels.xla_attention import BODY as REFERENCE
-from tests.kernels.ragged import MAX_CONTEXT, bucketed, ragged_rows
+from tests.kernels.ragged import bucketed, ragged_rows
 from tests.kernels.tpu_interpreter import BODY, INTERPRETER, NO_TABLE, V5E, body_with, found_races, run
 
 attend = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3)
@@ -130,22 +130,38 @@ def test_page_ids_of_a_long_row_come_in_pieces_of_128():
     check(dataclasses.replace(long, padding_rows=1))
 
 
-@pytest.mark.parametrize("method", ["wait_block", "_start_next_ids"])
-def test_a_missing_wait_would_be_seen(method, monkeypatch):
-    """The interpreter reports what these tests rely on it for: without the wait, a race or poison in the output."""
-    if method == "wait_block":
-        monkeypatch.setattr(tpu_attention._Copies, "wait_block", lambda self, i, c, slot: None)
-    else:  # the next piece of page ids is never fetched, so the copies that need it take what is not there
-        monkeypatch.setattr(tpu_attention._Copies, "wait_block", _wait_for_one_page_only)
+def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd():
+    crowd, room = bucketed(((1, 65), (1, 7), (1, 120), (17, 60)), 16, SPEC, "bfloat16", "bfloat16")
+    inputs = make_inputs(crowd, BODY, room=room)
+    together = np.asarray(run(jax.jit(BODY.attend, static_argnums=5), crowd, inputs)[0].astype(jnp.float32))
+    last = len(crowd.rows) + crowd.padding_rows
+    for row in range(3):
+        batch = dataclasses.replace(
+            inputs.batch,
+            positions=jnp.zeros_like(inputs.batch.positions).at[0].set(inputs.batch.positions[row]),
+            token_rows=jnp.full_like(inputs.batch.token_rows, last).at[0].set(0),
+            q_starts=jnp.ones_like(inputs.batch.q_starts).at[0].set(0),
+            context_lens=jnp.zeros_like(inputs.batch.context_lens).at[0].set(inputs.batch.context_lens[row]),
+            block_tables=inputs.batch.block_tables.at[0].set(inputs.batch.block_tables[row]),
+        )
+        q, k, v = (jnp.roll(x, -row, axis=0) for x in (inputs.q, inputs.k, inputs.v))
+        alone, _ = run(
+            jax.jit(BODY.attend, static_argnums=5), crowd, dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch)
+        )
+        np.testing.assert_array_equal(np.asarray(alone[0].astype(jnp.float32)), together[row])
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda self, i, c, slot: None, lambda self, i, c, slot: self._page(0, 0, slot).wait()], ids=["no", "one"]
+)
+def test_a_missing_wait_would_be_seen(wait, monkeypatch):
+    """What these tests rely on: without waits for all pages, the interpreter reports a race or poison comes out."""
+    monkeypatch.setattr(tpu_attention._Copies, "wait_block", wait)
     broken = make_body(V5E, NO_TABLE, INTERPRETER)
     batch = small(REAL["llama3-8b-tp8/decode64/64/bfloat16"])
     inputs = make_inputs(batch, broken, poison=True)
     out, _ = run(jax.jit(broken.attend, static_argnums=5), batch, inputs)
     assert found_races() or relative_error(batch, inputs, out) > TOLERANCE["bfloat16"]
-
-
-def _wait_for_one_page_only(self, i, c, slot):
-    self._page(0, 0, slot).wait()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -164,7 +180,3 @@ def test_tuned_sizes_that_are_no_powers_of_two_are_refused():
     use = REAL["llama3-8b-tp1/busy/64/bfloat16"].use
     body = body_with({entry_name("mosaic_tpu", "decode", use): {"block_q": 1, "pages": 3}})
     assert "not powers of two" in str(body.refuses(use))
-
-
-def test_the_interpreter_reads_contexts_of_the_bucket_only():
-    assert MAX_CONTEXT % 24 == 0, "the bucket's last page of 24 is full, so its padding lines are tried"

@@ -1,6 +1,5 @@
 """The body for TPUs on a CPU: JAX's interpreter, which simulates copies, semaphores and memories."""
 
-import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # has no public name yet
 from jax.experimental.pallas import tpu as pltpu
 
@@ -31,7 +30,3 @@ def found_races() -> bool:
 
 def body_with(entries: dict[str, dict[str, int]]) -> PagedAttention:
     return make_body(V5E, TunedTable(device_kind=V5E.kind, entries=entries), INTERPRETER)
-
-
-def as_numpy(out) -> np.ndarray:
-    return np.asarray(out)

@@ -1,0 +1,39 @@
+"""The whole engine on the kernels of other hardware, simulated: the same tokens as on the XLA body."""
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+
+PROMPTS = ["What is 683+784?", 'Spell "wagon" backwards.', "Sort these words: egg, bell, sail."]
+SIZES = {
+    "model.path": "demo",
+    "runtime.compile_cache": None,
+    "cache.page_size": 16,
+    "cache.num_pages": 40,
+    "model.max_len": 128,
+    "sched.max_rows": 2,
+    "sched.max_step_tokens": 16,
+    "runtime.token_buckets": [16],
+    "runtime.row_buckets": [2],
+}
+
+
+def answers(**settings: object) -> list[tuple[int, ...]]:
+    llm = LLM.from_config(None, overrides={**SIZES, **settings})
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tpu_kernels_give_the_tokens_of_the_xla_body(dtype):
+    body = {"kernels.paged_attention": "tests.kernels.tpu_interpreter:BODY"}
+    assert answers(**{"model.dtype": dtype, **body}) == answers(**{"model.dtype": dtype})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_caches_of_eight_bits_answer_too(dtype):
+    """The demo model's answers survive three or two bits of mantissa in its keys and values."""
+    assert answers(**{"cache.dtype": dtype}) == answers()
