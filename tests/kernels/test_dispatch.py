@@ -6,44 +6,62 @@ import logging
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.kernels.cases import MODELS
+from jaxserve.kernels.cases import REAL, case
 from jaxserve.kernels.dispatch import default_page_size, resolve
+from jaxserve.kernels.paged_attention import Device
 from jaxserve.kernels.xla_attention import BODY
 
+CPU = Device(backend="cpu", kind="cpu")
+H200 = Device(backend="gpu", kind="NVIDIA H200", compute_capability=(9, 0))
+A100 = Device(backend="gpu", kind="NVIDIA A100", compute_capability=(8, 0))
+V5E = Device(backend="tpu", kind="TPU v5 lite")
+LLAMA = REAL["llama3-8b-tp1/decode64/64/bfloat16"].use
+DEMO = case("demo", "crumbs", 24).use
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
-def test_auto_names_its_choice_and_reason(backend, caplog):
+
+@pytest.mark.parametrize(
+    ("device", "use", "name", "reason"),
+    [
+        (CPU, LLAMA, "xla", "the body made for cpu"),
+        (V5E, LLAMA, "mosaic_tpu", "the body made for tpu"),
+        (H200, LLAMA, "mosaic_gpu", "the body made for gpu"),
+        (A100, LLAMA, "xla", "'mosaic_gpu' cannot run this model"),
+        (H200, DEMO, "xla", "'mosaic_gpu' cannot run this model"),
+    ],
+)
+def test_auto_takes_the_best_that_can_and_says_why(device, use, name, reason, caplog):
     caplog.set_level(logging.INFO, logger="jaxserve.kernels.dispatch")
-    assert resolve(backend=backend, cases=[MODELS["demo"]]) is BODY
+    assert resolve(device=device, uses=[use]).name == name
     (record,) = caplog.records
-    assert f"paged_attention on {backend}: body 'xla'" in record.getMessage()
-    if backend != "cpu":
-        assert "expect reference speed" in record.getMessage()
+    assert f"paged_attention on {device.kind}: body {name!r}, since " in record.getMessage()
+    assert reason in record.getMessage()
 
 
 def test_a_body_by_name_by_path_or_as_it_is():
     for choice in ("xla", "jaxserve.kernels.xla_attention:BODY", BODY):
-        assert resolve(backend="cpu", choice=choice) is BODY
+        assert resolve(device=CPU, choice=choice) is BODY
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "cpu", "choice": "xlaa"}, "Did you mean 'xla'"),
-        ({"backend": "abacus"}, "known: cpu, gpu, tpu"),
-        ({"backend": "cpu", "op": "conv"}, "known: paged_attention"),
-        ({"backend": "cpu", "choice": "jaxserve.kernels.xla_attention:attend"}, "needs a PagedAttention"),
+        ({"device": CPU, "choice": "xlaa"}, "Did you mean 'xla'"),
+        ({"device": Device(backend="abacus", kind="beads")}, "known: cpu, gpu, tpu"),
+        ({"device": CPU, "op": "conv"}, "known: paged_attention"),
+        ({"device": CPU, "choice": "jaxserve.kernels.cases:CASES"}, "needs a PagedAttention"),
+        ({"device": A100, "choice": "mosaic_gpu", "uses": [LLAMA]}, "names 'mosaic_gpu', which cannot run this model"),
         (
-            {"backend": "cpu", "cases": [dataclasses.replace(MODELS["demo"], num_query_heads=3)]},
+            {
+                "device": CPU,
+                "uses": [dataclasses.replace(DEMO, spec=dataclasses.replace(DEMO.spec, num_query_heads=3))],
+            },
             "3 query heads",
         ),
         (
-            {
-                "backend": "cpu",
-                "cases": [dataclasses.replace(MODELS["demo"], window=0)],
-            },
+            {"device": CPU, "uses": [dataclasses.replace(DEMO, spec=dataclasses.replace(DEMO.spec, window=0))]},
             "window is 0",
         ),
+        ({"device": CPU, "uses": [dataclasses.replace(DEMO, cache_dtype="int4")]}, "cache dtype 'int4' is not one of"),
     ],
 )
 def test_what_cannot_run_is_refused_at_start(arguments, message):

@@ -171,8 +171,8 @@ def attend(
         grid=(jnp.maximum(work.count[0], 1),),
         in_specs=[
             tile,
-            pl.BlockSpec(memory_space=pl.ANY),
-            pl.BlockSpec(memory_space=pl.ANY),
+            pl.BlockSpec(memory_space=pltpu.HBM),
+            pl.BlockSpec(memory_space=pltpu.HBM),
             *(_constant(x.shape) for x in (offsets[None], offsets[:, None], *biases)),
         ],
         out_specs=tile,

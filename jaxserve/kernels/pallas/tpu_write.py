@@ -96,7 +96,7 @@ def write(
     place = pl.BlockSpec((None, kv_heads, height, shape.lanes), lambda i, _, page, tile, *__: (page[i], 0, tile[i], 0))
     return pl.pallas_call(
         functools.partial(_kernel, height),
-        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        out_shape=pltpu.HBM(cache.shape, cache.dtype),  # a small cache would be staged in VMEM, there and back
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(jnp.maximum(tiles.count[0], 1),),
@@ -108,7 +108,7 @@ def write(
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=3 * staged.nbytes),
         interpret=False if interpret is None else interpret,
         name="paged_kv_write",
-    )(tiles.count, tiles.page, tiles.tile, tiles.first, tiles.last, staged, cache)
+    )(tiles.count, tiles.page, tiles.tile, tiles.first, tiles.last, staged, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
 
 
 def _kernel(height: int, _count, _page, _tile, first, last, new, old, out) -> None:

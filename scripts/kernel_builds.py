@@ -1,0 +1,171 @@
+"""What a kernel body becomes when it is compiled for a device that is not here, or interpreted on this CPU.
+
+Owns abstract inputs, the capture of what compilers and interpreters print, and the reading of ptxas' report. Refuses
+to run on an accelerator (`gpu_check`).
+
+Why the compiler's own report and not the machine code: XLA packs the code into a compressed container, while Mosaic
+GPU prints, when asked through its environment variables, exactly what ptxas said of each kernel.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from kernel_runs import attend_layers, find_body, on_host, prepare
+
+from jaxserve.kernels.cases import Case, make_batch
+from jaxserve.kernels.oracle import relative_error
+from jaxserve.kernels.paged_attention import Device, KVScales, PagedAttention
+from jaxserve.runtime.topology import absent_devices, device_of_topology, single_device_mesh
+
+# What makes Mosaic GPU print ptxas' report, and the launch with its shared memory.
+ENVIRONMENT = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
+_CPU = Device(backend="cpu", kind="cpu")
+_SIMULATED = {"mosaic_tpu": device_of_topology("v5e:2x2"), "mosaic_gpu": device_of_topology("h200:1")}
+_RACE = "RACE DETECTED"  # what both interpreters print
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"@mosaic_gpu_get_function\(ptr [^,]+, ptr @(\w+?)_name, i32 (\d+),")
+_LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [^,]+, ){10})")
+
+
+def compile_for(case: Case, body_name: str, topology: str) -> dict[str, Any]:
+    """Compiles `attend` of a whole case for one device of `topology`: seconds, memory, and of GPUs each kernel's use.
+
+    {"refused": why} if the body does not run the case there.
+    """
+    body = find_body(body_name, device_of_topology(topology))
+    refusal = body.refuses(case.use)
+    if refusal is not None:
+        return {"refused": refusal}
+    with capture() as printed:
+        compiled, seconds = compile_attend(case, body, topology)
+    memory = compiled.memory_analysis()
+    found = {"seconds": round(seconds, 1), "temporary_bytes": memory.temp_size_in_bytes}
+    return found | ({"kernels": kernels_of(printed[0])} if topology.startswith("h") else {})
+
+
+def compile_attend(case: Case, body: PagedAttention, topology: str, layers: int = 1) -> tuple[Any, float]:
+    """The executable of `attend_layers`, its caches donated, and the seconds that lowering and compiling took."""
+    device = absent_devices(topology)[0]
+    sharding = NamedSharding(single_device_mesh(device), PartitionSpec())
+    cache, args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_inputs(case, body)
+    )
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    start = time.monotonic()
+    traced = jax.jit(attend_layers(case, body), donate_argnums=0).trace([cache] * layers, *args)
+    return traced.lower(lowering_platforms=(platform,)).compile(), time.monotonic() - start
+
+
+def abstract_inputs(case: Case, body: PagedAttention) -> tuple[Any, tuple[Any, ...]]:
+    """Shapes of the cache, and of (q, k, v, batch, (sinks, slopes, scales))."""
+    batch, num_pages = make_batch(case, np.random.default_rng(0))
+    spec, num_tokens = case.spec, batch.positions.shape[0]
+    cache = jax.eval_shape(
+        lambda: body.init_cache(
+            num_pages, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.dtype(case.cache_dtype)
+        )
+    )
+    of = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    kv = of(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=case.query_dtype)
+    q = of(num_tokens, spec.num_query_heads, spec.head_dim, dtype=case.query_dtype)
+    by_head, by_kv_head = of(spec.num_query_heads), of(spec.num_kv_heads)
+    scales = KVScales(keys=by_kv_head, values=by_kv_head) if jnp.dtype(case.cache_dtype).itemsize == 1 else None
+    return cache, (q, kv, kv, batch, (by_head if case.sinks else None, by_head if case.alibi else None, scales))
+
+
+def interpret(case: Case, body_name: str) -> dict[str, Any]:
+    """Error of a case in the body's interpreter, unused memory poisoned, and whether it saw a race. Short cases only.
+
+    The `xla` body needs no interpreter: it runs on this CPU.
+    """
+    refusal = find_body(body_name, _SIMULATED.get(body_name, _CPU)).refuses(case.use)
+    if refusal is not None:
+        return {"refused": refusal}
+    start = time.monotonic()
+    with capture() as printed, _interpreted(body_name) as body:
+        inputs = prepare(case, body)
+        options = (inputs.sinks, inputs.alibi_slopes, inputs.scales)
+        attend = jax.jit(body.attend, static_argnums=5)
+        out, _ = attend(inputs.q, inputs.k, inputs.v, inputs.cache, inputs.batch, case.spec, *options)
+        error = relative_error(case, on_host(inputs), np.asarray(out))
+    return {"error": error, "races": _RACE in printed[0], "seconds": round(time.monotonic() - start, 1)}
+
+
+@contextlib.contextmanager
+def _interpreted(name: str) -> Iterator[PagedAttention]:
+    """The body as the tests interpret it. Imported late, since it needs private modules of JAX, and pytest."""
+    if name == "mosaic_tpu":
+        from tests.kernels.tpu_interpreter import BODY
+
+        yield BODY
+    elif name == "mosaic_gpu":
+        from tests.kernels.gpu_interpreter import BODY, watched
+
+        with watched():
+            yield BODY
+    else:
+        yield find_body(name, _CPU)
+
+
+def kernels_of(printed: str) -> list[dict[str, Any]]:
+    """Each kernel that ptxas reported on, with the launch that Mosaic GPU wrote for it."""
+    found: dict[str, dict[str, Any]] = {}
+    name = ""
+    for line in printed.splitlines():
+        if match := _ENTRY.search(line):
+            # Two kernels of one program may have one name: the later one gets a number.
+            name = base = match[1]
+            while name in found:
+                name = f"{base}#{len([n for n in found if n.startswith(base)]) + 1}"
+            found[name] = {"kernel": name}
+        elif (match := _STACK.search(line)) and name:
+            found[name] |= {"stack_bytes": int(match[1]), "spill_bytes": int(match[2]) + int(match[3])}
+        elif (match := _USED.search(line)) and name:
+            found[name] |= {"registers": int(match[1])}
+        elif match := _SHARED.search(line):
+            name = next((n for n in reversed(found) if n.partition("#")[0] == match[1]), "")
+            if name:
+                found[name] |= {"shared_bytes": int(match[2])}
+        elif (match := _LAUNCH.search(line)) and name:
+            sizes = re.findall(r"i32 (\S+),", match[1])
+            threads = [int(x) for x in sizes[6:9] if x.isdigit()]
+            if len(threads) == 3:
+                found[name] |= {"threads": int(np.prod(threads))}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[list[str]]:
+    """What this process prints meanwhile, from Python or from C, is the only entry of the list at the end."""
+    printed: list[str] = []
+    sys.stdout.flush()
+    _flush_c()
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            with os.fdopen(os.dup(1), "w") as text, contextlib.redirect_stdout(text):
+                yield printed
+        finally:
+            _flush_c()
+            os.dup2(kept, 1)
+            os.close(kept)
+            file.seek(0)
+            printed.append(file.read().decode(errors="replace"))
+
+
+def _flush_c() -> None:
+    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,140 @@
+"""The body for GPUs as a whole: what it refuses, what it compiles to, and mixed batches in the interpreter."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels.cases import REAL, Case, small
+from jaxserve.kernels.dispatch import resolve
+from jaxserve.kernels.oracle import TOLERANCE, relative_error
+from jaxserve.kernels.paged_attention import Device
+from jaxserve.kernels.pallas.gpu_body import NAME, make_body
+from jaxserve.kernels.tuning import TunedTable, entry_name
+from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, shapes_of
+from tests.kernels.gpu_interpreter import BODY, H200, INTERPRETER, NO_TABLE, inputs_of, narrowed, watched
+
+RUN = [name for name, case in REAL.items() if BODY.refuses(case.use) is None]
+QUICK = ("llama3-8b-tp8/busy/64/bfloat16", "gpt-oss/busy/128/float8_e4m3fn")
+COMPILE_QUICK = (*QUICK, "llama3-8b-tp1/decode64/64/bfloat16", "gemma2-9b/busy/64/bfloat16")
+USE = REAL["llama3-8b-tp1/decode64/64/bfloat16"].use
+
+
+@pytest.fixture(scope="module")
+def watch():
+    with watched() as watch:
+        yield watch
+
+
+def tuned_for(case: Case) -> TunedTable:
+    """Few programs, since the interpreter runs one after the other."""
+    decode = {"stages": 2, "programs": 2 * case.spec.num_kv_heads, "min_tiles": 1}
+    return TunedTable(device_kind=H200.kind, entries={entry_name(NAME, "decode", case.use): decode})
+
+
+def check(case: Case, watch) -> None:
+    body = make_body(H200, tuned_for(case), INTERPRETER)
+    inputs = inputs_of(case)
+    i = inputs
+    attend = jax.jit(body.attend, static_argnums=5)
+    out, _ = attend(i.q, i.k, i.v, i.cache, i.batch, case.spec, i.sinks, i.alibi_slopes, i.scales)
+    assert out.dtype == i.q.dtype
+    out = np.asarray(out.astype(jnp.float32))
+    assert relative_error(case, inputs, out) <= TOLERANCE["bfloat16"]
+    assert (out[sum(n for n, _ in case.rows) :] == 0).all()
+    assert not watch.found_races()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_one_head_of_a_mixed_case_matches_the_oracle(name, watch):
+    check(narrowed(small(REAL[name])), watch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_named_case_matches_the_oracle(name, watch):
+    check(small(REAL[name]), watch)
+
+
+@pytest.mark.slow
+def test_a_mixed_step_of_decode_rows_alone(watch):
+    case = narrowed(small(REAL["llama3-8b-tp8/decode64/64/bfloat16"]))
+    check(dataclasses.replace(case, mixed=True, padding_tokens=4), watch)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"cache_dtype": "int8"}, "int8"),
+        ({"cache_dtype": "float32"}, "float32"),
+        ({"query_dtype": "float32"}, "queries in float32"),
+        ({"page_size": 24}, "page size 24"),
+        ({"page_size": 4}, "page size 4"),
+        ({"spec": dataclasses.replace(USE.spec, head_dim=320)}, "head dim 320"),
+        ({"spec": dataclasses.replace(USE.spec, num_query_heads=1024)}, "128 query heads"),
+    ],
+)
+def test_what_no_kernel_runs_is_refused_with_the_limit(change, told):
+    reason = BODY.refuses(dataclasses.replace(USE, **change))
+    assert reason is not None and told in reason
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        Device(backend="gpu", kind="NVIDIA A100", compute_capability=(8, 0)),
+        Device(backend="gpu", kind="NVIDIA B200", compute_capability=(10, 0)),
+        Device(backend="gpu", kind="AMD Instinct MI300X"),
+        Device(backend="cpu", kind="cpu"),
+    ],
+)
+def test_other_devices_are_refused(device):
+    assert "compute capability" in (make_body(device, NO_TABLE).refuses(USE) or "")
+
+
+def test_tuned_sizes_beyond_shared_memory_are_refused_with_both_numbers():
+    deep = {"stages": 9, "programs": 528, "min_tiles": 8}
+    table = TunedTable(device_kind=H200.kind, entries={entry_name(NAME, "decode", USE): deep})
+    reason = make_body(H200, table).refuses(USE)
+    assert reason is not None and "232448" in reason and "stages=9" in reason
+
+
+def test_auto_takes_the_body_on_an_h200_and_leaves_what_it_refuses_to_xla():
+    assert resolve(device=H200, uses=[USE]).name == NAME
+    assert resolve(device=H200, uses=[dataclasses.replace(USE, page_size=24)]).name == "xla"
+
+
+def test_every_real_case_of_a_supported_dtype_and_page_size_runs():
+    refused = {name for name, case in REAL.items() if BODY.refuses(case.use) is not None}
+    assert all("/24/" in name or "int8" in name or REAL[name].cache_dtype == "float32" for name in refused), refused
+
+
+# --- compiled for an H200 --------------------------------------------------------------------------------------------
+
+
+def compiled(case: Case):
+    i, spec = shapes_of(case), case.spec
+    body = make_body(H200, NO_TABLE)
+
+    def run(q, k, v, cache, batch, sinks, slopes, scales):
+        return body.attend(q, k, v, cache, batch, spec, sinks, slopes, scales)
+
+    return i, compile_for_h200(run, i.q, i.k, i.v, i.cache, i.batch, i.sinks, i.alibi_slopes, i.scales, donate=(3,))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COMPILE_QUICK else pytest.mark.slow) for n in RUN])
+def test_named_case_compiles_at_full_size_in_place(name):
+    inputs, executable = compiled(REAL[name])
+    kernels = re.findall(r"custom-call\(.*custom_call_target=\"mosaic_gpu", executable.as_text())
+    assert len(kernels) == (3 if REAL[name].decode_only else 4)  # the write, pieces, their merge, and prefill
+    bytes_of_cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs.cache))
+    assert executable.memory_analysis().alias_size_in_bytes == bytes_of_cache
+    shape = ",".join(map(str, inputs.cache.keys.shape))
+    assert not re.findall(rf"= \S+\[{shape}\]\S* copy\(", executable.as_text())

@@ -1,0 +1,205 @@
+"""scripts/gpu_check.py on this CPU: the whole flow with short cases, among bodies that crash, hang and are wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_check
+import numpy as np
+import pytest
+from kernel_peers import Dense, NoPeerError
+from kernel_results import GIVE_UP, Results, summary
+from kernel_runs import find_case, prepare
+
+from jaxserve.kernels.cases import CASES, REAL
+from jaxserve.kernels.xla_attention import BODY
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = "llama3-8b-tp8/decode64/64/bfloat16"
+DECODE, PREFILL = (f"llama3-8b-tp1/{mix}/64/bfloat16" for mix in ("decode64", "prefill8k"))
+
+
+def command(*args: object) -> tuple[int, str]:
+    """Runs the script; (exit status, what it printed)."""
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/gpu_check.py"), "--backend", "cpu", "--workers", "1", *map(str, args)],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_right_bodies_are_checked_timed_and_compared(tmp_path):
+    record = tmp_path / "cpu.json"
+    status, printed = command("--json", record, "--only", f"{PREFILL}/small")  # the peers want rows of one length
+    assert status == 0, printed
+    found = json.loads(record.read_text())
+    assert found["about"]["device"]["backend"] == "cpu" and "jax" in found["about"]
+    results = found["results"]
+    assert results["unreached"] == []
+    assert min(results["ceilings"][key] for key in ("copy_gb_per_s", "read_gb_per_s", "matmul_tflop_per_s")) > 0
+    (check,) = results["checks"]
+    assert check["passed"] and check["repeats_alike"] and check["error"] <= check["tolerance"]
+    assert check["ms"] > 0 and 0 < check["share_of_matmul"] < 1.5
+    assert check["peers_ms"]["jax-xla"] > 0
+    torch = next(p for p in results["peers"] if p["peer"] == "torch")
+    assert "ms" in torch or "refused" in torch
+    (write,) = results["writes"]
+    assert write["passed"] and write["ms"] > 0
+    targets = {(t["case"], t["wanted"]): t["reached"] for t in results["targets"]}
+    assert targets[PREFILL, 0.65] is None, "the xla body must not reach a target"
+    assert PREFILL in printed and "not reached: 0" in printed
+
+
+@pytest.mark.slow
+def test_bodies_that_misbehave_lose_only_their_own_case(tmp_path):
+    record = tmp_path / "cpu.json"
+    names = [f"fake_bodies:{name}" for name in ("CRASH", "HANG", "WRONG", "LOSSY")]
+    status, printed = command(
+        *("--json", record, "--bodies", *names, "--patience-s", 6),
+        *("--only", f"check/{SMALLEST}/small/fake_bodies:(CRASH|HANG|WRONG)|write/{DECODE}/small/.*(LOSSY|WRONG)"),
+    )
+    assert status == 1, printed
+    results = json.loads(record.read_text())["results"]
+    checks = {c["body"].partition(":")[2]: c for c in results["checks"]}
+    assert "exit status 7" in checks["CRASH"]["failure"] and "stage 'compile'" in checks["CRASH"]["failure"]
+    assert "more than 6 s in stage 'run'" in checks["HANG"]["failure"]
+    assert not checks["WRONG"]["passed"] and checks["WRONG"]["error"] > checks["WRONG"]["tolerance"]
+    writes = {w["body"].partition(":")[2]: w["passed"] for w in results["writes"]}
+    assert writes == {"WRONG": True, "LOSSY": False}
+    lines = [json.loads(line) for line in record.with_suffix(".jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and {r["kind"] for r in lines} == {"rates", "check", "write"}
+
+    status, printed = command("--json", record, "--resume", "--bodies", names[0], "--only", f"check/{SMALLEST}/small/")
+    assert status == 1 and len(json.loads(record.read_text())["results"]["checks"]) == 3, printed
+
+
+def test_a_budget_that_is_too_short_lists_what_was_not_reached(tmp_path):
+    record = tmp_path / "cpu.json"
+    status, printed = command("--json", record, "--budget-s", 1, "--only", f"check/{SMALLEST}")
+    results = json.loads(record.read_text())["results"]
+    assert status == 0 and results["checks"] == []
+    assert f"check/{SMALLEST}/small/xla" in results["unreached"] and "UNPROVEN" in printed
+
+
+def test_plan_has_every_case_with_every_body_and_the_targets_first():
+    tasks = gpu_check.plan("gpu", ("mosaic_gpu", "xla"), "")
+    checks = {(t["case"], t["body"]) for t in tasks if t["kind"] == "check"}
+    quick = [name for name in CASES if name.endswith("/bfloat16")]
+    assert checks >= {(name, body) for name in (*REAL, *quick) for body in ("mosaic_gpu", "xla")}
+    ids = [t["id"] for t in tasks]
+    assert len(set(ids)) == len(ids) and ids[0] == "rates"
+    whole = [t["case"] for t in tasks if t["kind"] == "check" and not t["case"].endswith("/small")]
+    assert whole[:2] == [DECODE, PREFILL]
+    own = whole[: len(set(whole))]
+    assert own.index("qwen3-8b/busy/64/bfloat16") > own.index("phi3-mini/busy/64/bfloat16"), "the same as llama3-8b-tp1"
+    peers = {t["peer"] for t in tasks if t["kind"] == "peer" and t["case"] == DECODE}
+    assert peers == {"jax-stock", "jax-cudnn", "torch"}
+
+
+def test_the_same_kind_of_case_is_given_up_after_three_crashes(tmp_path):
+    results = Results(tmp_path / "lines.jsonl", resume=False)
+    tasks = [t for t in gpu_check.plan("gpu", ("a", "b"), "check/.*/busy/") if t["kind"] == "check"]
+    own = [t for t in tasks if t["body"] == "a" and not t["case"].endswith("/small")]
+    for task in own[:GIVE_UP]:
+        assert results.skip(task) is None
+        assert results.add(task, {"failure": "killed", "crashed": True, "parts": []}) == []
+    assert "busy" in results.skip(own[GIVE_UP])
+    assert all(results.skip(t) is None for t in tasks if t["body"] == "b")
+
+
+def test_without_a_device_nothing_else_is_started(tmp_path):
+    results = Results(tmp_path / "lines.jsonl", resume=False)
+    rates, *others = gpu_check.plan("gpu", ("a",), "")
+    assert results.skip(others[0]) is None
+    results.add(rates, {"failure": "x\nno CUDA", "stage": "start"})
+    assert all(results.skip(task) == "no device: no CUDA" for task in others)
+
+
+def test_running_out_of_device_memory_is_tried_once_more(tmp_path):
+    results = Results(tmp_path / "lines.jsonl", resume=False)
+    task = gpu_check.plan("gpu", ("a",), "check/llama3-8b-tp1/busy/64/bfloat16/a")[-1]
+    (again,) = results.add(task, {"failure": "RESOURCE_EXHAUSTED: Out of memory"})
+    assert results.add(again, {"failure": "RESOURCE_EXHAUSTED: Out of memory"}) == []
+    assert "RESOURCE_EXHAUSTED" in results.found[task["id"]]["failure"]
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-tp8/busy/64/bfloat16/small", "demo/crumbs/16/int8"])
+def test_written_right_sees_a_number_in_a_wrong_page(name):
+    case = find_case(name)
+    inputs = prepare(case, BODY)
+    empty = BODY.init_cache(
+        inputs.cache.keys.shape[0] - 1, case.page_size, case.spec.num_kv_heads, case.spec.head_dim, case.cache_dtype
+    )
+    cache = BODY.write(inputs.k, inputs.v, empty, inputs.batch, inputs.scales)
+    leaves = [np.array(leaf) for leaf in (cache.keys, cache.values)]
+    assert gpu_check.written_right(case, inputs, leaves)
+    page = int(inputs.batch.block_tables[0, 0])
+    leaves[1][[page, page - 1 or page + 1]] = leaves[1][[page - 1 or page + 1, page]]
+    assert not gpu_check.written_right(case, inputs, leaves)
+
+
+def test_dense_peers_get_the_same_work():
+    decode = Dense(REAL["mistral-7b/decode64/64/bfloat16"])
+    assert (decode.rows, decode.q_len, decode.kv_len, decode.window) == (64, 1, 4096, None)
+    prefill = Dense(REAL["mistral-7b/prefill8k/64/bfloat16"])
+    assert (prefill.rows, prefill.q_len, prefill.kv_len, prefill.window) == (1, 8192, 8192, 4096)
+    short = Dense(REAL["gemma2-9b/row128k/64/bfloat16"])
+    assert short.kv_len == 4096, "a decode row under a window reads the window alone"
+    for name in (
+        "llama3-8b-tp1/busy/64/bfloat16",
+        "gpt-oss/decode64/64/bfloat16",
+        "mpt-7b-alibi/prefill8k/64/bfloat16",
+    ):
+        with pytest.raises(NoPeerError):
+            Dense(REAL[name])
+
+
+def test_the_script_needs_nothing_that_a_bare_gpu_machine_lacks():
+    """It has JAX, NumPy and rich, but neither pydantic nor typer."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'typer', 'orbax', 'sentencepiece', 'tokenizers')));"
+        "import gpu_check, tune_kernels, kernel_runs;"
+        "from jaxserve.kernels.paged_attention import Device;"
+        "h200 = Device(backend='gpu', kind='NVIDIA H200', compute_capability=(9, 0));"
+        "print(kernel_runs.find_body('mosaic_gpu', h200).name)"
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "mosaic_gpu", done.stderr
+
+
+def test_targets_count_right_bodies_alone_and_name_what_was_missed(tmp_path):
+    results = Results(tmp_path / "lines.jsonl", resume=False)
+    tasks = {t["id"]: t for t in gpu_check.plan("gpu", ("a", "xla"), "")}
+    results.add(tasks["rates"], {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 800.0})
+    right = {"error": 1e-3, "passed": True}
+    results.add(tasks[f"check/{DECODE}/a"], right | {"ms": 0.3, "gb_per_s": 3600.0})
+    results.add(tasks[f"peer/{DECODE}/torch"], {"ms": 0.28})
+    results.add(tasks[f"peer/{DECODE}/jax-cudnn"], {"refused": "no"})
+    results.add(
+        tasks[f"check/{PREFILL}/a"], right | {"passed": False, "ms": 0.1, "gb_per_s": 1.0, "tflop_per_s": 790.0}
+    )
+    results.add(tasks[f"check/{PREFILL}/xla"], right | {"ms": 0.1, "gb_per_s": 1.0, "tflop_per_s": 790.0})
+    found = summary(results, [tasks[f"peer/{PREFILL}/torch"]])
+    reached = [(t["case"], t["wanted"], t["reached"]) for t in found["targets"]]
+    assert reached == [(DECODE, 0.85, True), (DECODE, 1.0, False), (PREFILL, 0.65, None), (PREFILL, 1.0, None)]
+    assert found["checks"][0]["share_of_copy"] == pytest.approx(0.9)
+    assert found["unreached"] == [f"peer/{PREFILL}/torch"]
+
+
+def test_decode_is_timed_by_bytes_and_prefill_by_products():
+    timed = gpu_check._timed(REAL[DECODE], 1e-3)
+    assert timed["gb_per_s"] == pytest.approx(64 * 4096 * 8 * 128 * 2 * 2 / 1e6) and "tflop_per_s" not in timed
+    timed = gpu_check._timed(REAL[PREFILL], 1e-3)
+    assert timed["tflop_per_s"] == pytest.approx(4 * 8192 * 8193 / 2 * 32 * 128 / 1e9)

@@ -1,0 +1,186 @@
+"""scripts/kernel_report.py: the reading of what compilers print, and the table that claims nothing without a record."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import kernel_report
+import pytest
+from kernel_builds import capture, compile_attend, compile_for, interpret, kernels_of
+from kernel_runs import find_body, find_case
+
+from jaxserve.kernels.cases import REAL
+from jaxserve.runtime.topology import device_of_topology
+
+ROOT = Path(__file__).parents[2]
+DECODE = "llama3-8b-tp8/decode64/64/bfloat16"
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra 'aot' to compile for a GPU"
+)
+
+# Of ptxas 13.0 through Mosaic GPU of JAX 0.10.2, shortened: two kernels of one name, the second one spilling.
+PRINTED = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 95 registers, used 16 barriers, 1 bytes smem
+  %4 = call ptr @mosaic_gpu_get_function(ptr %3, ptr @kernel_mosaic_gpu_kernel_name, i32 109648, i32 1)
+  call void @mosaic_gpu_launch_kernel(ptr %0, i32 64, i32 2, i32 1, i32 0, i32 0, i32 0, i32 256, i32 1, i32 1, \
+i32 109648, ptr %1, ptr %379)
+ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel_mosaic_gpu_kernel
+    144 bytes stack frame, 136 bytes spill stores, 128 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+  %4 = call ptr @mosaic_gpu_get_function(ptr %3, ptr @kernel_mosaic_gpu_kernel_name, i32 4096, i32 1)
+"""
+
+
+def test_kernels_are_read_from_what_the_compiler_prints():
+    first, second = kernels_of(PRINTED)
+    assert first == {
+        "kernel": "kernel_mosaic_gpu_kernel",
+        "stack_bytes": 0,
+        "spill_bytes": 0,
+        "registers": 95,
+        "shared_bytes": 109648,
+        "threads": 256,
+    }
+    assert second == {
+        "kernel": "kernel_mosaic_gpu_kernel#2",
+        "stack_bytes": 144,
+        "spill_bytes": 264,
+        "registers": 255,
+        "shared_bytes": 4096,
+    }
+
+
+def test_capture_hears_python_and_other_programs_of_the_process(capfd):
+    with capture() as printed:
+        print("from Python", flush=True)
+        subprocess.run(["echo", "from elsewhere"], check=True)
+    assert printed == ["from Python\nfrom elsewhere\n"]
+    print("after")
+    assert capfd.readouterr().out == "after\n"
+
+
+@needs_gpu_compiler
+def test_a_decode_case_compiles_for_an_h200_and_each_kernel_is_reported(monkeypatch):
+    for name, value in kernel_report.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    # A kernel that this process has compiled before is not reported on: take a shape that no other test has.
+    case = dataclasses.replace(REAL[DECODE], rows=((1, 4096), (1, 777), (1, 31)))
+    found = compile_for(case, "mosaic_gpu", "h200:1")
+    assert len(found["kernels"]) >= 2, found
+    for kernel in found["kernels"]:
+        assert 16 <= kernel["registers"] <= 255 and kernel["threads"] % 128 == 0, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536 and 0 < kernel["shared_bytes"] <= 232448, kernel
+        assert kernel["spill_bytes"] == 0, kernel
+
+
+@needs_gpu_compiler
+def test_several_layers_in_one_program_copy_no_cache():
+    """What gpu_check times is attention, not a copy that XLA put between the layers."""
+    case = REAL[DECODE]
+    pages = 64 * 64 + 3 + 1
+    body = find_body("mosaic_gpu", device_of_topology("h200:1"))
+    hlo = compile_attend(case, body, "h200:1", layers=2)[0].as_text()
+    copies = [line for line in hlo.splitlines() if f"[{pages}," in line and ("copy(" in line or "copy-start(" in line)]
+    assert f"[{pages}," in hlo and not copies, copies
+
+
+def test_a_short_case_is_interpreted_and_a_refusal_is_a_fact():
+    found = interpret(find_case(f"{DECODE}/small"), "xla")
+    assert found["error"] < 1e-5 and found["races"] is False
+    refused = interpret(find_case("llama3-8b-tp1/decode64/24/bfloat16/small"), "mosaic_gpu")
+    assert "page size 24" in refused["refused"]
+
+
+def test_programs_that_differ_in_name_only_are_asked_for_once():
+    args = Namespace(bodies=["mosaic_gpu"], only="", compile=True, interpret=False, missing=False)
+    tasks = kernel_report.plan(args, {})
+    of = [name for task in tasks for name in task["of"]]
+    assert sorted(of) == sorted(REAL)
+    assert dataclasses.replace(REAL["qwen3-8b/busy/64/bfloat16"], name="") == dataclasses.replace(
+        REAL["llama3-8b-tp1/busy/64/bfloat16"], name=""
+    )
+    assert len(tasks) < len(REAL)
+
+
+FACTS: kernel_report.Facts = {
+    DECODE: {
+        "mosaic_gpu": {
+            "compiled h200": {
+                "seconds": 3.2,
+                "kernels": [{"kernel": "k", "registers": 95, "threads": 256, "shared_bytes": 108544, "spill_bytes": 8}],
+            },
+            "interpreted": {"error": 1.4e-3, "races": True, "seconds": 3},
+        },
+        "mosaic_tpu": {"compiled v5e": {"refused": "too wide"}, "compiled v6e": {"failure": "Mosaic said no"}},
+        "xla": {"interpreted": {"error": 3e-3, "races": False, "seconds": 1}},
+    }
+}
+
+
+def test_only_what_is_missing_is_asked_again():
+    args = Namespace(
+        bodies=["mosaic_tpu", "mosaic_gpu"], only=f"^{DECODE} ", compile=True, interpret=True, missing=True
+    )
+    asked = {(task["body"], task["fact"]) for task in kernel_report.plan(args, FACTS)}
+    assert asked == {("mosaic_tpu", "interpreted"), ("mosaic_tpu", "compiled v6e")}, "v6e failed"
+
+
+def rows(facts: kernel_report.Facts, measured: dict[tuple[str, str], str]) -> dict[str, list[str]]:
+    lines = [line for line in kernel_report.table(facts, measured) if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines}
+
+
+def test_without_facts_everything_is_unproven():
+    found = rows({}, {})
+    assert set(found) == {"case", *REAL}
+    assert {cell for name in REAL for cell in found[name]} == {"unproven"}
+
+
+def test_cells_say_what_is_known_and_what_is_wrong():
+    tpu_compiled, tpu_run, tpu_measured, gpu_compiled, gpu_run, gpu_measured, xla_run, xla_measured = rows(
+        FACTS, {(DECODE, "mosaic_gpu"): "NVIDIA H200: right"}
+    )[DECODE]
+    assert tpu_compiled == "v5e: refused (1)<br>v6e: **failed**" and tpu_run == "unproven" and tpu_measured == "-"
+    assert gpu_compiled == "h200: 3 s; 95 registers x 256, 106 KiB, **8 B spilled**"
+    assert gpu_run == "**1.4e-03, race**" and gpu_measured == "NVIDIA H200: right"
+    assert xla_run == "**3.0e-03**" and xla_measured == "unproven"
+    assert list(kernel_report.table(FACTS, {}))[-1] == "Refused: (1) too wide."
+
+
+def test_measurements_come_from_records(tmp_path):
+    checks = [
+        {"case": DECODE, "body": "mosaic_gpu", "passed": True, "error": 1e-3, "ms": 0.25, "share_of_copy": 0.9},
+        {"case": f"{DECODE}/small", "body": "mosaic_gpu", "passed": True, "error": 1e-3},
+        {"case": DECODE, "body": "xla", "failure": "died"},
+    ]
+    record = {"about": {"device": {"kind": "NVIDIA H200"}}, "results": {"checks": checks}}
+    (tmp_path / "gpu_check_h200.json").write_text(json.dumps(record))
+    assert kernel_report.measurements(tmp_path) == {
+        (DECODE, "mosaic_gpu"): "NVIDIA H200: right, 0.25 ms, 90% of copy bandwidth",
+        (DECODE, "xla"): "NVIDIA H200: **failed**",
+    }
+
+
+def test_the_page_in_the_repository_is_what_the_script_writes(tmp_path):
+    page = tmp_path / "kernels.md"
+    shutil.copy(ROOT / "docs/kernels.md", page)
+    facts = json.loads((ROOT / "benchmarks/kernels.json").read_text())["results"]
+    lines = list(kernel_report.table(facts, kernel_report.measurements(ROOT / "benchmarks")))
+    kernel_report.write_table(page, lines)
+    assert page.read_text() == (ROOT / "docs/kernels.md").read_text(), "run scripts/kernel_report.py"
+
+
+def test_a_page_without_markers_is_refused(tmp_path):
+    page = tmp_path / "kernels.md"
+    page.write_text("# Kernels\n")
+    with pytest.raises(AssertionError, match="marker"):
+        kernel_report.write_table(page, [])
