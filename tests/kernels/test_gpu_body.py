@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,7 +30,8 @@ def watch():
 
 def tuned_for(case: Case) -> TunedTable:
     """Few programs, since the interpreter runs one after the other."""
-    decode = {"stages": 2, "programs": 2 * case.spec.num_kv_heads, "min_tiles": 1}
+    num_rows = len(case.rows) + case.padding_rows
+    decode = {"stages": 2, "programs": 2 * num_rows * case.spec.num_kv_heads, "min_tiles": 1}
     return TunedTable(device_kind=H200.kind, entries={entry_name(NAME, "decode", case.use): decode})
 
 
@@ -42,7 +42,7 @@ def check(case: Case, watch) -> None:
     attend = jax.jit(body.attend, static_argnums=5)
     out, _ = attend(i.q, i.k, i.v, i.cache, i.batch, case.spec, i.sinks, i.alibi_slopes, i.scales)
     assert out.dtype == i.q.dtype
-    out = np.asarray(out.astype(jnp.float32))
+    out = np.asarray(out)  # its dtype tells the oracle how it was rounded
     assert relative_error(case, inputs, out) <= TOLERANCE["bfloat16"]
     assert (out[sum(n for n, _ in case.rows) :] == 0).all()
     assert not watch.found_races()
@@ -53,10 +53,23 @@ def test_one_head_of_a_mixed_case_matches_the_oracle(name, watch):
     check(narrowed(small(REAL[name])), watch)
 
 
+def two_heads(name: str) -> Case:
+    """The case in short with at most two key heads: an interpreter runs each head as a program of its own."""
+    case = small(REAL[name])
+    return narrowed(case, min(2, case.spec.num_kv_heads))
+
+
+# Cases that differ in the number of key heads alone are one.
+DISTINCT = {dataclasses.replace(two_heads(name), name=""): name for name in reversed(RUN)}.values()
+
+
+BUILT = {dataclasses.replace(REAL[name], name=""): name for name in reversed(RUN)}.values()  # some models are alike
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_named_case_matches_the_oracle(name, watch):
-    check(small(REAL[name]), watch)
+    check(two_heads(name), watch)
 
 
 @pytest.mark.slow
@@ -129,7 +142,7 @@ def compiled(case: Case):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COMPILE_QUICK else pytest.mark.slow) for n in RUN])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COMPILE_QUICK else pytest.mark.slow) for n in BUILT])
 def test_named_case_compiles_at_full_size_in_place(name):
     inputs, executable = compiled(REAL[name])
     kernels = re.findall(r"custom-call\(.*custom_call_target=\"mosaic_gpu", executable.as_text())

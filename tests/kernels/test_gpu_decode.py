@@ -21,7 +21,6 @@ from jaxserve.kernels.pallas.gpu_layout import SHARED_MEMORY_BYTES, GpuPages
 from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, shapes_of
 from tests.kernels.gpu_interpreter import BODY, INTERPRETER, inputs_of, narrowed, plain_write, watched
 
-DECODES = [name for name, case in REAL.items() if case.decode_only and BODY.refuses(case.use) is None]
 # Every option and dtype, most head dims and page sizes; in the interpreter with one kv head, and not the first one.
 QUICK = (
     "llama3-8b-tp1/decode64/16/bfloat16",
@@ -38,9 +37,10 @@ def watch():
         yield watch
 
 
-def few_pieces(spec: AttentionSpec, stages: int = 2) -> DecodeBlocks:
+def few_pieces(case: Case, stages: int = 2) -> DecodeBlocks:
     """Rows of the small cases get two pieces where they can, and the ring is shorter than a piece."""
-    return DecodeBlocks(stages=stages, programs=4 * spec.num_kv_heads, min_tiles=1)
+    num_rows = len(case.rows) + case.padding_rows
+    return DecodeBlocks(stages=stages, programs=2 * num_rows * case.spec.num_kv_heads, min_tiles=1)
 
 
 def attend(case: Case, inputs: Inputs, blocks: DecodeBlocks) -> np.ndarray:
@@ -60,7 +60,7 @@ def attend(case: Case, inputs: Inputs, blocks: DecodeBlocks) -> np.ndarray:
 
 def check(case: Case, watch, blocks: DecodeBlocks | None = None) -> None:
     inputs = inputs_of(case)
-    out = attend(case, inputs, blocks or few_pieces(case.spec))
+    out = attend(case, inputs, blocks or few_pieces(case))
     assert relative_error(case, inputs, out) <= TOLERANCE["bfloat16"]
     assert (out[len(case.rows) :] == 0).all()
     assert not watch.found_races()
@@ -72,14 +72,9 @@ def test_one_head_of_a_named_case_matches_the_oracle(name, watch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DECODES)
-def test_named_case_matches_the_oracle(name, watch):
-    check(small(REAL[name]), watch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 12, 16, 32])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("group", "head_dim"), [(1, 40), (2, 192), (3, 64), (5, 96), (8, 256), (12, 128), (16, 64), (32, 256)]
+)
 def test_any_group_and_head_dim(group, head_dim, watch):
     case = narrowed(small(REAL["llama3-8b-tp8/decode64/64/bfloat16"]))
     spec = dataclasses.replace(case.spec, num_query_heads=group, head_dim=head_dim, soft_cap=30.0)
@@ -87,9 +82,19 @@ def test_any_group_and_head_dim(group, head_dim, watch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 192])
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "head_dim"),
+    [
+        (8, "bfloat16", 64),
+        (8, "float8_e4m3fn", 256),
+        (16, "float8_e5m2", 96),
+        (32, "bfloat16", 256),
+        (64, "float8_e4m3fn", 64),
+        (128, "float8_e5m2", 64),
+        (192, "bfloat16", 96),
+        (192, "float8_e4m3fn", 256),
+    ],
+)
 def test_any_page_size_and_dtype(page_size, dtype, head_dim, watch):
     case = narrowed(small(REAL["gpt-oss/decode64/64/bfloat16"]))
     spec = dataclasses.replace(case.spec, head_dim=head_dim)
@@ -100,14 +105,16 @@ def test_one_row_in_many_pieces_is_merged_by_all_warpgroups(watch):
     case = dataclasses.replace(narrowed(small(REAL["gpt-oss/row128k/64/bfloat16"])), rows=((1, 1400),))
     spec = dataclasses.replace(case.spec, window=None)
     # 22 tiles, so 22 pieces: the merge takes them in batches of 8, and its two warpgroups get 2 and 1 of those.
-    check(dataclasses.replace(case, spec=spec, padding_rows=1), watch, DecodeBlocks(stages=2, programs=22, min_tiles=1))
+    check(dataclasses.replace(case, spec=spec, padding_rows=1), watch, DecodeBlocks(stages=2, programs=44, min_tiles=1))
 
 
 @pytest.mark.slow
 def test_one_row_in_more_pieces_than_the_merge_has_places_for(watch):
     case = dataclasses.replace(narrowed(small(REAL["gpt-oss/row128k/64/bfloat16"])), rows=((1, 4000),))
     spec = dataclasses.replace(case.spec, window=None)
-    check(dataclasses.replace(case, spec=spec, padding_rows=1), watch, DecodeBlocks(stages=2, programs=63, min_tiles=1))
+    check(
+        dataclasses.replace(case, spec=spec, padding_rows=1), watch, DecodeBlocks(stages=2, programs=126, min_tiles=1)
+    )
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -120,7 +127,7 @@ EDGES = (0, 1, 2, PAGE - 1, PAGE, PAGE + 1, 63, 64, 65, 127, 128, 129, 192, MAX_
 _attend = jax.jit(
     functools.partial(
         gpu_decode.attend_rows,
-        blocks=DecodeBlocks(stages=2, programs=3, min_tiles=1),
+        blocks=DecodeBlocks(stages=2, programs=2 * MAX_ROWS, min_tiles=1),
         interpret=INTERPRETER,
     ),
     static_argnums=4,
@@ -172,7 +179,7 @@ _cut = jax.jit(gpu_decode.cut_rows, static_argnums=(1, 2, 3, 4))
 @given(
     lens=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 5000)), min_size=6, max_size=6),
     window=st.sampled_from([None, 100]),
-    programs=st.sampled_from([7, 528]),
+    programs=st.sampled_from([7, 4224]),
     min_tiles=st.sampled_from([1, 8]),
 )
 def test_pieces_cover_every_visible_tile_once(lens, window, programs, min_tiles):
@@ -192,6 +199,10 @@ def test_pieces_cover_every_visible_tile_once(lens, window, programs, min_tiles)
         assert number <= 1 or 2 * counts[start] >= min_tiles
     used = int(np.asarray(pieces.row_counts).sum())
     assert (counts[used:] == 0).all()
+    others = _cut(jnp.asarray([lens[0], 5000, 0, 1, 4999, 64], jnp.int32), window, -(-5000 // 64), kv_heads, blocks)
+    first = slice(0, int(pieces.row_counts[0]))
+    assert np.array_equal(others.counts[first], counts[first]), "a row is cut the same way in any crowd"
+    assert int(others.row_counts[0]) == int(pieces.row_counts[0])
 
 
 # --- the checks can fail ---------------------------------------------------------------------------------------------
@@ -212,7 +223,7 @@ def test_a_missing_wait_is_reported_as_a_race(barrier, watch, monkeypatch):
     attend(
         dataclasses.replace(case, padding_rows=0),
         inputs_of(dataclasses.replace(case, padding_rows=0)),
-        few_pieces(case.spec),
+        few_pieces(case),
     )
     assert watch.found_races()
 
@@ -221,7 +232,7 @@ def test_poison_reaches_the_output_without_the_guard(watch, monkeypatch):
     monkeypatch.setattr(gpu_decode, "_zero_unseen", lambda *_: None)
     case = narrowed(small(REAL["llama3-8b-tp8/decode64/64/bfloat16"]))
     inputs = inputs_of(case)
-    assert not np.isfinite(attend(case, inputs, few_pieces(case.spec))).all()
+    assert not np.isfinite(attend(case, inputs, few_pieces(case))).all()
 
 
 # --- compiled for an H200 --------------------------------------------------------------------------------------------
@@ -257,7 +268,7 @@ def compile_case(case: Case, blocks: DecodeBlocks | None = None):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DECODES])
+@pytest.mark.parametrize("name", QUICK)
 def test_named_case_compiles_at_full_size(name):
     case = REAL[name]
     memory = compile_case(case).memory_analysis()
@@ -267,9 +278,10 @@ def test_named_case_compiles_at_full_size(name):
 
 @needs_gpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 8, 16, 32])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype"),
+    [(1, 64, "bfloat16"), (8, 128, "float8_e4m3fn"), (16, 96, "bfloat16"), (32, 256, "float8_e4m3fn")],
+)
 def test_all_candidates_that_should_fit_compile(group, head_dim, dtype):
     case = small(REAL["llama3-8b-tp8/decode64/64/bfloat16"])
     spec = dataclasses.replace(case.spec, num_query_heads=group, head_dim=head_dim, soft_cap=30.0)

@@ -28,12 +28,11 @@ from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, sha
 from tests.kernels.gpu_interpreter import BODY, INTERPRETER, inputs_of, narrowed, plain_write, watched
 from tests.kernels.ragged import bucketed, ragged_rows
 
-PREFILL = [name for name, case in REAL.items() if not case.decode_only and BODY.refuses(case.use) is None]
 # Every option, dtype and head dim once, each with one kv head.
 QUICK = (
     "llama3-8b-tp8/busy/64/bfloat16",
     "gemma2-9b/busy/64/bfloat16",
-    "gpt-oss/ragged/64/bfloat16",
+    "gpt-oss/busy/64/bfloat16",
     "llama3-8b-tp4/busy/32/float8_e5m2",
     "mpt-7b-alibi/ragged/64/bfloat16",
     "phi3-mini/prefill8k/64/bfloat16",
@@ -92,15 +91,19 @@ def test_one_head_of_a_named_case_matches_the_oracle(name, watch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PREFILL)
-def test_named_case_matches_the_oracle(name, watch):
-    check(small(REAL[name]), watch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 192])
-@pytest.mark.parametrize("cache_dtype", layout.CACHE_DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("page_size", "cache_dtype", "head_dim"),
+    [
+        (8, "bfloat16", 256),
+        (8, "float8_e4m3fn", 64),
+        (16, "float8_e5m2", 128),
+        (32, "bfloat16", 96),
+        (64, "float8_e4m3fn", 256),
+        (128, "float8_e5m2", 96),
+        (192, "bfloat16", 128),
+        (192, "float8_e4m3fn", 64),
+    ],
+)
 def test_page_sizes_dtypes_and_head_dims(page_size, cache_dtype, head_dim, watch):
     spec = dataclasses.replace(SPEC, head_dim=head_dim, window=90, num_query_heads=3, num_kv_heads=1)
     check(rows_case(spec, ((1, 40), (70, 230)), page_size, cache_dtype, padding=7), watch)
@@ -232,16 +235,10 @@ def test_compiles_for_h200(name):
 
 @needs_gpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PREFILL)
-def test_every_named_case_compiles_for_h200(name):
-    compile_case(REAL[name])
-
-
-@needs_gpu_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3-8b-tp1/busy/64/bfloat16", "gpt-oss/busy/128/float8_e4m3fn"])
-def test_every_candidate_compiles_for_h200(name):
-    for blocks in candidates(REAL[name].use):
+def test_the_largest_candidates_compile_for_h200(name):
+    found = candidates(REAL[name].use)
+    for blocks in {max(found, key=lambda b: (b.stages, b.block_kv)), max(found, key=lambda b: (b.block_q, b.block_kv))}:
         compile_case(REAL[name], blocks)
 
 

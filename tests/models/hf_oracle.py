@@ -15,8 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.kernels.dispatch import resolve
-from jaxserve.kernels.paged_attention import Device
-from jaxserve.kernels.paged_attention import AttentionBatch
+from jaxserve.kernels.paged_attention import AttentionBatch, Device
 from jaxserve.models import LoadedModel, load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -50,7 +50,7 @@ class DecodeBlocks:
 
     Attributes:
       stages: tiles of keys and values in flight.
-      programs: rows are cut until there are about this many programs, a few for each place on the card.
+      programs: at most about this many, however long the rows are: each row may be cut into its share of them.
       min_tiles: but a row of no more than this many tiles stays whole (a longer one may be halved).
     """
 
@@ -83,8 +83,9 @@ def default_blocks(use: AttentionUse) -> DecodeBlocks:
     return _blocks(fits[-1] if fits else 2)
 
 
-# Twice as many programs as an H100 or H200 holds at two on each of its 132 multiprocessors; not measured.
-def _blocks(stages: int, programs: int = 528, min_tiles: int = 8) -> DecodeBlocks:
+# 16 times what an H100 or H200 holds at two on each of its 132 multiprocessors, so that one long row among many short
+# ones is cut finely enough; programs without a piece end at once. Not measured.
+def _blocks(stages: int, programs: int = 4224, min_tiles: int = 4) -> DecodeBlocks:
     return DecodeBlocks(stages=stages, programs=programs, min_tiles=min_tiles)
 
 
@@ -93,7 +94,7 @@ def candidates(use: AttentionUse) -> list[DecodeBlocks]:
     return [
         blocks
         for stages in (2, 3, 4, 6)
-        for programs in (264, 528, 1056)
+        for programs in (1056, 2112, 4224)
         for min_tiles in (4, 8, 16)
         if shared_memory_bytes(use, blocks := _blocks(stages, programs, min_tiles)) <= layout.SHARED_MEMORY_BYTES
     ]
@@ -134,20 +135,23 @@ class Pieces:
 def cut_rows(
     context_lens: Int[Array, " R"], window: int | None, max_tiles: int, num_kv_heads: int, blocks: DecodeBlocks
 ) -> Pieces:
-    """Cuts each row into pieces of nearly equal length, all of them shorter than what fills `blocks.programs`.
+    """Cuts each row into pieces of nearly equal length, no more of them than its share of `blocks.programs`.
 
-    `max_tiles` is what a block table holds. The list has R + programs / K entries at most.
+    `max_tiles` is what a block table holds. The list has R + programs / K entries at most. A cut depends on the row's
+    own length and on static sizes, never on its neighbours: sums are then added in one order, and a row gives the same
+    bits in any crowd. What that costs is balance where one row is much longer than the others.
     """
     num_rows = context_lens.shape[0]
-    spare = -(-blocks.programs // num_kv_heads)
+    visible = max_tiles if window is None else min(max_tiles, window // TILE + 2)
+    share = _up(blocks.programs, num_kv_heads * num_rows)
     begin = jnp.maximum(context_lens - window, 0) // TILE if window else jnp.zeros_like(context_lens)
     tiles = (context_lens + TILE - 1) // TILE - begin  # [R]
-    longest = jnp.maximum(blocks.min_tiles, (tiles.sum() + spare - 1) // spare)
+    longest = jnp.maximum(blocks.min_tiles, _up(tiles, share))
     # Rounding up twice: first the number of pieces, then their common length, which may need fewer of them.
     size = jnp.maximum((tiles + (parts := _up(tiles, longest)) - 1) // jnp.maximum(parts, 1), 1)
     parts = _up(tiles, size)
     ends = jnp.cumsum(parts)
-    piece = jnp.arange(min(num_rows + spare, num_rows * max_tiles), dtype=jnp.int32)
+    piece = jnp.arange(num_rows * min(share, _up(visible, blocks.min_tiles)), dtype=jnp.int32)
     row = jnp.minimum((piece[:, None] >= ends).sum(1, dtype=jnp.int32), num_rows - 1)
     first = (piece - (ends - parts)[row]) * size[row]
     count = jnp.where(piece < ends[-1], jnp.clip(tiles[row] - first, 0, size[row]), 0)
@@ -160,7 +164,7 @@ def cut_rows(
     )
 
 
-def _up(x: Array, y: Array) -> Array:
+def _up(x: Any, y: Any) -> Any:
     return (x + y - 1) // y
 
 

@@ -37,6 +37,7 @@ LOG2E = 1.4426950408889634
 HIDDEN = -1e30
 LOWEST = -0.5e30
 
+_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]: public, but imported without `as`
 # A stand-in for the hardware: jax's InterpretGPUParams (a private class so far), or None.
 Interpret = Any
 
@@ -192,7 +193,7 @@ REDUCTION_BYTES = 2048  # shared memory that Mosaic sets aside for maxima and su
 
 def launch_in_place(
     body: Callable[..., None], *, grid: Mapping[str, int], interpret: Interpret = None
-) -> Callable[..., None]:
+) -> Callable[..., Any]:
     """A kernel of one warpgroup without outputs, which writes to those of its operands that are `jax.Ref`s.
 
     Scratch memory is for the body to ask for (`pl.run_scoped`, collective over 'wg').
@@ -249,7 +250,7 @@ def product(
         meanwhile()
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, _ACC(shape, jnp.float32))
 
 
 def accumulate(
@@ -273,7 +274,7 @@ def accumulate(
             plgpu.wgmma(acc_ref, _turned(a, transpose_a), _turned(x, transpose_b))
         meanwhile()
 
-    return pl.run_state(run)(plgpu.ACC.init(acc))
+    return pl.run_state(run)(_ACC.init(acc))  # pyright: ignore[reportReturnType]: typed as the reference it comes from
 
 
 def _turned(ref: Any, transpose: bool) -> Any:

@@ -91,6 +91,7 @@ def write(
     """The cache with the lines of the step in place. DONATES the cache in all but name: it is updated in place."""
     height, kv_heads = shape.tile_rows, cache.shape[1]
     token = tiles.token[:, None] - tiles.first[:, None] + jnp.arange(height)
+    cache = pltpu.with_memory_space_constraint(cache, pltpu.HBM)
     staged = lines[jnp.clip(token, 0, lines.shape[0] - 1)].swapaxes(1, 2)  # [W, K, height, lanes]
     new = pl.BlockSpec((None, kv_heads, height, shape.lanes), lambda i, *_: (i, 0, 0, 0))
     place = pl.BlockSpec((None, kv_heads, height, shape.lanes), lambda i, _, page, tile, *__: (page[i], 0, tile[i], 0))
@@ -108,7 +109,7 @@ def write(
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=3 * staged.nbytes),
         interpret=False if interpret is None else interpret,
         name="paged_kv_write",
-    )(tiles.count, tiles.page, tiles.tile, tiles.first, tiles.last, staged, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+    )(tiles.count, tiles.page, tiles.tile, tiles.first, tiles.last, staged, cache)
 
 
 def _kernel(height: int, _count, _page, _tile, first, last, new, old, out) -> None:
