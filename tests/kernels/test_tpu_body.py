@@ -99,9 +99,10 @@ def test_the_write_stores_what_the_reference_stores_and_nothing_else(dtype):
     batch, room = bucketed(rows, 24, dataclasses.replace(SPEC, head_dim=96), "bfloat16", dtype)
     inputs = make_inputs(batch, BODY, room=room)
     wanted = make_inputs(batch, REFERENCE, room=room)
-    write = (inputs.k, inputs.v, inputs.batch, inputs.scales)
-    cache = np.asarray(BODY.write(write[0], write[1], inputs.cache, *write[2:]).astype(jnp.float32))
-    reference = REFERENCE.write(write[0], write[1], wanted.cache, *write[2:])
+    cache, reference = (
+        jax.jit(body.write)(i.k, i.v, i.cache, i.batch, i.scales) for body, i in ((BODY, inputs), (REFERENCE, wanted))
+    )
+    cache = np.asarray(cache.astype(jnp.float32))
     keys = np.asarray(reference.keys.astype(jnp.float32)).swapaxes(2, 3)
     np.testing.assert_array_equal(cache[1:, :, :24, :96], keys[1:])
     np.testing.assert_array_equal(cache[1:, :, :24, 128:224], np.asarray(reference.values.astype(jnp.float32))[1:])
