@@ -17,7 +17,7 @@ from jaxserve.kernels.pallas.tpu_body import make_body
 from jaxserve.kernels.tuning import entry_name
 from jaxserve.kernels.xla_attention import BODY as REFERENCE
 from tests.kernels.ragged import bucketed, ragged_rows
-from tests.kernels.tpu_interpreter import BODY, INTERPRETER, NO_TABLE, V5E, body_with, found_races, run
+from tests.kernels.tpu_interpreter import BODY, INTERPRETER, NO_TABLE, V5E, Watch, body_with, run, watched
 
 attend = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3)
 # Every kind of batch, option and dtype once; the others run with `-m slow`.
@@ -33,21 +33,27 @@ QUICK = (
 )
 
 
-def check(case: Case, seed: int = 0, room: Room | None = None) -> None:
+@pytest.fixture(scope="module")
+def watch():
+    with watched() as watch:
+        yield watch
+
+
+def check(case: Case, watch: Watch, seed: int = 0, room: Room | None = None) -> None:
     inputs = make_inputs(case, BODY, seed=seed, poison=True, room=room)
     out, _ = run(attend, case, inputs)
     assert relative_error(case, inputs, out) <= TOLERANCE[case.query_dtype]
-    assert not found_races()
+    assert not watch.found_races()
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REAL])
-def test_named_case_matches_the_oracle(name):
-    check(small(REAL[name]))
+def test_named_case_matches_the_oracle(name, watch):
+    check(small(REAL[name]), watch)
 
 
 @pytest.mark.slow
-def test_a_whole_row_of_128k():
-    check(REAL["llama3-8b-tp8/row128k/64/bfloat16"])
+def test_a_whole_row_of_128k(watch):
+    check(REAL["llama3-8b-tp8/row128k/64/bfloat16"], watch)
 
 
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
@@ -56,12 +62,12 @@ SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=0.125
 @pytest.mark.parametrize(("page_size", "window"), [(16, None), (24, None), (32, 9)])
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_random_ragged_batches_among_poison(page_size, window, data):
+def test_random_ragged_batches_among_poison(page_size, window, watch, data):
     rows = data.draw(ragged_rows(page_size))
     if not rows:
         return
     batch, room = bucketed(rows, page_size, dataclasses.replace(SPEC, window=window), "float32", "float32")
-    check(batch, seed=len(rows), room=room)
+    check(batch, watch, seed=len(rows), room=room)
 
 
 def test_a_batch_of_padding_alone_gives_zeros():
@@ -109,7 +115,7 @@ def test_the_write_stores_what_the_reference_stores_and_nothing_else(dtype):
     assert (cache[:, :, 24:] == 0).all() and (cache[..., 96:128] == 0).all()
 
 
-def test_any_tuned_sizes_give_the_same_answer():
+def test_any_tuned_sizes_give_the_same_answer(watch):
     use = small(REAL["llama3-8b-tp8/busy/64/bfloat16"])
     use = dataclasses.replace(use, page_size=16)
     entries = {
@@ -120,15 +126,15 @@ def test_any_tuned_sizes_give_the_same_answer():
     inputs = make_inputs(use, tuned, poison=True)
     out, _ = run(jax.jit(tuned.attend, static_argnums=5), use, inputs)
     assert relative_error(use, inputs, out) <= TOLERANCE["bfloat16"]
-    assert not found_races()
+    assert not watch.found_races()
 
 
-def test_page_ids_of_a_long_row_come_in_pieces_of_128():
+def test_page_ids_of_a_long_row_come_in_pieces_of_128(watch):
     """Pages of 16 and 5000 tokens: three pieces of page ids, the last of them short."""
     long = dataclasses.replace(
         small(REAL["llama3-8b-tp8/row128k/64/bfloat16"]), rows=((1, 5000), (1, 40), (1, 2049)), page_size=16
     )
-    check(dataclasses.replace(long, padding_rows=1))
+    check(dataclasses.replace(long, padding_rows=1), watch)
 
 
 def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd():
@@ -155,14 +161,14 @@ def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd():
 @pytest.mark.parametrize(
     "wait", [lambda self, i, c, slot: None, lambda self, i, c, slot: self._page(0, 0, slot).wait()], ids=["no", "one"]
 )
-def test_a_missing_wait_would_be_seen(wait, monkeypatch):
+def test_a_missing_wait_would_be_seen(wait, watch, monkeypatch):
     """What these tests rely on: without waits for all pages, the interpreter reports a race or poison comes out."""
     monkeypatch.setattr(tpu_attention._Copies, "wait_block", wait)
     broken = make_body(V5E, NO_TABLE, INTERPRETER)
     batch = small(REAL["llama3-8b-tp8/decode64/64/bfloat16"])
     inputs = make_inputs(batch, broken, poison=True)
     out, _ = run(jax.jit(broken.attend, static_argnums=5), batch, inputs)
-    assert found_races() or relative_error(batch, inputs, out) > TOLERANCE["bfloat16"]
+    assert watch.found_races() or relative_error(batch, inputs, out) > TOLERANCE["bfloat16"]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from jaxserve.kernels.pallas.gpu_merge import merge, piece_types
 
 _ACC = plgpu.Layout.WGMMA  # [64 or H, G]
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # [G]: one number a head
+_CARD = 264  # programs that an H100 or H200 holds: two on each of its 132 multiprocessors
 _MAX_ACC = 8192  # numbers of O^T: 64 registers of each thread of the compute warpgroup
 
 
@@ -83,9 +84,9 @@ def default_blocks(use: AttentionUse) -> DecodeBlocks:
     return _blocks(fits[-1] if fits else 2)
 
 
-# 16 times what an H100 or H200 holds at two on each of its 132 multiprocessors, so that one long row among many short
-# ones is cut finely enough; programs without a piece end at once. Not measured.
-def _blocks(stages: int, programs: int = 4224, min_tiles: int = 4) -> DecodeBlocks:
+# 16 times `_CARD`, so that one long row among many short ones is cut finely enough; programs without a piece end at
+# once. Not measured.
+def _blocks(stages: int, programs: int = 4224, min_tiles: int = 8) -> DecodeBlocks:
     return DecodeBlocks(stages=stages, programs=programs, min_tiles=min_tiles)
 
 
@@ -138,12 +139,13 @@ def cut_rows(
     """Cuts each row into pieces of nearly equal length, no more of them than its share of `blocks.programs`.
 
     `max_tiles` is what a block table holds. The list has R + programs / K entries at most. A cut depends on the row's
-    own length and on static sizes, never on its neighbours: sums are then added in one order, and a row gives the same
-    bits in any crowd. What that costs is balance where one row is much longer than the others.
+    own length and on static sizes (R among them), never on its neighbours: a row gives the same bits in any crowd of
+    one bucket. What that costs is balance where one row is much longer than the others. More pieces than the card
+    holds would only make the merge longer.
     """
     num_rows = context_lens.shape[0]
     visible = max_tiles if window is None else min(max_tiles, window // TILE + 2)
-    share = _up(blocks.programs, num_kv_heads * num_rows)
+    share = min(_up(blocks.programs, num_kv_heads * num_rows), _up(_CARD, num_kv_heads))
     begin = jnp.maximum(context_lens - window, 0) // TILE if window else jnp.zeros_like(context_lens)
     tiles = (context_lens + TILE - 1) // TILE - begin  # [R]
     longest = jnp.maximum(blocks.min_tiles, _up(tiles, share))
