@@ -19,8 +19,8 @@ from jaxserve.config import describe_absent_tpu
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.paged_attention import Device
 
-# Kind by JAX's name of the device; bytes of memory of one chip (cloud.google.com/tpu/docs, one row a generation).
-_TPU_KINDS = {"v5e": ("TPU v5 lite", 16 * 2**30), "v6e": ("TPU v6 lite", 32 * 2**30), "v5p": ("TPU v5", 95 * 2**30)}
+# JAX's name of one chip.
+_TPU_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"}
 
 # NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities.
 _GPU_SHEET = """
@@ -50,7 +50,7 @@ def absent_devices(name: str) -> list[Any]:
     """
     kind, _, shape = name.partition(":")
     if kind in _TPU_KINDS and re.fullmatch(r"\d+x\d+(x\d+)?", shape):
-        return _tpu_devices(kind, name)
+        return _tpu_devices(name)
     if kind in _GPUS and shape.isdigit():
         return _gpu_devices(kind, int(shape))
     known = ", ".join([f"{k}:2x2" for k in _TPU_KINDS] + [f"{k}:1" for k in _GPUS])
@@ -61,19 +61,13 @@ def device_of_topology(name: str) -> Device:
     """What a kernel body may know of the devices of a topology."""
     kind = name.partition(":")[0]
     if kind in _TPU_KINDS:
-        return Device(backend="tpu", kind=_TPU_KINDS[kind][0])
+        return Device(backend="tpu", kind=_TPU_KINDS[kind])
     if kind in _GPUS:
         return Device(backend="gpu", kind=str(_GPUS[kind]["kind"]), compute_capability=(9, 0))
     raise ConfigError(f"no topology is called {name!r}; kinds are {', '.join([*_TPU_KINDS, *_GPUS])}")
 
 
-def memory_bytes_of_topology(name: str) -> int:
-    """Bytes of memory of one device."""
-    kind = name.partition(":")[0]
-    return _TPU_KINDS[kind][1] if kind in _TPU_KINDS else int(_GPUS[kind]["memory"])
-
-
-def _tpu_devices(kind: str, name: str) -> list[Any]:
+def _tpu_devices(name: str) -> list[Any]:
     _need("libtpu", "jaxserve[tpu]")
     describe_absent_tpu()
     try:

@@ -38,7 +38,6 @@ _LOG2E = math.log2(math.e)
 _IDS = 128  # page ids of one piece: the narrowest row that can be copied into SMEM
 _HIDDEN = -1e30  # exp2(_HIDDEN - _LOWEST) is 0: a query that sees nothing of a block adds nothing
 _LOWEST = -0.5e30
-_NEVER = 2**30  # the position of a slot that holds no token
 _UNROLL = 8  # heads whose code is laid out one after the other; more of them loop
 
 

@@ -127,12 +127,10 @@ class _Kernels:
         own_token = jnp.minimum(batch.q_starts[:-1], q.shape[0] - 1)
         rows, tiles = kernel("decode", grouped[own_token]), kernel("prefill", grouped)
         row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)
-        single = (batch.token_rows < q_lens.shape[0]) & (q_lens[row] == 1)
-        several = (batch.token_rows < q_lens.shape[0]) & (q_lens[row] > 1)
-        choose = lambda mask, x, y: jnp.where(mask[:, None, None], x, y)  # noqa: E731
+        real, single = batch.token_rows < q_lens.shape[0], q_lens[row] == 1
+        out = jnp.where(single[:, None, None], rows.reshape(-1, *q.shape[1:])[row], tiles.reshape(q.shape))
         # No item names a tile of padding alone, so what the kernel left there may be anything.
-        out = choose(single, rows.reshape(-1, *q.shape[1:])[row], choose(several, tiles.reshape(q.shape), 0))
-        return out, cache
+        return jnp.where(real[:, None, None], out, 0), cache
 
     def _attend_tiles(
         self,
