@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.api import FinishReason, SamplingParams
     from jaxserve.async_llm import AsyncLLM
-    from jaxserve.config import Config
+    from jaxserve.config_schema import Config
     from jaxserve.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ _HOME = {
     "RequestOutput": "jaxserve.llm",
     "SamplingParams": "jaxserve.api",
     "FinishReason": "jaxserve.api",
-    "Config": "jaxserve.config",
+    "Config": "jaxserve.config_schema",
 }
 
 

@@ -8,7 +8,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
-from jaxserve.config import Config, ResolvedConfig
+from jaxserve.config import ResolvedConfig
+from jaxserve.config_schema import Config
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.models import load_model, resolve_model_path
 from jaxserve.models.decoder_config import RopeScaling

@@ -1,7 +1,8 @@
-"""The configuration: one frozen tree, every field with its unit, and every environment variable of the package.
+"""Loading the configuration: the file, the overrides, and every environment variable of the package.
 
-Owns the schema, YAML loading, overrides and the list of where each value came from. Refuses derived values: what
-follows from a config and a checkpoint (pages that fit, buckets) is computed by `runtime` and never written back.
+Owns the way from YAML, `--set` and the environment to a `Config`, and the list of where each value came from. Refuses
+the schema (`config_schema`), and derived values: what follows from a config and a checkpoint (pages that fit,
+buckets) is computed by `runtime` and never written back.
 """
 
 import dataclasses
@@ -17,149 +18,16 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 import yaml
 
+from jaxserve.config_schema import Config, Section
 from jaxserve.config_yaml import parse_yaml, read_yaml
 from jaxserve.errors import ConfigError
-
-
-class _Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
-    )
-
-
-class ModelConfig(_Section):
-    """What is loaded."""
-
-    path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
-    tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
-    skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
-    name: str | None = pydantic.Field(
-        default=None, description="Name in the log and of LLM.model_name; default: the directory's."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
-        default="auto", description="Weights and activations; auto: float32 on CPU, else the checkpoint's."
-    )
-    max_len: int | None = pydantic.Field(
-        default=None, ge=1, description="Tokens of a sequence, prompt and output; default: the checkpoint's."
-    )
-    seed: int = pydantic.Field(default=0, ge=0, description="Seed of requests that bring none, and of random weights.")
-    random_weights: bool = pydantic.Field(
-        default=False, description="Fill weights at random from config.json alone (benchmarks)."
-    )
-
-
-class CacheConfig(_Section):
-    """The KV cache."""
-
-    page_size: int | None = pydantic.Field(
-        default=None, ge=1, description="Tokens of a page; default: chosen by backend."
-    )
-    num_pages: int | None = pydantic.Field(default=None, ge=1, description="Pages; overrides memory_bytes.")
-    memory_bytes: int | None = pydantic.Field(default=None, ge=1, description="Bytes for pages on each device.")
-    memory_fraction: float = pydantic.Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="Share of the device's memory that weights and pages may use, when neither is set.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = pydantic.Field(
-        default="auto", description="Of keys and values; the last two halve bfloat16 pages and are stored unscaled."
-    )
-    prefix_caching: bool = pydantic.Field(default=True, description="Share pages of equal prompt beginnings.")
-
-
-class SchedConfig(_Section):
-    """Who runs, and how much in a step."""
-
-    policy: str = pydantic.Field(default="fcfs", description="Name, entry point, or 'package.module:Class'.")
-    max_rows: int | None = pydantic.Field(
-        default=None, ge=1, description="Sequences running at once; default by backend."
-    )
-    max_step_tokens: int | None = pydantic.Field(
-        default=None, ge=1, description="Tokens of a step; default by backend."
-    )
-    chunked_prefill: bool = pydantic.Field(
-        default=True, description="Cut prompts to fill steps; false: a prompt runs whole."
-    )
-    max_waiting: int = pydantic.Field(
-        default=4096, ge=1, description="Requests that may wait before new ones are refused."
-    )
-    ageing_s: float = pydantic.Field(
-        default=10.0, gt=0, description="priority policy: seconds of waiting that are worth one priority level."
-    )
-
-
-class KernelsConfig(_Section):
-    """Which bodies run."""
-
-    paged_attention: str = pydantic.Field(default="auto", description="Body by name; auto: best of the backend.")
-    self_check: bool = pydantic.Field(
-        default=True, description="Compare a body other than xla with it on this device at start (seconds)."
-    )
-
-
-class RuntimeConfig(_Section):
-    """The compiled step, and the process around it."""
-
-    token_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
-        default=None, description="Tokens of mixed steps; default by backend."
-    )
-    row_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
-        default=None, description="Rows of decode steps; default by backend."
-    )
-    compile_cache: str | None = pydantic.Field(
-        default="~/.cache/jaxserve/xla",
-        description="Directory of compiled executables that outlives the process; null: none.",
-    )
-    compile_threads: int | None = pydantic.Field(
-        default=None, ge=1, description="Buckets compiled at once; default: cores."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
-        default="info", description="Least severity of the lines logged on stderr."
-    )
-
-
-class GrpcConfig(_Section):
-    """The gRPC service."""
-
-    port: int | None = pydantic.Field(
-        default=None, ge=0, le=65535, description="0 takes a free port; null: no gRPC service."
-    )
-
-
-class HttpConfig(_Section):
-    """The HTTP service."""
-
-    port: int | None = pydantic.Field(
-        default=None, ge=0, le=65535, description="Must be null in this version, which has no HTTP service."
-    )
-
-
-class ServeConfig(_Section):
-    """Front doors."""
-
-    host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
-    drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-    grpc: GrpcConfig = GrpcConfig()
-    http: HttpConfig = HttpConfig()
-
-
-class Config(_Section):
-    """All of it."""
-
-    model: ModelConfig = ModelConfig()
-    cache: CacheConfig = CacheConfig()
-    sched: SchedConfig = SchedConfig()
-    kernels: KernelsConfig = KernelsConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    serve: ServeConfig = ServeConfig()
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------
 
 ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
     "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
     "JAXSERVE_LOG_LEVEL": "runtime.log_level",
+    "JAXSERVE_COORDINATOR": "hosts.coordinator",
+    "JAXSERVE_NUM_PROCESSES": "hosts.num_processes",
+    "JAXSERVE_PROCESS_ID": "hosts.process_id",
 }
 _PATHS = ("model.path", "model.tokenizer", "runtime.compile_cache")
 _NOT_A_PATH = "demo"  # names the model inside the package, wherever a model path is taken
@@ -254,7 +122,7 @@ def get_value(config: Config, name: str) -> object:
 def _collect(section: type[pydantic.BaseModel], prefix: str = "") -> None:
     _SECTIONS[prefix.rstrip(".")] = section
     for key, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, _Section):
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             _collect(info.annotation, f"{prefix}{key}.")
         else:
             _FIELDS[prefix + key] = info

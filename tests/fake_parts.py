@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, Self
 
 from jaxserve import assemble
-from jaxserve.config import Config
+from jaxserve.config_schema import Config
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
 

@@ -8,7 +8,8 @@ import make_config_docs
 import pytest
 import yaml
 
-from jaxserve.config import ENVIRONMENT, Config, field_docs, format_config, get_value, load_config, section_docs
+from jaxserve.config import ENVIRONMENT, field_docs, format_config, get_value, load_config, section_docs
+from jaxserve.config_schema import Config
 from jaxserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -104,8 +105,9 @@ def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load_config(environ={"JAXSERVE_CACHE_NUM_PAGES": "3"}).config == load_config(environ={}).config
     with pytest.raises(ConfigError, match="environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'.*one of debug"):
         load_config(environ={"JAXSERVE_LOG_LEVEL": "loud"})
+    values = {"JAXSERVE_LOG_LEVEL": "error", "JAXSERVE_NUM_PROCESSES": "2", "JAXSERVE_PROCESS_ID": "1"}
     for variable, name in ENVIRONMENT.items():
-        monkeypatch.setenv(variable, "error" if "LOG" in variable else "null")
+        monkeypatch.setenv(variable, values.get(variable, "null"))
         assert load_config().sources[name] == f"environment {variable}"
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.config import Config
+from jaxserve.config_schema import Config
 from jaxserve.kernels import dispatch
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import abstract_decoder
@@ -39,4 +39,6 @@ def compile_ahead(
     graphdef, weights = nnx.split(abstract_decoder(model, weights_dtype))
     abstract = AbstractModel(graphdef=graphdef, weights=placed(weights, sharding), config=model)
     jobs = make_jobs(abstract, sizes, attention, num_pages, sharding)
-    return compile_all(jobs, config.runtime.compile_threads, lambda *_: None, mesh)
+    # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
+    threads = 1 if device.backend == "tpu" else config.runtime.compile_threads
+    return compile_all(jobs, threads, lambda *_: None, mesh)

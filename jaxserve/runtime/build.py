@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import Config
+from jaxserve.config_schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels import dispatch
 from jaxserve.kernels.paged_attention import AttentionUse, Device, PagedAttention

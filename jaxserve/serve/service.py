@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from jaxserve.config import ServeConfig
+from jaxserve.config_schema import ServeConfig
 from jaxserve.engine import AsyncEngine, Engine
 from jaxserve.errors import ConfigError
 from jaxserve.serve.grpc_server import GrpcServer

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from jaxserve.config import GrpcConfig, ServeConfig
+from jaxserve.config_schema import GrpcConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.serve.client import Client

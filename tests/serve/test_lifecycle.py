@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.config_schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError, Status
 from jaxserve.serve import grpc_server
 from jaxserve.serve.client import AsyncClient, Client, RequestFailed
@@ -295,7 +295,7 @@ SERVER = """
 import sys
 sys.path.insert(0, {tests!r})
 from serve_parts import serve_bytes
-from jaxserve.config import GrpcConfig, ServeConfig
+from jaxserve.config_schema import GrpcConfig, ServeConfig
 from jaxserve.serve.service import serve_forever
 parts = serve_bytes(delay_s=0.01)
 code = serve_forever(parts.engine, ServeConfig(drain_s=float(sys.argv[1]), grpc=GrpcConfig(port=0)))

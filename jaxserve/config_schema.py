@@ -1,0 +1,183 @@
+"""The schema of the configuration: one frozen tree, every field with its unit and a sentence.
+
+Owns names, defaults, bounds and descriptions. Refuses to read anything: files, overrides and the environment are
+`config`'s. Refuses derived values too: what follows from a config and a checkpoint is computed where it is needed.
+"""
+
+from typing import Literal
+
+import pydantic
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """What is loaded."""
+
+    path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
+    tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
+    skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
+    name: str | None = pydantic.Field(
+        default=None, description="Name in the log and of LLM.model_name; default: the directory's."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        default="auto", description="Weights and activations; auto: float32 on CPU, else the checkpoint's."
+    )
+    max_len: int | None = pydantic.Field(
+        default=None, ge=1, description="Tokens of a sequence, prompt and output; default: the checkpoint's."
+    )
+    seed: int = pydantic.Field(default=0, ge=0, description="Seed of requests that bring none, and of random weights.")
+    random_weights: bool = pydantic.Field(
+        default=False, description="Fill weights at random from config.json alone (benchmarks)."
+    )
+
+
+class CacheConfig(Section):
+    """The KV cache."""
+
+    page_size: int | None = pydantic.Field(
+        default=None, ge=1, description="Tokens of a page; default: chosen by backend."
+    )
+    num_pages: int | None = pydantic.Field(default=None, ge=1, description="Pages; overrides memory_bytes.")
+    memory_bytes: int | None = pydantic.Field(default=None, ge=1, description="Bytes for pages on each device.")
+    memory_fraction: float = pydantic.Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of the device's memory that weights and pages may use, when neither is set.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = pydantic.Field(
+        default="auto", description="Of keys and values; the last two halve bfloat16 pages and are stored unscaled."
+    )
+    prefix_caching: bool = pydantic.Field(default=True, description="Share pages of equal prompt beginnings.")
+
+
+class SchedConfig(Section):
+    """Who runs, and how much in a step."""
+
+    policy: str = pydantic.Field(default="fcfs", description="Name, entry point, or 'package.module:Class'.")
+    max_rows: int | None = pydantic.Field(
+        default=None, ge=1, description="Sequences running at once; default by backend."
+    )
+    max_step_tokens: int | None = pydantic.Field(
+        default=None, ge=1, description="Tokens of a step; default by backend."
+    )
+    chunked_prefill: bool = pydantic.Field(
+        default=True, description="Cut prompts to fill steps; false: a prompt runs whole."
+    )
+    max_waiting: int = pydantic.Field(
+        default=4096, ge=1, description="Requests that may wait before new ones are refused."
+    )
+    ageing_s: float = pydantic.Field(
+        default=10.0, gt=0, description="priority policy: seconds of waiting that are worth one priority level."
+    )
+
+
+class KernelsConfig(Section):
+    """Which bodies run."""
+
+    paged_attention: str = pydantic.Field(default="auto", description="Body by name; auto: best of the backend.")
+    self_check: bool = pydantic.Field(
+        default=True, description="Compare a body other than xla with it on this device at start (seconds)."
+    )
+
+
+class ParallelConfig(Section):
+    """How a model is spread over devices, and how often."""
+
+    tensor: int = pydantic.Field(
+        default=1, ge=1, description="Devices that share every layer: heads, ffn columns and vocabulary are cut."
+    )
+    pipeline: int = pydantic.Field(default=1, ge=1, description="Groups of devices that each hold some of the layers.")
+    data: int = pydantic.Field(
+        default=1, ge=1, description="Replicas in this process, each with devices and a scheduler of its own."
+    )
+    expert: int = pydantic.Field(default=1, ge=1, description="Devices that share experts; no model here has any yet.")
+    sequence: int = pydantic.Field(
+        default=1, ge=1, description="Devices that share one long context; must be 1 in this version."
+    )
+    microbatches: int | None = pydantic.Field(
+        default=None, ge=1, description="Parts of a step in flight through the pipeline; default: parallel.pipeline."
+    )
+
+
+class HostsConfig(Section):
+    """Several processes, one per host, that run one model together."""
+
+    coordinator: str | None = pydantic.Field(
+        default=None, description="HOST:PORT of process 0, where all meet; null: this process is alone."
+    )
+    num_processes: int = pydantic.Field(default=1, ge=1, description="Processes that run the model together.")
+    process_id: int = pydantic.Field(default=0, ge=0, description="Number of this process; 0 schedules and serves.")
+    plan_port: int = pydantic.Field(
+        default=8476, ge=1, le=65535, description="Port on process 0's host where it hands out plans."
+    )
+    heartbeat_s: float = pydantic.Field(
+        default=5.0, gt=0, description="Seconds of silence after which a process counts as dead."
+    )
+    check_every: int = pydantic.Field(
+        default=16, ge=1, description="Steps between comparisons of what the processes have computed."
+    )
+
+
+class RuntimeConfig(Section):
+    """The compiled step, and the process around it."""
+
+    token_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
+        default=None, description="Tokens of mixed steps; default by backend."
+    )
+    row_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
+        default=None, description="Rows of decode steps; default by backend."
+    )
+    compile_cache: str | None = pydantic.Field(
+        default="~/.cache/jaxserve/xla",
+        description="Directory of compiled executables that outlives the process; null: none.",
+    )
+    compile_threads: int | None = pydantic.Field(
+        default=None, ge=1, description="Buckets compiled at once; default: cores."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
+        default="info", description="Least severity of the lines logged on stderr."
+    )
+
+
+class GrpcConfig(Section):
+    """The gRPC service."""
+
+    port: int | None = pydantic.Field(
+        default=None, ge=0, le=65535, description="0 takes a free port; null: no gRPC service."
+    )
+
+
+class HttpConfig(Section):
+    """The HTTP service."""
+
+    port: int | None = pydantic.Field(
+        default=None, ge=0, le=65535, description="Must be null in this version, which has no HTTP service."
+    )
+
+
+class ServeConfig(Section):
+    """Front doors."""
+
+    host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
+    drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    grpc: GrpcConfig = GrpcConfig()
+    http: HttpConfig = HttpConfig()
+
+
+class Config(Section):
+    """All of it."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    sched: SchedConfig = SchedConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    hosts: HostsConfig = HostsConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    serve: ServeConfig = ServeConfig()
