@@ -13,6 +13,10 @@ Why rules are strings. `"(heads head_dim) embed -> embed heads head_dim"` says h
 in memory, and (since the names are the logical axes that `sharding` maps to the mesh) how it is spread. The loader
 turns a device's share into a slice of the file, so a device never reads more than it holds.
 
+Why a model is cut by hand. A step runs under `shard_map`: modules see the arrays of one device and say where devices
+add something up (`sharding.Shards`), and `partition` pads and copies what does not divide, so no cut changes a result
+beyond the order of a sum.
+
 The forward pass takes flat ragged batches and a paged cache. It owns neither: `kernels` says what they mean, `runtime`
 packs them, and hands the attention body in.
 """
@@ -21,7 +25,8 @@ from jaxserve.models.checkpoint import Checkpoint, read_checkpoint, resolve_mode
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import FAMILIES, Family, Rule
-from jaxserve.models.loading import LoadedModel, load_model
+from jaxserve.models.loading import LoadedModel, load_model, read_decoder_config
+from jaxserve.models.partition import Partition
 from jaxserve.models.sharding import TENSOR_PARALLEL, spec_for
 
 __all__ = [
@@ -32,9 +37,11 @@ __all__ = [
     "DecoderConfig",
     "Family",
     "LoadedModel",
+    "Partition",
     "Rule",
     "load_model",
     "read_checkpoint",
+    "read_decoder_config",
     "resolve_model_path",
     "spec_for",
 ]

@@ -1,4 +1,4 @@
-"""The one decoder of all families: embedding, layers, final norm, output projection.
+"""The one decoder of all families: embedding, layers, final norm, output projection; or one stage of it.
 
 Owns the order of the parts and the named scopes that profiles show. Refuses to know a family (a config says what to
 build), a checkpoint (`loading` fills the parameters) or batching (the batch comes packed from `runtime`).
@@ -16,7 +16,7 @@ from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAt
 from jaxserve.models.decoder_config import DecoderConfig, MlpKind, NormKind, PositionKind
 from jaxserve.models.layers import Attention, GatedMlp, RmsNorm, matmul, soft_cap
 from jaxserve.models.rope import RopeTable, rope_table
-from jaxserve.models.sharding import param
+from jaxserve.models.sharding import WHOLE, Shards, param
 
 __all__ = ["Decoder", "DecoderConfig"]
 
@@ -24,12 +24,12 @@ __all__ = ["Decoder", "DecoderConfig"]
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike, shards: Shards) -> None:
         assert config.norm is NormKind.RMS and config.mlp is MlpKind.GATED, (config.norm, config.mlp)
         self.attention_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
-        self.attention = Attention(config, window, dtype)
+        self.attention = Attention(config, window, dtype, shards)
         self.mlp_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
-        self.mlp = GatedMlp(config, dtype)
+        self.mlp = GatedMlp(config, dtype, shards)
 
     def __call__(
         self,
@@ -52,21 +52,45 @@ class Decoder(nnx.Module):
     All parameters start at zero (norms at one): build it under `nnx.eval_shape` and load them.
     """
 
-    def __init__(self, config: DecoderConfig, dtype: DTypeLike) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: DTypeLike,
+        *,
+        layers: range | None = None,
+        shards: Shards = WHOLE,
+        num_tokens: int | None = None,
+    ) -> None:
+        """A part of the decoder, or all of it.
+
+        Args:
+          config: with the sizes of the arrays: of one device where it is to run under `shard_map`.
+          layers: which of them this stage of a pipeline has; the first stage embeds, the last computes logits.
+          shards: the devices that share each layer.
+          num_tokens: the vocabulary without padding, over all devices; None: `config.vocab_size` of each.
+        """
         assert config.position is PositionKind.ROPE, config.position
         self.config = config
-        self.embedding = param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"))
-        self.layers = nnx.List([DecoderLayer(config, window, dtype) for window in config.windows])
-        self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
+        self.shards = shards
+        self.num_tokens = num_tokens if num_tokens is not None else config.vocab_size * shards.count
+        chosen = range(config.num_layers) if layers is None else layers
+        self.is_first, self.is_last = chosen.start == 0, chosen.stop == config.num_layers
+        self.embedding = (
+            param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"))
+            if self.is_first or (self.is_last and config.tied_embeddings)
+            else None
+        )
+        self.layers = nnx.List([DecoderLayer(config, config.windows[i], dtype, shards) for i in chosen])
+        self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype) if self.is_last else None
         self.lm_head = (
-            None
-            if config.tied_embeddings
-            else param(jnp.zeros((config.hidden_size, config.vocab_size), dtype), ("embed", "vocab"))
+            param(jnp.zeros((config.hidden_size, config.vocab_size), dtype), ("embed", "vocab"))
+            if self.is_last and not config.tied_embeddings
+            else None
         )
 
     def __call__(
         self,
-        tokens: Int[Array, " T"],
+        inputs: Int[Array, " T"] | Float[Array, "T D"],
         caches: tuple[LayerCache, ...],
         batch: AttentionBatch,
         attention: PagedAttention,
@@ -74,8 +98,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "T D"], tuple[LayerCache, ...]]:
         """Hidden states after the final norm, and the caches with the keys and values of these tokens written.
 
-        `caches` has one entry per layer and should be donated by the jit around this. The rows of padding tokens
-        are finite and mean nothing.
+        `inputs` are tokens; a stage that is not the first takes the hidden states of the one before, and one that is
+        not the last returns them before the final norm. `caches` has one entry per layer and should be donated by the
+        jit around this. The rows of padding tokens are finite and mean nothing.
 
         `rope_lengths` matters to the dynamic NTK scaling alone, which turns a token by an angle that depends on the
         length of the sequence it was computed in. A paged cache keeps keys as they were turned when written, so that
@@ -86,8 +111,7 @@ class Decoder(nnx.Module):
         shared between prompts of different lengths.
         """
         assert len(caches) == len(self.layers), (len(caches), len(self.layers))
-        with jax.named_scope("embed"):
-            x = self.embedding[...][tokens]  # [T, D]
+        x = self._embed(inputs) if self.is_first else inputs  # [T, D]
         with jax.named_scope("rope_table"):
             lengths = batch.positions + 1
             if rope_lengths is not None:
@@ -99,11 +123,35 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 x, cache = layer(x, table, cache, batch, attention)
             written.append(cache)
+        if self.final_norm is None:
+            return x, tuple(written)
         with jax.named_scope("final_norm"):
             return self.final_norm(x), tuple(written)
 
+    @jax.named_scope("embed")
+    def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Each device looks up the tokens it has; the others' contribution is zero, so the sum is exact."""
+        assert self.embedding is not None
+        table = self.embedding[...]
+        if self.shards.count == 1:
+            return table[tokens]
+        local = self.shards.local_ids(tokens, table.shape[0])
+        return self.shards.sum(table.at[local].get(mode="fill", fill_value=0))
+
     @jax.named_scope("logits")
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Unnormalised log-probabilities of the next token, float32, for hidden states that `__call__` returned."""
-        weight = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
-        return soft_cap(matmul(hidden, weight), self.config.logit_soft_cap)
+        """Unnormalised log-probabilities of the next token, float32, for hidden states that `__call__` returned.
+
+        Of this device's part of the vocabulary; padding has -inf.
+        """
+        if self.lm_head is not None:
+            weight = self.lm_head[...]
+        else:
+            assert self.embedding is not None, "logits are the last stage's"
+            weight = self.embedding[...].T
+        logits = soft_cap(matmul(hidden, weight), self.config.logit_soft_cap)
+        size = logits.shape[1]
+        if size * self.shards.count == self.num_tokens:
+            return logits
+        token_ids = self.shards.start(size) + jnp.arange(size)
+        return jnp.where(token_ids < self.num_tokens, logits, -jnp.inf)

@@ -27,7 +27,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, LayerCache, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.rope import RopeTable, rotate
-from jaxserve.models.sharding import Axes, param
+from jaxserve.models.sharding import WHOLE, Axes, Shards, param
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -83,17 +83,30 @@ class RmsNorm(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """x [T, *in] to [T, *out] in x's dtype, with an optional bias [*out]."""
+    """x [T, *in] to [T, *out] in x's dtype, with an optional bias [*out].
+
+    `shards` are the devices over which the *in* axes are cut: their products are added up, rounded to x's dtype before
+    they travel (half the bytes in bfloat16, and the rounding that a single device makes at the end anyway).
+    """
 
     def __init__(
-        self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: Axes, bias: bool, dtype: DTypeLike
+        self,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        axes: Axes,
+        bias: bool,
+        dtype: DTypeLike,
+        shards: Shards = WHOLE,
     ) -> None:
+        self.shards = shards
         self.num_contracted = len(in_shape)
         self.kernel = param(jnp.zeros((*in_shape, *out_shape), dtype), axes)
         self.bias = param(jnp.zeros(out_shape, dtype), axes[len(in_shape) :]) if bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         out = matmul(x, self.kernel[...], self.num_contracted)
+        if self.shards.count > 1:
+            out = self.shards.sum(out.astype(x.dtype)).astype(jnp.float32)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)
         return out.astype(x.dtype)
@@ -105,7 +118,7 @@ class Attention(nnx.Module):
     `qkv.kernel` is [D, K, G + 2, H]: for each key/value head its G query heads, then its key, then its value.
     """
 
-    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike, shards: Shards) -> None:
         heads, kv_heads, head_dim = config.num_query_heads, config.num_kv_heads, config.head_dim
         self.spec = attention_spec(config, window)
         self.qkv = Projection(
@@ -116,7 +129,7 @@ class Attention(nnx.Module):
             dtype,
         )
         self.out = Projection(
-            (heads, head_dim), (config.hidden_size,), ("heads", "head_dim", "embed"), config.out_bias, dtype
+            (heads, head_dim), (config.hidden_size,), ("heads", "head_dim", "embed"), config.out_bias, dtype, shards
         )
         self.q_norm = RmsNorm(head_dim, "head_dim", config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RmsNorm(head_dim, "head_dim", config.norm_eps, dtype) if config.qk_norm else None
@@ -147,12 +160,14 @@ class Attention(nnx.Module):
 class GatedMlp(nnx.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer, 2020). `gate_up.kernel` is [D, 2, F]: gate, then up."""
 
-    def __init__(self, config: DecoderConfig, dtype: DTypeLike) -> None:
+    def __init__(self, config: DecoderConfig, dtype: DTypeLike, shards: Shards) -> None:
         self.activation = config.activation
         self.gate_up = Projection(
             (config.hidden_size,), (2, config.ffn_size), ("embed", "gate_up", "mlp"), config.mlp_bias, dtype
         )
-        self.down = Projection((config.ffn_size,), (config.hidden_size,), ("mlp", "embed"), config.mlp_bias, dtype)
+        self.down = Projection(
+            (config.ffn_size,), (config.hidden_size,), ("mlp", "embed"), config.mlp_bias, dtype, shards
+        )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = self.gate_up(x)  # [T, 2, F]

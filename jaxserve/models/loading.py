@@ -1,7 +1,9 @@
 """From a checkpoint directory to a model whose arrays lie where they will be used.
 
 Owns dtype choice, the abstract model, and filling it: from safetensors slice by slice, from Orbax, or at random.
-Refuses to run the model and to build meshes.
+Refuses to run the model, to build meshes, and to know how a model is cut (`partition`).
+
+Why slice by slice: a host must never hold more than the share of its own devices, and little beside it.
 
 Why `nnx.split` once: the state is a plain tree of arrays for the compiled step; Python-side flattening of modules
 in a loop costs tens of milliseconds a step on large models.
@@ -20,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
@@ -30,8 +32,9 @@ from jaxserve.models.family import Family, axis_sizes, find_family
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.layout import Index, read_target
 from jaxserve.models.orbax_store import restore_arrays
+from jaxserve.models.partition import Block, Partition, spread
 from jaxserve.models.safetensors_files import TensorSource, open_tensors
-from jaxserve.models.sharding import TENSOR_PARALLEL, Rules, shardings_for, with_value
+from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS, Axes, shardings_for, with_value
 from jaxserve.models.weights import Path, Piece, check_names, plan_weights
 
 logger = logging.getLogger(__name__)
@@ -42,20 +45,25 @@ _RANDOM_STD = 0.02  # the initial spread of most published checkpoints
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready for `nnx.merge(graphdef, state)` inside a jit.
+    """A model, or a stage of one, ready for `nnx.merge(graphdef, state)` inside a `shard_map` over `mesh`.
 
     Attributes:
-      graphdef, state: of `nnx.split`; the leaves of `state` are arrays in their final shardings.
-      shardings: a tree like `state` of shardings.
-      config: what was built.
+      graphdef: of `nnx.split`, with the sizes that one device sees.
+      state: arrays in their final shardings; over all devices they have the sizes of `partition.padded`.
+      config: as the checkpoint says.
+      partition: how it is cut over the model axis of `mesh`.
+      layers: those of this stage; all of them without a pipeline.
+      mesh: axes `sharding.MESH_AXES`.
       checkpoint: where it came from.
       dtype: of weights and activations.
     """
 
     graphdef: nnx.GraphDef
     state: nnx.State
-    shardings: nnx.State
     config: DecoderConfig
+    partition: Partition
+    layers: range
+    mesh: Mesh
     checkpoint: Checkpoint
     dtype: np.dtype
 
@@ -74,32 +82,65 @@ def load_model(
     *,
     dtype: str = "auto",
     mesh: Mesh | None = None,
-    rules: Rules = TENSOR_PARALLEL,
+    layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """Loads a Hugging Face or Orbax directory (or 'demo') onto the devices of `mesh` (None: the first local device).
 
-    `dtype`: 'auto' is float32 on CPU and what the checkpoint states elsewhere. `random_weights` reads config.json
-    alone and draws weights that depend on `seed` and the sizes, not on the mesh.
+    `dtype`: 'auto' is float32 on CPU and what the checkpoint states elsewhere. `layers`: those of one stage of a
+    pipeline; None loads all. `random_weights` reads config.json alone and draws weights that depend on `seed` and the
+    sizes, not on the mesh.
 
-    Raises CheckpointError for anything wrong with the directory, CapacityError for a mesh that does not divide it.
+    Raises CheckpointError for anything wrong with the directory.
     """
     checkpoint = read_checkpoint(path)
     family, config = decoder_config(checkpoint)
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    chosen = choose_dtype(dtype, platform, checkpoint)
-    graphdef, abstract = nnx.split(abstract_decoder(config, chosen))
-    shardings = shardings_for(abstract, mesh, rules)
-    if random_weights:
-        state = _random_state(abstract, shardings, seed)
-    elif checkpoint.kind is CheckpointKind.ORBAX:
-        state = _restore_state(checkpoint, abstract, shardings)
-    else:
-        state = _read_state(checkpoint, family, config, abstract, shardings)
-    return LoadedModel(
-        graphdef=graphdef, state=state, shardings=shardings, config=config, checkpoint=checkpoint, dtype=chosen
+    mesh = one_device_mesh(jax.local_devices()[0]) if mesh is None else mesh
+    chosen = choose_dtype(dtype, mesh.devices.flat[0].platform, checkpoint)
+    partition = Partition.of(config, mesh.shape[TENSOR_AXIS])
+    graphdef, abstract = split_abstract(partition, chosen, layers)
+    filler = _Filler(
+        checkpoint=checkpoint,
+        family=family,
+        partition=partition,
+        first_layer=0 if layers is None else layers.start,
+        abstract=abstract,
+        shardings=shardings_for(abstract, mesh),
     )
+    if random_weights:
+        state = filler.draw(seed)
+    elif checkpoint.kind is CheckpointKind.ORBAX:
+        state = filler.restore()
+    else:
+        state = filler.read()
+    return LoadedModel(
+        graphdef=graphdef,
+        state=state,
+        config=config,
+        partition=partition,
+        layers=range(config.num_layers) if layers is None else layers,
+        mesh=mesh,
+        checkpoint=checkpoint,
+        dtype=chosen,
+    )
+
+
+def one_device_mesh(device: jax.Device) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
+    """A mesh of one device, with all axes."""
+    return Mesh(np.array([device]).reshape((1,) * len(MESH_AXES)), MESH_AXES)
+
+
+def read_decoder_config(path: str | FilePath) -> DecoderConfig:
+    """What the config.json of a directory describes; weights need not be there. Raises CheckpointError."""
+    return decoder_config(read_checkpoint(path))[1]
+
+
+def split_abstract(partition: Partition, dtype: np.dtype, layers: range | None) -> tuple[nnx.GraphDef, nnx.State]:
+    """The structure as one device sees it, and the shapes as they are over all devices. Nothing is allocated."""
+    graphdef, _ = nnx.split(abstract_decoder(partition, dtype, layers, local=True))
+    _, state = nnx.split(abstract_decoder(partition, dtype, layers, local=False))
+    return graphdef, state
 
 
 def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
@@ -108,9 +149,12 @@ def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
     return family, family.adapt(HfConfig(checkpoint.config, checkpoint.config_file))
 
 
-def abstract_decoder(config: DecoderConfig, dtype: np.dtype) -> Decoder:
-    """A decoder of shapes alone; nothing is allocated."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype))
+def abstract_decoder(partition: Partition, dtype: np.dtype, layers: range | None, *, local: bool) -> Decoder:
+    """A decoder of shapes alone, of one device (`local`) or over all of them; nothing is allocated."""
+    config = partition.local if local else partition.padded
+    return nnx.eval_shape(
+        lambda: Decoder(config, dtype, layers=layers, shards=partition.shards, num_tokens=partition.model.vocab_size)
+    )
 
 
 def choose_dtype(name: str, platform: str, checkpoint: Checkpoint) -> np.dtype:
@@ -124,36 +168,94 @@ def choose_dtype(name: str, platform: str, checkpoint: Checkpoint) -> np.dtype:
     return jnp.dtype(name)
 
 
-def _read_state(
-    checkpoint: Checkpoint, family: Family, config: DecoderConfig, abstract: nnx.State, shardings: nnx.State
-) -> nnx.State:
-    """Every parameter from safetensors, a few at a time, each device's share read by itself."""
-    params = dict(nnx.to_flat_state(abstract))
-    plan = plan_weights(family, config, {path: param.shape for path, param in params.items()})
-    tensors = checked_tensors(checkpoint, family, config, plan)
-    sizes = axis_sizes(config)
-    placed = dict(nnx.to_flat_state(shardings))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Filler:
+    """What the three ways of filling an abstract model share. Methods return its state with arrays in it."""
 
-    def load(path: Path) -> jax.Array:
-        param = params[path]
-        reader = shard_reader(plan[path], tensors, sizes, param.shape, param.dtype)
-        return jax.make_array_from_callback(param.shape, placed[path].get_raw_value(), reader)
+    checkpoint: Checkpoint
+    family: Family
+    partition: Partition
+    first_layer: int
+    abstract: nnx.State
+    shardings: nnx.State
 
-    # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        arrays = dict(zip(params, pool.map(load, params), strict=True))
-    return nnx.map_state(lambda path, param: with_value(param, arrays[path]), abstract)
+    def read(self) -> nnx.State:
+        """Every parameter from safetensors, a few at a time, each device's share read by itself."""
+        config = self.partition.model
+        params = dict(nnx.to_flat_state(self.abstract))
+        shapes = self._checkpoint_shapes()
+        plan = plan_weights(self.family, config, shapes)
+        tensors = checked_tensors(self.checkpoint, self.family, config, plan)
+        sizes, placed = axis_sizes(config), dict(nnx.to_flat_state(self.shardings))
 
+        def load(path: Path) -> jax.Array:
+            param, source = params[path], self._source_path(path)
+            reader = shard_reader(plan[source], tensors, sizes, shapes[source], param.dtype)
+            if param.shape != shapes[source]:
+                reader = block_reader(reader, self._blocks(path, shapes[source]), param.shape, param.dtype)
+            return jax.make_array_from_callback(param.shape, placed[path].get_raw_value(), reader)
 
-def _restore_state(checkpoint: Checkpoint, abstract: nnx.State, shardings: nnx.State) -> nnx.State:
-    """Every parameter from Orbax, straight into its sharding."""
-    placed = dict(nnx.to_flat_state(shardings))
-    wanted = {
-        path: jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=placed[path].get_raw_value())
-        for path, param in nnx.to_flat_state(abstract)
-    }
-    arrays = restore_arrays(checkpoint.path, wanted)
-    return nnx.map_state(lambda path, param: with_value(param, arrays[path]), abstract)
+        # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            arrays = dict(zip(params, pool.map(load, params), strict=True))
+        return nnx.map_state(lambda path, param: with_value(param, arrays[path]), self.abstract)
+
+    def restore(self) -> nnx.State:
+        """Every parameter from Orbax, straight into its sharding; one that is padded or copied, whole and then cut."""
+        shapes, placed = self._checkpoint_shapes(), dict(nnx.to_flat_state(self.shardings))
+        wanted = {}
+        for path, param in nnx.to_flat_state(self.abstract):
+            source, sharding = self._source_path(path), placed[path].get_raw_value()
+            if shapes[source] != param.shape:
+                sharding = NamedSharding(sharding.mesh, PartitionSpec())
+            wanted[source] = jax.ShapeDtypeStruct(shapes[source], param.dtype, sharding=sharding)
+        arrays = restore_arrays(self.checkpoint.path, wanted, known=set(shapes))
+
+        def fill(path: Path, param: nnx.Variable) -> nnx.Variable:
+            array = arrays.pop(self._source_path(path))
+            return with_value(param, self._spread(path, param, placed[path].get_raw_value())(array))
+
+        return nnx.map_state(fill, self.abstract)
+
+    def draw(self, seed: int) -> nnx.State:
+        """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""
+        shapes, placed = self._checkpoint_shapes(), dict(nnx.to_flat_state(self.shardings))
+
+        def fill(path: Path, param: nnx.Variable) -> nnx.Variable:
+            source, sharding = self._source_path(path), placed[path].get_raw_value()
+            if path[-1] == "weight":
+                return with_value(param, jnp.ones(param.shape, param.dtype, device=sharding))
+            if path[-1] == "bias":
+                return with_value(param, jnp.zeros(param.shape, param.dtype, device=sharding))
+            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
+            blocks = tuple(self._blocks(path, shapes[source]))
+            return with_value(param, _drawer(shapes[source], blocks, param.shape, param.dtype, sharding)(key))
+
+        return nnx.map_state(fill, self.abstract)
+
+    def _source_path(self, path: Path) -> Path:
+        """The same parameter in a decoder of all layers."""
+        return ("layers", path[1] + self.first_layer, *path[2:]) if path[0] == "layers" else path
+
+    def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
+        """Shapes before padding and copying, of all layers: names are checked against the whole checkpoint."""
+        _, state = split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)
+        return {path: tuple(param.shape) for path, param in nnx.to_flat_state(state)}
+
+    def _blocks(self, path: Path, shape: tuple[int, ...]) -> list[Block]:
+        axes: Axes = dict(nnx.to_flat_state(self.abstract))[path].get_metadata()["logical_axes"]
+        return self.partition.blocks(axes, shape)
+
+    def _spread(
+        self, path: Path, param: nnx.Variable, sharding: jax.sharding.Sharding
+    ) -> Callable[[jax.Array], jax.Array]:
+        def cut(array: jax.Array) -> jax.Array:
+            if array.shape == param.shape:
+                return array
+            blocks = self._blocks(path, array.shape)
+            return jax.jit(functools.partial(spread, blocks=blocks, shape=param.shape), out_shardings=sharding)(array)
+
+        return cut
 
 
 def checked_tensors(
@@ -204,33 +306,42 @@ def shard_reader(
     return read_shard
 
 
-def _random_state(abstract: nnx.State, shardings: nnx.State, seed: int) -> nnx.State:
-    """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""
-    placed = dict(nnx.to_flat_state(shardings))
+def block_reader(
+    read: Callable[[Index], np.ndarray], blocks: list[Block], shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[Index | None], np.ndarray]:
+    """The callback for a padded `shape`: what of each block lies in a shard is read, all else is zero."""
 
-    def draw(path: Path, param: nnx.Variable) -> nnx.Variable:
-        kind, sharding = path[-1], placed[path].get_raw_value()
-        if kind == "weight":
-            array = jnp.ones(param.shape, param.dtype, device=sharding)
-        elif kind == "bias":
-            array = jnp.zeros(param.shape, param.dtype, device=sharding)
-        else:
-            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()))
-            array = _drawer(param.shape, param.dtype, sharding)(key)
-        return with_value(param, array)
+    def read_shard(index: Index | None) -> np.ndarray:
+        assert index is not None, shape
+        bounds = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
+        out = np.zeros([len(b) for b in bounds], dtype)
+        for block in blocks:
+            into, source = [], []
+            for want, (to, start, size) in zip(bounds, block, strict=True):
+                first, last = max(want.start, to), min(want.stop, to + size)
+                into.append(slice(first - want.start, last - want.start))
+                source.append(slice(first - to + start, last - to + start))
+            if all(cut.start < cut.stop for cut in into):
+                out[tuple(into)] = read(tuple(source))
+        return out
 
-    return nnx.map_state(draw, abstract)
+    return read_shard
 
 
 @functools.cache
 def _drawer(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+    shape: tuple[int, ...],
+    blocks: tuple[Block, ...],
+    padded: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
 ) -> Callable[[jax.Array], jax.Array]:
     """Draws where the array will live, so that no device holds more than its share; one compilation per shape."""
 
     def draw(key: jax.Array) -> jax.Array:
         # Uniform with that spread: the normal distribution costs several times as much on CPUs and shows nothing more.
         reach = _RANDOM_STD * 3**0.5
-        return jax.random.uniform(key, shape, jnp.float32, -reach, reach).astype(dtype)
+        drawn = jax.random.uniform(key, shape, jnp.float32, -reach, reach).astype(dtype)
+        return spread(drawn, list(blocks), padded)
 
     return jax.jit(draw, out_shardings=sharding)

@@ -33,8 +33,9 @@ from jaxserve.models.checkpoint import (
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, axis_sizes
 from jaxserve.models.layout import write_source
-from jaxserve.models.loading import abstract_decoder, checked_tensors, decoder_config, shard_reader
+from jaxserve.models.loading import checked_tensors, decoder_config, shard_reader, split_abstract
 from jaxserve.models.orbax_store import LAYOUT_VERSION, read_shapes, restore_arrays, save_arrays
+from jaxserve.models.partition import Partition
 from jaxserve.models.safetensors_files import TensorSource
 from jaxserve.models.weights import Path, Piece, plan_weights
 
@@ -69,7 +70,7 @@ def convert(source: str | FilePath, target: str | FilePath) -> CheckpointKind:
 
 def _plan(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig, dict[Path, list[Piece]], dict[Path, tuple[int, ...]]]:
     family, config = decoder_config(checkpoint)
-    _, abstract = nnx.split(abstract_decoder(config, np.dtype("float32")))
+    _, abstract = split_abstract(Partition.of(config, 1), np.dtype("float32"), None)
     shapes = {path: tuple(param.shape) for path, param in nnx.to_flat_state(abstract)}
     return family, config, plan_weights(family, config, shapes), shapes
 

@@ -3,7 +3,7 @@
 Owns reading and writing that table. Refuses the rest of the directory (`orbax_io`) and to know a module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -44,15 +44,19 @@ def read_shapes(directory: FilePath) -> dict[Path, jax.ShapeDtypeStruct]:
     return {path_of(name): jax.ShapeDtypeStruct(m.shape, m.dtype) for name, m in metadata.items()}
 
 
-def restore_arrays(directory: FilePath, wanted: Mapping[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
+def restore_arrays(
+    directory: FilePath, wanted: Mapping[Path, jax.ShapeDtypeStruct], *, known: Set[Path] | None = None
+) -> dict[Path, jax.Array]:
     """The arrays of `wanted`, cast to its dtypes, each device reading its share of the shardings there.
+
+    `known` are all arrays that there may be, for a stage that wants some of them; None: those wanted.
 
     Raises CheckpointError with the full lists when names differ, or when shapes differ or data is unreadable.
     """
     weights = (directory / WEIGHTS_NAME).absolute()
     stored = read_shapes(directory)
     _check_same(weights, "missing", set(wanted) - set(stored))
-    _check_same(weights, "unknown", set(stored) - set(wanted))
+    _check_same(weights, "unknown", set(stored) - (set(wanted) if known is None else known))
     wrong = [
         f"{_name(path)} is {list(stored[path].shape)}, not {list(want.shape)}"
         for path, want in wanted.items()
@@ -62,8 +66,11 @@ def restore_arrays(directory: FilePath, wanted: Mapping[Path, jax.ShapeDtypeStru
         raise CheckpointError(f"{weights}: shapes disagree with config.json: {'; '.join(wrong)}")
     target: dict[str, Any] = {_name(path): want for path, want in wanted.items()}
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(weights, target)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            arguments = ocp.checkpoint_utils.construct_restore_args(target)
+            restored = checkpointer.restore(
+                weights, ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True)
+            )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{weights} is truncated or corrupt: {error}") from error
     return {path_of(name): array for name, array in restored.items()}

@@ -1,32 +1,74 @@
 """From logical axis names to mesh axes: the one table that says how a model is spread over devices.
 
-Owns the rules table and its application to parameters and arrays. Refuses to build a mesh (`runtime` does) and to
-know a model: modules name the logical axes of each parameter, this file alone names mesh axes.
+Owns the names of the mesh axes, the rules table, its application to parameters, and `Shards`: what a device does
+together with the others that share its layers. Refuses to build a mesh (`runtime.mesh` does) and to know a model:
+modules name the logical axes of each parameter, this file alone names mesh axes.
 
-Why a table: another layout (experts, a second tensor axis) is another table, not a change in every model file.
+Why a table: another layout (experts, a second tensor axis) is another table, not a change in every model file. Why
+the collectives are written out: the whole step runs under `shard_map`, so that every sum over devices stands in the
+code where it happens, kernels see the arrays of one device, and no partitioner decides to gather a vocabulary.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from jaxserve.errors import CapacityError
+from jaxtyping import Array, Int
 
 Axes = tuple[str | None, ...]
 Rules = Mapping[str, str | None]  # logical axis -> mesh axis; None or absent: replicated
 
-TENSOR_AXIS = "model"
+EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS = "expert", "sequence", "model"
+MESH_AXES = (EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS)  # of one stage of one replica; the last varies fastest
 
-# Megatron's layout: heads and ffn columns on the first matmul of a block, rows on the second, one sum per block.
+# Megatron's layout (Shoeybi et al., 2019): heads and ffn columns on the first matmul of a block, rows on the second,
+# one sum per block. "experts" and "context" are for models that have them: their rules stand, nothing uses them yet.
 TENSOR_PARALLEL: Rules = {
     "vocab": TENSOR_AXIS,
     "heads": TENSOR_AXIS,
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
+    "experts": EXPERT_AXIS,
+    "context": SEQUENCE_AXIS,
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The devices that share a layer, seen by one of them, inside of a `shard_map`; `WHOLE` when there is but one."""
+
+    count: int
+
+    def sum(self, x: Array) -> Array:
+        """Over all devices, on all devices."""
+        return x if self.count == 1 else lax.psum(x, TENSOR_AXIS)
+
+    def max(self, x: Array) -> Array:
+        """Over all devices, on all devices."""
+        return x if self.count == 1 else lax.pmax(x, TENSOR_AXIS)
+
+    def gather(self, x: Array) -> Array:
+        """[..., n] of each device as [..., count * n], in their order, on all devices."""
+        return x if self.count == 1 else lax.all_gather(x, TENSOR_AXIS, axis=x.ndim - 1, tiled=True)
+
+    def start(self, size: int) -> Int[Array, ""]:
+        """Where this device's part begins of an axis of which each holds `size`."""
+        return jnp.int32(0) if self.count == 1 else lax.axis_index(TENSOR_AXIS) * size
+
+    def local_ids(self, ids: Int[Array, "..."], size: int) -> Int[Array, "..."]:
+        """Ids of a shared axis as indices into this device's `size` of them; `size` for those of others."""
+        if self.count == 1:
+            return ids
+        local = ids - self.start(size)
+        return jnp.where((local >= 0) & (local < size), local, size)
+
+
+WHOLE = Shards(count=1)
 
 
 def param(value: jax.Array, axes: Axes) -> nnx.Param:
@@ -50,25 +92,21 @@ def axes_tree(state: nnx.State) -> dict[tuple[Any, ...], Axes]:
     return {path: variable.get_metadata()["logical_axes"] for path, variable in nnx.to_flat_state(state)}
 
 
-def shardings_for(state: nnx.State, mesh: Mesh | None, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
-    """A tree like `state` (abstract or not) with a sharding at each leaf.
+def specs_for(state: nnx.State, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
+    """A tree like `state` (abstract or not) with a `PartitionSpec` at each leaf."""
+    return nnx.map_state(
+        lambda _, variable: with_value(variable, spec_for(variable.get_metadata()["logical_axes"], rules)), state
+    )
 
-    Without a mesh everything goes to the first local device.
-    Raises CapacityError when a dimension does not divide by its mesh axis.
-    """
+
+def shardings_for(state: nnx.State, mesh: Mesh, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
+    """A tree like `state` (abstract or not) with a sharding at each leaf. `Partition` has made all sizes divide."""
 
     def one(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        if mesh is None:
-            return with_value(variable, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
         axes = variable.get_metadata()["logical_axes"]
         spec = spec_for(axes, rules)
         for size, axis, mesh_axis in zip(variable.shape, axes, spec, strict=True):
-            if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-                raise CapacityError(
-                    f"{'.'.join(map(str, path))} has {size} {axis}, which do not divide over the "
-                    f"{mesh.shape[mesh_axis]} devices of mesh axis {mesh_axis!r}; use fewer devices, a "
-                    f"number that divides {size}"
-                )
+            assert mesh_axis is None or size % mesh.shape[mesh_axis] == 0, (path, axis, size, mesh.shape)
         return with_value(variable, NamedSharding(mesh, spec))
 
     return nnx.map_state(one, state)

@@ -4,41 +4,71 @@ Owns the way from a `DecoderConfig` and the name of a topology to compiled steps
 fit and how fast they would be is the planner's to say, what they move is counted by `traffic`.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxserve.config_schema import Config
 from jaxserve.kernels import dispatch
+from jaxserve.kernels.paged_attention import Device, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.loading import abstract_decoder
+from jaxserve.models.partition import Partition
 from jaxserve.runtime.build import attention_uses, resolve_sizes
 from jaxserve.runtime.compile import Compiled, compile_all
-from jaxserve.runtime.executables import AbstractModel, make_jobs, placed
-from jaxserve.runtime.topology import absent_devices, device_of_topology, single_device_mesh
+from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
+from jaxserve.runtime.mesh import layer_ranges, make_meshes
+from jaxserve.runtime.topology import absent_devices, device_of_topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AbsentModel:
+    """One replica of a model on devices that are not here: all that is known before anything is compiled."""
+
+    config: Config
+    device: Device
+    sizes: Sizes
+    attention: PagedAttention
+    stages: tuple[AbstractStage, ...]
+
+
+def place_ahead(config: Config, model: DecoderConfig, *, topology: str, dtype: str = "bfloat16") -> AbsentModel:
+    """What a server with `config` would put on the devices of `topology`; takes well under a second.
+
+    Raises ConfigError for a topology that cannot be compiled for here, or has too few devices, and what resolving the
+    config raises.
+    """
+    device = device_of_topology(topology)
+    weights_dtype: np.dtype = jnp.dtype(dtype)
+    meshes = make_meshes(config.parallel, absent_devices(topology))[0]
+    partition = Partition.of(model, config.parallel.tensor)
+    sizes = resolve_sizes(config, model, weights_dtype, device.backend)
+    attention = dispatch.resolve(
+        device=device, choice=config.kernels.paged_attention, uses=attention_uses(partition.local, sizes, weights_dtype)
+    )
+    ranges = layer_ranges(model.num_layers, len(meshes))
+    stages = tuple(
+        AbstractStage.of(partition, layers, mesh, weights_dtype) for layers, mesh in zip(ranges, meshes, strict=True)
+    )
+    return AbsentModel(config=config, device=device, sizes=sizes, attention=attention, stages=stages)
+
+
+def compile_stage(
+    absent: AbsentModel, *, num_pages: int, stage: int = 0, only: Collection[str] | None = None
+) -> Mapping[str, Compiled]:
+    """Every executable of one stage, by name; or those named in `only`."""
+    jobs = make_jobs(absent.stages[stage], absent.sizes, absent.attention, num_pages)
+    jobs = [job for job in jobs if only is None or job.name in only]
+    # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
+    threads = 1 if absent.device.backend == "tpu" else absent.config.runtime.compile_threads
+    return compile_all(jobs, threads, lambda *_: None, absent.stages[stage].mesh)
 
 
 def compile_ahead(
     config: Config, model: DecoderConfig, *, topology: str, num_pages: int, dtype: str = "bfloat16"
 ) -> Mapping[str, Compiled]:
-    """Every executable that a server with `config` would build on one device of `topology`, by name.
-
-    Raises ConfigError for a topology that cannot be compiled for here, and what resolving the config raises.
-    """
-    device = device_of_topology(topology)
-    mesh = single_device_mesh(absent_devices(topology)[0])
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    weights_dtype: np.dtype = jnp.dtype(dtype)
-    sizes = resolve_sizes(config, model, weights_dtype, device.backend)
-    attention = dispatch.resolve(
-        device=device, choice=config.kernels.paged_attention, uses=attention_uses(model, sizes, weights_dtype)
-    )
-    graphdef, weights = nnx.split(abstract_decoder(model, weights_dtype))
-    abstract = AbstractModel(graphdef=graphdef, weights=placed(weights, sharding), config=model)
-    jobs = make_jobs(abstract, sizes, attention, num_pages, sharding)
-    # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
-    threads = 1 if device.backend == "tpu" else config.runtime.compile_threads
-    return compile_all(jobs, threads, lambda *_: None, mesh)
+    """The executables of a model that is no pipeline, by name: `place_ahead`, then `compile_stage`."""
+    absent = place_ahead(config, model, topology=topology, dtype=dtype)
+    assert len(absent.stages) == 1, "name a stage: compile_stage"
+    return compile_stage(absent, num_pages=num_pages)

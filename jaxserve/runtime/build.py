@@ -7,7 +7,7 @@ here; nothing is written back into the config.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,23 @@ from jaxserve.kernels.xla_attention import BODY as REFERENCE
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.layers import attention_spec
 from jaxserve.models.loading import LoadedModel
+from jaxserve.models.sharding import specs_for
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
-from jaxserve.runtime.compile import Progress, compile_all, report_lines, use_compile_cache
-from jaxserve.runtime.executables import AbstractModel, Sizes, bucket_layouts, make_jobs, make_state, step_name
+from jaxserve.runtime.compile import Compiled, Progress, compile_all, report_lines, use_compile_cache
+from jaxserve.runtime.executables import (
+    AbstractStage,
+    Sizes,
+    bucket_layouts,
+    device_bytes,
+    make_jobs,
+    make_state,
+    state_shardings,
+    state_specs,
+    step_name,
+)
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, plan_memory
-from jaxserve.runtime.runner import DeviceRunner, Executables
+from jaxserve.runtime.mesh import replicated
+from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.step import DeviceState
 from jaxserve.sched.plan import Limits
 
@@ -59,7 +71,7 @@ def describe(device: jax.Device) -> Device:  # pyright: ignore[reportInvalidType
 
 
 def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple[AttentionUse, ...]:
-    """What the layers of a model will ask of a paged attention body."""
+    """What the layers of a model will ask of a paged attention body. `model` has the sizes of one device."""
     return tuple(
         AttentionUse(
             spec=attention_spec(model, window),
@@ -69,12 +81,6 @@ def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple
         )
         for window in dict.fromkeys(model.windows)
     )
-
-
-def device_of(loaded: LoadedModel) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-    """The device that holds the weights."""
-    (device,) = jax.tree.leaves(loaded.state)[0].sharding.device_set
-    return device
 
 
 def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype, backend: str) -> Sizes:
@@ -109,65 +115,110 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
 
 def build_runner(
     config: Config,
-    loaded: LoadedModel,
+    loaded: Sequence[LoadedModel],
     *,
     progress: Progress,
     say: Callable[[str], None],
 ) -> Built:
-    """Sizes the cache, compiles every executable and puts the state on the device.
+    """Sizes the cache, compiles every executable and puts the state on the devices.
 
-    `say` gets the lines of the memory breakdown and the compile report. Raises CapacityError for sizes that cannot
-    fit.
+    `loaded` are the stages of a pipeline, most often one. `say` gets the lines of the memory breakdown and the compile
+    report. Raises CapacityError for sizes that cannot fit.
     """
     use_compile_cache(config.runtime.compile_cache)
-    device = device_of(loaded)
-    backend = backend_of(device)
-    model = loaded.config
-    sizes = resolve_sizes(config, model, loaded.dtype, backend)
-    attention = _choose_attention(config, model, sizes, loaded.dtype, device)
-    initial_state = functools.partial(make_state, model, attention, sizes)
-    memory = _plan_memory(config, sizes, loaded, jax.eval_shape(functools.partial(initial_state, 1)))
+    partition, dtype = loaded[0].partition, loaded[0].dtype
+    device = loaded[0].mesh.local_devices[0]
+    sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
+    attention = _choose_attention(config, partition.local, sizes, dtype, device)
+    stages = [
+        AbstractStage(
+            graphdef=part.graphdef,
+            state=jax.eval_shape(lambda state: state, part.state),
+            partition=part.partition,
+            layers=part.layers,
+            mesh=part.mesh,
+            dtype=part.dtype,
+        )
+        for part in loaded
+    ]
+    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, loaded))
     for line in memory.lines():
         say(line)
-    limits = Limits(
-        max_rows=sizes.max_rows,
-        num_pages=memory.num_pages,
-        page_size=sizes.page_size,
-        max_model_len=sizes.max_model_len,
-        buckets=sizes.buckets,
-    )
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), loaded.state)
-    abstract = AbstractModel(graphdef=loaded.graphdef, weights=weights, config=model)
-    jobs = make_jobs(abstract, sizes, attention, memory.num_pages, sharding)
-    compiled = compile_all(jobs, config.runtime.compile_threads, progress)
-    memory.check_temporaries(max(c.temporary_bytes for c in compiled.values()))
-    report = tuple(report_lines(compiled))
+    compiled = _compile_stages(config, sizes, stages, attention, memory, progress)
+    report = [line for number, part in enumerate(compiled) for line in _report(part, number, len(compiled))]
     runner = DeviceRunner(
-        limits=limits,
-        layouts=dict(bucket_layouts(sizes)),
-        executables=Executables(
-            steps={b: compiled[step_name(b)].call for b in sizes.buckets},
-            copy_pages=compiled["copy_pages"].call,
-            write_tables=compiled["write_tables"].call,
-            configure_row=compiled["configure_row"].call,
+        limits=Limits(
+            max_rows=sizes.max_rows,
+            num_pages=memory.num_pages,
+            page_size=sizes.page_size,
+            max_model_len=sizes.max_model_len,
+            buckets=sizes.buckets,
         ),
-        weights=loaded.state,
-        state=jax.jit(functools.partial(initial_state, memory.num_pages), out_shardings=sharding)(),
-        vocab_size=model.vocab_size,
-        buffer_sharding=sharding,
+        layouts=dict(bucket_layouts(sizes)),
+        stages=[
+            Stage(
+                executables=_executables(part, sizes),
+                weights=model.state,
+                state=_initial_state(stage, attention, sizes, memory.num_pages),
+                sharding=replicated(stage.mesh),
+            )
+            for part, stage, model in zip(compiled, stages, loaded, strict=True)
+        ],
+        num_parts=1 if len(stages) == 1 else config.parallel.microbatches or len(stages),
+        vocab_size=partition.vocab_size,
     )
-    return Built(runner=runner, memory=memory, compile_report=report)
+    return Built(runner=runner, memory=memory, compile_report=tuple(report))
+
+
+def _compile_stages(
+    config: Config,
+    sizes: Sizes,
+    stages: Sequence[AbstractStage],
+    attention: PagedAttention,
+    memory: MemoryPlan,
+    progress: Progress,
+) -> list[Mapping[str, Compiled]]:
+    jobs = [make_jobs(stage, sizes, attention, memory.num_pages) for stage in stages]
+    total, before, compiled = sum(map(len, jobs)), 0, []
+    for part, stage in zip(jobs, stages, strict=True):
+
+        def tell(done: int, _: int, newest: Compiled, before: int = before) -> None:
+            progress(before + done, total, newest)
+
+        compiled.append(compile_all(part, config.runtime.compile_threads, tell, stage.mesh))
+        before += len(part)
+        memory.check_temporaries(max(c.temporary_bytes for c in compiled[-1].values()))
+    return compiled
+
+
+def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> list[str]:
+    title = [f"stage {number + 1} of {num_stages}"] if num_stages > 1 else []
+    return [*title, *report_lines(compiled)]
+
+
+def _executables(compiled: Mapping[str, Compiled], sizes: Sizes) -> Executables:
+    configure = compiled.get("configure_row")
+    return Executables(
+        steps={b: compiled[step_name(b)].call for b in sizes.buckets},
+        copy_pages=compiled["copy_pages"].call,
+        write_tables=compiled["write_tables"].call,
+        configure_row=None if configure is None else configure.call,
+    )
+
+
+def _initial_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> DeviceState:
+    make = functools.partial(make_state, stage, attention, sizes, num_pages)
+    return jax.jit(make, out_shardings=state_shardings(stage, attention, sizes))()
 
 
 def _choose_attention(
     config: Config,
-    model: DecoderConfig,
+    local_model: DecoderConfig,
     sizes: Sizes,
     dtype: np.dtype,
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
 ) -> PagedAttention:
-    uses = attention_uses(model, sizes, dtype)
+    uses = attention_uses(local_model, sizes, dtype)
     described = describe(device)
     attention = dispatch.resolve(device=described, choice=config.kernels.paged_attention, uses=uses)
     if config.kernels.self_check and attention is not REFERENCE:
@@ -177,35 +228,54 @@ def _choose_attention(
     return attention
 
 
-def _plan_memory(config: Config, sizes: Sizes, loaded: LoadedModel, one_page: DeviceState) -> MemoryPlan:
-    """`one_page` is the state, abstract or not, of a pool of one page; all but the cache is as large in every pool."""
-    model = loaded.config
-    weight_bytes = _num_bytes(loaded.state)
-    largest = max(sizes.buckets)
-    total_bytes = device_memory_bytes(device_of(loaded))
-    if sizes.backend == "cpu":
-        total_bytes += weight_bytes  # what is available was read after the weights had been loaded
+def _total_bytes(
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    sizes: Sizes,
+    loaded: Sequence[LoadedModel],
+) -> int:
+    """Bytes that a device has for everything, weights included."""
+    found = device_memory_bytes(device)
+    if sizes.backend != "cpu":
+        return found
+    # One memory for all CPU devices; what is available was read after the weights had been loaded.
+    num_devices = sum(len(part.mesh.local_devices) for part in loaded)
+    return found // num_devices + max(device_bytes(part.state, specs_for(part.state), part.mesh) for part in loaded)
+
+
+def plan_stage_memory(
+    config: Config,
+    sizes: Sizes,
+    stages: Sequence[AbstractStage],
+    attention: PagedAttention,
+    total_bytes: int,
+) -> MemoryPlan:
+    """The memory of the fullest device: pages are as many in all stages, so the worst of each item counts."""
+    local, largest = stages[0].partition.local, max(sizes.buckets)
+    weights, pages, rows = [], [], []
+    for stage in stages:
+        shapes = jax.eval_shape(functools.partial(make_state, stage, attention, sizes, 1))
+        specs = state_specs(stage, attention, sizes)
+        weights.append(device_bytes(stage.state, specs_for(stage.state), stage.mesh))
+        pages.append(device_bytes(shapes.caches, specs.caches, stage.mesh) // 2)  # the one page and the dummy
+        rest, rest_specs = (dataclasses.replace(tree, caches=()) for tree in (shapes, specs))
+        rows.append(device_bytes(rest, rest_specs, stage.mesh))
     return plan_memory(
         total_bytes=total_bytes,
         fraction=config.cache.memory_fraction,
-        weight_bytes=weight_bytes,
+        weight_bytes=max(weights),
         temporary_bytes=estimate_temporaries(
             tokens=largest.tokens,
             rows=sizes.max_rows,
-            hidden=model.hidden_size,
-            ffn=model.ffn_size,
-            vocab=model.vocab_size,
+            hidden=local.hidden_size,
+            ffn=local.ffn_size,
+            vocab=local.vocab_size,
             itemsize=4,  # matmul results are float32 before they are rounded
         ),
-        state_bytes=_num_bytes((one_page.block_tables, one_page.sampling)),
-        page_bytes=_num_bytes(one_page.caches) // 2,  # the one page and the dummy
+        state_bytes=max(rows),
+        page_bytes=max(pages),
         page_size=sizes.page_size,
         max_rows=sizes.max_rows,
         max_model_len=sizes.max_model_len,
         num_pages=config.cache.num_pages,
         memory_bytes=config.cache.memory_bytes,
     )
-
-
-def _num_bytes(tree: object) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.api import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jaxserve.models.sharding import WHOLE, Shards
 from jaxserve.sched.plan import RowSetup
 
 NO_TOKEN = 2**31 - 1  # fills unused slots: as an index it is out of every range, so scatters drop it
@@ -59,6 +60,9 @@ class Flag(enum.IntFlag):
 
 
 HEAVY = Flag.PENALTY | Flag.BIAS | Flag.ALLOWED | Flag.BAD_WORDS | Flag.MIN_TOKENS
+
+
+PER_TOKEN = ("counts", "prompt_mask", "allowed_mask")  # fields of the state whose last axis is the vocabulary's
 
 
 @jax.tree_util.register_dataclass
@@ -159,9 +163,14 @@ def encode_row_state(setup: RowSetup, vocab_size: int) -> np.ndarray:
     return np.concatenate([parts[name] for name, _ in _layout(vocab_size)])
 
 
-def configure_row(state: SamplingState, row: Int[Array, ""], payload: Int[Array, " size"]) -> SamplingState:
-    """Writes the heavy state of one row. To be jitted with `state` donated; `last_token` is left alone."""
-    vocab_size = state.counts.shape[1]
+def configure_row(
+    state: SamplingState, row: Int[Array, ""], payload: Int[Array, " size"], shards: Shards = WHOLE
+) -> SamplingState:
+    """Writes the heavy state of one row. To be jitted with `state` donated; `last_token` is left alone.
+
+    The payload is that of the whole vocabulary; each device keeps its part of the counts and masks.
+    """
+    vocab_size = state.counts.shape[1] * shards.count
     assert payload.shape == (row_state_size(vocab_size),), (payload.shape, vocab_size)
     parts, start = {}, 0
     for name, size in _layout(vocab_size):
@@ -170,6 +179,9 @@ def configure_row(state: SamplingState, row: Int[Array, ""], payload: Int[Array,
     parts["counts"] = lax.bitcast_convert_type(parts["counts"], jnp.int16).reshape(-1)[:vocab_size]
     parts["bias_values"] = lax.bitcast_convert_type(parts["bias_values"], jnp.float32)
     parts["bad_words"] = parts["bad_words"].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
+    for name in PER_TOKEN:
+        size = getattr(state, name).shape[1]
+        parts[name] = lax.dynamic_slice_in_dim(parts[name], shards.start(size), size)
     written = {
         name: lax.dynamic_update_index_in_dim(getattr(state, name), value, row, axis=0) for name, value in parts.items()
     }

@@ -1,11 +1,15 @@
 """The device's side of a plan: pack, transfer, launch.
 
-Owns the arrays of the device and the compiled executables. Refuses policy: it executes plans in order and would
+Owns the arrays of the devices and the compiled executables. Refuses policy: it executes plans in order and would
 rather fail than compile. Runs on the engine's loop thread alone.
+
+A pipeline runs a plan as several parts (`pipeline.split_plan`): while the second stage works on one, the first works
+on the next, also across steps. Launches return at once and devices work through them in order, so what stands here is
+only who hands what to whom.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +18,7 @@ import numpy as np
 from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
 from jaxserve.runtime.pack import Layout, following_tokens, pack, split_grants
+from jaxserve.runtime.pipeline import split_plan
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, encode_row_state, needs_row_state
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState, StepOutput
@@ -25,12 +30,25 @@ TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executables:
-    """What `runtime.build` compiled. Nothing is ever added."""
+    """What `runtime.build` compiled for one stage. Nothing is ever added. Only the last stage configures rows."""
 
     steps: Mapping[Bucket, jax.stages.Compiled]
     copy_pages: jax.stages.Compiled
     write_tables: jax.stages.Compiled
-    configure_row: jax.stages.Compiled
+    configure_row: jax.stages.Compiled | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Stage:
+    """The layers that one mesh holds. `state` is replaced by each launch, by the runner alone.
+
+    `sharding` places what every device of the stage needs whole.
+    """
+
+    executables: Executables
+    weights: Any
+    state: DeviceState
+    sharding: jax.sharding.Sharding
 
 
 class DeviceRunner:
@@ -41,19 +59,19 @@ class DeviceRunner:
         *,
         limits: Limits,
         layouts: Mapping[Bucket, Layout],
-        executables: Executables,
-        weights: Any,
-        state: DeviceState,
+        stages: Sequence[Stage],
+        num_parts: int,
         vocab_size: int,
-        buffer_sharding: jax.sharding.Sharding,
+        on_buffer: Callable[[np.ndarray], None] = lambda buffer: None,
     ) -> None:
+        """`num_parts`: of a plan in the pipeline. `vocab_size`: with padding. `on_buffer` sees all that is launched."""
         self._limits = limits
         self._layouts = layouts
-        self._executables = executables
-        self._weights = weights
-        self._state = state
+        self._stages = tuple(stages)
+        self._num_parts = num_parts
         self._vocab_size = vocab_size
-        self._buffer_sharding = buffer_sharding
+        self._on_buffer = on_buffer
+        self._last_tokens = _LastTokens(limits.max_rows, num_parts)
         self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
         self._row_logprobs: dict[int, int] = {}  # row -> alternatives asked for
         self._row_prompt_logprobs: dict[int, int] = {}
@@ -65,27 +83,48 @@ class DeviceRunner:
 
     def dispatch(self, plan: StepPlan) -> "DeviceInFlight":
         """Launches the step and returns at once. Raises MissingBucket when no compiled shape fits."""
-        bucket = self._limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
-        if bucket is None or bucket not in self._executables.steps:
-            raise MissingBucket(
-                f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows; compiled are "
-                f"{', '.join(f'{b.tokens}x{b.rows}' for b in self._limits.buckets)}; nothing compiles after start"
-            )
+        parts = split_plan(plan, self._num_parts)
+        buckets = [self._bucket(part) for part in parts]
         for row in plan.freed_rows:
             self._forget(row)
         for setup in plan.setups:
             self._set_up(setup)
+        if plan.copies:
+            self._copy_pages(plan.copies)
+        launched = [self._launch(part, bucket) for part, bucket in zip(parts, buckets, strict=True)]
+        return DeviceInFlight(plan.sampled_rows, launched)
+
+    def _bucket(self, plan: StepPlan) -> Bucket:
+        bucket = self._limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        if bucket is None or bucket not in self._layouts:
+            raise MissingBucket(
+                f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows; compiled are "
+                f"{', '.join(f'{b.tokens}x{b.rows}' for b in self._limits.buckets)}; nothing compiles after start"
+            )
+        return bucket
+
+    def _launch(self, plan: StepPlan, bucket: Bucket) -> "_Part":
         layout = self._layouts[bucket]
         grants, rest = split_grants(plan.grants, layout.max_grants)
         if rest:
             self._write_tables(rest)
-        if plan.copies:
-            self._copy_pages(plan.copies)
-        buffer = jax.device_put(pack(plan, layout, self._row_params, self._row_prompts, grants), self._buffer_sharding)
-        output, self._state = self._executables.steps[bucket](self._weights, self._state, buffer)
-        return self._in_flight(plan, output)
+        buffer = pack(plan, layout, self._row_params, self._row_prompts, grants)
+        self._on_buffer(buffer)
+        first, last = self._stages[0], self._stages[-1]
+        carried: Any = None
+        if first is not last:
+            carried = self._put(self._last_tokens.after(plan.decode_rows), first)
+        for stage in self._stages:
+            if stage is not first:
+                carried = self._put(carried, stage)
+            step = stage.executables.steps[bucket]
+            carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
+        output: StepOutput = carried
+        if output.last_token is not None:
+            self._last_tokens.add(plan.sampled_rows, output.last_token)
+        return self._part(plan, output)
 
-    def _in_flight(self, plan: StepPlan, output: StepOutput) -> "DeviceInFlight":
+    def _part(self, plan: StepPlan, output: StepOutput) -> "_Part":
         sampled = tuple(range(len(plan.decode_rows))) + tuple(
             i for i, chunk in enumerate(plan.chunks, start=len(plan.decode_rows)) if chunk.sample
         )
@@ -99,7 +138,7 @@ class DeviceRunner:
                 targets = following_tokens(chunk, self._row_prompts[chunk.row])
                 prompts.append(_PromptSpan(chunk.row, at, targets, self._row_prompt_logprobs[chunk.row]))
             at += len(chunk.token_ids)
-        return DeviceInFlight(output, sampled, logprobs, tuple(prompts))
+        return _Part(plan.sampled_rows, output, sampled, logprobs, tuple(prompts))
 
     def _set_up(self, setup: RowSetup) -> None:
         row = setup.row
@@ -111,8 +150,11 @@ class DeviceRunner:
             self._row_prompt_logprobs[row] = setup.sampling.prompt_logprobs
             self._row_prompts[row] = np.asarray(setup.token_ids[: setup.prompt_len], np.int32)
         if needs_row_state(setup):
-            payload = self._put(encode_row_state(setup, self._vocab_size))
-            self._state = self._executables.configure_row(self._state, self._put(np.int32(row)), payload)
+            last = self._stages[-1]
+            configure = last.executables.configure_row
+            assert configure is not None, "the last stage samples"
+            payload = self._put(encode_row_state(setup, self._vocab_size), last)
+            last.state = configure(last.state, self._put(np.int32(row), last), payload)
 
     def _forget(self, row: int) -> None:
         self._row_params[row] = 0
@@ -125,17 +167,46 @@ class DeviceRunner:
             block = np.full((TABLE_SLOTS, 3), (self._limits.max_rows, 0, 0), np.int32)
             part = entries[start : start + TABLE_SLOTS]
             block[: len(part)] = part
-            self._state = self._executables.write_tables(self._state, self._put(block))
+            for stage in self._stages:
+                stage.state = stage.executables.write_tables(stage.state, self._put(block, stage))
 
     def _copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
         for start in range(0, len(copies), COPY_SLOTS):
             block = np.zeros((COPY_SLOTS, 2), np.int32)
             part = copies[start : start + COPY_SLOTS]
             block[: len(part)] = part
-            self._state = self._executables.copy_pages(self._state, self._put(block))
+            for stage in self._stages:
+                stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
 
-    def _put(self, array: np.ndarray | np.int32) -> jax.Array:
-        return jax.device_put(array, self._buffer_sharding)
+    def _put(self, array: np.ndarray | np.int32 | jax.Array, stage: Stage) -> jax.Array:
+        return jax.device_put(array, stage.sharding)
+
+
+class _LastTokens:
+    """The last tokens of all rows, as they were after each of the latest parts. Mutated by the runner.
+
+    The first stage may start on a part as soon as the tokens of its own rows are known; taking the newest array would
+    make it wait for parts that are still on their way. Each array holds what all earlier parts drew, too.
+    """
+
+    def __init__(self, max_rows: int, num_parts: int) -> None:
+        self._arrays: list[Any] = [np.zeros(max_rows + 1, np.int32)]
+        self._oldest = 0  # number of the part of the first array
+        self._part_of_row = np.zeros(max_rows + 1, np.int64)
+        self._kept = num_parts + 1
+
+    def after(self, rows: Sequence[int]) -> Any:
+        """The oldest array that has the last tokens of `rows`."""
+        needed = int(self._part_of_row[list(rows)].max()) if rows else 0
+        return self._arrays[max(0, needed - self._oldest)]
+
+    def add(self, rows: Sequence[int], array: jax.Array) -> None:
+        """What the newest part left, which drew tokens for `rows`."""
+        self._arrays.append(array)
+        self._part_of_row[list(rows)] = self._oldest + len(self._arrays) - 1
+        if len(self._arrays) > self._kept:
+            self._arrays.pop(0)
+            self._oldest += 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,15 +222,48 @@ class _PromptSpan:
 class DeviceInFlight:
     """A launched step. `result` may be called once."""
 
-    __slots__ = ("_logprobs", "_output", "_prompts", "_sampled")
+    __slots__ = ("_parts", "_rows")
+
+    def __init__(self, rows: tuple[int, ...], parts: Sequence["_Part"]) -> None:
+        self._rows = rows
+        self._parts = parts
+
+    def result(self) -> StepResult:
+        """Waits for the step and reads what was asked for."""
+        if len(self._parts) == 1:
+            return self._parts[0].result()
+        token_ids: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for part in self._parts:
+            found = part.result()
+            token_ids.update(zip(part.rows, found.token_ids, strict=True))
+            for row, entry in zip(part.rows, found.logprobs or (), strict=False):
+                if entry is not None:
+                    logprobs[row] = entry
+            for row, entries in (found.prompt_logprobs or {}).items():
+                prompts.setdefault(row, []).extend(entries)
+        return StepResult(
+            token_ids=[token_ids[row] for row in self._rows],
+            logprobs=[logprobs.get(row) for row in self._rows] if logprobs else None,
+            prompt_logprobs=prompts or None,
+        )
+
+
+class _Part:
+    """What one launch left on the device. `result` may be called once."""
+
+    __slots__ = ("_logprobs", "_output", "_prompts", "_sampled", "rows")
 
     def __init__(
         self,
+        rows: tuple[int, ...],
         output: StepOutput,
         sampled: tuple[int, ...],
         logprobs: tuple[int | None, ...],
         prompts: tuple[_PromptSpan, ...],
     ) -> None:
+        self.rows = rows
         self._output = output
         self._sampled = sampled
         self._logprobs = logprobs
@@ -167,7 +271,7 @@ class DeviceInFlight:
         output.token_ids.copy_to_host_async()  # on its way while the host plans the next step
 
     def result(self) -> StepResult:
-        """Waits for the step and reads what was asked for."""
+        """Waits for the launch and reads what was asked for."""
         token_ids = np.asarray(self._output.token_ids)[list(self._sampled)].tolist()
         logprobs = None
         if any(k is not None for k in self._logprobs):

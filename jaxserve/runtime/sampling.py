@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api import MAX_LOGPROBS
+from jaxserve.models.sharding import WHOLE, Shards
 from jaxserve.runtime.row_state import HEAVY, MAX_COUNT, Field, Flag, SamplingState
 from jaxserve.runtime.sampling_draw import MIN_TEMPERATURE, draw
 from jaxserve.runtime.sampling_reduce import first_argmax, top_values
@@ -57,11 +58,13 @@ def sample(
     params: Int[Array, "R F"],
     should_sample: Bool[Array, " R"],
     state: SamplingState,
+    shards: Shards = WHOLE,
 ) -> tuple[SampleOutput, SamplingState]:
     """One token for each row that has `should_sample`, and the state with it written down. Donate `state`.
 
     Args:
-      logits: raw, of the last token of each row.
+      logits: raw, of the last token of each row; of this device's part of the vocabulary, like the state's counts and
+        masks. What travels between devices are numbers per row, never logits.
       rows: row of the engine; that of padding is the last of the state. No two sampled rows are equal.
       context_lens: tokens of the sequence before the new one, which is the new one's position.
       params: `encode_row` of each row; zeros for padding.
@@ -74,36 +77,42 @@ def sample(
     drawing = should_sample & (float_field(params, Field.TEMPERATURE) >= MIN_TEMPERATURE)
     heavy = jnp.any(flags & int(HEAVY) != 0)
 
+    def greedy_tokens(logits):
+        return first_argmax(logits, shards)
+
     def processed(logits):
         logits = lax.cond(
-            heavy, lambda x: apply_rules(x, rows, context_lens, params, flags, state), lambda x: x, logits
+            heavy, lambda x: apply_rules(x, rows, context_lens, params, flags, state, shards), lambda x: x, logits
         )
         drawn = lax.cond(
             jnp.any(drawing),
-            lambda x: draw(x, context_lens, params, drawing),
+            lambda x: draw(x, context_lens, params, drawing, shards),
             lambda x: jnp.zeros_like(context_lens),
             logits,
         )
         greedy = lax.cond(
-            jnp.all(drawing | ~should_sample), lambda x: jnp.zeros_like(context_lens), first_argmax, logits
+            jnp.all(drawing | ~should_sample), lambda x: jnp.zeros_like(context_lens), greedy_tokens, logits
         )
         return jnp.where(drawing, drawn, greedy)
 
-    token_ids = lax.cond(heavy | jnp.any(drawing), processed, first_argmax, logits)
+    token_ids = lax.cond(heavy | jnp.any(drawing), processed, greedy_tokens, logits)
     asked = flags & int(Flag.LOGPROBS) != 0
     logprobs = lax.cond(
         jnp.any(asked),
-        lambda logits: _logprobs(logits, token_ids),
-        lambda logits: _no_logprobs(*logits.shape),
+        lambda logits: _logprobs(logits, token_ids, shards),
+        lambda logits: _no_logprobs(logits.shape[0], logits.shape[1] * shards.count),
         logits,
     )
-    return SampleOutput(token_ids=token_ids, logprobs=logprobs), _write(state, rows, token_ids, flags, should_sample)
+    return SampleOutput(token_ids=token_ids, logprobs=logprobs), _write(
+        state, rows, token_ids, flags, should_sample, shards
+    )
 
 
 def prompt_logprobs(
     hidden: Float[Array, "T D"],
     targets: Int[Array, " T"],
     compute_logits: Callable[[Float[Array, "block D"]], Float[Array, "block V"]],
+    shards: Shards = WHOLE,
 ) -> Logprobs:
     """Log-probabilities of the token that follows each prompt token; `targets` is -1 where nobody asks.
 
@@ -113,13 +122,13 @@ def prompt_logprobs(
     num_tokens = hidden.shape[0]
     block = min(PROMPT_BLOCK, num_tokens)
     padding = -num_tokens % block
-    vocab_size = jax.eval_shape(compute_logits, hidden[:block]).shape[1]
+    vocab_size = jax.eval_shape(compute_logits, hidden[:block]).shape[1] * shards.count
 
     def one_block(part):
         hidden, targets = part
         return lax.cond(
             jnp.any(targets >= 0),
-            lambda: _logprobs(compute_logits(hidden), targets),
+            lambda: _logprobs(compute_logits(hidden), targets, shards),
             lambda: _no_logprobs(block, vocab_size),
         )
 
@@ -132,21 +141,29 @@ def prompt_logprobs(
     return lax.cond(jnp.any(targets >= 0), all_blocks, lambda: _no_logprobs(num_tokens, vocab_size))
 
 
-def _logprobs(logits: Float[Array, "N V"], token_ids: Int[Array, " N"]) -> Logprobs:
+def _logprobs(logits: Float[Array, "N V"], token_ids: Int[Array, " N"], shards: Shards) -> Logprobs:
     # NaN and +inf of a broken model must not make NaN of the whole row: clients get these as JSON numbers.
     logits = logits.astype(jnp.float32)
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, jnp.finfo(jnp.float32).max))
-    # A masked sum instead of a gather: it needs no communication of logits that are spread over devices.
-    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    chosen = jnp.max(jnp.where(index == token_ids[:, None], logits, -jnp.inf), axis=1)
-    norm = jnp.maximum(jax.nn.logsumexp(logits, axis=1), jnp.finfo(jnp.float32).min)  # a row of -inf stays -inf
-    top, top_ids = top_values(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    # A masked maximum instead of a gather: it needs no communication of logits that are spread over devices.
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + shards.start(logits.shape[1])
+    chosen = shards.max(jnp.max(jnp.where(index == token_ids[:, None], logits, -jnp.inf), axis=1))
+    norm = jnp.maximum(_logsumexp(logits, shards), jnp.finfo(jnp.float32).min)  # a row of -inf stays -inf
+    top, top_ids = top_values(logits, min(MAX_LOGPROBS, logits.shape[1] * shards.count), shards)
     return Logprobs(
         logprob=chosen - norm,
-        rank=1 + jnp.sum(logits > chosen[:, None], axis=1, dtype=jnp.int32),
+        rank=1 + shards.sum(jnp.sum(logits > chosen[:, None], axis=1, dtype=jnp.int32)),
         top_ids=top_ids,
         top_logprobs=top - norm[:, None],
     )
+
+
+def _logsumexp(logits: Float[Array, "N V"], shards: Shards) -> Float[Array, " N"]:
+    local = jax.nn.logsumexp(logits, axis=1)
+    if shards.count == 1:
+        return local
+    largest = jnp.maximum(shards.max(local), jnp.finfo(jnp.float32).min)  # -inf - -inf would be NaN
+    return largest + jnp.log(shards.sum(jnp.exp(local - largest)))
 
 
 def _no_logprobs(num_lines: int, vocab_size: int) -> Logprobs:
@@ -165,16 +182,19 @@ def _write(
     token_ids: Int[Array, " R"],
     flags: Int[Array, " R"],
     should_sample: Bool[Array, " R"],
+    shards: Shards,
 ) -> SamplingState:
     """Scatters of one entry per row, so that the donated state is updated in place whatever its size."""
     nowhere = state.last_token.shape[0]
     written = jnp.where(should_sample, rows, nowhere)
     counted = jnp.where(flags & int(Flag.PENALTY) != 0, rows, nowhere)
     recent = jnp.concatenate([state.recent[rows][:, 1:], token_ids[:, None]], axis=1)
-    count = jnp.minimum(state.counts[rows, token_ids].astype(jnp.int32) + 1, MAX_COUNT).astype(jnp.int16)
+    local_ids = shards.local_ids(token_ids, state.counts.shape[1])
+    seen = state.counts.at[rows, local_ids].get(mode="fill", fill_value=0)
+    count = jnp.minimum(seen.astype(jnp.int32) + 1, MAX_COUNT).astype(jnp.int16)
     return dataclasses.replace(
         state,
         last_token=state.last_token.at[written].set(token_ids, mode="drop"),
         recent=state.recent.at[written].set(recent, mode="drop"),
-        counts=state.counts.at[counted, token_ids].set(count, mode="drop"),
+        counts=state.counts.at[counted, local_ids].set(count, mode="drop"),
     )

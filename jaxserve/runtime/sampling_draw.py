@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.models.sharding import WHOLE, Shards
 from jaxserve.runtime.row_state import Field
 from jaxserve.runtime.sampling_reduce import first_argmax, row_max
 from jaxserve.runtime.sampling_rules import float_field
@@ -29,7 +30,11 @@ _NUM_GROUPS = 5  # of four rounds each
 
 
 def draw(
-    logits: Logits, positions: Int[Array, " R"], params: Int[Array, "R F"], drawing: Bool[Array, " R"]
+    logits: Logits,
+    positions: Int[Array, " R"],
+    params: Int[Array, "R F"],
+    drawing: Bool[Array, " R"],
+    shards: Shards = WHOLE,
 ) -> Int[Array, " R"]:
     """Draws one token per row from softmax(logits / temperature), limited by min_p, then top_k, then top_p.
 
@@ -41,20 +46,23 @@ def draw(
     request draws the same tokens in any row, batch or bucket, alone or resumed.
     """
     temperature = jnp.where(drawing, float_field(params, Field.TEMPERATURE), 1.0)
-    top = row_max(logits)
-    threshold = keep_threshold(logits, top, temperature, params, drawing)
-    exponential = -jnp.log1p(
-        -uniform(params[:, Field.SEED_LOW], params[:, Field.SEED_HIGH], positions, logits.shape[1])
-    )
+    top = row_max(logits, shards)
+    threshold = keep_threshold(logits, top, temperature, params, drawing, shards)
+    first, size = shards.start(logits.shape[1]), logits.shape[1]
+    exponential = -jnp.log1p(-uniform(params[:, Field.SEED_LOW], params[:, Field.SEED_HIGH], positions, size, first))
     arrival = exponential * jnp.exp(_depth(logits, top) / temperature[:, None])
-    return first_argmax(jnp.where(logits >= threshold[:, None], -arrival, -jnp.inf))
+    return first_argmax(jnp.where(logits >= threshold[:, None], -arrival, -jnp.inf), shards)
 
 
 def uniform(
-    seed_low: Int[Array, " R"], seed_high: Int[Array, " R"], positions: Int[Array, " R"], vocab_size: int
+    seed_low: Int[Array, " R"],
+    seed_high: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    num_tokens: int,
+    first_token: int | Int[Array, ""] = 0,
 ) -> Float[Array, "R V"]:
     """Numbers in (0, 1), fine near 0 (steps of 2**-32): `threefry` of key seed and counter (token, position)."""
-    token = lax.broadcasted_iota(jnp.uint32, (positions.shape[0], vocab_size), 1)
+    token = lax.broadcasted_iota(jnp.uint32, (positions.shape[0], num_tokens), 1) + jnp.uint32(first_token)
     key = (seed_low.astype(jnp.uint32)[:, None], seed_high.astype(jnp.uint32)[:, None])
     first, second = threefry(key, (token, positions.astype(jnp.uint32)[:, None]))
     return jnp.minimum((first ^ second).astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
@@ -80,7 +88,12 @@ def threefry(
 
 
 def keep_threshold(
-    logits: Logits, top: PerRow, temperature: PerRow, params: Int[Array, "R F"], drawing: Bool[Array, " R"]
+    logits: Logits,
+    top: PerRow,
+    temperature: PerRow,
+    params: Int[Array, "R F"],
+    drawing: Bool[Array, " R"],
+    shards: Shards = WHOLE,
 ) -> PerRow:
     """The smallest logit of each row that may still be drawn; -inf for rows without a limit, or not in `drawing`.
 
@@ -90,25 +103,25 @@ def keep_threshold(
     min_p, top_p = float_field(params, Field.MIN_P), float_field(params, Field.TOP_P)
     top_k = params[:, Field.TOP_K]
     limits_p = drawing & (top_p < 1)
-    limits_k = drawing & (top_k > 0) & (top_k < logits.shape[1])
+    limits_k = drawing & (top_k > 0) & (top_k < logits.shape[1] * shards.count)
     floor = jnp.where(drawing & (min_p > 0), top + temperature * jnp.log(min_p), -jnp.inf)
 
     def count(kept: Bool[Array, "R V"]) -> PerRow:
-        return jnp.sum(kept, axis=1, dtype=jnp.int32).astype(jnp.float32)
+        return shards.sum(jnp.sum(kept, axis=1, dtype=jnp.int32)).astype(jnp.float32)
 
     def limit_p(floor: PerRow) -> PerRow:
         weights = jnp.exp(-_depth(logits, top) / temperature[:, None])
         weights = jnp.where(logits >= floor[:, None], weights, 0.0)
 
         def mass(kept: Bool[Array, "R V"]) -> PerRow:
-            return jnp.sum(jnp.where(kept, weights, 0.0), axis=1)
+            return shards.sum(jnp.sum(jnp.where(kept, weights, 0.0), axis=1))
 
-        target = top_p * jnp.sum(weights, axis=1)
-        return largest_threshold(logits, mass, target, floor, top, limits_p)
+        target = top_p * shards.sum(jnp.sum(weights, axis=1))
+        return largest_threshold(logits, mass, target, floor, top, limits_p, shards)
 
     floor = lax.cond(
         jnp.any(limits_k),
-        lambda floor: largest_threshold(logits, count, top_k.astype(jnp.float32), floor, top, limits_k),
+        lambda floor: largest_threshold(logits, count, top_k.astype(jnp.float32), floor, top, limits_k, shards),
         lambda floor: floor,
         floor,
     )
@@ -122,13 +135,15 @@ def largest_threshold(
     floor: PerRow,
     top: PerRow,
     active: Bool[Array, " R"],
+    shards: Shards = WHOLE,
 ) -> PerRow:
     """The largest t in [floor, top] for which measure(logits >= t) >= target, up to a t that keeps the same tokens.
 
-    `floor` when there is none, and for rows that are not `active`. `measure` must not grow with t. Stops early once
-    the set cannot shrink: it has exactly the target, or one token more than a set that has too little.
+    `measure` sums over all devices. `floor` when there is none, and for rows that are not `active`. `measure` must not
+    grow with t. Stops early once the set cannot shrink: it has exactly the target, or one token more than a set that
+    has too little.
     """
-    num_tokens = jnp.full(floor.shape, logits.shape[1], jnp.int32)
+    num_tokens = jnp.full(floor.shape, logits.shape[1] * shards.count, jnp.int32)
     low = _to_ordered(floor)
     high = jnp.where(active, jnp.maximum(_to_ordered(top), low), low)
 
@@ -139,7 +154,7 @@ def largest_threshold(
         low, high, exact, count_low, count_high = carry
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, and without overflow
         kept = logits >= _from_ordered(middle)[:, None]
-        measured, count = measure(kept), jnp.sum(kept, axis=1, dtype=jnp.int32)
+        measured, count = measure(kept), shards.sum(jnp.sum(kept, axis=1, dtype=jnp.int32))
         open_rows = is_open(*carry)
         enough, too_little = open_rows & (measured >= target), open_rows & (measured < target)
         return (

@@ -1,6 +1,7 @@
 """Reductions over the vocabulary: the largest logit, where it stands, and the best twenty.
 
-Owns how [R, V] is looked at once. Refuses to know what is looked for.
+Owns how [R, V] is looked at once, V being this device's part of the vocabulary; indices are those of the whole.
+Refuses to know what is looked for.
 
 Why by blocks: the maxima of blocks of up to 256 tokens cost one pass that writes almost nothing, and tell in which
 few blocks to look. XLA's argmax took 20 times as long on a CPU, and its top_k gathers logits that are spread over
@@ -11,15 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.models.sharding import WHOLE, Shards
+
 _MAX_BLOCK = 256
 
 
-def row_max(values: Float[Array, "R V"]) -> Float[Array, " R"]:
+def row_max(values: Float[Array, "R V"], shards: Shards = WHOLE) -> Float[Array, " R"]:
     """Largest value of each row; NaN counts as -inf."""
-    return jnp.max(_block_maxima(_blocks(values)), axis=1)
+    return shards.max(jnp.max(_block_maxima(_blocks(values)), axis=1))
 
 
-def first_argmax(values: Float[Array, "R V"]) -> Int[Array, " R"]:
+def first_argmax(values: Float[Array, "R V"], shards: Shards = WHOLE) -> Int[Array, " R"]:
     """Index of the largest value, the lowest among equals. NaN counts as -inf; a row of -inf gives 0."""
     blocks = _blocks(values)
     maxima = _block_maxima(blocks)
@@ -27,14 +30,32 @@ def first_argmax(values: Float[Array, "R V"]) -> Int[Array, " R"]:
     block = _first_true(maxima == top)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     inside = jnp.where(jnp.isnan(inside), -jnp.inf, inside)
-    return block * blocks.shape[2] + _first_true(inside == top)
+    index = block * blocks.shape[2] + _first_true(inside == top)
+    if shards.count == 1:
+        return index
+    best = shards.max(top[:, 0])
+    # The lowest index of those devices that hold the best value: the largest of the negated ones.
+    found = jnp.where(top[:, 0] == best, index + shards.start(values.shape[1]), jnp.iinfo(jnp.int32).max)
+    return -shards.max(-found)
 
 
-def top_values(values: Float[Array, "R V"], num_top: int) -> tuple[Float[Array, "R num_top"], Int[Array, "R num_top"]]:
+def top_values(
+    values: Float[Array, "R V"], num_top: int, shards: Shards = WHOLE
+) -> tuple[Float[Array, "R num_top"], Int[Array, "R num_top"]]:
     """The largest values and their indices, the lowest first among equals. No NaN; `num_top` is at most V.
 
     They stand in the `num_top` blocks of the largest maxima: each of those has an entry that beats any other block.
+    Of several devices each gives its best, and only those travel.
     """
+    top, places = _local_top(values, min(num_top, values.shape[1]))
+    if shards.count == 1:
+        return top, places
+    top, places = shards.gather(top), shards.gather(places + shards.start(values.shape[1]))
+    top, chosen = lax.top_k(top, num_top)  # devices stand in the order of their indices, so equals keep theirs
+    return top, jnp.take_along_axis(places, chosen, axis=1)
+
+
+def _local_top(values: Float[Array, "R V"], num_top: int) -> tuple[Float[Array, "R num_top"], Int[Array, "R num_top"]]:
     blocks = _blocks(values)
     num_blocks, size = blocks.shape[1:]
     _, chosen = lax.top_k(_block_maxima(blocks), min(num_top, num_blocks))

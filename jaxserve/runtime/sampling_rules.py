@@ -11,7 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api import MAX_BAD_WORD_LEN
-from jaxserve.runtime.row_state import Field, Flag, SamplingState
+from jaxserve.models.sharding import WHOLE, Shards
+from jaxserve.runtime.row_state import NO_TOKEN, Field, Flag, SamplingState
 
 Logits = Float[Array, "R V"]
 
@@ -37,8 +38,9 @@ def apply_rules(
     params: Int[Array, "R F"],
     flags: Int[Array, " R"],
     state: SamplingState,
+    shards: Shards = WHOLE,
 ) -> Logits:
-    """The processed logits: masks, then bias, then penalties.
+    """The processed logits: masks, then bias, then penalties. Of this device's part of the vocabulary.
 
     A token that is masked has -inf. When bad words and min_tokens leave a row without any token, they are waived for
     this token: allowed_token_ids always holds. `flags` are those of `effective_flags`.
@@ -50,17 +52,21 @@ def apply_rules(
     def has(wanted: Flag) -> Bool[Array, "R 1"]:
         return (flags & int(wanted) != 0)[:, None]
 
+    def ban(logits: Logits, token_ids: Int[Array, "R slots"]) -> Logits:
+        return _ban(logits, shards.local_ids(token_ids, logits.shape[1]))
+
     def masked(logits: Logits) -> Logits:
         allowed = _unpack_bits(state.allowed_mask[rows], logits.shape[1]) | ~has(Flag.ALLOWED)
         kept = jnp.where(allowed, logits, -jnp.inf)
-        banned = jnp.where(has(Flag.MIN_TOKENS), state.stop_ids[rows], logits.shape[1])
-        left = _ban(kept, banned)
+        left = ban(kept, jnp.where(has(Flag.MIN_TOKENS), state.stop_ids[rows], NO_TOKEN))
         num_output = context_lens - params[:, Field.PROMPT_LEN]
-        left = _ban(left, _banned_word_ends(state, rows, num_output, has(Flag.BAD_WORDS), logits.shape[1]))
-        return jnp.where(jnp.any(left > -jnp.inf, axis=1, keepdims=True), left, kept)
+        left = ban(left, _banned_word_ends(state, rows, num_output, has(Flag.BAD_WORDS)))
+        has_any = shards.max(jnp.any(left > -jnp.inf, axis=1, keepdims=True).astype(jnp.int32)) > 0
+        return jnp.where(has_any, left, kept)
 
     def biased(logits: Logits) -> Logits:
-        ids = jnp.where(has(Flag.BIAS), state.bias_ids[rows], logits.shape[1])
+        ids = jnp.where(has(Flag.BIAS), state.bias_ids[rows], NO_TOKEN)
+        ids = shards.local_ids(ids, logits.shape[1])
         lines = jnp.arange(logits.shape[0])[:, None]
         return logits.at[lines, ids].add(state.bias_values[rows], mode="drop")
 
@@ -88,7 +94,6 @@ def _banned_word_ends(
     rows: Int[Array, " R"],
     num_output: Int[Array, " R"],
     has_words: Bool[Array, "R 1"],
-    nobody: int,
 ) -> Int[Array, "R words"]:
     """Last tokens of those bad words whose beginning has just been generated. Only output counts, never the prompt."""
     words = state.bad_words[rows]  # [R, words, length]
@@ -97,7 +102,7 @@ def _banned_word_ends(
     generated = place[None, :] <= num_output[:, None]
     equal = (begin == state.recent[rows][:, None, :]) & generated[:, None, :]
     match = jnp.all((begin < 0) | equal, axis=2)
-    return jnp.where(match & has_words, end, nobody)
+    return jnp.where(match & has_words, end, NO_TOKEN)
 
 
 def _ban(logits: Logits, token_ids: Int[Array, "R slots"]) -> Logits:

@@ -1,8 +1,10 @@
 """The fused step: everything between a packed buffer and the sampled tokens, in one compiled function per bucket.
 
-Owns `DeviceState` and the functions that are compiled. Refuses to hold arrays (the runner does). One function, since
-every further launch costs host time and a compile per shape: embedding, layers, paged attention, the logits of the
-rows that need them, sampling and the scatter of the drawn tokens all happen here.
+Owns `DeviceState` and the functions that are compiled. Refuses to hold arrays (the runner does) and to know a mesh:
+all is written for the arrays of one device, and says through `Shards` where devices add something up. One function,
+since every further launch costs host time and a compile per shape: embedding, layers, paged attention, the logits of
+the rows that need them, sampling and the scatter of the drawn tokens all happen here. A stage of a pipeline has the
+part of it that its layers need: the first looks tokens up, the last samples.
 """
 
 import dataclasses
@@ -10,29 +12,35 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
-from jaxserve.runtime.pack import FROM_DEVICE, Layout, unpack
+from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
 from jaxserve.runtime.row_state import Field, SamplingState
 from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
+
+# What one stage hands to the next: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
+# pipeline of one stage they are in its own state, and nothing is carried.
+Carried = Float[Array, "T D"] | Int[Array, " R+1"] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """All that lives on the device from step to step. DONATED to every compiled function and returned by it.
+    """All that lives on the devices of a stage from step to step. DONATED to every compiled function and returned.
 
     Attributes:
-      caches: KV pages, one entry per layer.
+      caches: KV pages, one entry per layer of the stage.
       block_tables: page ids of every device row; row max_rows belongs to padding.
-      sampling: last tokens, counts and masks of every device row.
+      sampling: last tokens, counts and masks of every device row; None in all stages but the last.
     """
 
     caches: tuple[LayerCache, ...]
     block_tables: Int[Array, "R+1 P"]
-    sampling: SamplingState
+    sampling: SamplingState | None
 
 
 @jax.tree_util.register_dataclass
@@ -43,19 +51,22 @@ class StepOutput:
     token_ids: Int[Array, " R"]
     logprobs: Logprobs  # of the R drawn tokens
     prompt: Logprobs | None  # of the T tokens that follow those of a mixed step
+    last_token: Int[Array, " R+1"] | None  # of every device row, for the first stage of a pipeline; else None
 
 
-def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention, page_size: int):
-    """The function to compile for one bucket: step(weights, state, buffer) -> (StepOutput, state). DONATES state."""
+def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention, page_size: int, shards: Shards):
+    """The function to compile for one bucket and stage. DONATES state.
+
+    step(weights, state, buffer, carried) -> (StepOutput of the last stage, hidden states [T, D] of others; state)
+    """
     decode_only = layout.bucket.decode_only
 
-    def step(weights, state: DeviceState, buffer: Int[Array, " size"]) -> tuple[StepOutput, DeviceState]:
+    def step(
+        weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
+    ) -> tuple[StepOutput | Float[Array, "T D"], DeviceState]:
         inputs = unpack(buffer, layout)
         model = nnx.merge(graphdef, weights)
         block_tables = state.block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
-        # Padding tokens carry row R of the batch; give them the padding row of the device.
-        token_device_rows = jnp.append(inputs.rows, layout.max_rows)[inputs.token_rows]
-        tokens = jnp.where(inputs.tokens == FROM_DEVICE, state.sampling.last_token[token_device_rows], inputs.tokens)
         batch = AttentionBatch(
             positions=inputs.positions,
             token_rows=inputs.token_rows,
@@ -65,29 +76,61 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
             page_size=page_size,
             decode_only=decode_only,
         )
+        begin = carried
+        if model.is_first:
+            last_token = carried if state.sampling is None else state.sampling.last_token
+            assert last_token is not None, "a first stage that does not sample takes the last tokens from the last"
+            begin = _input_tokens(inputs, layout, last_token)
         # The length that dynamic rope scaling is stretched for; other scalings do not look at it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        hidden, caches = model(tokens, state.caches, batch, attention, rope_lengths=prompt_lens)  # [T, D]
-        last = hidden if decode_only else hidden[jnp.maximum(inputs.q_starts[1:] - 1, 0)]  # [R, D]
-        with jax.named_scope("logits"):
-            logits = model.logits(last)  # [R, V]
-        with jax.named_scope("sample"):
-            drawn, sampling_state = sample(
-                logits,
-                inputs.rows,
-                inputs.context_lens,
-                inputs.params,
-                inputs.should_sample.astype(bool),
-                state.sampling,
-            )
-        prompt = None
-        if not decode_only:
-            with jax.named_scope("prompt_logprobs"):
-                prompt = prompt_logprobs(hidden, inputs.targets, model.logits)
-        output = StepOutput(token_ids=drawn.token_ids, logprobs=drawn.logprobs, prompt=prompt)
-        return output, DeviceState(caches=caches, block_tables=block_tables, sampling=sampling_state)
+        hidden, caches = model(begin, state.caches, batch, attention, rope_lengths=prompt_lens)  # [T, D]
+        if state.sampling is None:
+            return hidden, DeviceState(caches=caches, block_tables=block_tables, sampling=None)
+        output, sampling = _sample(model, hidden, inputs, layout, state.sampling, shards)
+        return output, DeviceState(caches=caches, block_tables=block_tables, sampling=sampling)
 
     return step
+
+
+def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]) -> Int[Array, " T"]:
+    # Padding tokens carry row R of the batch; give them the padding row of the device.
+    token_device_rows = jnp.append(inputs.rows, layout.max_rows)[inputs.token_rows]
+    return jnp.where(inputs.tokens == FROM_DEVICE, last_token[token_device_rows], inputs.tokens)
+
+
+def _sample(
+    model: Decoder,
+    hidden: Float[Array, "T D"],
+    inputs: StepInputs,
+    layout: Layout,
+    state: SamplingState,
+    shards: Shards,
+) -> tuple[StepOutput, SamplingState]:
+    decode_only = layout.bucket.decode_only
+    last = hidden if decode_only else hidden[jnp.maximum(inputs.q_starts[1:] - 1, 0)]  # [R, D]
+    with jax.named_scope("logits"):
+        logits = model.logits(last)  # [R, V], of this device's part of V
+    with jax.named_scope("sample"):
+        drawn, state = sample(
+            logits,
+            inputs.rows,
+            inputs.context_lens,
+            inputs.params,
+            inputs.should_sample.astype(bool),
+            state,
+            shards,
+        )
+    prompt = None
+    if not decode_only:
+        with jax.named_scope("prompt_logprobs"):
+            prompt = prompt_logprobs(hidden, inputs.targets, model.logits, shards)
+    output = StepOutput(
+        token_ids=drawn.token_ids,
+        logprobs=drawn.logprobs,
+        prompt=prompt,
+        last_token=None if model.is_first else state.last_token,
+    )
+    return output, state
 
 
 def write_tables(state: DeviceState, entries: Int[Array, "M 3"]) -> DeviceState:
@@ -106,6 +149,12 @@ def make_copy_pages(attention: PagedAttention):
     return copy_pages
 
 
-def configure_row(state: DeviceState, row: Int[Array, ""], payload: Int[Array, " size"]) -> DeviceState:
-    """Loads the sampling state of a row whose request uses more than plain parameters. DONATES state."""
-    return dataclasses.replace(state, sampling=row_state.configure_row(state.sampling, row, payload))
+def make_configure_row(shards: Shards):
+    """configure(state, row, payload) -> state: loads the sampling state of a row whose request uses more than plain
+    parameters. DONATES state."""
+
+    def configure_row(state: DeviceState, row: Int[Array, ""], payload: Int[Array, " size"]) -> DeviceState:
+        assert state.sampling is not None, "only the last stage samples"
+        return dataclasses.replace(state, sampling=row_state.configure_row(state.sampling, row, payload, shards))
+
+    return configure_row

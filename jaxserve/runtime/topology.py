@@ -8,21 +8,18 @@ data sheet of the card, which would otherwise be repeated by the planner, the te
 """
 
 import importlib.metadata
-import re
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jaxserve.chips import Chip, Topology, parse_topology
 from jaxserve.config import describe_absent_tpu
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.paged_attention import Device
 
-# JAX's name of one chip.
-_TPU_KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"}
-
-# NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities.
+# The CUDA programming guide's table of compute capabilities, for the fields that the chip does not name.
 _GPU_SHEET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -31,59 +28,73 @@ gpu_device_info {{
   core_count: {cores} fpus_per_core: 128 clock_rate_ghz: 1.98
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: 52428800 device_memory_size: {memory}
-  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
 }}
 platform_name: "CUDA" runtime_version {{ major: 13 minor: 0 patch: 0 }} dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{kind}"
 """
-_GPUS = {
-    "h100": {"kind": "NVIDIA H100 80GB HBM3", "cores": 132, "bandwidth": 3_350_000_000_000, "memory": 85_520_809_984},
-    "h200": {"kind": "NVIDIA H200", "cores": 132, "bandwidth": 4_800_000_000_000, "memory": 150_754_820_096},
-}
 _GPU_PLUGIN = "jax-cuda13-plugin"
 
 
 def absent_devices(name: str) -> list[Any]:
     """The devices of a topology such as 'v5e:2x2' or 'h200:1', to be put into a mesh or a sharding.
 
-    Raises ConfigError for a name that is not understood, and where the compiler for it is not installed.
+    Those of 'cpu:N' are here. Raises ConfigError for a name that is not understood, and where the compiler for it is
+    not installed.
     """
-    kind, _, shape = name.partition(":")
-    if kind in _TPU_KINDS and re.fullmatch(r"\d+x\d+(x\d+)?", shape):
-        return _tpu_devices(name)
-    if kind in _GPUS and shape.isdigit():
-        return _gpu_devices(kind, int(shape))
-    known = ", ".join([f"{k}:2x2" for k in _TPU_KINDS] + [f"{k}:1" for k in _GPUS])
-    raise ConfigError(f"no topology is called {name!r}; names look like {known}")
+    topology = parse_topology(name)
+    if topology.chip.backend == "tpu":
+        return _tpu_devices(topology)
+    if topology.chip.backend == "gpu":
+        return _gpu_devices(topology.chip, topology.num_devices)
+    return _cpu_devices(topology)
 
 
 def device_of_topology(name: str) -> Device:
     """What a kernel body may know of the devices of a topology."""
-    kind = name.partition(":")[0]
-    if kind in _TPU_KINDS:
-        return Device(backend="tpu", kind=_TPU_KINDS[kind])
-    if kind in _GPUS:
-        return Device(backend="gpu", kind=str(_GPUS[kind]["kind"]), compute_capability=(9, 0))
-    raise ConfigError(f"no topology is called {name!r}; kinds are {', '.join([*_TPU_KINDS, *_GPUS])}")
+    chip = parse_topology(name).chip
+    return Device(backend=chip.backend, kind=chip.kind, compute_capability=chip.compute_capability)
 
 
-def _tpu_devices(name: str) -> list[Any]:
+def _tpu_devices(topology: Topology) -> list[Any]:
     _need("libtpu", "jaxserve[tpu]")
     describe_absent_tpu()
+    name = topology.name.replace(topology.chip.name, topology.chip.compiler_name)
+    # libtpu takes a host to hold 2x2x1 chips unless told otherwise, and would refuse a single one.
+    options = {"chips_per_host_bounds": [1, 1, 1]} if topology.num_devices == 1 else {}
     try:
-        found = topologies.get_topology_desc(name, platform="tpu")
+        found = topologies.get_topology_desc(name, platform="tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"libtpu knows no topology {name!r}: {error}") from error
     return list(found.devices)
 
 
-def _gpu_devices(kind: str, count: int) -> list[Any]:
+def _gpu_devices(chip: Chip, count: int) -> list[Any]:
     _need(_GPU_PLUGIN, "jaxserve[aot]")
-    sheet = _GPU_SHEET.format(**_GPUS[kind])
+    assert chip.compute_capability is not None, chip.name
+    major, minor = chip.compute_capability
+    sheet = _GPU_SHEET.format(
+        cores=chip.num_cores,
+        bandwidth=int(chip.memory_bandwidth),
+        memory=chip.memory_bytes,
+        major=major,
+        minor=minor,
+        kind=chip.kind,
+    )
     found = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=sheet, topology=f"1x1x{count}"
     )
     return list(found.devices)
+
+
+def _cpu_devices(topology: Topology) -> list[Any]:
+    found = jax.devices("cpu")
+    if len(found) < topology.num_devices:
+        raise ConfigError(
+            f"{topology.name} needs {topology.num_devices} CPU devices, but JAX has {len(found)} here; start with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.num_devices}"
+        )
+    return found[: topology.num_devices]
 
 
 def _need(package: str, extra: str) -> None:

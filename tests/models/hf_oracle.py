@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.kernels.dispatch import resolve
 from jaxserve.kernels.paged_attention import AttentionBatch, Device
 from jaxserve.models import LoadedModel, load_model
+from jaxserve.models.sharding import specs_for
+from jaxserve.runtime.mesh import on_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
@@ -60,20 +64,25 @@ class Driver:
         pages = -(-max_len // page_size)
         ids = np.random.default_rng(page_size).permutation(num_rows * pages) + 1
         self.block_tables = ids.reshape(num_rows, pages).astype(np.int32)
-        config = model.config
+        config = model.partition.padded
         # Placed like the weights: left uncommitted, the first step would compile for other inputs than all later ones.
-        sharding = jax.tree.leaves(model.shardings)[0]
-        home = sharding if len(sharding.device_set) == 1 else None
+        by_heads = P(None, "model")
         self.caches = tuple(
             jax.device_put(
                 ATTENTION.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, model.dtype),
-                home,
+                NamedSharding(model.mesh, by_heads),
             )
             for _ in range(config.num_layers)
         )
         # Compiling is nearly all of the cost, and a lower level of LLVM saves 40 % of it.
         options = {"xla_backend_optimization_level": 0}
-        self._jitted = jax.jit(partial(forward, model.graphdef), donate_argnums=1, compiler_options=options)
+        step = on_mesh(
+            partial(forward, model.graphdef),
+            model.mesh,
+            (specs_for(model.state), by_heads, P(), P(), P()),
+            (P(), by_heads),
+        )
+        self._jitted = jax.jit(step, donate_argnums=1, compiler_options=options)
 
     def step(self, chunks: Sequence[Chunk], rope_lengths: Sequence[int] | None = None) -> list[np.ndarray]:
         """Logits [len, V] of each chunk. `rope_lengths` is per row of the driver."""
@@ -142,7 +151,7 @@ def forward(graphdef, state, caches, tokens, batch, rope_lengths):
     """The whole step: hidden states of the batch and logits of every token."""
     decoder = nnx.merge(graphdef, state)
     hidden, caches = decoder(tokens, caches, batch, ATTENTION, rope_lengths)
-    return decoder.logits(hidden), caches
+    return decoder.shards.gather(decoder.logits(hidden))[:, : decoder.num_tokens], caches
 
 
 def load(name: str) -> LoadedModel:

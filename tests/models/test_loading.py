@@ -1,5 +1,7 @@
 """Loading puts the right bytes on the right device, reads no more than a device holds, and casts as asked."""
 
+import dataclasses
+
 import hf_oracle
 import jax
 import numpy as np
@@ -8,10 +10,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxserve.errors import CapacityError
-from jaxserve.models import load_model, loading
+from jaxserve.config_schema import ParallelConfig
+from jaxserve.models import Partition, load_model, loading, orbax_io
 from jaxserve.models.safetensors_files import TensorSource
 from jaxserve.models.sharding import axes_tree, spec_for
+from jaxserve.runtime.mesh import make_meshes
 
 
 def flat(state: nnx.State) -> dict:
@@ -19,8 +22,7 @@ def flat(state: nnx.State) -> dict:
 
 
 def mesh_of(num_devices: int) -> jax.sharding.Mesh:
-    automatic = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((num_devices,), ("model",), devices=jax.devices()[:num_devices], axis_types=automatic)
+    return make_meshes(ParallelConfig(tensor=num_devices), jax.devices())[0][0]
 
 
 def test_specs_follow_the_rules_table() -> None:
@@ -32,7 +34,6 @@ def test_specs_follow_the_rules_table() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama_mha_tied_bias"])
 def test_sharded_load_equals_the_whole_and_lies_as_declared(name: str) -> None:
     whole, spread = load_model(hf_oracle.FIXTURES / name), load_model(hf_oracle.FIXTURES / name, mesh=mesh_of(2))
-    assert jax.tree.structure(spread.state) == jax.tree.structure(spread.shardings)
     axes = axes_tree(spread.state)
     for path, array in flat(spread.state).items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(flat(whole.state)[path]))
@@ -63,17 +64,86 @@ def test_a_device_reads_only_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {size for name, size in sizes if "embed_tokens" in name} == {128 * 48 // 4}
 
 
-def test_sharded_step_gives_the_same_logits() -> None:
-    truth = hf_oracle.answers("llama")[:2]
-    model = load_model(hf_oracle.FIXTURES / "llama", mesh=mesh_of(2))
+@pytest.mark.parametrize(
+    ("devices", "heads_per_device"),
+    [(2, (1, 2)), (3, (1, 2)), (4, (1, 1)), pytest.param(8, (1, 1), marks=pytest.mark.slow)],
+)
+def test_sharded_step_gives_the_same_logits(devices: int, heads_per_device: tuple[int, int]) -> None:
+    """4 query and 2 key/value heads: cut, padded (3 devices), copied (4), copied and padded (8)."""
+    truth = hf_oracle.answers("qwen2")[:2]
+    model = load_model(hf_oracle.FIXTURES / "qwen2", mesh=mesh_of(devices))
+    local = model.partition.local
+    assert (local.num_kv_heads, local.group_size) == heads_per_device
     driver = hf_oracle.Driver(model, num_rows=2, max_len=256, page_size=16)
     for answer, logits in zip(truth, driver.prefill([a.prompt for a in truth], [[], []]), strict=True):
         assert np.abs(logits - answer.logits).max() < 1e-4
 
 
-def test_a_mesh_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(CapacityError, match=r"4 heads.*8 devices.*use fewer devices"):
-        load_model(hf_oracle.FIXTURES / "llama", mesh=mesh_of(8))
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "devices", "copies", "padded", "group"),
+    [
+        (32, 8, 1, 1, 8, 4),
+        (32, 8, 8, 1, 8, 4),
+        (64, 8, 16, 2, 16, 4),
+        (64, 8, 32, 4, 32, 2),
+        (32, 8, 64, 4, 64, 1),  # as many copies as there are query heads: more would do nothing
+        (6, 3, 2, 1, 4, 2),
+        (6, 3, 8, 2, 8, 1),
+        (7, 1, 4, 4, 4, 2),
+        (15, 5, 4, 1, 8, 3),
+        (12, 12, 8, 1, 16, 1),
+    ],
+)
+def test_partition_of_heads(
+    query_heads: int, kv_heads: int, devices: int, copies: int, padded: int, group: int
+) -> None:
+    config = dataclasses.replace(
+        load_model(hf_oracle.FIXTURES / "llama").config, num_query_heads=query_heads, num_kv_heads=kv_heads
+    )
+    partition = Partition.of(config, devices)
+    assert (partition.copies, partition.kv_heads, partition.group) == (copies, padded, group)
+    assert partition.kv_heads % devices == 0 and partition.vocab_size % devices == 0
+    # Every query head of the checkpoint has one place, beside a copy of its own key/value head.
+    places = {}
+    for ((place, start, size),) in partition.blocks(("heads",), (query_heads,)):
+        for i in range(size):
+            places[start + i] = place + i
+    assert sorted(places) == list(range(query_heads)) and len(set(places.values())) == query_heads
+    keys = {}
+    for heads, group_run in partition.blocks(("kv_heads", "group"), (kv_heads, config.group_size + 2)):
+        if group_run[1] + group_run[2] == config.group_size + 2:
+            keys |= {heads[0] + i: heads[1] + i for i in range(heads[2])}
+    assert all(keys[place // group] == head // config.group_size for head, place in places.items())
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_all_ways_of_loading_pad_and_copy_alike(devices: int, tmp_path) -> None:
+    source = hf_oracle.FIXTURES / "qwen2"
+    orbax_io.convert(source, tmp_path / "orbax")
+    read, restored = (load_model(p, mesh=mesh_of(devices)) for p in (source, tmp_path / "orbax"))
+    whole = flat(load_model(source).state)
+    for path, array in flat(read.state).items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(flat(restored.state)[path]))
+        assert np.abs(np.asarray(array)).sum() >= np.abs(np.asarray(whole[path])).sum() * (1 - 1e-6), path
+
+
+@pytest.mark.parametrize("orbax", [False, True])
+def test_a_stage_loads_its_layers_alone(orbax: bool, tmp_path) -> None:
+    source = hf_oracle.FIXTURES / "llama"
+    whole = flat(load_model(source).state)
+    if orbax:
+        orbax_io.convert(source, tmp_path / "orbax")
+        source = tmp_path / "orbax"
+    first, last = (load_model(source, layers=layers) for layers in (range(1), range(1, 2)))
+    assert set(first.state) == {"embedding", "layers"} and set(last.state) == {"layers", "final_norm", "lm_head"}
+    for stage, offset in ((first, 0), (last, 1)):
+        for path, array in flat(stage.state).items():
+            source_path = ("layers", path[1] + offset, *path[2:]) if path[0] == "layers" else path
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(whole[source_path]))
+    drawn = load_model(source, layers=range(1, 2), random_weights=True, seed=3)
+    same = load_model(source, random_weights=True, seed=3)
+    kernel = ("mlp", "down", "kernel")
+    np.testing.assert_array_equal(flat(drawn.state)["layers", 0, *kernel], flat(same.state)["layers", 1, *kernel])
 
 
 def test_dtype_auto_is_float32_on_cpu_and_casts_are_rounded() -> None:
