@@ -143,8 +143,7 @@ def encode_row_state(setup: RowSetup, vocab_size: int) -> np.ndarray:
     """
     sampling = setup.sampling
     tokens = np.asarray(setup.token_ids, np.int64)
-    counts = np.zeros(-(-vocab_size // 2) * 2, np.int16)
-    counts[:vocab_size] = np.minimum(np.bincount(tokens[setup.prompt_len :], minlength=vocab_size), MAX_COUNT)
+    counts = np.minimum(np.bincount(tokens[setup.prompt_len :], minlength=vocab_size), MAX_COUNT)
     recent = tokens[-NUM_RECENT:]
     bias = sampling.logit_bias or {}
     words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32)
@@ -152,7 +151,7 @@ def encode_row_state(setup: RowSetup, vocab_size: int) -> np.ndarray:
         words[line] = (ANY_TOKEN,) * (MAX_BAD_WORD_LEN - len(word)) + word
     parts = {
         "recent": np.concatenate([np.full(NUM_RECENT - len(recent), NO_TOKEN), recent]).astype(np.int32),
-        "counts": counts.view(np.int32),
+        "counts": counts.astype(np.int32),  # two to a word would halve this and take XLA:TPU 10 s to compile
         "prompt_mask": _bit_mask(tokens[: setup.prompt_len], vocab_size),
         "allowed_mask": _bit_mask(np.asarray(sampling.allowed_token_ids or (), np.int64), vocab_size),
         "bias_ids": _slots(bias.keys(), MAX_LOGIT_BIAS, np.int32(NO_TOKEN)),
@@ -176,7 +175,7 @@ def configure_row(
     for name, size in _layout(vocab_size):
         parts[name] = payload[start : start + size]
         start += size
-    parts["counts"] = lax.bitcast_convert_type(parts["counts"], jnp.int16).reshape(-1)[:vocab_size]
+    parts["counts"] = parts["counts"].astype(jnp.int16)
     parts["bias_values"] = lax.bitcast_convert_type(parts["bias_values"], jnp.float32)
     parts["bad_words"] = parts["bad_words"].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
     for name in PER_TOKEN:
@@ -193,7 +192,7 @@ def _layout(vocab_size: int) -> tuple[tuple[str, int], ...]:
     words = _mask_words(vocab_size)
     return (
         ("recent", NUM_RECENT),
-        ("counts", -(-vocab_size // 2)),
+        ("counts", vocab_size),
         ("prompt_mask", words),
         ("allowed_mask", words),
         ("bias_ids", MAX_LOGIT_BIAS),

@@ -5,6 +5,7 @@ padded on 2, 4 and 8 devices, and its heads copied on 8.
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,44 @@ def check_logprobs(want, got) -> None:
     assert (got.token_id, got.rank) == (want.token_id, want.rank)
     assert abs(got.logprob - want.logprob) < 1e-4
     np.testing.assert_allclose(got.top_logprobs, want.top_logprobs, atol=1e-4)
+
+
+def compiled_texts(engine: Engine) -> dict[str, str]:
+    """Optimised HLO of every executable of the first stage."""
+    executables = engine._runner._stages[0].executables
+    steps = {f"{b.tokens}x{b.rows}": step.as_text() for b, step in executables.steps.items()}
+    return steps | {name: getattr(executables, name).as_text() for name in ("copy_pages", "configure_row")}
+
+
+def sizes_of(line: str) -> list[int]:
+    """Elements of every array that the instruction of a line yields."""
+    shapes = re.findall(r"\w+\[([\d,]*)\]", line.split(" = ")[1].split("(%")[0])
+    return [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in shapes]
+
+
+def test_no_gathered_logits_and_no_copied_cache(checkpoint: Path) -> None:
+    """What travels are hidden states and numbers per row; the cache is updated in place."""
+    num_pages, kv_heads_per_device, vocab, devices = 200, 1, 131, 4
+    engine = engine_of(checkpoint, parallel__tensor=devices, cache__num_pages=num_pages)
+    cache_size = (num_pages + 1) * kv_heads_per_device * 16 * 8  # of keys, or of values, on one device
+    num_reduced = {}
+    for name, text in compiled_texts(engine).items():
+        assert "input_output_alias" in text, name
+        for line in text.splitlines():
+            found = re.search(
+                r" = .* (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|copy)(-start)?\(", line
+            )
+            if found is None:
+                continue
+            kind = found.group(1)
+            if kind == "copy":
+                assert max(sizes_of(line)) < cache_size, f"{name}: {line}"
+            elif kind == "all-gather":  # the best 20 of each device
+                assert max(sizes_of(line)) <= 64 * 20 * devices and f",{vocab}" not in line, f"{name}: {line}"
+                assert "192" not in line.split(" = ")[1].split("(")[0], f"{name} gathers the vocabulary: {line}"
+            else:
+                assert kind == "all-reduce", f"{name}: {line}"
+                num_reduced[name] = num_reduced.get(name, 0) + (max(sizes_of(line)) >= 8 * 48)
+    # One sum for the embedding and two per layer; XLA may join some, and never adds any.
+    assert 1 <= num_reduced["8x8"] <= 1 + 2 * UNEVEN["num_hidden_layers"], num_reduced
+    assert "copy_pages" not in num_reduced and "configure_row" not in num_reduced

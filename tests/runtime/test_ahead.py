@@ -103,7 +103,7 @@ def test_decode_of_llama3_8b_moves_little_more_than_it_must(topology):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("v99:2x2", "names look like v5e:2x2"), ("v5e", "no topology"), ("v5e:3x3", "knows no topology 'v5e:3x3'")],
+    [("v99:2x2", "names look like v5e:2x2"), ("v5e", "no topology"), ("v5e:3x3", "of v5e there are v5e:1x1, v5e:2x2")],
 )
 def test_topologies_that_do_not_exist_are_refused(name, message):
     with pytest.raises(ConfigError, match=message):
