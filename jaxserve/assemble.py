@@ -6,15 +6,21 @@ Refuses to be clever: every part is built by its own package and handed to the n
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.config_schema import Config
-from jaxserve.engine import Engine, ModelInfo
-from jaxserve.models import load_model, resolve_model_path
+from jaxserve.engine import AnyEngine, Engine, EngineGroup, ModelInfo
+from jaxserve.errors import ConfigError
+from jaxserve.models import LoadedModel, load_model, read_decoder_config, resolve_model_path
 from jaxserve.models.decoder_config import RopeScaling
-from jaxserve.runtime.build import build_runner
-from jaxserve.sched import Limits, Policy, Runner, Scheduler, SchedulerOptions, create_scheduler
+from jaxserve.routing import Router, RouterOptions, create_router
+from jaxserve.runtime.build import BuildHooks, build_runner
+from jaxserve.runtime.mesh import layer_ranges, make_meshes
+from jaxserve.sched import SCHEDULERS, Limits, Policy, Runner, Scheduler, SchedulerOptions, create_scheduler
 from jaxserve.text import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ class Device:
       eos_token_ids: as the checkpoint says.
       sampling_defaults: options of `SamplingParams` that the checkpoint recommends.
       private_prompts_above: see `ModelInfo`.
+      facts: what must be the same in all processes that run the model together, as texts.
     """
 
     runner: Runner
@@ -42,13 +49,18 @@ class Device:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, object]
     private_prompts_above: int | None = None
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# Builds the device of a replica; told of executables.
+MakeDevice = Callable[[Config, OnCompiled, int], Device]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
     """An engine, and what front doors need beside it."""
 
-    engine: Engine
+    engine: AnyEngine
     sampling_defaults: Mapping[str, object]
     config: Config
 
@@ -58,48 +70,89 @@ def assemble(
     *,
     scheduler: SchedulerChoice | None = None,
     on_compiled: OnCompiled = lambda done, total, name: None,
+    make_device: MakeDevice | None = None,
 ) -> Assembly:
     """Builds everything; takes as long as loading and compiling take. The engine has no thread yet.
 
-    `scheduler` replaces `sched.policy`. Raises ConfigError, CheckpointError or CapacityError.
+    `scheduler` replaces `sched.policy`; an object cannot where `parallel.data` is more than 1, since each replica has
+    its own. `make_device` replaces `build_device`. Raises ConfigError, CheckpointError or CapacityError.
     """
     config = resolved.config
+    choice = config.sched.policy if scheduler is None else scheduler
+    num_replicas = config.parallel.data
+    if num_replicas > 1:
+        _check_not_shared(choice, num_replicas)
+    router = build_router(config)
     tokenizer = build_tokenizer(config)
-    device = build_device(config, on_compiled)
-    limits = device.runner.limits
-    chosen = create_scheduler(
-        config.sched.policy if scheduler is None else scheduler,
-        limits,
-        chunked_prefill=config.sched.chunked_prefill,
-        prefix_caching=config.cache.prefix_caching,
-        ageing_s=config.sched.ageing_s,
-    )
-    eos = set(device.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
-    model = ModelInfo(
-        name=config.model.name or resolve_model_path(config.model.path).name,
-        vocab_size=device.vocab_size,
-        max_model_len=limits.max_model_len,
-        eos_token_ids=tuple(sorted(eos)),
-        # The last token of a sequence is never written to a page.
-        max_pool_tokens=limits.num_pages * limits.page_size + 1,
-        private_prompts_above=device.private_prompts_above,
-    )
-    engine = Engine(
-        runner=device.runner,
-        scheduler=chosen,
-        tokenizer=tokenizer,
-        model=model,
-        max_waiting=config.sched.max_waiting,
-        seed=config.model.seed,
-    )
-    return Assembly(engine=engine, sampling_defaults=device.sampling_defaults, config=config)
+    make_device = build_device if make_device is None else make_device
+    devices = [make_device(config, _over_all(on_compiled, k, num_replicas), k) for k in range(num_replicas)]
+    model = describe_model(config, devices, tokenizer)
+    replicas = [
+        Engine(
+            runner=device.runner,
+            scheduler=create_scheduler(
+                choice,
+                device.runner.limits,
+                chunked_prefill=config.sched.chunked_prefill,
+                prefix_caching=config.cache.prefix_caching,
+                ageing_s=config.sched.ageing_s,
+            ),
+            tokenizer=tokenizer,
+            model=model,
+            max_waiting=config.sched.max_waiting,
+            seed=config.model.seed,
+        )
+        for device in devices
+    ]
+    engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
+    return Assembly(engine=engine, sampling_defaults=devices[0].sampling_defaults, config=config)
 
 
-def build_engine(resolved: ResolvedConfig) -> Engine:
+def build_engine(resolved: ResolvedConfig) -> AnyEngine:
     """The engine of `assemble` alone."""
     return assemble(resolved).engine
+
+
+def build_router(config: Config) -> Router:
+    """The policy of `route:`. Raises ConfigError."""
+    route = config.route
+    options = RouterOptions(slack=route.slack, table_blocks=route.table_blocks, seed=route.seed)
+    return create_router(route.policy, options)
+
+
+def describe_model(config: Config, replicas: Sequence[Device], tokenizer: Tokenizer | None) -> ModelInfo:
+    """What front doors may know: what every one of the replicas can do."""
+    first = replicas[0]
+    eos = set(first.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    limits = [device.runner.limits for device in replicas]
+    return ModelInfo(
+        name=config.model.name or resolve_model_path(config.model.path).name,
+        vocab_size=first.vocab_size,
+        max_model_len=min(one.max_model_len for one in limits),
+        eos_token_ids=tuple(sorted(eos)),
+        # The last token of a sequence is never written to a page.
+        max_pool_tokens=min(one.num_pages * one.page_size + 1 for one in limits),
+        private_prompts_above=first.private_prompts_above,
+    )
+
+
+def _check_not_shared(choice: SchedulerChoice, num_replicas: int) -> None:
+    """A scheduler keeps the pages of one device, and a policy the counts of one queue: replicas cannot share them."""
+    found = SCHEDULERS.get(choice)
+    if isinstance(found, type):
+        return
+    if isinstance(found, Policy) or callable(getattr(found, "schedule", None)):
+        raise ConfigError(
+            f"the scheduler is an object, a {type(found).__name__}, but parallel.data asks for {num_replicas} replicas "
+            "that each need their own; give its class, a function that makes one, or a name"
+        )
+
+
+def _over_all(on_compiled: OnCompiled, replica: int, num_replicas: int) -> OnCompiled:
+    """Counts the executables of all replicas together."""
+    return lambda done, total, name: on_compiled(replica * total + done, num_replicas * total, name)
 
 
 def build_tokenizer(config: Config) -> Tokenizer | None:
@@ -109,21 +162,28 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
     return load_tokenizer(resolve_model_path(config.model.tokenizer or config.model.path))
 
 
-def build_device(config: Config, on_compiled: OnCompiled) -> Device:
-    """Loads the weights and compiles the step."""
-    loaded = load_model(
-        config.model.path,
-        dtype=config.model.dtype,
-        random_weights=config.model.random_weights,
-        seed=config.model.seed,
-    )
-    size = f"{loaded.num_params:,} parameters, {loaded.num_bytes / 2**30:.3f} GiB"
-    logger.info("%s: %s, %s", config.model.path, size, loaded.dtype)
+def build_device(
+    config: Config,
+    on_compiled: OnCompiled,
+    replica: int,
+    *,
+    hooks: BuildHooks = BuildHooks(),  # noqa: B008 (frozen)
+) -> Device:
+    """Loads the weights and compiles the step, on the devices of this replica."""
+    stages = _load_stages(config, replica)
+    num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
+    size = f"{num_params:,} parameters, {num_bytes / 2**30:.3f} GiB"
+    logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     built = build_runner(
-        config, loaded, progress=lambda done, total, newest: on_compiled(done, total, newest.name), say=logger.info
+        config,
+        stages,
+        progress=lambda done, total, newest: on_compiled(done, total, newest.name),
+        say=logger.info,
+        hooks=hooks,
     )
     for line in built.compile_report:
         logger.info(line)
+    loaded = stages[0]
     rope = loaded.config.rope
     return Device(
         runner=built.runner,
@@ -131,4 +191,31 @@ def build_device(config: Config, on_compiled: OnCompiled) -> Device:
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         sampling_defaults=loaded.checkpoint.default_sampling,
         private_prompts_above=rope.original_max_position if rope.scaling is RopeScaling.DYNAMIC else None,
+        facts={"model": repr(loaded.config), "weights": _describe_weights(stages)},
     )
+
+
+def _describe_weights(stages: Sequence[LoadedModel]) -> str:
+    """Shapes, types and shardings, in a few characters that are equal where all of these are."""
+    leaves = [leaf for stage in stages for leaf in jax.tree.leaves(stage.state)]
+    texts = [f"{leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for leaf in leaves]
+    return f"{len(leaves)} arrays, checksum {zlib.crc32(' '.join(texts).encode()):08x}"
+
+
+def _load_stages(config: Config, replica: int) -> list[LoadedModel]:
+    """The stages of one replica's pipeline, each on its own devices."""
+    meshes = make_meshes(config.parallel, jax.devices())[replica]
+    ranges: list[range | None] = [None]
+    if len(meshes) > 1:
+        ranges = [*layer_ranges(read_decoder_config(config.model.path).num_layers, len(meshes))]
+    return [
+        load_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            mesh=mesh,
+            layers=layers,
+            random_weights=config.model.random_weights,
+            seed=config.model.seed,
+        )
+        for mesh, layers in zip(meshes, ranges, strict=True)
+    ]

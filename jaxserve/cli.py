@@ -4,6 +4,7 @@ Owns the names of its commands. Refuses behaviour: each command is a few lines a
 """
 
 import importlib.metadata
+import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import typer
 
 from jaxserve import __version__
 from jaxserve.config import format_config, load_config
-from jaxserve.console import set_up_logging
+from jaxserve.console import complain, set_up_logging
 from jaxserve.run import ConfigOption, SetOption, run_app, run_command
 
 app = typer.Typer(add_completion=False, help="LLM inference on JAX.")
@@ -38,6 +39,74 @@ def convert_command(
     set_up_logging(load_config().config.runtime.log_level)
     convert(source, target)
     print(f"wrote {target}")
+
+
+@app.command("plan")
+def plan_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    topology: Annotated[list[str] | None, typer.Option(help="v5e:2x4, v6e:1, h200:2, ... Repeatable.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Directory with a config.json; default: model.path.")] = None,
+    tensor: Annotated[str | None, typer.Option(help="Replaces parallel.tensor; auto: all devices.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="One table; --tensor is auto unless given.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    exact: Annotated[
+        bool | None, typer.Option("--exact/--extend", help="Compile all layers, or a few; default by compiler.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile nothing: sizes by arithmetic, in seconds.")] = False,
+    buckets: Annotated[
+        list[str] | None, typer.Option(help="Step to compile, 'decode 64x64', or 'all'; default: the largest two.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens a row in predictions.")] = None,
+) -> int:
+    """Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit."""
+    from jaxserve.planner.command import PlanOptions, plan_and_print  # JAX takes seconds to import
+
+    overrides = [*(set_ or ()), *([f"model.path={json.dumps(str(model))}"] if model is not None else ())]
+    resolved = load_config(config, overrides)
+    options = PlanOptions(
+        tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
+        buckets=tuple(buckets or ()),
+        context=context,
+        compile=not quick,
+        exact=exact,
+    )
+    return plan_and_print(resolved.config, topology or (), options, compare=compare, as_json=json_, say=complain)
+
+
+@app.command("route")
+def route_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    to: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT of a server, or dns:///NAME:PORT. Repeatable.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How to choose: prefix, least_load, power_of_two, …")] = None,
+) -> int:
+    """One gRPC door for several servers: spread requests, and move them when a server dies."""
+    from jaxserve.serve.route import route_forever  # gRPC: not needed elsewhere
+
+    given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
+    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    resolved = load_config(config, [*(set_ or ()), *flags])
+    set_up_logging(resolved.config.runtime.log_level)
+    return route_forever(resolved.config)
+
+
+@app.command("health")
+def health_command(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of a server or a router.")],
+    service: Annotated[str, typer.Option(help="Name of the health service; 'live': worth keeping.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
+) -> int:
+    """Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer."""
+    from jaxserve.serve.client import Client  # gRPC: not needed elsewhere
+
+    with Client(address) as client:
+        serving = client.is_serving(service, timeout_s=timeout)
+    print("SERVING" if serving else "NOT_SERVING")
+    return 0 if serving else 1
 
 
 @app.command("version")

@@ -122,6 +122,14 @@ class HostsConfig(Section):
     check_every: int = pydantic.Field(
         default=16, ge=1, description="Steps between comparisons of what the processes have computed."
     )
+    join_s: float = pydantic.Field(
+        default=300.0, gt=0, description="Seconds that the processes wait for each other at their start."
+    )
+    stall_s: float = pydantic.Field(
+        default=120.0,
+        gt=0,
+        description="Seconds that a step may take, while every process answers, before the device counts as stuck.",
+    )
 
 
 class RuntimeConfig(Section):
@@ -166,8 +174,42 @@ class ServeConfig(Section):
 
     host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    stall_s: float = pydantic.Field(
+        default=60.0, gt=0, description="Seconds for which a step may take before the health service 'live' turns red."
+    )
     grpc: GrpcConfig = GrpcConfig()
     http: HttpConfig = HttpConfig()
+
+
+class RouteConfig(Section):
+    """How requests are spread over replicas: those of parallel.data, and those behind `jaxserve route`."""
+
+    replicas: list[str] | None = pydantic.Field(
+        default=None,
+        description="`jaxserve route`: HOST:PORT of each server; dns:///NAME:PORT stands for every address of NAME.",
+    )
+    policy: str = pydantic.Field(
+        default="prefix", description="Name, entry point, or 'package.module:Class'; see `jaxserve.routing`."
+    )
+    slack: int = pydantic.Field(
+        default=8, ge=0, description="prefix policy: requests above the least load that a replica with a hit may have."
+    )
+    table_blocks: int = pydantic.Field(
+        default=65536, ge=1, description="prefix policy: blocks of 16 tokens remembered for each replica."
+    )
+    seed: int = pydantic.Field(default=0, ge=0, description="power_of_two policy: seed of its lots.")
+    retries: int = pydantic.Field(
+        default=2, ge=0, description="Times that a request which has streamed nothing moves on from a dead replica."
+    )
+    health_interval_s: float = pydantic.Field(
+        default=1.0, gt=0, description="`jaxserve route`: seconds between looks at a replica's health."
+    )
+    health_timeout_s: float = pydantic.Field(
+        default=5.0, gt=0, description="`jaxserve route`: seconds after which a replica that does not answer is red."
+    )
+    dns_interval_s: float = pydantic.Field(
+        default=5.0, gt=0, description="`jaxserve route`: seconds between looks at the addresses of a dns:/// name."
+    )
 
 
 class Config(Section):
@@ -181,3 +223,4 @@ class Config(Section):
     hosts: HostsConfig = HostsConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     serve: ServeConfig = ServeConfig()
+    route: RouteConfig = RouteConfig()

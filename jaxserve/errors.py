@@ -36,6 +36,10 @@ class ConfigError(UserError):
     """A config file, an override or an environment variable is unusable."""
 
 
+class HostMismatch(ConfigError):
+    """Processes that shall run one model together were started with different versions, settings or weights."""
+
+
 class CheckpointError(UserError):
     """A model directory is missing, incomplete, truncated or of an unknown kind."""
 
@@ -70,6 +74,22 @@ class EngineStopped(JaxserveError):
     """The engine is draining, stopped or has died; the message says which and why."""
 
     status = Status.UNAVAILABLE
+
+
+class HostLost(EngineStopped):
+    """A process of a service that spans several died, fell silent or gave up; the message names it and its host."""
+
+
+class HostsDiverged(EngineStopped):
+    """Two processes were given the same plans and computed different things; nothing since the last check is safe."""
+
+
+class PlanCorrupt(EngineStopped):
+    """A frame between two processes arrived damaged, or out of its order."""
+
+
+class StepStalled(EngineStopped):
+    """A step does not end although every process answers."""
 
 
 class MissingBucket(JaxserveError):

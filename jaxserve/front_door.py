@@ -12,6 +12,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.assemble import Assembly, SchedulerChoice, assemble
 from jaxserve.config import ResolvedConfig, load_config
 from jaxserve.console import StartBar
+from jaxserve.errors import ConfigError
 from jaxserve.text import Tokenizer
 
 _CONFIG_NAMES = {  # vLLM's argument -> the field it sets; None leaves the field alone
@@ -28,6 +29,9 @@ _CONFIG_NAMES = {  # vLLM's argument -> the field it sets; None leaves the field
     "block_size": "cache.page_size",
     "num_gpu_blocks_override": "cache.num_pages",
     "gpu_memory_utilization": "cache.memory_fraction",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "data_parallel_size": "parallel.data",
 }
 
 
@@ -51,6 +55,9 @@ class FrontDoor:
         block_size: int | None = None,
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float | None = None,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
         scheduler: SchedulerChoice | None = None,
     ) -> None:
         """Loads the weights and compiles the step, which takes as long as it takes.
@@ -70,6 +77,9 @@ class FrontDoor:
           block_size: tokens of a page of the KV cache.
           num_gpu_blocks_override: pages of the KV cache, on whatever device.
           gpu_memory_utilization: share of the device's memory for weights and pages.
+          tensor_parallel_size: devices that share every layer.
+          pipeline_parallel_size: groups of devices that each hold some of the layers.
+          data_parallel_size: replicas in this process; each takes as many devices as the other two multiply to.
           scheduler: name of a policy, or a policy or scheduler, class or object (see `jaxserve.sched`).
 
         Raises ConfigError, CheckpointError or CapacityError.
@@ -88,6 +98,9 @@ class FrontDoor:
             "block_size": block_size,
             "num_gpu_blocks_override": num_gpu_blocks_override,
             "gpu_memory_utilization": gpu_memory_utilization,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "data_parallel_size": data_parallel_size,
         }
         overrides: dict[str, object] = {_CONFIG_NAMES[n]: value for n, value in given.items() if value is not None}
         self._start(load_config(None, {"model.path": os.fspath(model), **overrides}), scheduler)
@@ -106,6 +119,11 @@ class FrontDoor:
         return door
 
     def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
+        if resolved.config.hosts.coordinator is not None:
+            raise ConfigError(
+                f"hosts.coordinator is set ({resolved.sources['hosts.coordinator']}), but LLM and AsyncLLM use the "
+                "devices of this host alone: unset it, or serve with `python -m jaxserve.run` on every host"
+            )
         with StartBar() as bar:
             self._assembly: Assembly = assemble(resolved, scheduler=scheduler, on_compiled=bar.update)
         self._engine = self._assembly.engine

@@ -3,7 +3,8 @@
 Owns the options, the choice between the two, what is written where, and the exit code. Refuses everything else.
 stdout gets results and nothing else; progress, logs and complaints go to stderr.
 
-Exit codes: 0; 2 when the user can change something (one line that begins with "error:"); 1 for a defect (a traceback).
+Exit codes: 0; 2 when the user can change something (one line that begins with "error:"); 1 for a defect (a traceback)
+and when a host of several is lost (one line).
 A batch ends with 0 when at least one of its entries succeeded: the others are reported one by one, and counted. It
 ends with 2 when none did.
 """
@@ -21,11 +22,12 @@ import typer
 from jaxserve.api import SamplingParams
 from jaxserve.config import ResolvedConfig, load_config
 from jaxserve.console import BatchBar, StartBar, TextWriter, complain, set_up_logging
-from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, UserError
+from jaxserve.engine import AnyEngine
+from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, JaxserveError, UserError
 from jaxserve.offline import InOrder, Result, run_jobs
 from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
 
+DEFECT = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -52,6 +54,8 @@ def run_command(
     """Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."""
     resolved = load_config(config, set_ or ())
     set_up_logging(resolved.config.runtime.log_level)
+    if resolved.config.hosts.coordinator is not None and resolved.config.hosts.process_id > 0:
+        return _attend(resolved)  # the same command on every host: prompts and ports are for process 0
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in flags.items() if value is not None}
     if not prompt and input_ is None:
@@ -80,16 +84,31 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
             "such as --set serve.grpc.port=8500"
         )
     check_serve_config(serve)
-    engine, _ = _build(resolved)
-    return serve_forever(engine, serve)
+    with _built(resolved) as (engine, _):
+        return serve_forever(engine, serve)
 
 
-def _build(resolved: ResolvedConfig) -> tuple[Engine, Mapping[str, object]]:
+@contextlib.contextmanager
+def _built(resolved: ResolvedConfig) -> Iterator[tuple[AnyEngine, Mapping[str, object]]]:
+    """The engine and the sampling defaults. The other processes of a service over several hosts end with the block."""
     from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost
 
+    with contextlib.ExitStack() as stack:
+        with StartBar() as bar:
+            if resolved.config.hosts.coordinator is None:
+                assembly = assemble(resolved, on_compiled=bar.update)
+            else:
+                from jaxserve.many_hosts import lead
+
+                assembly = stack.enter_context(lead(resolved, bar.update))
+        yield assembly.engine, assembly.sampling_defaults
+
+
+def _attend(resolved: ResolvedConfig) -> int:
+    from jaxserve.many_hosts import attend
+
     with StartBar() as bar:
-        assembly = assemble(resolved, on_compiled=bar.update)
-    return assembly.engine, assembly.sampling_defaults
+        return attend(resolved, bar.update)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +147,19 @@ def _answer(
     options: BatchOptions,
     writer: TextWriter | JsonWriter,
 ) -> int:
+    with _built(resolved) as (engine, defaults):
+        return _run_batch(engine, defaults, prompts, files, options, writer)
+
+
+def _run_batch(
+    engine: AnyEngine,
+    defaults: Mapping[str, object],
+    prompts: Sequence[str],
+    files: _Files,
+    options: BatchOptions,
+    writer: TextWriter | JsonWriter,
+) -> int:
     total = len(prompts) if files.source is None else count_entries(files.source)
-    engine, defaults = _build(resolved)
     options = dataclasses.replace(options, sampling={**defaults, **options.sampling})
     if files.target.seekable() and files.target is not sys.stdout.buffer:
         files.target.truncate(0)
@@ -182,6 +212,9 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = No
     except UserError as error:
         complain(f"error: {_one_line(error)}")
         return USER_ERROR
+    except EngineStopped as error:  # of several hosts, one is lost; the log has said it, too
+        complain(f"error: {_one_line(error)}")
+        return DEFECT
     except typer.Abort:
         return INTERRUPTED
     return code if isinstance(code, int) else 0

@@ -19,6 +19,7 @@ class Fakes:
 
     mode: Literal["count", "context"] = "count"
     fail_at: tuple[int, Literal["dispatch", "result"]] | None = None
+    fail_replica: int | None = None  # None: `fail_at` holds for all of them
     sampling_defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     config: Config | None = None
     runner: FakeRunner | None = None
@@ -30,12 +31,13 @@ class Fakes:
         patch(assemble, "build_tokenizer", self.build_tokenizer)
         return self
 
-    def build_device(self, config: Config, on_compiled: assemble.OnCompiled) -> assemble.Device:
+    def build_device(self, config: Config, on_compiled: assemble.OnCompiled, replica: int) -> assemble.Device:
         self.config = config
         limits = make_limits(
             max_rows=self.max_rows, num_pages=config.cache.num_pages or 64, max_model_len=config.model.max_len or 64
         )
-        self.runner = FakeRunner(limits, vocab_size=ByteTokenizer.vocab_size, mode=self.mode, fail_at=self.fail_at)
+        fail_at = self.fail_at if self.fail_replica in (None, replica) else None
+        self.runner = FakeRunner(limits, vocab_size=ByteTokenizer.vocab_size, mode=self.mode, fail_at=fail_at)
         on_compiled(1, 1, "fake")
         return assemble.Device(
             runner=self.runner, vocab_size=ByteTokenizer.vocab_size, eos_token_ids=(257,),

@@ -18,11 +18,27 @@ sink that came with their request. Nothing here imports JAX: the same loop runs 
 Failure has two sizes. What concerns one request (it is too long, its text cannot be decoded) ends that request with
 an error and nothing else. What concerns the device or the scheduler is a defect: the loop stops, every stream ends
 with `EngineStopped`, and `Engine.failure` says why, so that a health check can turn red.
+
+Several replicas in one process are an `EngineGroup`: each is an `Engine` with a loop, a scheduler and a device of its
+own, and front doors see one `AnyEngine`. A replica that dies gives its unanswered requests to the others.
 """
 
+from jaxserve.engine.base import AnyEngine
 from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_echo, prepare_request
 from jaxserve.engine.outputs import Sink, Update
+from jaxserve.engine.replicas import EngineGroup
 from jaxserve.engine.streams import AsyncEngine
 
-__all__ = ["AsyncEngine", "Engine", "ModelInfo", "Prompt", "Sink", "Update", "check_echo", "prepare_request"]
+__all__ = [
+    "AnyEngine",
+    "AsyncEngine",
+    "Engine",
+    "EngineGroup",
+    "ModelInfo",
+    "Prompt",
+    "Sink",
+    "Update",
+    "check_echo",
+    "prepare_request",
+]

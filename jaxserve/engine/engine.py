@@ -42,6 +42,10 @@ class _Wake(NamedTuple):
     """Makes the loop look at its flags."""
 
 
+class _Interrupt(NamedTuple):
+    error: BaseException
+
+
 class _Launched(NamedTuple):
     plan: StepPlan
     handle: InFlight
@@ -77,7 +81,7 @@ class Engine:
         self._clock = clock
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Wake] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Wake | _Interrupt] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
         self._num_unstarted = 0
         self._num_submitted = 0  # in the inbox, not yet taken
@@ -88,6 +92,7 @@ class Engine:
         self._stop_now = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
+        self._turned_s = clock()  # when the loop last came round, or got its first work after having none
         self._thread: threading.Thread | None = None
 
     # ---- any thread ------------------------------------------------------------------------------------------------
@@ -133,11 +138,12 @@ class Engine:
             self._template = ChatTemplate.of(self.tokenizer)
         return self._template
 
-    def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
+    def submit(self, request: Request, sink: Sink, *, echo: bool = False, accepted: bool = False) -> None:
         """Hands the request to the loop. `sink` gets every update, the last one with `last` set.
 
-        Raises QueueFull, EngineStopped, or UnsupportedOption for an `echo` of what is no text; then nothing was
-        accepted. What the scheduler refuses later arrives at the sink as an update with `error`.
+        `accepted`: another replica took it before, so that a full queue does not refuse it any more. Raises QueueFull,
+        EngineStopped, or UnsupportedOption for an `echo` of what is no text; then nothing was accepted. What the
+        scheduler refuses later arrives at the sink as an update with `error`.
         """
         if echo:
             check_echo(request, self.tokenizer)
@@ -145,11 +151,13 @@ class Engine:
             if not self.accepting:
                 raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
             waiting = self.num_unstarted
-            if waiting >= self._max_waiting:
+            if waiting >= self._max_waiting and not accepted:
                 raise QueueFull(
                     f"{waiting} requests are waiting; sched.max_waiting is {self._max_waiting}; try again later"
                 )
             self._num_submitted += 1
+            if self._idle.is_set():
+                self._turned_s = self._clock()
             self._idle.clear()
             self._inbox.put(_Submit(request, sink, echo))
 
@@ -162,6 +170,10 @@ class Engine:
             self._inbox.put(_Abort(request.request_id, request))
         else:
             self._inbox.put(_Abort(request, None))
+
+    def interrupt(self, error: BaseException) -> None:
+        """Ends the loop with `error` at its next turn, asleep or not, as if its device had raised it. Any thread."""
+        self._inbox.put(_Interrupt(error))
 
     @property
     def num_unstarted(self) -> int:
@@ -178,10 +190,18 @@ class Engine:
         """False once the engine drains, stops or has died."""
         return self._accepting and self.failure is None
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the loop's thread has not come round although it has work; 0 without either."""
+        if self._thread is None or self._idle.is_set():
+            return 0.0
+        return max(0.0, self._clock() - self._turned_s)
+
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """One turn: launch the next step, then finish the one before. False when there is nothing to do."""
+        self._turned_s = self._clock()
         self._drain_inbox()
         plan = self._scheduler.schedule()
         launched = _Launched(plan, self._runner.dispatch(plan)) if plan is not None else None
@@ -241,6 +261,9 @@ class Engine:
                     self._take(self._inbox.get())  # sleeps until somebody wants something
             self._finish_flight()
             self._end_all(None, FinishReason.ABORT)
+        except EngineStopped as error:  # says all there is to say
+            logger.error("the engine loop ends: %s", error)
+            self.fail(error)
         except BaseException as error:  # the boundary of the loop: whatever it is, no client may hang
             logger.exception("the engine loop died")
             self.fail(error)
@@ -252,7 +275,8 @@ class Engine:
         """
         with self._gate:
             self.failure = error
-        self._end_all(EngineStopped(f"the engine has died: {error!r}"), FinishReason.ERROR)
+        told = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has died: {error!r}")
+        self._end_all(told, FinishReason.ERROR)
 
     def _finish_flight(self) -> None:
         previous, self._launched = self._launched, None
@@ -277,9 +301,11 @@ class Engine:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, command: "_Submit | _Abort | _Wake") -> None:
+    def _take(self, command: "_Submit | _Abort | _Wake | _Interrupt") -> None:
         if isinstance(command, _Submit):
             self._add(command)
+        elif isinstance(command, _Interrupt):
+            raise command.error
         elif isinstance(command, _Abort):
             live = self._live.get(command.request_id)
             if live is not None and command.request in (None, live.request):

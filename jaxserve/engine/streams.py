@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jaxserve.api import Request
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.base import AnyEngine
 from jaxserve.engine.outputs import Update
 from jaxserve.errors import EngineStopped
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class AsyncEngine:
     """The engine as coroutines. One per event loop; closing it does not stop the engine."""
 
-    def __init__(self, engine: Engine, encode_threads: int = 2) -> None:
+    def __init__(self, engine: AnyEngine, encode_threads: int = 2) -> None:
         self.engine = engine
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False

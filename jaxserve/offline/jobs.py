@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.engine import Engine, Prompt, check_echo
+from jaxserve.engine import AnyEngine, Prompt, check_echo
 from jaxserve.errors import InvalidRequest
 from jaxserve.text import ChatTemplate, check_special_text
 
@@ -23,7 +23,7 @@ class Job:
 
 
 def prepare_job(
-    engine: Engine,
+    engine: AnyEngine,
     prompt: Prompt,
     sampling: SamplingParams,
     *,
@@ -51,7 +51,7 @@ def prepare_job(
 
 
 def prepare_chat(
-    engine: Engine,
+    engine: AnyEngine,
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     sampling: SamplingParams,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.engine import Engine
+from jaxserve.engine import AnyEngine
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.offline.jobs import Job, prepare_chat, prepare_job
 from jaxserve.offline.results import CompletionOutput, Logprob, RequestOutput, Result
@@ -91,7 +91,7 @@ def _read_line(number: int, raw: bytes) -> tuple[Entry, InvalidRequest | None]:
     return Entry(line=number, id=name, fields=fields), None
 
 
-def make_job(engine: Engine, entry: Entry, options: BatchOptions) -> Job:
+def make_job(engine: AnyEngine, entry: Entry, options: BatchOptions) -> Job:
     """Raises InvalidRequest and its kin."""
     given = [name for name in _INPUTS if entry.fields.get(name) is not None]
     if len(given) != 1:
@@ -108,7 +108,7 @@ def make_job(engine: Engine, entry: Entry, options: BatchOptions) -> Job:
     return job
 
 
-def _prepare(engine: Engine, kind: str, value: Any, sampling: SamplingParams, options: BatchOptions) -> Job:
+def _prepare(engine: AnyEngine, kind: str, value: Any, sampling: SamplingParams, options: BatchOptions) -> Job:
     if kind == "prompt_token_ids" and not isinstance(value, list):
         raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
     if kind == "prompt" and options.chat and isinstance(value, str):
@@ -125,7 +125,7 @@ def _shortened(request: Request, max_tokens: int) -> Request:
 
 
 def make_jobs(
-    engine: Engine,
+    engine: AnyEngine,
     entries: Iterable[tuple[Entry, InvalidRequest | None]],
     options: BatchOptions,
     on_entry: Callable[[Entry], None],

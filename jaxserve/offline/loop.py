@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-from jaxserve.engine import Engine
+from jaxserve.engine import AnyEngine
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.offline.jobs import Job
 from jaxserve.offline.results import Counts, Gatherer, Result
@@ -18,7 +18,7 @@ FEED_PER_STEP = 64  # requests handed over before each step: the device starts e
 
 
 def run_jobs(
-    engine: Engine,
+    engine: AnyEngine,
     jobs: Iterable[Job | JaxserveError],
     on_result: Callable[[int, Result], None],
     on_step: Callable[[Counts], None] = lambda counts: None,
@@ -59,7 +59,7 @@ class _Run:
     """The state of one `run_jobs`; mutated by it alone."""
 
     def __init__(
-        self, engine: Engine, jobs: Iterable[Job | JaxserveError], on_result: Callable[[int, Result], None]
+        self, engine: AnyEngine, jobs: Iterable[Job | JaxserveError], on_result: Callable[[int, Result], None]
     ) -> None:
         self.live: dict[str, Gatherer] = {}
         self.counts = Counts()

@@ -46,6 +46,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuildHooks:
+    """What a service of several processes adds to a build.
+
+    Attributes:
+      on_buffer: see `DeviceRunner`.
+      agree_on_pages: turns the pages that fit here into the pages that all processes have.
+    """
+
+    on_buffer: Callable[[np.ndarray], None] = lambda buffer: None
+    agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """A runner and what is worth telling about it."""
 
@@ -119,6 +132,7 @@ def build_runner(
     *,
     progress: Progress,
     say: Callable[[str], None],
+    hooks: BuildHooks = BuildHooks(),
 ) -> Built:
     """Sizes the cache, compiles every executable and puts the state on the devices.
 
@@ -142,6 +156,7 @@ def build_runner(
         for part in loaded
     ]
     memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, loaded))
+    memory = dataclasses.replace(memory, num_pages=hooks.agree_on_pages(memory.num_pages))
     for line in memory.lines():
         say(line)
     compiled = _compile_stages(config, sizes, stages, attention, memory, progress)
@@ -166,6 +181,7 @@ def build_runner(
         ],
         num_parts=1 if len(stages) == 1 else config.parallel.microbatches or len(stages),
         vocab_size=partition.vocab_size,
+        on_buffer=hooks.on_buffer,
     )
     return Built(runner=runner, memory=memory, compile_report=tuple(report))
 

@@ -45,14 +45,18 @@ class Instruction:
         return int(found.group(1)) if found else 1
 
     @property
+    def scopes(self) -> list[str]:
+        """The named scopes that it came from, outermost first; JAX's name of the operation is the last."""
+        found = _OP_NAME.search(self.text)
+        return found.group(1).split("/") if found else []
+
+    @property
     def kernel(self) -> str | None:
         """The name of the Pallas kernel that this custom call runs; None for all else."""
         if self.op != "custom-call" or not any(target in self.text for target in _KERNEL_TARGETS):
             return None
-        op_name = _OP_NAME.search(self.text)
-        scopes = op_name.group(1).split("/") if op_name else []
         # The last scope is JAX's own name for any kernel, the one before it is ours.
-        return scopes[-2] if len(scopes) > 1 else self.name
+        return self.scopes[-2] if len(self.scopes) > 1 else self.name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,8 @@ class DeviceRunner:
         vocab_size: int,
         on_buffer: Callable[[np.ndarray], None] = lambda buffer: None,
     ) -> None:
-        """`num_parts`: of a plan in the pipeline. `vocab_size`: with padding. `on_buffer` sees all that is launched."""
+        """`num_parts`: of a plan in the pipeline. `vocab_size`: with padding. `on_buffer` sees all integers
+        that go to the devices, once each."""
         self._limits = limits
         self._layouts = layouts
         self._stages = tuple(stages)
@@ -153,8 +154,9 @@ class DeviceRunner:
             last = self._stages[-1]
             configure = last.executables.configure_row
             assert configure is not None, "the last stage samples"
-            payload = self._put(encode_row_state(setup, self._vocab_size), last)
-            last.state = configure(last.state, self._put(np.int32(row), last), payload)
+            payload = encode_row_state(setup, self._vocab_size)
+            self._on_buffer(payload)
+            last.state = configure(last.state, self._put(np.int32(row), last), self._put(payload, last))
 
     def _forget(self, row: int) -> None:
         self._row_params[row] = 0
@@ -167,6 +169,7 @@ class DeviceRunner:
             block = np.full((TABLE_SLOTS, 3), (self._limits.max_rows, 0, 0), np.int32)
             part = entries[start : start + TABLE_SLOTS]
             block[: len(part)] = part
+            self._on_buffer(block)
             for stage in self._stages:
                 stage.state = stage.executables.write_tables(stage.state, self._put(block, stage))
 
@@ -175,11 +178,21 @@ class DeviceRunner:
             block = np.zeros((COPY_SLOTS, 2), np.int32)
             part = copies[start : start + COPY_SLOTS]
             block[: len(part)] = part
+            self._on_buffer(block)
             for stage in self._stages:
                 stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
 
     def _put(self, array: np.ndarray | np.int32 | jax.Array, stage: Stage) -> jax.Array:
-        return jax.device_put(array, stage.sharding)
+        if stage.sharding.is_fully_addressable:
+            return jax.device_put(array, stage.sharding)
+        # Over several processes `device_put` would first compare their values with a collective of its own.
+        array = np.asarray(array)
+        shards = [jax.device_put(array, device) for device in sorted(stage.sharding.addressable_devices, key=_number)]
+        return jax.make_array_from_single_device_arrays(array.shape, stage.sharding, shards)
+
+
+def _number(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
+    return device.id
 
 
 class _LastTokens:

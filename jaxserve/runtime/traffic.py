@@ -32,6 +32,11 @@ def kernel_calls(module: Module) -> Mapping[str, str]:
     return {i.name: kernel for i in module.computations[module.entry] if (kernel := i.kernel) is not None}
 
 
+def names_in_scope(module: Module, scope: str) -> frozenset[str]:
+    """Instructions of the entry that came from a named scope, such as 'sample'."""
+    return frozenset(i.name for i in module.computations[module.entry] if scope in i.scopes)
+
+
 class _Counter:
     def __init__(self, computations: Mapping[str, list[Instruction]]) -> None:
         self.computations = computations

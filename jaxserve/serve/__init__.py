@@ -7,5 +7,8 @@ table from `errors.Status` to the codes of a protocol (`status`), start and shut
 A lost client is the rule, not the exception, so a cancel, a deadline, a closed connection and a crashed client all
 take one path: the handler is cancelled, it leaves the engine's stream, and leaving a stream aborts the request.
 
+`route` is a door of the same kind with servers behind it instead of an engine: it spreads requests over them, and moves
+those of a server that dies (`route_pool` knows the servers, `route_service` forwards a call).
+
 `client` is the other end; it needs nothing of the engine.
 """

@@ -78,14 +78,17 @@ class Client:
         """The whole answer. Raises as `generate` does."""
         return collect_replies(list(self.generate(prompt, sampling, options, timeout_s=timeout_s)))
 
-    def is_serving(self, *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
+    def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
         """Asks the server's health. False when it says NOT_SERVING or does not answer.
 
+        `service` is a name of the health service: "" is the whole server, "live" whether its process is worth keeping.
         `wait_for_ready` waits for a server that is still starting, up to `timeout_s`.
         """
         stub: Any = health_pb2_grpc.HealthStub(self._channel)  # the package has no types
         try:
-            reply = stub.Check(_HEALTH_REQUEST, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            reply = stub.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready
+            )
         except grpc.RpcError:
             return False
         return reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -139,11 +142,13 @@ class AsyncClient:
         async with contextlib.aclosing(replies):
             return collect_replies([reply async for reply in replies])
 
-    async def is_serving(self, *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
+    async def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
         """See `Client.is_serving`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)  # the package has no types
         try:
-            reply = await stub.Check(_HEALTH_REQUEST, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            reply = await stub.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready
+            )
         except grpc.RpcError:
             return False
         return reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -157,9 +162,6 @@ class AsyncClient:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
-
-
-_HEALTH_REQUEST = health_pb2.HealthCheckRequest(service="")
 
 
 def _failed(error: grpc.RpcError) -> RequestFailed:

@@ -4,19 +4,22 @@ Owns the transport. Refuses to decide when to stop (see `service`) and what a me
 """
 
 import asyncio
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.engine import AsyncEngine
 from jaxserve.errors import ConfigError
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.grpc_errors import TypedErrors
-from jaxserve.serve.grpc_service import InferenceService
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+# A name of the health service: green while this process is worth keeping. It stays green during a drain, when the
+# others are red, since what must not get new requests must still be let finish the old ones.
+LIVE_NAME = "live"
 
 MAX_REQUEST_BYTES = 4 * 2**20  # a million tokens, as ids or as text; more is an accident, and costs time to refuse
 
@@ -36,36 +39,64 @@ _OPTIONS = (
 _POLL_S = 0.01
 
 
+class CountedService(Protocol):
+    """What answers `Inference` calls: the engine's service or the router's."""
+
+    @property
+    def num_live(self) -> int:
+        """Calls that have not ended."""
+        ...
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None: ...
+
+
 class GrpcServer:
     """One listening port. Used on one event loop."""
 
-    def __init__(self, engine: AsyncEngine, *, host: str, port: int) -> None:
+    def __init__(self, service: CountedService, *, host: str, port: int) -> None:
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._host = host
-        self._service = InferenceService(engine)
+        self._service = service
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (untyped, but documented)
+        self._closing = False
+        self._live: bool | None = None
         self._server = grpc.aio.server(interceptors=[TypedErrors()], options=_OPTIONS)
         pb_grpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self) -> int:
-        """Listens and reports SERVING. Returns the port. Raises ConfigError when the address cannot be had."""
+    async def start(self, *, healthy: bool = True) -> int:
+        """Listens and reports SERVING, or NOT_SERVING. Returns the port.
+
+        Raises ConfigError when the address cannot be had.
+        """
         try:
             port = self._server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {self._address}: {error}; set serve.host or serve.grpc.port, 0 takes a free port"
             ) from error
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self.report(healthy)
+        await self.report_live(True)
         await self._server.start()
         return port
 
+    async def report(self, healthy: bool) -> None:
+        """Health turns to SERVING or NOT_SERVING, until the next time. Nothing after `report_not_serving`."""
+        if not self._closing:
+            for name in ("", SERVICE_NAME):
+                await self._health.set(name, _status(healthy))
+
+    async def report_live(self, live: bool) -> None:
+        """The same for `LIVE_NAME` alone."""
+        if live != self._live:
+            self._live = live
+            await self._health.set(LIVE_NAME, _status(live))
+
     async def report_not_serving(self) -> None:
-        """Health turns to NOT_SERVING for good; calls go on."""
-        await self._health.enter_graceful_shutdown()
+        """Health turns to NOT_SERVING for good; calls go on, and so does `LIVE_NAME`."""
+        await self.report(False)
+        self._closing = True
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until every Generate call has ended. Health watches do not count: they never end."""
@@ -79,3 +110,8 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives the others `grace_s`, then cancels them."""
         await self._server.stop(grace_s)
+
+
+def _status(healthy: bool) -> int:
+    response = health_pb2.HealthCheckResponse
+    return response.SERVING if healthy else response.NOT_SERVING

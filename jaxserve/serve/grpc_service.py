@@ -6,11 +6,12 @@ Owns the way from a message to a request of the engine and from updates back to 
 
 import contextlib
 import uuid
+from collections.abc import AsyncGenerator
 
 import grpc
 
 from jaxserve.api import Request
-from jaxserve.engine import AsyncEngine, Engine, Prompt, Update
+from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.convert import (
     FINISH_REASONS,
@@ -42,17 +43,30 @@ class InferenceService(pb_grpc.InferenceServicer):
         """Streams one request. Raises typed errors; a cancel from whatever cause arrives as CancelledError."""
         self._num_live += 1
         try:
-            prepared = await self._engine.run(lambda: _prepare(self._engine.engine, request))
-            replies = _Replies(prepared, request.echo)
-            # Closed here and not by the garbage collector: closing is what aborts, and pages must not wait for it.
-            async with contextlib.aclosing(self._engine.stream(prepared, echo=request.echo)) as updates:
-                async for update in updates:
-                    await context.write(replies.build(update))
+            async with contextlib.aclosing(generate_replies(self._engine, request)) as replies:
+                async for reply in replies:
+                    await context.write(reply)
         finally:
             self._num_live -= 1
 
 
-def _prepare(engine: Engine, message: pb.GenerateRequest) -> Request:
+async def generate_replies(
+    async_engine: AsyncEngine, message: pb.GenerateRequest
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """The messages that answer one request, for every door that speaks them.
+
+    Close it, rather than drop it, to end the request at once. Raises the typed errors of `AsyncEngine.stream`, and
+    InvalidRequest or its kin for a message that cannot be taken.
+    """
+    prepared = await async_engine.run(lambda: _prepare(async_engine.engine, message))
+    replies = _Replies(prepared, message.echo)
+    # Closed here and not by the garbage collector: closing is what aborts, and pages must not wait for it.
+    async with contextlib.aclosing(async_engine.stream(prepared, echo=message.echo)) as updates:
+        async for update in updates:
+            yield replies.build(update)
+
+
+def _prepare(engine: AnyEngine, message: pb.GenerateRequest) -> Request:
     """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
     refuse_unknown_fields(message)
     if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
@@ -70,7 +84,7 @@ def _prepare(engine: Engine, message: pb.GenerateRequest) -> Request:
     )
 
 
-def _prompt(engine: Engine, message: pb.GenerateRequest) -> Prompt:
+def _prompt(engine: AnyEngine, message: pb.GenerateRequest) -> Prompt:
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return message.text

@@ -1,6 +1,6 @@
 """From start to exit code: all front doors of one engine, and how they end.
 
-Owns signals, draining and the exit code. Refuses protocols. The order of an end is always the same: first health says
+Owns draining and the exit code. Refuses protocols. The order of an end is always the same: first health says
 NOT_SERVING, so that balancers look elsewhere; then running requests get their time; then the engine ends what is left
 and each client is told; the port closes last.
 """
@@ -8,14 +8,15 @@ and each client is told; the port closes last.
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Callable
 
 from jaxserve.config_schema import ServeConfig
-from jaxserve.engine import AsyncEngine, Engine
+from jaxserve.engine import AnyEngine, AsyncEngine
 from jaxserve.errors import ConfigError
 from jaxserve.serve.grpc_server import GrpcServer
+from jaxserve.serve.grpc_service import InferenceService
+from jaxserve.serve.shutdown import Shutdown, run_with_signals
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _FAREWELL_S = 5.0  # for last messages to leave
 _LINGER_S = 0.2  # for statuses to leave, and health watches to be read
 
 
-def serve_forever(engine: Engine, serve_config: ServeConfig) -> int:
+def serve_forever(engine: AnyEngine, serve_config: ServeConfig) -> int:
     """Starts the engine and the servers; returns after SIGTERM or SIGINT, or when the engine has died.
 
     The first signal drains: no new requests, `serve_config.drain_s` seconds for the running ones, which then end with
@@ -33,7 +34,7 @@ def serve_forever(engine: Engine, serve_config: ServeConfig) -> int:
     0 after a signal, 1 when the engine died. Raises ConfigError when nothing can be served.
     """
     check_serve_config(serve_config)
-    return asyncio.run(_serve_with_signals(engine, serve_config))
+    return run_with_signals(lambda shutdown: serve(engine, serve_config, shutdown))
 
 
 def check_serve_config(serve_config: ServeConfig) -> None:
@@ -44,29 +45,8 @@ def check_serve_config(serve_config: ServeConfig) -> None:
         raise ConfigError("there is nothing to serve: set serve.grpc.port (0 takes a free port)")
 
 
-class Shutdown:
-    """Two flags that signals set: the first asks for a drain, the second for an end at once. One event loop."""
-
-    def __init__(self) -> None:
-        self.drain = asyncio.Event()
-        self.now = asyncio.Event()
-
-    def request(self) -> None:
-        if self.drain.is_set():
-            self.now.set()
-        self.drain.set()
-
-
-async def _serve_with_signals(engine: Engine, serve_config: ServeConfig) -> int:
-    shutdown = Shutdown()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, shutdown.request)
-    return await serve(engine, serve_config, shutdown)
-
-
 async def serve(
-    engine: Engine,
+    engine: AnyEngine,
     serve_config: ServeConfig,
     shutdown: Shutdown,
     on_ready: Callable[[str], None] = lambda address: None,
@@ -75,14 +55,14 @@ async def serve(
     check_serve_config(serve_config)
     assert serve_config.grpc.port is not None
     async_engine = AsyncEngine(engine)
-    server = GrpcServer(async_engine, host=serve_config.host, port=serve_config.grpc.port)
+    server = GrpcServer(InferenceService(async_engine), host=serve_config.host, port=serve_config.grpc.port)
     address = f"{serve_config.host}:{await server.start()}"
     engine.start()
     logger.info("serving %s over gRPC on %s", engine.model.name, address)
     print(f"serving gRPC on {address}", flush=True)
     on_ready(address)
     try:
-        await _until_shutdown_or_death(engine, shutdown)
+        await _until_shutdown_or_death(engine, server, serve_config.stall_s, shutdown)
         await server.report_not_serving()
         if engine.failure is None:
             await _drain(engine, serve_config.drain_s, shutdown)
@@ -94,15 +74,17 @@ async def serve(
     return 0 if engine.failure is None else 1
 
 
-async def _until_shutdown_or_death(engine: Engine, shutdown: Shutdown) -> None:
+async def _until_shutdown_or_death(engine: AnyEngine, server: GrpcServer, stall_s: float, shutdown: Shutdown) -> None:
     while engine.failure is None and not shutdown.drain.is_set():
+        await server.report_live(engine.stalled_s < stall_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(shutdown.drain.wait(), _WATCH_S)
     if engine.failure is not None:
         logger.error("the engine has died, so serving ends: %r", engine.failure)
+        await server.report_live(False)
 
 
-async def _drain(engine: Engine, drain_s: float, shutdown: Shutdown) -> None:
+async def _drain(engine: AnyEngine, drain_s: float, shutdown: Shutdown) -> None:
     logger.info("draining %d requests, at most %.1f s", engine.num_live, drain_s)
     drained = _in_thread(lambda: engine.drain(drain_s))
     hurried = asyncio.ensure_future(shutdown.now.wait())
@@ -112,7 +94,7 @@ async def _drain(engine: Engine, drain_s: float, shutdown: Shutdown) -> None:
         logger.warning("%d requests are cut off", engine.num_live)
 
 
-async def _stop_engine(engine: Engine) -> None:
+async def _stop_engine(engine: AnyEngine) -> None:
     stopped = _in_thread(engine.stop)
     if not (await asyncio.wait({stopped}, timeout=_STOP_S))[0]:
         logger.error("the engine did not stop within %.0f s; its device does not answer", _STOP_S)

@@ -15,30 +15,35 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "registry": {"errors"},
     "api": {"errors"},
+    "chips": {"errors"},
     "config_yaml": {"errors"},
     "config_schema": set(),
     "config": {"errors", "config_schema", "config_yaml"},
     "sched": _F0,
     "text": _F0,
+    "routing": _F0,
     "kernels": {*_F0, "config"},
-    "engine": {*_F0, "sched", "text"},
+    "engine": {*_F0, "routing", "sched", "text"},
     "testing": {*_F0, "sched", "text"},
     "models": {*_F0, "config", "kernels"},
-    "runtime": {*_F0, "config", "config_schema", "kernels", "models", "sched"},
-    "serve": {*_F0, "config_schema", "engine", "sched", "text"},
+    "runtime": {*_F0, "chips", "config", "config_schema", "kernels", "models", "sched"},
+    "planner": {*_F0, "chips", "config", "config_schema", "kernels", "models", "runtime", "sched"},
+    "serve": {*_F0, "config_schema", "engine", "routing", "sched", "text"},
 }
 # Put the parts together: may import all.
-_TOP = {"assemble", "front_door", "llm", "async_llm", "run", "cli", "console", "offline", "__init__"}
+_TOP = {"assemble", "front_door", "llm", "async_llm", "run", "cli", "console", "offline", "fleet", "__init__"}
 
 # Parts that must not load heavy libraries, and what they may use from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
     "registry": set(),
     "api": set(),
+    "chips": set(),
     "config_schema": {"pydantic"},
     "config": {"pydantic", "yaml", "pydantic_core"},
     "config_yaml": {"yaml"},
     "sched": set(),
+    "routing": set(),
     "testing": set(),
     "engine": set(),
     "text": {"sentencepiece", "tokenizers", "jinja2"},
@@ -104,7 +109,9 @@ def test_environment_is_read_in_config_only(path: Path) -> None:
     ("module", "absent"),
     [
         ("jaxserve", {"jax", "numpy", "flax", "pydantic", "yaml"}),
+        ("jaxserve.fleet.options", {"ray", "jax", "grpc"}),
         ("jaxserve.sched", {"jax", "numpy", "flax", "pydantic"}),
+        ("jaxserve.routing", {"jax", "numpy", "flax", "pydantic", "grpc"}),
         ("jaxserve.engine", {"jax", "flax", "pydantic"}),
         ("jaxserve.testing", {"jax", "flax", "pydantic"}),
     ],

@@ -116,10 +116,10 @@ class Served(Parts):
 
 
 @contextmanager
-def served(parts: Served, drain_s: float = 5.0) -> Iterator[Served]:
+def served(parts: Served, drain_s: float = 5.0, stall_s: float = 60.0) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
-    config = ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0))
+    config = ServeConfig(drain_s=drain_s, stall_s=stall_s, grpc=GrpcConfig(port=0))
 
     async def main() -> int:
         parts.loop = asyncio.get_running_loop()

@@ -1,0 +1,35 @@
+# jaxserve on a CPU, and for Ray clusters. Build from the top of the repository:
+#   docker build -f deploy/docker/cpu.Dockerfile -t jaxserve:cpu .
+#   docker run --rm -p 8500:8500 -v jaxserve-cache:/var/cache/jaxserve jaxserve:cpu
+FROM python:3.12-slim-bookworm
+
+# wget is asked for by the probes that KubeRay puts into its pods; everything else comes as wheels.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends wget && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home --shell /usr/sbin/nologin jaxserve \
+    && install --directory --owner jaxserve /var/cache/jaxserve /models
+
+WORKDIR /opt/jaxserve
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY jaxserve ./jaxserve
+COPY configs ./configs
+
+ARG EXTRAS=ray
+RUN python -m pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
+
+ENV PYTHONUNBUFFERED=1 \
+    JAXSERVE_COMPILE_CACHE=/var/cache/jaxserve \
+    RAY_USAGE_STATS_ENABLED=0 \
+    JAX_PLATFORMS=cpu
+
+USER 10001:10001
+VOLUME ["/var/cache/jaxserve"]
+EXPOSE 8500
+STOPSIGNAL SIGTERM
+
+# `live` stays green while a container drains; until the model is loaded and compiled nobody answers at all.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["jaxserve", "health", "127.0.0.1:8500", "--service", "live"]
+
+ENTRYPOINT ["python", "-m", "jaxserve.run"]
+CMD ["--config", "/opt/jaxserve/configs/demo.yaml", "--set", "serve.host=0.0.0.0"]

@@ -1,0 +1,203 @@
+"""Chips: what the data sheets say of the devices that this engine runs on, and the names of their topologies.
+
+Owns the one table of published figures. Refuses measurements and guesses: which share of a peak a program reaches is
+an assumption of whoever predicts with it. Needs no JAX, so that a simulator may read it.
+
+Why per device and not per chip: memory, meshes and programs are JAX's, and JAX calls each half of an Ironwood chip a
+device.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxserve.errors import ConfigError
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One kind of device. Figures are per JAX device; bandwidths are bytes a second, flops are dense.
+
+    Attributes:
+      name: ours, the part of a topology's name before the colon.
+      kind: JAX's `device_kind`.
+      memory_bytes: of the device, as XLA counts it.
+      allocatable_bytes: what JAX's allocator gives a process that sets nothing (`memory_stats()["bytes_limit"]`).
+      memory_bandwidth: between the device and its memory.
+      flops: dtype -> operations a second; a dtype that the device has no units for is absent.
+      link_bandwidth: to the other devices, one way, over all links together. 0: none.
+      torus: links go to neighbours only; otherwise every device reaches every other through a switch.
+      shapes: chips along each dimension of the topologies on offer, ascending.
+      devices_per_chip: JAX devices of one chip of a shape.
+      compiler_name: what libtpu calls it; '' for others.
+      num_cores: streaming multiprocessors of a GPU; 0 for others.
+      compute_capability: of a GPU.
+    """
+
+    name: str
+    backend: Literal["tpu", "gpu", "cpu"]
+    kind: str
+    memory_bytes: int
+    allocatable_bytes: int
+    memory_bandwidth: float
+    flops: Mapping[str, float]
+    link_bandwidth: float
+    torus: bool
+    shapes: tuple[tuple[int, ...], ...]
+    devices_per_chip: int = 1
+    compiler_name: str = ""
+    num_cores: int = 0
+    compute_capability: tuple[int, int] | None = None
+
+    def num_devices(self, shape: tuple[int, ...]) -> int:
+        """JAX devices of a topology of this shape."""
+        return math.prod(shape) * self.devices_per_chip
+
+    def topology(self, shape: tuple[int, ...]) -> "Topology":
+        """The topology of this shape."""
+        return Topology(name=f"{self.name}:{'x'.join(map(str, shape))}", chip=self, shape=shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Chips of one kind and how they are joined. `name` is what `parse_topology` reads."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return self.chip.num_devices(self.shape)
+
+
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # v5e and v6e: a plane of up to 256
+_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
+_NODE = ((1,), (2,), (4,), (8,))  # GPUs behind one NVSwitch
+
+# TPUs: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}, "System architecture". Links: the pages give both directions
+# together (400, 1200, 800 and 1200 GB/s a chip). Memory: what libtpu 0.0.42 says is there when a program asks for more.
+# GPUs: NVIDIA's data sheets of the SXM modules, flops without sparsity, NVLink 900 GB/s both directions together; the
+# memory is nvidia-smi's total. JAX reserves three quarters of a GPU (docs.jax.dev, "GPU memory allocation").
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v5e",
+            backend="tpu",
+            kind="TPU v5 lite",
+            memory_bytes=int(15.75 * _GIB),
+            allocatable_bytes=int(15.75 * _GIB),
+            memory_bandwidth=819e9,
+            flops={"bfloat16": 197e12, "int8": 394e12},
+            link_bandwidth=200e9,
+            torus=True,
+            shapes=_FLAT,
+            compiler_name="v5e",
+        ),
+        Chip(
+            name="v5p",
+            backend="tpu",
+            kind="TPU v5",
+            memory_bytes=int(95.74 * _GIB),
+            allocatable_bytes=int(95.74 * _GIB),
+            memory_bandwidth=2765e9,
+            flops={"bfloat16": 459e12, "int8": 918e12},
+            link_bandwidth=600e9,
+            torus=True,
+            shapes=_CUBES,
+            compiler_name="v5p",
+        ),
+        Chip(
+            name="v6e",
+            backend="tpu",
+            kind="TPU v6 lite",
+            memory_bytes=int(31.25 * _GIB),
+            allocatable_bytes=int(31.25 * _GIB),
+            memory_bandwidth=1638e9,
+            flops={"bfloat16": 918e12, "int8": 1836e12, "float8": 918e12},
+            link_bandwidth=400e9,
+            torus=True,
+            shapes=_FLAT,
+            compiler_name="v6e",
+        ),
+        Chip(  # half of a chip each: 192 GiB, 7380 GB/s, 2307 and 4614 Tflop/s, 1200 GB/s
+            name="v7x",
+            backend="tpu",
+            kind="TPU7x",
+            memory_bytes=int(94.75 * _GIB),
+            allocatable_bytes=int(94.75 * _GIB),
+            memory_bandwidth=3690e9,
+            flops={"bfloat16": 1153.5e12, "float8": 2307e12},
+            link_bandwidth=300e9,
+            torus=True,
+            shapes=_CUBES,
+            devices_per_chip=2,
+            compiler_name="tpu7x",
+        ),
+        Chip(
+            name="h100",
+            backend="gpu",
+            kind="NVIDIA H100 80GB HBM3",
+            memory_bytes=85_520_809_984,
+            allocatable_bytes=85_520_809_984 * 3 // 4,
+            memory_bandwidth=3350e9,
+            flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 67e12},
+            link_bandwidth=450e9,
+            torus=False,
+            shapes=_NODE,
+            num_cores=132,
+            compute_capability=(9, 0),
+        ),
+        Chip(
+            name="h200",
+            backend="gpu",
+            kind="NVIDIA H200",
+            memory_bytes=150_754_820_096,
+            allocatable_bytes=150_754_820_096 * 3 // 4,
+            memory_bandwidth=4800e9,
+            flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 67e12},
+            link_bandwidth=450e9,
+            torus=False,
+            shapes=_NODE,
+            num_cores=132,
+            compute_capability=(9, 0),
+        ),
+        # No data sheet: a laptop of eight cores with AVX2 at 3 GHz, dual-channel DDR5-4800 and 16 GiB, half of it free.
+        Chip(
+            name="cpu",
+            backend="cpu",
+            kind="cpu",
+            memory_bytes=16 * _GIB,
+            allocatable_bytes=8 * _GIB,
+            memory_bandwidth=76.8e9,
+            flops={"float32": 768e9},
+            link_bandwidth=0,
+            torus=False,
+            shapes=((1,), (2,), (4,), (8,)),
+        ),
+    )
+}
+
+
+def parse_topology(name: str) -> Topology:
+    """'v5e:2x4' by shape, or 'v5e:8', 'h200:2' by number of chips. Raises ConfigError with what there is."""
+    kind, _, shape = name.partition(":")
+    chip = CHIPS.get(kind)
+    if chip is None:
+        raise ConfigError(
+            f"no topology is called {name!r}: there are {', '.join(CHIPS)}; names look like v5e:2x2 or h200:1"
+        )
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        given = tuple(map(int, shape.split("x")))
+        if given in chip.shapes:
+            return chip.topology(given)
+        by_count = [s for s in chip.shapes if given == (math.prod(s),)]
+        if by_count:
+            return chip.topology(by_count[0])
+    offered = ", ".join(chip.topology(s).name for s in chip.shapes)
+    raise ConfigError(f"no topology is called {name!r}; of {kind} there are {offered}")

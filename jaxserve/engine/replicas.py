@@ -1,0 +1,317 @@
+"""Several engines of one model behind one face.
+
+Owns which replica has which request, and what becomes of it when a replica dies. Refuses the loops (each `Engine` has
+its own, with its own scheduler and device) and the choice (a `Router`'s).
+
+A replica that dies takes down no other. A request of it that has streamed nothing moves to another replica, where it
+runs from its beginning: its tokens depend on its seed alone, so the client cannot tell. One that has streamed ends
+with an error that says which replica died, since only the client knows whether half an answer may be told twice.
+"""
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.inputs import ModelInfo, Prompt
+from jaxserve.engine.outputs import Sink, Update
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.routing import Balancer, PromptKey, Router, key_of_tokens
+from jaxserve.text.base import Tokenizer
+from jaxserve.text.chat import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+
+class _Routed:
+    """One request and where it is. Mutated under the group's lock, but for `num_streamed`: by its replica's loop."""
+
+    __slots__ = ("aborted", "echo", "key", "num_moves", "num_streamed", "replica", "request", "sink")
+
+    def __init__(self, request: Request, sink: Sink, echo: bool, key: PromptKey) -> None:
+        self.request = request
+        self.sink = sink
+        self.echo = echo
+        self.key = key
+        self.replica = -1
+        self.num_moves = 0
+        self.num_streamed = 0  # tokens that the client has seen, of all its sequences
+        self.aborted = False
+
+
+class EngineGroup:
+    """Replicas of one model, an `AnyEngine`. Threads as for `Engine`: driven by hand, or by a thread per replica.
+
+    Requests wait in the queue of their replica, so `max_waiting` holds for each of them: the group is full when all
+    are. A request that moves because its replica died is taken even by a full one, since it has been accepted.
+    """
+
+    def __init__(self, replicas: Sequence[Engine], router: Router, *, retries: int = 2) -> None:
+        """`retries`: times that a request may move; what has killed several replicas is likely their killer."""
+        assert replicas, "a group of nothing"
+        self._replicas = tuple(replicas)
+        self._retries = retries
+        self._balancer = Balancer(router)
+        self._routed: dict[str, _Routed] = {}
+        self._mourned: set[int] = set()
+        # Held while a replica is chosen and given a request. Engines never call back from `submit` and `abort`.
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._accepting = True
+        self._moving = True
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> tuple[Engine, ...]:
+        """For observers; requests go through the group."""
+        return self._replicas
+
+    @property
+    def model(self) -> ModelInfo:
+        """Of each replica."""
+        return self._replicas[0].model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Shared by the replicas."""
+        return self._replicas[0].tokenizer
+
+    @property
+    def failure(self) -> BaseException | None:
+        """None while one replica lives; then what each of them died of."""
+        failures = [replica.failure for replica in self._replicas]
+        if None in failures:
+            return None
+        return EngineStopped("; ".join(f"replica {k} has died: {failure!r}" for k, failure in enumerate(failures)))
+
+    @property
+    def accepting(self) -> bool:
+        """False once the group drains or stops, or when every replica has died."""
+        return self._accepting and any(replica.accepting for replica in self._replicas)
+
+    @property
+    def stalled_s(self) -> float:
+        """Of the replica that has stood still the longest: its requests hang, however well the others do."""
+        return max(replica.stalled_s for replica in self._replicas)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that the loops have taken and that have not ended."""
+        return sum(replica.num_live for replica in self._replicas)
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests that have no token yet."""
+        return sum(replica.num_unstarted for replica in self._replicas)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """See `Engine.prepare`. Numbers and seeds come from one counter, so they do not depend on the replicas."""
+        return self._replicas[0].prepare(
+            prompt,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def chat_template(self, source: str | None = None) -> ChatTemplate:
+        """See `Engine.chat_template`."""
+        return self._replicas[0].chat_template(source)
+
+    def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
+        """Hands the request to a replica. `sink` gets every update, the last one with `last` set.
+
+        Raises QueueFull when every living replica is full, and otherwise as `Engine.submit`; InvalidRequest when a
+        request of this id is live: two replicas would not notice.
+        """
+        key: PromptKey = ()
+        if self._balancer.uses_prompt:
+            key = key_of_tokens(request.prompt_token_ids, cache_salt=request.cache_salt, tenant=request.tenant)
+        routed = _Routed(request, sink, echo, key)
+        with self._lock:
+            if not self.accepting:
+                raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
+            if request.request_id in self._routed:
+                raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
+            self._place(routed)
+            self._routed[request.request_id] = routed
+
+    def abort(self, request: str | Request) -> None:
+        """See `Engine.abort`."""
+        request_id = request.request_id if isinstance(request, Request) else request
+        with self._lock:
+            routed = self._routed.get(request_id)
+            if routed is None or (isinstance(request, Request) and request is not routed.request):
+                return
+            routed.aborted = True  # its replica may be dying, and it must not rise elsewhere
+            self._replicas[routed.replica].abort(routed.request)
+
+    # ---- the loops -------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One turn of each replica. A step that raises costs its replica alone; raises when none is left."""
+        worked = False
+        for number, replica in enumerate(self._replicas):
+            if replica.failure is not None:
+                continue
+            try:
+                worked |= replica.step()
+            except Exception as error:
+                logger.exception("the step of replica %d failed", number)
+                replica.fail(error)
+                worked = True  # its requests have moved, perhaps to one that was idle in this turn
+        if (failure := self.failure) is not None:
+            raise failure
+        return worked
+
+    def run_until_idle(self) -> None:
+        """Drives the loops by hand until every request has ended."""
+        try:
+            while self.step():
+                pass
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Declares every replica dead; see `Engine.fail`."""
+        with self._lock:
+            self._accepting = self._moving = False
+        for replica in self._replicas:
+            if replica.failure is None:
+                replica.fail(error)
+
+    def start(self) -> None:
+        """Gives each replica a thread of its own."""
+        for replica in self._replicas:
+            replica.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for the live ones, those that move included. True when all ended in time."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._accepting = False
+            drained = self._idle.wait_for(lambda: not self._routed, timeout_s)
+        for replica in self._replicas:
+            drained &= replica.drain(max(0.0, deadline_s - time.monotonic()))
+        return drained
+
+    def stop(self) -> None:
+        """Refuses new requests, ends the live ones with ABORT, and ends the threads."""
+        with self._lock:
+            self._accepting = self._moving = False
+        # All at once: one whose device does not answer must not keep the clients of the others waiting.
+        stopping = [threading.Thread(target=r.stop, name="jaxserve-stop", daemon=True) for r in self._replicas]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
+
+    # ---- requests on their way -------------------------------------------------------------------------------------
+
+    def _place(self, routed: _Routed, *, accepted: bool = False) -> None:
+        """Gives the request to a replica that takes it. Raises QueueFull or EngineStopped when there is none."""
+        candidates = [number for number, replica in enumerate(self._replicas) if replica.accepting]
+        full: QueueFull | None = None
+        for number in set(range(len(self._replicas))) - set(candidates):
+            self._mourn(number)
+        while candidates:
+            number = self._balancer.choose(routed.key, candidates)
+            assert isinstance(number, int), number
+            routed.replica = number  # before its loop can call the sink
+            try:
+                sink = functools.partial(self._take, routed)
+                self._replicas[number].submit(routed.request, sink, echo=routed.echo, accepted=accepted)
+            except QueueFull as error:
+                full = error
+            except EngineStopped:  # it died after it was asked whether it accepts
+                pass
+            else:
+                self._balancer.start(routed.key, number)
+                return
+            candidates.remove(number)
+        raise full or EngineStopped(f"no replica takes requests: {self.failure or 'the others are shutting down'}")
+
+    def _mourn(self, number: int) -> None:
+        failure = self._replicas[number].failure
+        if failure is None or number in self._mourned:
+            return
+        self._mourned.add(number)
+        self._balancer.forget(number)
+        left = sum(replica.failure is None for replica in self._replicas)
+        logger.error("%s has died, %d are left: %r", self._name(number), left, failure)
+
+    def _take(self, routed: _Routed, update: Update) -> None:
+        """The sink that each replica is given; on its loop thread."""
+        if isinstance(update.error, EngineStopped):  # nothing but a death says so
+            if not routed.num_streamed:
+                if update.last:  # with n > 1 each sequence tells of it
+                    self._move(routed, update.error)
+                return
+            text = f"{self._name(routed.replica)} has died after {routed.num_streamed} tokens had been streamed"
+            update = update._replace(error=EngineStopped(f"{text}; send the request again: {update.error}"))
+        routed.num_streamed += len(update.token_ids)
+        if update.last:
+            with self._lock:
+                self._forget(routed)
+        routed.sink(update)
+
+    def _move(self, routed: _Routed, death: EngineStopped) -> None:
+        """Sends a request of a dead replica, which has streamed nothing, elsewhere, or tells its client."""
+        error: JaxserveError | None = None
+        with self._lock:
+            dead = routed.replica
+            self._mourn(dead)
+            if not routed.aborted:
+                error = self._try_elsewhere(routed, death)
+                if error is None:
+                    return
+            self._forget(routed, dead)
+        request, count = routed.request, routed.request.sampling.n
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        for index in range(count):
+            last = index == count - 1
+            routed.sink(Update(request.request_id, index, finish_reason=reason, error=error, last=last))
+
+    def _try_elsewhere(self, routed: _Routed, death: EngineStopped) -> JaxserveError | None:
+        """None when another replica has taken it, else why none did."""
+        name, dead = self._name(routed.replica), routed.replica
+        if not self._moving:
+            return EngineStopped(f"{name}: {death}")
+        if routed.num_moves >= self._retries:
+            return EngineStopped(
+                f"{name} has died before it answered, after {routed.num_moves} moves of this request from replicas "
+                f"that died; no more are tried (route.retries): {death}"
+            )
+        routed.num_moves += 1
+        try:
+            self._place(routed, accepted=True)
+        except JaxserveError as error:
+            return EngineStopped(f"{name} has died before it answered, and no other takes the request: {error}")
+        self._balancer.end(dead)
+        return None
+
+    def _forget(self, routed: _Routed, replica: int | None = None) -> None:
+        del self._routed[routed.request.request_id]
+        self._balancer.end(routed.replica if replica is None else replica)
+        if not self._routed:
+            self._idle.notify_all()
+
+    def _name(self, number: int) -> str:
+        return f"replica {number} of {len(self._replicas)}"

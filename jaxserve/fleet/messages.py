@@ -1,0 +1,28 @@
+"""What an engine replica tells the ingress beside the answer itself.
+
+Owns the values that cross Ray between the two. Refuses exceptions: Ray wraps those in classes of its own and logs them
+as defects of the deployment, and a full queue is neither.
+"""
+
+import dataclasses
+
+from jaxserve.errors import JaxserveError, Status
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The first item of a stream, before anything is generated: `replica` is whose stream it is."""
+
+    replica: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The last item of a stream that ends without an answer; `text` is what the client may read."""
+
+    status: Status
+    text: str
+
+
+class CallFailed(JaxserveError):
+    """Ends a call. Ray's proxy takes code and text from the gRPC context; this is what it logs."""

@@ -1,0 +1,46 @@
+"""What the operator of a fleet may set, beside the engine's own config.
+
+Owns the `args` of the application in a Ray Serve config file. Refuses what Ray's file already says: ports, and the
+place of the proxies.
+"""
+
+from typing import Self
+
+import pydantic
+
+from jaxserve.config_schema import Section
+
+
+class FleetOptions(Section):
+    """The `args` of `jaxserve.fleet.ray_app:build_app`."""
+
+    config: str = pydantic.Field(description="The engine's config file; read once, on the node that builds the app.")
+    overrides: dict[str, object] = pydantic.Field(
+        default={}, description="Settings that win over the file: dotted name -> value."
+    )
+    min_replicas: int = pydantic.Field(default=1, ge=1, description="Replicas that are always there.")
+    max_replicas: int = pydantic.Field(default=1, ge=1, description="Replicas that load may call for.")
+    target_ongoing_requests: float = pydantic.Field(
+        default=16.0, gt=0, description="Live requests of a replica that autoscaling aims at."
+    )
+    upscale_delay_s: float = pydantic.Field(
+        default=30.0, ge=0, description="Seconds that load must stay high before a replica is added."
+    )
+    downscale_delay_s: float = pydantic.Field(
+        default=600.0, ge=0, description="Seconds that load must stay low before one goes; loading it again costs more."
+    )
+    cpus_per_replica: float = pydantic.Field(default=1.0, ge=0, description="CPU cores that Ray sets aside.")
+    gpus_per_replica: float = pydantic.Field(default=0.0, ge=0, description="GPUs; Ray shows a replica only its own.")
+    resources_per_replica: dict[str, float] = pydantic.Field(
+        default={}, description="Other resources of Ray, such as TPU: 4."
+    )
+    ingress_replicas: int = pydantic.Field(default=1, ge=1, description="Processes that route; they hold no model.")
+    health_check_period_s: float = pydantic.Field(
+        default=2.0, gt=0, description="Seconds between looks at a replica; three bad ones replace it."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas is {self.max_replicas}, below min_replicas, which is {self.min_replicas}")
+        return self

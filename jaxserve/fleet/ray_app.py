@@ -1,0 +1,70 @@
+"""The application that a Ray Serve config file names: `import_path: jaxserve.fleet.ray_app:build_app`.
+
+Owns how the options of a fleet become deployments. Refuses to start anything: Ray does, where it likes.
+"""
+
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from jaxserve.config import ResolvedConfig, load_config
+from jaxserve.config_schema import Config
+from jaxserve.fleet.options import FleetOptions
+from jaxserve.fleet.ray_engine import EngineReplica
+from jaxserve.fleet.ray_ingress import Ingress
+
+ENGINE = "Engine"  # names that Ray shows, and that a Serve config file may refer to
+INGRESS = "Ingress"
+
+_STOP_S = 15.0  # beyond the drain: for the last step, and for last messages to leave
+_MANY = 100_000  # streams cost an ingress little; the engine is the one who refuses
+
+
+def build_app(options: FleetOptions) -> Application:
+    """Reads the engine's config, once for all replicas. Raises ConfigError."""
+    resolved = load_config(options.config, options.overrides)
+    engine = build_engine_deployment(options, resolved)
+    ingress = serve.deployment(
+        name=INGRESS,
+        num_replicas=options.ingress_replicas,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_timeout_s=resolved.config.serve.drain_s + _STOP_S,
+    )(Ingress)
+    return ingress.bind(engine.bind(resolved), 1 + resolved.config.route.retries)
+
+
+def build_engine_deployment(options: FleetOptions, resolved: ResolvedConfig) -> Deployment:
+    """How many engines there are, what each may use, who chooses between them, and how one ends."""
+    route = resolved.config.route
+    return serve.deployment(
+        name=ENGINE,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=options.min_replicas,
+            initial_replicas=options.min_replicas,
+            max_replicas=options.max_replicas,
+            target_ongoing_requests=options.target_ongoing_requests,
+            upscale_delay_s=options.upscale_delay_s,
+            downscale_delay_s=options.downscale_delay_s,
+        ),
+        ray_actor_options={
+            "num_cpus": options.cpus_per_replica,
+            "num_gpus": options.gpus_per_replica,
+            "resources": options.resources_per_replica,
+        },
+        max_ongoing_requests=_most_requests(resolved.config),
+        request_router_config=RequestRouterConfig.model_validate(
+            {
+                "request_router_class": "jaxserve.fleet.ray_router:FleetRouter",
+                "request_router_kwargs": route.model_dump(include={"policy", "slack", "table_blocks", "seed"}),
+            }
+        ),
+        graceful_shutdown_timeout_s=resolved.config.serve.drain_s + _STOP_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=options.health_check_period_s,
+    )(EngineReplica)
+
+
+def _most_requests(config: Config) -> int:
+    """Above what the engine takes, so that its own refusal, which names the setting, is what a client reads."""
+    return config.sched.max_waiting + 2 * (config.sched.max_rows or 1024)

@@ -1,0 +1,75 @@
+"""The deployment that holds an engine: one process of Ray, one model.
+
+Owns the life of the engine in such a process: built when Ray makes the replica, red when it has died, ended when Ray
+lets the replica go. Refuses to choose requests (`ray_router`) and to repeat them (`ray_ingress`).
+"""
+
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+
+from ray import serve
+
+from jaxserve.assemble import assemble
+from jaxserve.config import ResolvedConfig
+from jaxserve.console import set_up_logging
+from jaxserve.engine import AsyncEngine
+from jaxserve.errors import EngineStopped, Status
+from jaxserve.fleet.messages import Accepted, Refusal
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.grpc_service import generate_replies
+from jaxserve.serve.status import public_message, status_of
+
+logger = logging.getLogger(__name__)
+
+
+class EngineReplica:
+    """Ray makes one per replica and calls its methods on one event loop."""
+
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        """Loads and compiles, which takes as long as it takes: Ray sends nothing here before it is done."""
+        self._ending = contextlib.ExitStack()  # first of all, since Ray calls `__del__` on what failed to build too
+        set_up_logging(resolved.config.runtime.log_level)
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._engine = assemble(resolved).engine
+        self._async_engine = AsyncEngine(self._engine)
+        self._ending.callback(self._async_engine.close)
+        self._engine.start()
+        self._ending.callback(self._engine.stop)
+        logger.info("replica %s serves %s", self._replica, self._engine.model.name)
+
+    async def generate(
+        self, message: bytes, *, prompt_key: object, avoid: object
+    ) -> AsyncGenerator[Accepted | bytes | Refusal, None]:
+        """Streams the serialised messages of one request, between an Accepted and, at times, a Refusal.
+
+        Args:
+          message: a serialised GenerateRequest.
+          prompt_key, avoid: for the router, which alone reads them.
+        """
+        yield Accepted(replica=self._replica)
+        try:
+            replies = generate_replies(self._async_engine, pb.GenerateRequest.FromString(message))
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply.SerializeToString()
+        except Exception as error:
+            reference = f"error {uuid.uuid4().hex[:12]}"
+            status = status_of(error)
+            if status is Status.INTERNAL:
+                logger.exception("a request failed, %s", reference)
+            yield Refusal(status=status, text=public_message(error, reference))
+
+    async def is_alive(self) -> bool:
+        """True while new requests are taken."""
+        return self._engine.accepting
+
+    async def check_health(self) -> None:
+        """Ray's question. Raises EngineStopped when the engine has died, so that Ray replaces this replica."""
+        if self._engine.failure is not None:
+            raise EngineStopped(f"the engine has died: {self._engine.failure!r}")
+
+    def __del__(self) -> None:
+        """Ray calls it once no request is left, or when their time is up."""
+        self._ending.close()

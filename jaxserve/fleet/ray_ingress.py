@@ -1,0 +1,153 @@
+"""The deployment behind Ray's gRPC proxy: our services, in front of many replicas.
+
+Owns retries and statuses. Refuses to choose replicas (`ray_router`) and to hold anything: it may run many times over.
+A request is sent again only while nothing of its answer has been streamed, since a client cannot be asked to unread.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+
+from jaxserve.errors import Status
+from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
+from jaxserve.routing import PromptKey
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.grpc_server import SERVICE_NAME
+from jaxserve.serve.route_service import key_of_request
+from jaxserve.serve.status import GRPC_CODES
+
+logger = logging.getLogger(__name__)
+
+# Trailing metadata of an answer, for those who look into routing: which replica gave it, and on which attempt.
+REPLICA_TRAILER = "jaxserve-replica"
+ATTEMPT_TRAILER = "jaxserve-attempt"
+
+_ASK_S = 2.0  # for some replica to say that it lives
+_WATCH_S = 1.0  # between two looks, for those who watch
+_SERVICES = ("", SERVICE_NAME)
+
+
+class Ingress:
+    """One method per method of the services; Ray's proxy calls them by name."""
+
+    def __init__(self, engines: DeploymentHandle, max_attempts: int) -> None:
+        self._generate = engines.options(method_name="generate", stream=True)
+        self._is_alive = engines.options(method_name="is_alive")
+        self._max_attempts = max_attempts
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Streams one request, from as many replicas as it takes to get its first message."""
+        request.request_id = request.request_id or uuid.uuid4().hex  # one for all attempts
+        call = _Call(request.SerializeToString(), key_of_request(request))
+        while True:
+            async with contextlib.aclosing(self._attempt(call)) as replies:
+                async for reply in replies:
+                    trailers = [(REPLICA_TRAILER, call.tried[-1]), (ATTEMPT_TRAILER, str(call.num_attempts))]
+                    grpc_context.set_trailing_metadata(trailers)
+                    yield reply
+            if call.refusal is None:
+                return
+            if call.num_streamed or not self._may_move(call, call.refusal.status):
+                raise _failed(grpc_context, call, call.refusal)
+
+    def _may_move(self, call: "_Call", status: Status) -> bool:
+        """Whether a request that has streamed nothing is sent to another replica."""
+        if status is Status.OVERLOADED:  # once: where two are full the others are likely to be
+            return call.num_attempts == 1
+        return status is Status.UNAVAILABLE and call.num_attempts < self._max_attempts
+
+    async def _attempt(self, call: "_Call") -> AsyncGenerator[pb.GenerateResponse, None]:
+        """One replica's stream. Afterwards `call.refusal` says why there was no answer; None: there was one."""
+        call.num_attempts += 1
+        call.refusal = None
+        stream: Any = self._generate.remote(call.message, prompt_key=call.prompt_key, avoid=tuple(call.tried))
+        replica = "a replica"
+        ended = False
+        try:
+            async for item in stream:
+                if isinstance(item, Accepted):
+                    call.tried.append(item.replica)
+                    replica = f"replica {item.replica}"
+                elif isinstance(item, Refusal):
+                    call.refusal = item
+                else:
+                    call.num_streamed += 1
+                    yield pb.GenerateResponse.FromString(item)
+            ended = True
+        except (RayTaskError, TaskCancelledError):
+            raise  # a defect, which another replica would have too; or nobody waits for the answer any more
+        except RayError as error:
+            ended = True
+            logger.warning(
+                "%s is lost on attempt %d, after %d messages: %s", replica, call.num_attempts, call.num_streamed, error
+            )
+            call.refusal = Refusal(status=Status.UNAVAILABLE, text=f"{replica} died")
+        finally:
+            if not ended:  # the client left, and what nobody reads must not be generated
+                stream.cancel()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> health_pb2.HealthCheckResponse:
+        """The standard health service: SERVING when some replica says that it takes requests."""
+        if request.service not in _SERVICES:
+            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
+            raise CallFailed(f"no service is called {request.service!r}; there are {_SERVICES}")
+        return await self._health()
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        """The same whenever it changes."""
+        last = None
+        while True:
+            now = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if request.service in _SERVICES:
+                now = await self._health()
+            if now != last:
+                yield now
+            last = now
+            await asyncio.sleep(_WATCH_S)
+
+    async def _health(self) -> health_pb2.HealthCheckResponse:
+        asked = self._is_alive.remote()
+        try:
+            alive = await asyncio.wait_for(asked, _ASK_S)
+        except (TimeoutError, RayError):
+            alive = False
+        statuses = health_pb2.HealthCheckResponse
+        return statuses(status=statuses.SERVING if alive else statuses.NOT_SERVING)
+
+
+class _Call:
+    """Where one request stands. Mutated by the call's own coroutine."""
+
+    def __init__(self, message: bytes, prompt_key: PromptKey) -> None:
+        self.message = message
+        self.prompt_key = prompt_key
+        self.tried: list[str] = []  # replicas that took it, the newest last
+        self.num_attempts = 0
+        self.num_streamed = 0
+        self.refusal: Refusal | None = None
+
+
+def _failed(grpc_context: RayServegRPCContext, call: _Call, refusal: Refusal) -> CallFailed:
+    text = refusal.text
+    if call.num_streamed:
+        text = f"the answer broke off after {call.num_streamed} messages: {text}"
+    elif refusal.status is Status.UNAVAILABLE:
+        text = f"{call.num_attempts} attempts failed before anything was streamed, the last one: {text}"
+    grpc_context.set_code(GRPC_CODES[refusal.status])
+    grpc_context.set_details(text)
+    return CallFailed(text)

@@ -1,0 +1,43 @@
+"""Several processes, one per host, that run one model together.
+
+    process 0                                             every other process
+    ---------                                             -------------------
+    front doors, engine, scheduler
+    Scheduler.schedule -> StepPlan
+    LeaderRunner.dispatch --- plan 17, as JSON bytes ---> Follower.plans
+         |                                                      |
+    Execution -> device  <---- collectives of the step ---> Execution -> device
+         |                                                      |
+    tokens -> Engine                                       tokens -> digest
+    digest -> DigestBook  <--- digest up to step 15 ----- every hosts.check_every steps
+
+Why it has this shape. A step is one program over the devices of all hosts, so every process must launch the same steps
+in the same order. The plan is the only thing that varies, and it is a small value: process 0 decides, the others
+execute, and there is nothing that they could decide differently. No process waits for another's Python: the devices
+keep step through their collectives, the plans run ahead in a queue.
+
+Three things can go wrong, and each must be loud. A process dies or falls silent: both ends notice a broken connection
+at once and a silent one within `hosts.heartbeat_s`, long before the runtime's own timeout, and every stream ends with
+`HostLost`, which names the process and its host. Processes compute different things (a damaged plan, memory, or
+device): the digests of what went in and what came out differ, and the service ends with `HostsDiverged` instead of
+serving wrong tokens. Processes were started differently: they compare versions, settings, weights and sizes before
+the first step, and refuse with a list of what differs.
+
+A collective whose partner is gone may wait for ever inside of the device's runtime. So each process runs plans on
+threads of their own (`execution`), waits for futures, and ends without asking those threads.
+
+How the package is cut:
+
+    frames, link, fingerprint, digest   the values: bytes of a message, liveness, what is compared
+    leader, follower                    the two ends of the connection
+    execution, running                  plans on a device, and the loops of both kinds of process
+    distributed                         the one call of `jax.distributed`
+"""
+
+from jaxserve.hosts.digest import StepDigest
+from jaxserve.hosts.fingerprint import config_facts, device_facts
+from jaxserve.hosts.follower import Follower
+from jaxserve.hosts.leader import Leader
+from jaxserve.hosts.running import LeaderRunner, follow
+
+__all__ = ["Follower", "Leader", "LeaderRunner", "StepDigest", "config_facts", "device_facts", "follow"]

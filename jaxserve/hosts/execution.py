@@ -1,0 +1,134 @@
+"""Plans run on two threads of their own, so that nobody hangs together with a device.
+
+Owns the order of execution and the digest of each step. Refuses networks and policy. Why threads: when a process dies,
+the collectives of the others may wait for it for ever inside of the device's runtime, where Python cannot interrupt
+them. Whoever waits for a result here waits for a future, which an error can end at any time.
+
+One thread dispatches, the other reads: a step must be launched while the one before still runs.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import NamedTuple
+
+from jaxserve.hosts.digest import StepDigest
+from jaxserve.sched import InFlight, Runner, StepPlan, StepResult
+
+
+class _Planned(NamedTuple):
+    seq: int
+    plan: StepPlan
+    future: "Future[StepResult]"
+
+
+class _Running(NamedTuple):
+    seq: int
+    handle: InFlight
+    inputs: bytes
+    future: "Future[StepResult]"
+
+
+class Execution:
+    """Runs plans in the order of `submit`. `submit` and `close` belong to one thread, `fail` to any.
+
+    Args:
+      runner: used by these threads alone from now on.
+      digest: `digest.observe` must see all that `runner` sends to its device.
+      on_digest: told of each finished step and the digest up to it, on the reading thread.
+      patience_s: when the device fails, how long to wait for `fail` to say why: a lost process breaks the device's
+        connections too, often before it is known to be lost.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        digest: StepDigest,
+        on_digest: Callable[[int, bytes], None],
+        *,
+        patience_s: float,
+    ) -> None:
+        self._runner = runner
+        self._digest = digest
+        self._on_digest = on_digest
+        self._patience_s = patience_s
+        self._planned: queue.SimpleQueue[_Planned | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: set[Future[StepResult]] = set()
+        self._failure: BaseException | None = None
+        self._failed = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"jaxserve-{name}", daemon=True)
+            for name, work in (("dispatch", self._dispatch_all), ("read", self._read_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, seq: int, plan: StepPlan) -> "Future[StepResult]":
+        """Queues a plan and returns at once. What `dispatch` raises arrives in the future, too."""
+        future: Future[StepResult] = Future()
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+                return future
+            self._open.add(future)
+        self._planned.put(_Planned(seq, plan, future))
+        return future
+
+    def fail(self, error: BaseException) -> None:
+        """Ends every future, those of later `submit`s included, with `error`. The first call counts."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            ended, self._open = self._open, set()
+        self._failed.set()
+        for future in ended:
+            _end(future, error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finishes what was submitted. True when it was done in time; False leaves the threads to their device."""
+        self._planned.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _dispatch_all(self) -> None:
+        while (item := self._planned.get()) is not None:
+            if self._failed.is_set():
+                continue
+            try:
+                handle = self._runner.dispatch(item.plan)
+            except BaseException as error:  # the boundary of the thread; whoever waits is told
+                self._give_up(item.future, error)
+                continue
+            self._running.put(_Running(item.seq, handle, self._digest.take_inputs(), item.future))
+        self._running.put(None)
+
+    def _read_all(self) -> None:
+        while (item := self._running.get()) is not None:
+            if self._failed.is_set():
+                continue
+            try:
+                result = item.handle.result()
+                self._on_digest(item.seq, self._digest.chain(item.seq, item.inputs, result))
+            except BaseException as error:
+                self._give_up(item.future, error)
+                continue
+            with self._lock:
+                self._open.discard(item.future)
+            with contextlib.suppress(InvalidStateError):  # `fail` came first
+                item.future.set_result(result)
+
+    def _give_up(self, future: "Future[StepResult]", error: BaseException) -> None:
+        self._failed.wait(self._patience_s)
+        _end(future, error)
+        self.fail(error)
+
+
+def _end(future: "Future[StepResult]", error: BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)

@@ -1,0 +1,86 @@
+"""What must be the same in all processes of one service, as short texts to compare.
+
+Owns the choice of facts and the words of a difference. Refuses to ask others: `leader` and `follower` carry the facts.
+
+Why texts and not one hash: an operator must read which setting differs, and on which host.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from jaxserve.config_schema import Config
+from jaxserve.sched import Limits
+
+# Settings that may differ between hosts: where things lie, and what only the front door of process 0 reads.
+_LOCAL_FIELDS = {
+    "hosts": {"coordinator", "process_id"},
+    "model": {"path", "tokenizer", "name"},
+    "runtime": {"compile_cache", "compile_threads", "log_level"},
+}
+_LOCAL_SECTIONS = {"serve", "route"}
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+_SAMPLE_BYTES = 64 * 1024
+
+
+def config_facts(config: Config, checkpoint: Path, version_here: str) -> dict[str, str]:
+    """Versions, settings and the checkpoint.
+
+    `checkpoint` is a directory, of which samples are read; `version_here` is jaxserve's, installed or not.
+    """
+    facts = {"version of jaxserve": version_here}
+    facts |= {f"version of {name}": version(name) for name in _PACKAGES}
+    for section, values in config.model_dump(mode="json").items():
+        if section in _LOCAL_SECTIONS:
+            continue
+        local = _LOCAL_FIELDS.get(section, set())
+        facts |= {f"{section}.{key}": json.dumps(value) for key, value in values.items() if key not in local}
+    facts["checkpoint"] = _checkpoint_digest(checkpoint, config.model.random_weights)
+    return facts
+
+
+def device_facts(limits: Limits, model: Mapping[str, str]) -> dict[str, str]:
+    """What was built: sizes of the pool, compiled shapes, and what the device tells of itself."""
+    return {
+        "rows": str(limits.max_rows),
+        "pages": f"{limits.num_pages} of {limits.page_size} tokens",
+        "context": str(limits.max_model_len),
+        "buckets": " ".join(f"{b.tokens}x{b.rows}{'d' * b.decode_only}" for b in limits.buckets),
+        **model,
+    }
+
+
+def differences(own: Mapping[str, str], other: Mapping[str, str], name: str) -> list[str]:
+    """One text for each fact that process `name` sees differently."""
+    return [
+        f"{fact} is {_short(own.get(fact))} on process 0 and {_short(other.get(fact))} on {name}"
+        for fact in dict.fromkeys([*own, *other])
+        if own.get(fact) != other.get(fact)
+    ]
+
+
+def _short(value: str | None) -> str:
+    return "absent" if value is None else value if len(value) <= 120 else f"{value[:120]}…"
+
+
+def _checkpoint_digest(directory: Path, config_only: bool) -> str:
+    """Names, sizes and samples of the files: enough to tell two trainings of one model apart, in milliseconds."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(directory)))
+    checksum, total = 0, 0
+    for file in files:
+        name, size = file.relative_to(directory).as_posix(), file.stat().st_size
+        if config_only and name != "config.json":
+            continue
+        checksum = zlib.crc32(f"{name} {size}".encode(), checksum)
+        total += size
+        with file.open("rb") as opened:
+            for start in (0, max(0, size // 2), max(0, size - _SAMPLE_BYTES)):
+                opened.seek(start)
+                checksum = zlib.crc32(opened.read(_SAMPLE_BYTES), checksum)
+    return f"{total} bytes, checksum {checksum:08x}"
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)

@@ -1,0 +1,202 @@
+"""One service of several processes: how each of them starts, and how each of them ends.
+
+Owns the order of both, and what of a config several processes cannot do. Refuses the channel itself (`hosts`) and
+everything that one process does alone (`assemble`, `serve`).
+
+Why an end is more than a return: a device may wait for ever for a process that is gone, and JAX would wait for it at
+the exit of the interpreter. So a process that has failed tells whoever must know and then leaves without asking.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+from jaxserve import __version__, assemble
+from jaxserve.assemble import Assembly, Device, OnCompiled
+from jaxserve.config import ResolvedConfig
+from jaxserve.config_schema import Config, HostsConfig
+from jaxserve.engine import Engine
+from jaxserve.errors import ConfigError, EngineStopped, UserError
+from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, config_facts, device_facts, follow
+from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
+from jaxserve.models import resolve_model_path
+from jaxserve.runtime.build import BuildHooks
+
+logger = logging.getLogger(__name__)
+
+_FINISH_S = 30.0  # for the last steps of all processes
+_LOOPBACK = ("localhost", "127.", "[::1]")
+
+
+def check_hosts(config: Config) -> None:
+    """Raises ConfigError for settings that several processes cannot run."""
+    hosts, parallel = config.hosts, config.parallel
+    if hosts.num_processes < 2:
+        raise ConfigError("hosts.coordinator is set, but hosts.num_processes is 1; set both, or neither")
+    if hosts.process_id >= hosts.num_processes:
+        raise ConfigError(
+            f"hosts.process_id is {hosts.process_id}, but hosts.num_processes is {hosts.num_processes}: numbers go "
+            f"from 0 to {hosts.num_processes - 1}"
+        )
+    _, colon, port = (hosts.coordinator or "").rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigError(f"hosts.coordinator is {hosts.coordinator!r}, but must be HOST:PORT of process 0")
+    if int(port) == hosts.plan_port:
+        raise ConfigError(f"hosts.plan_port is {port}, which hosts.coordinator uses for JAX itself; take another")
+    for name in ("data", "pipeline"):
+        if getattr(parallel, name) != 1:
+            raise ConfigError(
+                f"parallel.{name} is {getattr(parallel, name)}, but over several processes this version has tensor "
+                "parallelism alone: set it to 1 and parallel.tensor to the number of all devices; for more replicas "
+                "start more services behind `jaxserve route`"
+            )
+
+
+@contextlib.contextmanager
+def lead(resolved: ResolvedConfig, on_compiled: OnCompiled) -> Iterator[Assembly]:
+    """Process 0: an assembly whose engine runs on the devices of all processes; they end when the block ends.
+
+    When a process is lost the engine fails with the reason, and the others end with it. Raises ConfigError, HostLost,
+    HostMismatch and what `assemble` raises.
+    """
+    config = resolved.config
+    check_hosts(config)
+    leader = Leader(
+        address=_listen_address(config.hosts),
+        num_processes=config.hosts.num_processes,
+        heartbeat_s=config.hosts.heartbeat_s,
+        check_every=config.hosts.check_every,
+    )
+    try:
+        assembly, runner = _assemble_leading(resolved, leader, on_compiled)
+        engine = assembly.engine
+        assert isinstance(engine, Engine), "several replicas were refused"
+        leader.on_failure(engine.interrupt)
+        yield assembly
+        if isinstance(engine.failure, EngineStopped):
+            raise engine.failure
+        if engine.failure is not None:
+            raise EngineStopped(f"the engine of process 0 has died: {engine.failure!r}") from engine.failure
+        runner.close(_FINISH_S)
+        leader.finish(_FINISH_S)
+        leader.close()
+        leave_processes()
+    except BaseException as error:
+        _leave_at_once(error)
+        leader.give_up(error)
+        leader.close()
+        raise
+
+
+def _assemble_leading(
+    resolved: ResolvedConfig, leader: Leader, on_compiled: OnCompiled
+) -> tuple[Assembly, LeaderRunner]:
+    hosts = resolved.config.hosts
+    leader.meet("join", _facts(resolved.config), {}, hosts.join_s)
+    join_processes(hosts)
+    check_devices(resolved.config.parallel)
+    runners: list[LeaderRunner] = []
+
+    def make_device(config: Config, tell: OnCompiled, replica: int) -> Device:
+        digest = StepDigest()
+        device = _build(config, tell, digest, lambda pages: leader.meet("memory", {}, {"pages": pages}, None)["pages"])
+        leader.meet("ready", device_facts(device.runner.limits, device.facts), {}, None)
+        runners.append(
+            LeaderRunner(device.runner, leader, digest, heartbeat_s=hosts.heartbeat_s, stall_s=hosts.stall_s)
+        )
+        return dataclasses.replace(device, runner=runners[0])
+
+    assembly = assemble.assemble(resolved, on_compiled=on_compiled, make_device=make_device)
+    return assembly, runners[0]
+
+
+def attend(resolved: ResolvedConfig, on_compiled: OnCompiled) -> int:
+    """Every other process: runs what process 0 sends until that says goodbye. Returns the exit code 0.
+
+    Raises ConfigError, HostLost, HostMismatch, PlanCorrupt and what building the device raises.
+    """
+    config, hosts = resolved.config, resolved.config.hosts
+    check_hosts(config)
+    link = Follower(
+        address=f"{_coordinator_host(hosts)}:{hosts.plan_port}",
+        process_id=hosts.process_id,
+        host=socket.gethostname(),
+        heartbeat_s=hosts.heartbeat_s,
+        join_s=hosts.join_s,
+    )
+    try:
+        link.meet("join", _facts(config), {})
+        join_processes(hosts)
+        check_devices(config.parallel)
+        digest = StepDigest()
+        device = _build(config, on_compiled, digest, lambda pages: link.meet("memory", {}, {"pages": pages})["pages"])
+        link.meet("ready", device_facts(device.runner.limits, device.facts), {})
+        logger.info("process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator)
+        _outlive_one_signal()
+        follow(
+            device.runner,
+            link,
+            digest,
+            heartbeat_s=hosts.heartbeat_s,
+            check_every=hosts.check_every,
+            finish_s=_FINISH_S,
+        )
+        link.close()
+        leave_processes()
+    except BaseException as error:
+        _leave_at_once(error)
+        link.give_up(error)
+        link.close()
+        raise
+    return 0
+
+
+def _build(config: Config, on_compiled: OnCompiled, digest: StepDigest, agree: Callable[[int], int]) -> Device:
+    return assemble.build_device(
+        config, on_compiled, 0, hooks=BuildHooks(on_buffer=digest.observe, agree_on_pages=agree)
+    )
+
+
+def _facts(config: Config) -> dict[str, str]:
+    return config_facts(config, resolve_model_path(config.model.path), __version__)
+
+
+def _coordinator_host(hosts: HostsConfig) -> str:
+    assert hosts.coordinator is not None
+    return hosts.coordinator.rpartition(":")[0]
+
+
+def _listen_address(hosts: HostsConfig) -> str:
+    """All interfaces, as JAX does for its own port, but none that leads outside when all processes are on one host."""
+    host = _coordinator_host(hosts)
+    return f"{host if host.startswith(_LOOPBACK) else '[::]'}:{hosts.plan_port}"
+
+
+def _outlive_one_signal() -> None:
+    """A terminal or an orchestrator tells all processes at once to end, but process 0 first drains, and needs us."""
+
+    def take(number: int, frame: object) -> None:
+        logger.warning("%s: waiting for process 0 to end; once more ends this process", signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, take)
+
+
+def _leave_at_once(error: BaseException) -> None:
+    """From now on the exit of the interpreter waits for no device, and for no other process."""
+    code = 2 if isinstance(error, UserError) else 1
+
+    def leave() -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)

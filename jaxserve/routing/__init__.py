@@ -1,0 +1,71 @@
+"""Which replica gets a request: small policies that know loads and prompts, and nothing of devices or networks.
+
+    base      the seam: `Load`, `Router`, `RouterOptions`
+    prompts   prompt beginnings as chained hashes, and which replica has seen which
+    policies  round_robin, least_load, power_of_two
+    prefix    affinity to the replica whose cache has the beginning, within a cap on its load
+    balancer  the counts that a policy needs, kept for whoever routes
+
+The same objects route between the replicas of one process (`engine.replicas`) and between processes
+(`serve.route`), and a simulator can drive them too: they are plain Python, they never look at a clock, and the one
+that draws lots has a seed. What they see of the world is a list of loads of the replicas that are alive.
+
+Loads are requests that were routed and have not ended, as counted where the routing is done. That is known exactly
+and at once; a figure reported by a replica would be old by the time it arrives, and a crowd would run to the replica
+that was idle a second ago. Several routers before the same replicas each see their own share.
+
+To bring another policy, derive from `Router` and name it: an entry point in the group `jaxserve.routers`,
+`package.module:Class`, or the class itself.
+"""
+
+import inspect
+
+from jaxserve.errors import ConfigError
+from jaxserve.registry import Registry
+from jaxserve.routing.balancer import Balancer
+from jaxserve.routing.base import Load, Replica, Router, RouterOptions
+from jaxserve.routing.prompts import PrefixTable, PromptKey, key_of_text, key_of_tokens
+
+__all__ = [
+    "ROUTERS",
+    "Balancer",
+    "Load",
+    "PrefixTable",
+    "PromptKey",
+    "Replica",
+    "Router",
+    "RouterOptions",
+    "create_router",
+    "key_of_text",
+    "key_of_tokens",
+]
+
+ROUTERS: Registry[type[Router] | Router] = Registry(
+    "router",
+    "jaxserve.routers",
+    {
+        "prefix": "jaxserve.routing.prefix:Prefix",
+        "least_load": "jaxserve.routing.policies:LeastLoad",
+        "power_of_two": "jaxserve.routing.policies:PowerOfTwo",
+        "round_robin": "jaxserve.routing.policies:RoundRobin",
+    },
+)
+
+
+def create_router(policy: str | type[Router] | Router, options: RouterOptions | None = None) -> Router:
+    """Builds the router that a config or a notebook asks for.
+
+    `policy` is a name (see `ROUTERS.names()`), `package.module:Class`, a class, or a finished router, which is
+    returned as it is. Raises ConfigError when nothing has this name, or when what was found is no router.
+    """
+    found = ROUTERS.get(policy)
+    if isinstance(found, Router):
+        return found
+    if not (isinstance(found, type) and issubclass(found, Router)):
+        raise ConfigError(
+            f"the router {policy!r:.120} is a {found!r:.80}; a router derives from jaxserve.routing.Router"
+        )
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"the router {found.__name__} lacks the method {lacking}; add it to the class")
+    return found(RouterOptions() if options is None else options)

@@ -1,0 +1,83 @@
+"""`jaxserve route`: a gRPC door without a model, before servers that have one. From start to exit code.
+
+Owns the order of its life and its health: green while a replica is. Refuses models, devices and text: nothing here
+loads JAX, so a router starts in a second and runs beside anything.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from jaxserve.config_schema import Config
+from jaxserve.routing import RouterOptions, create_router
+from jaxserve.serve.grpc_server import GrpcServer
+from jaxserve.serve.route_pool import Pool, Resolve
+from jaxserve.serve.route_service import RouteService
+from jaxserve.serve.service import check_serve_config
+from jaxserve.serve.shutdown import Shutdown, run_with_signals
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_S = 5.0  # for last messages to leave
+_LINGER_S = 0.2  # for statuses to leave, and health watches to be read
+
+
+def route_forever(config: Config) -> int:
+    """Routes until SIGTERM or SIGINT. Must be called on the main thread. Returns the exit code.
+
+    The first signal drains: no new requests, `serve.drain_s` seconds for the running ones, which then end with
+    UNAVAILABLE. A second signal ends them at once. Raises ConfigError.
+    """
+    return run_with_signals(lambda shutdown: route(config, shutdown))
+
+
+async def route(
+    config: Config,
+    shutdown: Shutdown,
+    on_ready: Callable[[str], None] = lambda address: None,
+    *,
+    resolve: Resolve | None = None,
+) -> int:
+    """`route_forever` without signals; `on_ready` gets the bound `host:port`, `resolve` see `Pool`."""
+    check_serve_config(config.serve)
+    assert config.serve.grpc.port is not None
+    options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
+    pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
+    service = RouteService(pool, retries=config.route.retries)
+    server = GrpcServer(service, host=config.serve.host, port=config.serve.grpc.port)
+    address = f"{config.serve.host}:{await server.start(healthy=False)}"
+    pool.start()
+    reporting = asyncio.create_task(_report_health(pool, server))
+    logger.info("routing gRPC on %s by %s", address, config.route.policy)
+    print(f"routing gRPC on {address}", flush=True)
+    on_ready(address)
+    try:
+        await shutdown.drain.wait()
+        service.refuse_new()
+        await server.report_not_serving()
+        await _drain(server, service, config.serve.drain_s, shutdown)
+        service.end_all()
+        await server.wait_idle(_FAREWELL_S)
+    finally:
+        reporting.cancel()
+        await server.stop(_LINGER_S)
+        await pool.close()
+    return 0
+
+
+async def _report_health(pool: Pool, server: GrpcServer) -> None:
+    while True:
+        await pool.changed.wait()
+        pool.changed.clear()
+        await server.report(pool.healthy)
+
+
+async def _drain(server: GrpcServer, service: RouteService, drain_s: float, shutdown: Shutdown) -> None:
+    logger.info("draining %d requests, at most %.1f s", service.num_live, drain_s)
+    waits = [asyncio.ensure_future(server.wait_idle(drain_s)), asyncio.ensure_future(shutdown.now.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    if service.num_live:
+        logger.warning("%d requests are cut off", service.num_live)

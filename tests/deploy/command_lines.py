@@ -1,0 +1,24 @@
+"""Command lines of images and manifests, parsed by the real commands and not run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from jaxserve import cli
+from jaxserve.run import run_command
+
+
+def parse_run(arguments: Sequence[str]) -> dict[str, Any]:
+    """The options of `python -m jaxserve.run`. Raises when it would refuse them."""
+    app = typer.Typer(add_completion=False)
+    app.command()(run_command)
+    return typer.main.get_command(app).make_context("run", list(arguments)).params
+
+
+def parse_jaxserve(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The command of `jaxserve` and its options."""
+    group: Any = typer.main.get_command(cli.app)
+    name, *rest = arguments
+    assert name in group.commands, f"jaxserve has no command {name}; it has {sorted(group.commands)}"
+    return name, group.commands[name].make_context(name, rest).params

@@ -1,0 +1,197 @@
+"""The Kubernetes manifests, without Kubernetes: its schemas, and every name and number held against the others."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from command_lines import parse_jaxserve, parse_run
+from manifests import CONFIG_FOLDER, FILES, ROOT, Workload, documents, of_kind, workloads
+
+from jaxserve.config import ENVIRONMENT
+from jaxserve.config_schema import HostsConfig
+from jaxserve.serve import service
+from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
+
+OLDEST = "1.31"  # ordinals of a StatefulSet, and the gRPC probes, are stable there
+WITHOUT_PORT = {"jaxserve-follower"}
+ACCELERATORS = ("nvidia.com/gpu", "google.com/tpu")
+
+
+@pytest.fixture(params=FILES, ids=lambda p: p.name)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def found(path: Path, tmp_path: Path) -> list[Workload]:
+    return workloads(path, tmp_path)
+
+
+@pytest.fixture
+def serving(found: list[Workload]) -> list[Workload]:
+    return [w for w in found if w.name not in WITHOUT_PORT]
+
+
+def test_the_files_are_those_of_the_readme() -> None:
+    readme = (ROOT / "deploy/README.md").read_text()
+    assert len(FILES) == 5
+    assert all(f"k8s/{path.name}" in readme for path in FILES)
+
+
+@pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
+def test_every_document_follows_the_schema(path: Path, version: str) -> None:
+    for document in documents(path):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_validator_can_fail(path: Path) -> None:
+    document = documents(path)[0] | {"spek": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, OLDEST, strict=True)
+
+
+def test_commands_and_images_exist(found: list[Workload]) -> None:
+    for w in found:
+        name, _, tag = w.container["image"].partition(":")
+        assert name == "jaxserve"
+        assert (ROOT / f"deploy/docker/{tag}.Dockerfile").exists()
+        if "command" in w.container:
+            assert w.container["command"] == ["jaxserve"]
+            command, options = parse_jaxserve(w.container["args"])
+            assert command == "route"
+        else:
+            options = parse_run(w.container["args"])
+        mounts = {m["name"]: m["mountPath"] for m in w.container["volumeMounts"]}
+        assert mounts["config"] == CONFIG_FOLDER
+        assert str(options["config"]) == f"{CONFIG_FOLDER}/config.yaml"
+        model = w.config.config.model.path
+        assert model == "demo" or model.startswith(f"{mounts['models']}/")
+
+
+def test_probes_ask_the_served_port_for_names_that_exist(serving: list[Workload]) -> None:
+    for w in serving:
+        port = w.config.config.serve.grpc.port
+        assert w.ports["grpc"] == port
+        assert w.config.config.serve.host == "0.0.0.0"
+        asked = {kind: w.container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")}
+        assert asked == {
+            "startup": {"port": port, "service": LIVE_NAME},
+            "readiness": {"port": port, "service": SERVICE_NAME},
+            "liveness": {"port": port, "service": LIVE_NAME},
+        }
+        liveness = w.container["livenessProbe"]
+        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 30
+
+
+def test_followers_have_neither_probes_nor_a_grpc_port(found: list[Workload]) -> None:
+    for w in found:
+        if w.name in WITHOUT_PORT:
+            assert not [key for key in w.container if key.endswith("Probe")]
+            assert "grpc" not in w.ports
+
+
+def test_pods_may_stay_for_as_long_as_a_drain_takes(serving: list[Workload]) -> None:
+    for w in serving:
+        leaving_s = w.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        ending_s = w.config.config.serve.drain_s + service._STOP_S + service._FAREWELL_S
+        assert w.pod["terminationGracePeriodSeconds"] > leaving_s + ending_s
+
+
+def test_pods_are_confined(found: list[Workload]) -> None:
+    for w in found:
+        dockerfile = (ROOT / f"deploy/docker/{w.container['image'].split(':')[1]}.Dockerfile").read_text()
+        security: dict[str, Any] = w.pod["securityContext"]
+        assert security["runAsNonRoot"]
+        assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in dockerfile
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert w.container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert w.pod["automountServiceAccountToken"] is False
+        writable = {m["mountPath"] for m in w.container["volumeMounts"] if not m.get("readOnly")}
+        needed = {"/tmp"} if w.name == "jaxserve-router" else {"/tmp", "/var/cache/jaxserve"}
+        assert writable == needed
+        assert w.name == "jaxserve-router" or "JAXSERVE_COMPILE_CACHE=/var/cache/jaxserve" in dockerfile
+        assert {m["name"] for m in w.container["volumeMounts"]} == {v["name"] for v in w.pod["volumes"]}
+
+
+def test_resources_are_asked_for_and_bounded(found: list[Workload]) -> None:
+    for w in found:
+        asked, limits = w.container["resources"]["requests"], w.container["resources"]["limits"]
+        assert {"cpu", "memory"} <= set(asked)
+        assert "memory" in limits
+        for name in ACCELERATORS:
+            assert asked.get(name) == limits.get(name)
+
+
+def test_as_many_devices_as_the_config_wants(found: list[Workload]) -> None:
+    parallel = {w.name: w.config.config.parallel for w in found}
+    for w in found:
+        p = parallel[w.name]
+        wanted = p.tensor * p.pipeline * p.data * p.expert * p.sequence
+        num_processes = w.config.config.hosts.num_processes
+        limits = w.container["resources"]["limits"]
+        devices = sum(limits.get(name, 0) for name in ACCELERATORS) * num_processes
+        assert devices in (0, wanted)
+        if "google.com/tpu" in limits:
+            topology = w.pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+            assert prod(int(side) for side in topology.split("x")) == wanted
+
+
+def test_services_lead_somewhere(path: Path, found: list[Workload]) -> None:
+    for document in of_kind(path, "Service"):
+        selector = document["spec"]["selector"].items()
+        selected = [w for w in found if selector <= w.labels.items()]
+        assert selected, f"{document['metadata']['name']} selects no pod"
+        for port in document["spec"]["ports"]:
+            target = port.get("targetPort", port["port"])
+            assert any(target in (*w.ports.keys(), *w.ports.values()) for w in selected)
+    for document in of_kind(path, "PodDisruptionBudget"):
+        assert any(document["spec"]["selector"]["matchLabels"] == w.labels for w in found)
+    for document in of_kind(path, "HorizontalPodAutoscaler"):
+        assert document["spec"]["scaleTargetRef"]["name"] in {w.name for w in found}
+    for w in found:
+        assert w.document["spec"]["selector"]["matchLabels"] == w.labels
+
+
+def test_the_router_finds_the_replicas_of_every_other_file(tmp_path: Path) -> None:
+    (router,) = workloads(ROOT / "deploy/k8s/router.yaml", tmp_path)
+    assert router.config.config.route.replicas == ["dns:///jaxserve-replicas:8500"]
+    others = [path for path in FILES if path.name != "router.yaml"]
+    headless = [s for path in others for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
+    assert len(headless) == len(others)
+    assert all(service == headless[0] for service in headless), "they would overwrite each other"
+    assert headless[0]["spec"]["clusterIP"] == "None"
+    assert headless[0]["spec"]["ports"][0]["port"] == 8500
+    claims = [c for path in others for c in of_kind(path, "PersistentVolumeClaim")]
+    assert all(claim == claims[0] for claim in claims)
+
+
+def test_the_processes_of_several_hosts_know_each_other(tmp_path: Path) -> None:
+    path = ROOT / "deploy/k8s/tpu-multi-host.yaml"
+    leader, follower = workloads(path, tmp_path)
+    names = {}
+    for w in (leader, follower):
+        first = w.document["spec"].get("ordinals", {"start": 0})["start"]
+        for number in range(first, first + w.document["spec"]["replicas"]):
+            names[number] = f"{w.name}-{number}.{w.document['spec']['serviceName']}"
+    hosts: HostsConfig = leader.config.config.hosts
+    assert hosts == follower.config.config.hosts
+    assert sorted(names) == list(range(hosts.num_processes))
+    assert hosts.coordinator == f"{names[0]}:{leader.ports['coordinator']}"
+    assert leader.ports["plans"] == hosts.plan_port
+    (meeting,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-hosts"]
+    assert meeting["spec"]["publishNotReadyAddresses"]
+    assert meeting["metadata"]["name"] == leader.document["spec"]["serviceName"]
+    for w in (leader, follower):
+        environ = {e["name"]: e for e in w.container["env"]}
+        assert {name for name in environ if name.startswith("JAXSERVE_")} <= set(ENVIRONMENT)
+        ordinal = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+        assert environ["JAXSERVE_PROCESS_ID"]["valueFrom"] == environ["TPU_WORKER_ID"]["valueFrom"] == ordinal
+        assert environ["TPU_WORKER_HOSTNAMES"]["value"].split(",") == [names[n] for n in sorted(names)]
+    (replicas,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
+    assert not replicas["spec"]["selector"].items() <= follower.labels.items(), "only process 0 answers"

@@ -1,0 +1,381 @@
+"""A group of engines on fake devices: where requests go, and what becomes of them when a replica dies."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.engine import AnyEngine, AsyncEngine, Engine, EngineGroup, ModelInfo, Update
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull, UnsupportedOption
+from jaxserve.routing import RouterOptions, create_router
+from jaxserve.sched import ContinuousScheduler, InFlight, StepPlan, StepResult, create_scheduler
+from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
+
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=5, seed=3
+)  # the fake device takes the seed for a part of the prompt
+LONG = SamplingParams(temperature=0.0, max_tokens=40, seed=3)
+WAIT_S = 30.0
+
+
+class FragileRunner(FakeRunner):
+    """Raises at its next dispatch when `broken`; waits there while `held`."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.broken = False
+        self.open = threading.Event()
+        self.open.set()
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        flight = super().dispatch(plan)
+
+        class Held:
+            def result(_) -> StepResult:
+                assert self.open.wait(WAIT_S), "the test forgot to release the runner"
+                if self.broken:
+                    raise RuntimeError("the device is lost")
+                return flight.result()
+
+        return Held()
+
+
+class Group:
+    """Engines of their own runners in one group, and what every request was told."""
+
+    def __init__(self, count: int = 2, *, policy: str = "least_load", max_waiting: int = 100, retries: int = 2) -> None:
+        self.runners = [FragileRunner(make_limits(), vocab_size=256, mode="context") for _ in range(count)]
+        self.schedulers = [create_scheduler("fcfs", runner.limits) for runner in self.runners]
+        self.engines = [
+            Engine(
+                runner=runner,
+                scheduler=scheduler,
+                tokenizer=ByteTokenizer(),
+                model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,)),
+                max_waiting=max_waiting,
+                seed=5,
+            )
+            for runner, scheduler in zip(self.runners, self.schedulers, strict=True)
+        ]
+        router = create_router(policy, RouterOptions(slack=2))
+        self.group: EngineGroup = EngineGroup(self.engines, router, retries=retries)
+        self.updates: dict[str, list[Update]] = {}
+
+    def submit(self, prompt="abc", sampling: SamplingParams = GREEDY, **options) -> str:
+        request = self.group.prepare(prompt, sampling, **options)
+        self.group.submit(request, self.updates.setdefault(request.request_id, []).append)
+        return request.request_id
+
+    def end(self, request_id: str) -> Update:
+        ends = [u for u in self.updates[request_id] if u.last]
+        assert len(ends) == 1, f"{request_id} was told {len(ends)} times that it ended"
+        assert self.updates[request_id][-1] is ends[0]
+        return ends[0]
+
+    def tokens(self, request_id: str) -> list[tuple[int, int]]:
+        return sorted((u.index, i) for u in self.updates[request_id] for i in u.token_ids)
+
+    def check_idle(self) -> None:
+        assert self.group.num_live == self.group.num_unstarted == 0
+        assert not self.group._routed
+        assert [self.group._balancer.load(k) for k in range(len(self.engines))] == [0] * len(self.engines)
+        for engine, scheduler in zip(self.engines, self.schedulers, strict=True):
+            assert isinstance(scheduler, ContinuousScheduler)
+            if engine.failure is None:
+                scheduler.check()
+                assert scheduler.num_held_pages == 0
+
+    def wait_until_ended(self) -> None:
+        start_s = time.monotonic()
+        while not all(updates and updates[-1].last for updates in self.updates.values()):
+            assert time.monotonic() - start_s < WAIT_S, "requests do not end"
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def threaded() -> Iterator[Group]:
+    parts = Group()
+    parts.group.start()
+    yield parts
+    for runner in parts.runners:
+        runner.open.set()
+    parts.group.stop()
+    parts.check_idle()
+
+
+def answers(count: int, policy: str = "round_robin") -> list[list[tuple[int, int]]]:
+    parts = Group(count, policy=policy)
+    sampling = SamplingParams(temperature=1.0, max_tokens=6, n=2)
+    ids = [parts.submit("prompt " * (1 + i % 3), sampling) for i in range(12)]
+    parts.group.run_until_idle()
+    parts.check_idle()
+    assert all(runner.num_steps for runner in parts.runners), "a replica had nothing to do"
+    return [parts.tokens(i) for i in ids]
+
+
+def test_answers_do_not_depend_on_the_number_of_replicas_or_the_policy() -> None:
+    assert answers(1) == answers(2) == answers(3) == answers(2, "power_of_two")
+
+
+def test_prompts_with_a_common_beginning_meet() -> None:
+    parts = Group(policy="prefix")
+    for number in range(3):
+        for word in ("left", "right"):
+            parts.submit(word * 6 + str(number))
+        parts.group.run_until_idle()
+    prompts = [{bytes(c.token_ids[1:5]) for p in r.plans for c in p.chunks if c.start == 0} for r in parts.runners]
+    assert prompts == [{b"left"}, {b"righ"}]
+    last = [u for updates in parts.updates.values() for u in updates if u.prompt is not None]
+    assert sum(u.prompt.num_cached_tokens > 0 for u in last if u.prompt is not None) == 4
+
+
+# ---- a replica dies --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_has_streamed_nothing_moves_and_the_rest_is_told(n: int, caplog: pytest.LogCaptureFixture) -> None:
+    expected = Group(1)
+    sampling = SamplingParams(temperature=1.0, max_tokens=12, n=n)
+    ids = [expected.submit(f"prompt {i}", sampling) for i in range(16)]
+    expected.group.run_until_idle()
+
+    parts = Group(policy="round_robin")
+    assert [parts.submit(f"prompt {i}", sampling) for i in range(16)] == ids
+    for _ in range(4):
+        assert parts.group.step()
+    started = {i for i in ids if parts.updates[i]}
+    finished = {i for i in started if parts.updates[i][-1].last}
+    doomed = {i for i in started - finished if int(i.removeprefix("req-")) % 2 == 0}
+    waiting = {i for i in ids if i not in started and int(i.removeprefix("req-")) % 2 == 0}
+    assert doomed
+    assert waiting
+    parts.runners[0].broken = True
+    parts.group.run_until_idle()
+    for request_id in ids:
+        end = parts.end(request_id)
+        if request_id in doomed:
+            assert isinstance(end.error, EngineStopped)
+            count = len(parts.tokens(request_id))
+            assert f"replica 0 of 2 has died after {count} tokens had been streamed" in str(end.error)
+            assert "the device is lost" in str(end.error)
+        else:
+            assert end.error is None
+            assert parts.tokens(request_id) == expected.tokens(request_id)
+    assert parts.group.failure is None
+    assert parts.group.accepting
+    later = parts.submit("prompt 1", sampling)
+    parts.group.run_until_idle()
+    assert parts.end(later).error is None
+    parts.check_idle()
+    [record] = [r for r in caplog.records if "are left" in r.getMessage()]
+    assert record.getMessage().startswith("replica 0 of 2 has died, 1 are left: RuntimeError('the device is lost'")
+
+
+def test_the_group_has_failed_when_all_have() -> None:
+    parts = Group(3, policy="round_robin", retries=5)
+    ids = [parts.submit() for _ in range(6)]
+    for runner in parts.runners:
+        runner.broken = True
+    with pytest.raises(EngineStopped, match="replica 0 has died: .*; replica 2 has died"):
+        parts.group.run_until_idle()
+    for request_id in ids:
+        assert "no other takes the request" in str(parts.end(request_id).error)
+    assert isinstance(parts.group.failure, EngineStopped)
+    assert not parts.group.accepting
+    with pytest.raises(EngineStopped, match="takes no more requests: replica 0 has died"):
+        parts.submit()
+    parts.check_idle()
+
+
+def test_a_request_that_kills_is_not_handed_round_for_ever() -> None:
+    class Poisoned(FragileRunner):
+        def dispatch(self, plan: StepPlan) -> InFlight:
+            self.broken |= any(setup.request_id == "poison" for setup in plan.setups)
+            return super().dispatch(plan)
+
+    parts = Group(4, retries=1)
+    for engine, runner in zip(parts.engines, parts.runners, strict=True):
+        runner.__class__ = Poisoned
+        assert engine._runner is runner
+    parts.submit(request_id="poison")
+    parts.group.run_until_idle()
+    assert "after 1 moves of this request" in str(parts.end("poison").error)
+    assert sum(engine.failure is None for engine in parts.engines) == 2
+    parts.check_idle()
+
+
+def test_a_full_replica_takes_what_had_been_accepted() -> None:
+    parts = Group(max_waiting=3, policy="round_robin")
+    ids = [parts.submit() for _ in range(6)]
+    with pytest.raises(QueueFull, match=r"sched\.max_waiting is 3"):
+        parts.submit()
+    parts.engines[1].fail(RuntimeError("dies before its first step"))
+    assert parts.engines[0].num_unstarted == 6
+    parts.group.run_until_idle()
+    assert [parts.end(i).finish_reason for i in ids] == [FinishReason.LENGTH] * 6
+    parts.check_idle()
+
+
+def test_a_full_replica_is_passed_over() -> None:
+    parts = Group(max_waiting=2, policy="prefix")
+    for _ in range(4):
+        parts.submit("the same beginning for all of them")
+    assert [engine.num_unstarted for engine in parts.engines] == [2, 2]
+    parts.group.run_until_idle()
+    parts.check_idle()
+
+
+# ---- one face --------------------------------------------------------------------------------------------------------
+
+
+def test_an_id_that_is_live_is_refused_though_another_replica_would_take_it() -> None:
+    parts = Group(policy="round_robin")
+    parts.submit(request_id="mine")
+    with pytest.raises(InvalidRequest, match="'mine' is live already"):
+        parts.submit(request_id="mine")
+    parts.group.run_until_idle()
+    parts.submit(request_id="mine")
+    parts.group.run_until_idle()
+    parts.check_idle()
+
+
+def test_what_a_replica_refuses_leaves_nothing_behind() -> None:
+    parts = Group()
+    request = parts.group.prepare("abc", SamplingParams(temperature=0.0, max_tokens=5, detokenize=False))
+    with pytest.raises(UnsupportedOption, match="echo"):
+        parts.group.submit(request, lambda u: None, echo=True)
+    parts.check_idle()
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_abort(by_id: bool) -> None:
+    parts = Group(policy="round_robin")
+    requests = [parts.group.prepare("abc", LONG) for _ in range(4)]
+    for request in requests:
+        parts.group.submit(request, parts.updates.setdefault(request.request_id, []).append)
+    parts.group.step()
+    parts.group.abort(requests[1].request_id if by_id else requests[1])
+    parts.group.abort("nobody")
+    parts.group.abort(parts.group.prepare("abc", LONG, request_id=requests[0].request_id))  # another of the same id
+    parts.group.run_until_idle()
+    ends = [parts.end(r.request_id).finish_reason for r in requests]
+    assert ends == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.LENGTH]
+    parts.check_idle()
+
+
+def test_an_aborted_request_does_not_rise_elsewhere() -> None:
+    parts = Group(policy="round_robin")
+    request_id = parts.submit(sampling=SamplingParams(temperature=0.0, max_tokens=5, n=2))
+    parts.runners[0].broken = True
+    parts.group.step()  # launched, not read
+    parts.group.abort(request_id)
+    parts.engines[0].fail(RuntimeError("dies before it looks into its inbox"))
+    assert [u.finish_reason for u in parts.updates[request_id]] == [FinishReason.ABORT] * 2
+    assert parts.end(request_id).error is None
+    assert parts.engines[1].num_unstarted == 0
+    parts.check_idle()
+
+
+def test_an_interrupt_fails_the_whole_group() -> None:
+    parts = Group()
+    ids = [parts.submit() for _ in range(2)]
+    parts.group.step()
+    parts.group.fail(KeyboardInterrupt())
+    assert all("has died" in str(parts.end(i).error) for i in ids)
+    assert not parts.group.accepting
+    parts.check_idle()
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_many_threads_and_a_death_lose_nothing(threaded: Group) -> None:
+    expected = Group(1)
+    prompts = [f"prompt {i % 7}" for i in range(60)]
+    for i, prompt in enumerate(prompts):
+        expected.submit(prompt, request_id=f"r{i}")
+    expected.group.run_until_idle()
+
+    def client(number: int) -> None:
+        for i in range(number, 60, 6):
+            threaded.submit(prompts[i], request_id=f"r{i}")
+            if i == 30:
+                threaded.runners[1].broken = True
+                time.sleep(0.01)
+
+    clients = [threading.Thread(target=client, args=(k,)) for k in range(6)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(WAIT_S)
+    assert len(threaded.updates) == 60
+    threaded.wait_until_ended()
+    for i in range(60):
+        error = threaded.end(f"r{i}").error
+        if error is None:
+            assert threaded.tokens(f"r{i}") == expected.tokens(f"r{i}")
+        else:
+            assert "replica 1 of 2 has died after" in str(error)
+            assert threaded.tokens(f"r{i}"), "had it streamed nothing, it would have moved"
+    assert threaded.group.failure is None
+
+
+def test_streams_of_asyncio(threaded: Group) -> None:
+    async def main() -> list[str]:
+        streams = AsyncEngine(threaded.group)
+
+        async def one(text: str) -> str:
+            request = await streams.run(lambda: threaded.group.prepare(text, GREEDY))
+            return "".join([str(u.token_ids) async for u in streams.stream(request)])
+
+        try:
+            return await asyncio.gather(*(one("abc") for _ in range(8)))
+        finally:
+            streams.close()
+
+    assert len(set(asyncio.run(asyncio.wait_for(main(), WAIT_S)))) == 1
+
+
+def test_a_drain_waits_for_what_moves(threaded: Group) -> None:
+    for runner in threaded.runners:
+        runner.open.clear()
+    ids = [threaded.submit(sampling=LONG) for _ in range(12)]
+    drained: list[bool] = []
+    drain = threading.Thread(target=lambda: drained.append(threaded.group.drain(WAIT_S)))
+    drain.start()
+    while threaded.group.accepting:
+        time.sleep(0.001)
+    with pytest.raises(EngineStopped, match="shutting down"):
+        threaded.submit()
+    threaded.runners[0].broken = True
+    threaded.runners[0].open.set()
+    while threaded.engines[0].failure is None:
+        time.sleep(0.001)
+    threaded.runners[1].open.set()
+    drain.join(WAIT_S)
+    assert drained == [True]
+    assert [threaded.end(i).finish_reason for i in ids] == [FinishReason.LENGTH] * 12
+
+
+def test_a_drain_that_takes_too_long_says_so_and_stop_ends_the_rest(threaded: Group) -> None:
+    for runner in threaded.runners:
+        runner.open.clear()
+    ids = [threaded.submit(sampling=LONG) for _ in range(3)]
+    assert not threaded.group.drain(0.05)
+    stop = threading.Thread(target=threaded.group.stop)
+    stop.start()
+    for runner in threaded.runners:
+        runner.open.set()
+    stop.join(WAIT_S)
+    threaded.wait_until_ended()
+    assert {threaded.end(i).finish_reason for i in ids} <= {FinishReason.ABORT, FinishReason.LENGTH}
+
+
+def test_both_kinds_keep_the_protocol() -> None:
+    """For the type checker, and for the reader."""
+    group: AnyEngine = Group().group
+    engine: AnyEngine = Group().engines[0]
+    assert group.model == engine.model

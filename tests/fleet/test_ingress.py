@@ -1,0 +1,219 @@
+"""The ingress without a cluster: a scripted handle stands for Ray's, which is all that the ingress sees of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
+
+from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
+
+from jaxserve.errors import Status
+from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
+from jaxserve.fleet.ray_ingress import Ingress
+from jaxserve.serve.gen import inference_pb2 as pb
+
+REQUEST = pb.GenerateRequest(text="Once upon a time " * 8)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Context:
+    """What is set on a call's gRPC context."""
+
+    code: grpc.StatusCode | None = None
+    details = ""
+    trailers: Sequence[tuple[str, str]] = ()
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, trailers: Sequence[tuple[str, str]]) -> None:
+        self.trailers = trailers
+
+
+class Stream:
+    """One scripted stream: items, exceptions that are raised, and None, which waits for ever."""
+
+    def __init__(self, script: Sequence[Any]) -> None:
+        self.cancelled = False
+        self._items = self._play(script)
+
+    async def _play(self, script: Sequence[Any]) -> AsyncGenerator[Any, None]:
+        for item in script:
+            if item is None:
+                await asyncio.Event().wait()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Any:
+        return await anext(self._items)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """Ray's handle of the engines. `alive` answers `is_alive`; an exception is raised."""
+
+    def __init__(self, *scripts: Sequence[Any], alive: bool | Exception = True) -> None:
+        self.streams = [Stream(script) for script in scripts]
+        self.calls: list[dict[str, Any]] = []
+        self.alive = alive
+        self._method = ""
+
+    def options(self, *, method_name: str, stream: bool = False) -> "Handle":
+        bound = Handle(alive=self.alive)
+        bound.streams, bound.calls, bound._method = self.streams, self.calls, method_name
+        return bound
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        if self._method == "is_alive":
+            return self._answer()
+        self.calls.append({"message": args[0], **kwargs})
+        return self.streams[len(self.calls) - 1]
+
+    async def _answer(self) -> bool:
+        if isinstance(self.alive, Exception):
+            raise self.alive
+        return self.alive
+
+
+def _text(text: str) -> bytes:
+    return pb.GenerateResponse(text=text).SerializeToString()
+
+
+async def _run(handle: Handle, max_attempts: int = 3) -> tuple[str, Context, CallFailed | None]:
+    context, texts = Context(), []
+    try:
+        async for reply in Ingress(handle, max_attempts).Generate(REQUEST, context):  # type: ignore[arg-type]
+            texts.append(reply.text)
+    except CallFailed as error:
+        return "".join(texts), context, error
+    return "".join(texts), context, None
+
+
+async def test_an_answer_passes_through() -> None:
+    handle = Handle([Accepted(replica="a"), _text("one "), _text("two")])
+    text, context, error = await _run(handle)
+    assert (text, error, context.code) == ("one two", None, None)
+    assert dict(context.trailers) == {"jaxserve-replica": "a", "jaxserve-attempt": "1"}
+    assert not handle.streams[0].cancelled
+    assert len(handle.calls[0]["prompt_key"]) == 2, "two blocks of 64 bytes are full"
+
+
+@pytest.mark.parametrize(
+    "end", [ActorDiedError(), Refusal(status=Status.UNAVAILABLE, text="the engine has died")], ids=["process", "engine"]
+)
+async def test_a_death_before_the_first_message_is_tried_elsewhere(end: Any) -> None:
+    handle = Handle([Accepted(replica="a"), end], [Accepted(replica="b"), _text("all")])
+    text, context, error = await _run(handle)
+    assert (text, error) == ("all", None)
+    assert dict(context.trailers) == {"jaxserve-replica": "b", "jaxserve-attempt": "2"}
+    assert [call["avoid"] for call in handle.calls] == [(), ("a",)]
+    first, second = (pb.GenerateRequest.FromString(call["message"]) for call in handle.calls)
+    assert first == second
+    assert first.request_id, "one id for all attempts"
+
+
+@pytest.mark.parametrize(
+    "end", [ActorDiedError(), Refusal(status=Status.UNAVAILABLE, text="replica a died")], ids=["process", "engine"]
+)
+async def test_a_death_after_a_message_is_told(end: Any) -> None:
+    handle = Handle([Accepted(replica="a"), _text("one "), _text("two "), end])
+    text, context, error = await _run(handle)
+    assert text == "one two "
+    assert error is not None
+    assert context.code is grpc.StatusCode.UNAVAILABLE
+    assert context.details.startswith("the answer broke off after 2 messages: replica a died")
+    assert len(handle.calls) == 1
+
+
+async def test_attempts_are_bounded() -> None:
+    handle = Handle(*[[Accepted(replica=name), ActorDiedError()] for name in "abc"])
+    _, context, error = await _run(handle, max_attempts=2)
+    assert error is not None
+    assert len(handle.calls) == 2
+    assert context.code is grpc.StatusCode.UNAVAILABLE
+    assert "2 attempts failed before anything was streamed" in context.details
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (Status.INVALID, grpc.StatusCode.INVALID_ARGUMENT),
+        (Status.INTERNAL, grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_other_refusals_keep_their_status_and_are_not_repeated(status: Status, code: grpc.StatusCode) -> None:
+    handle = Handle([Accepted(replica="a"), Refusal(status=status, text="because")])
+    _, context, error = await _run(handle)
+    assert error is not None
+    assert (context.code, context.details) == (code, "because")
+    assert len(handle.calls) == 1
+
+
+async def test_a_full_replica_is_left_once() -> None:
+    full = [Accepted(replica="a"), Refusal(status=Status.OVERLOADED, text="the queue is full")]
+    text, _, error = await _run(Handle(full, [Accepted(replica="b"), _text("all")]))
+    assert (text, error) == ("all", None)
+    handle = Handle(full, full, full)
+    _, context, error = await _run(handle)
+    assert error is not None
+    assert (context.code, context.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+    assert len(handle.calls) == 2
+
+
+async def test_what_is_cancelled_is_not_sent_again() -> None:
+    handle = Handle([Accepted(replica="a"), TaskCancelledError()], [_text("nobody waits for this")])
+    with pytest.raises(TaskCancelledError):
+        await _run(handle)
+    assert len(handle.calls) == 1
+
+
+async def test_a_defect_is_no_death() -> None:
+    handle = Handle([Accepted(replica="a"), RayTaskError("generate", "traceback", ValueError("x"))])
+    with pytest.raises(RayTaskError):
+        await _run(handle)
+    assert len(handle.calls) == 1
+
+
+async def test_a_client_that_leaves_cancels_the_stream() -> None:
+    handle = Handle([Accepted(replica="a"), _text("one"), None])
+    replies = Ingress(handle, 3).Generate(REQUEST, Context())  # type: ignore[arg-type]
+    assert (await anext(replies)).text == "one"
+    waiting = asyncio.ensure_future(anext(replies))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    assert handle.streams[0].cancelled
+
+
+@pytest.mark.parametrize(("alive", "status"), [(True, SERVING), (False, NOT_SERVING), (ActorDiedError(), NOT_SERVING)])
+async def test_health_is_what_a_replica_says(alive: bool | Exception, status: int) -> None:
+    ingress = Ingress(Handle(alive=alive), 3)  # type: ignore[arg-type]
+    for name in ("", "jaxserve.v1.Inference"):
+        request = health_pb2.HealthCheckRequest(service=name)
+        assert (await ingress.Check(request, Context())).status == status  # type: ignore[arg-type]
+        async with contextlib.aclosing(ingress.Watch(request)) as watch:
+            assert (await anext(watch)).status == status
+
+
+async def test_unknown_health_names_are_not_found() -> None:
+    context = Context()
+    with pytest.raises(CallFailed, match="nobody"):
+        await Ingress(Handle(), 3).Check(health_pb2.HealthCheckRequest(service="nobody"), context)  # type: ignore[arg-type]
+    assert context.code is grpc.StatusCode.NOT_FOUND

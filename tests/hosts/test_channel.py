@@ -1,0 +1,425 @@
+"""Both ends of the plan channel over real sockets, in one process."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from jaxserve.errors import ConfigError, EngineStopped, HostLost, HostMismatch, HostsDiverged, PlanCorrupt, StepStalled
+from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, follow
+from jaxserve.hosts.frames import Frame, Kind, decode, encode, make_frame
+from jaxserve.hosts.link import METHOD
+from jaxserve.sched import InFlight, StepPlan, StepResult, create_scheduler
+from jaxserve.testing import FakeRunner, drive, make_limits, make_request
+
+WAIT_S = 30.0
+LIMITS = make_limits()
+
+
+@contextlib.contextmanager
+def leading(num_processes: int = 2, heartbeat_s: float = 5.0, check_every: int = 4) -> Iterator[Leader]:
+    leader = Leader(
+        address="127.0.0.1:0", num_processes=num_processes, heartbeat_s=heartbeat_s, check_every=check_every
+    )
+    try:
+        yield leader
+    finally:
+        leader.close()
+
+
+@contextlib.contextmanager
+def joined(leader: Leader, process_id: int = 1, heartbeat_s: float = 5.0) -> Iterator[Follower]:
+    link = Follower(
+        address=f"127.0.0.1:{leader.port}",
+        process_id=process_id,
+        host=f"host-{process_id}",
+        heartbeat_s=heartbeat_s,
+        join_s=WAIT_S,
+    )
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def in_thread(work: Callable[[], Any]) -> "Future[Any]":
+    """What `work` returns or raises, from a thread that keeps nobody from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"in vain: {what}"
+        time.sleep(0.002)
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+def test_all_meet_and_agree_on_the_least() -> None:
+    with leading(3) as leader, joined(leader, 1) as a, joined(leader, 2) as b:
+        facts = {"version": "1"}
+        others = [
+            in_thread(lambda link=link, pages=pages: link.meet("join", facts, {"pages": pages}))
+            for link, pages in ((a, 90), (b, 70))
+        ]
+        assert leader.meet("join", facts, {"pages": 80}, WAIT_S) == {"pages": 70}
+        assert [other.result(WAIT_S) for other in others] == [{"pages": 70}] * 2
+
+
+def test_a_difference_is_told_to_both_sides() -> None:
+    with leading(3) as leader, joined(leader, 1) as a, joined(leader, 2) as b:
+        good = in_thread(lambda: a.meet("join", {"jax": "0.10", "max_rows": "8"}, {}))
+        bad = in_thread(lambda: b.meet("join", {"jax": "0.11", "max_rows": "8"}, {}))
+        text = r"jax is 0\.10 on process 0 and 0\.11 on process 2 \(host-2, ipv4:127\.0\.0\.1:\d+\)$"
+        with pytest.raises(HostMismatch, match=text):
+            leader.meet("join", {"jax": "0.10", "max_rows": "8"}, {}, WAIT_S)
+        for other in (good, bad):
+            with pytest.raises(HostMismatch, match=text):
+                other.result(WAIT_S)
+
+
+@pytest.mark.parametrize(("process_id", "text"), [(1, "process 1 .* has that number"), (5, "numbers go from 1 to 1")])
+def test_a_wrong_number_is_refused_and_harms_nobody(process_id: int, text: str) -> None:
+    with leading() as leader, joined(leader) as right:
+        wait_until(lambda: 1 in leader._members, "the first has joined")
+        with joined(leader, process_id) as wrong, pytest.raises(HostMismatch, match=text):
+            wrong.meet("join", {}, {})
+        met = in_thread(lambda: right.meet("join", {}, {"a": 1}))
+        assert leader.meet("join", {}, {"a": 2}, WAIT_S) == {"a": 1}
+        met.result(WAIT_S)
+
+
+def test_whoever_does_not_come_is_named() -> None:
+    with leading(3) as leader, joined(leader, 2) as link:
+        met = in_thread(lambda: link.meet("join", {}, {}))
+        wait_until(lambda: 2 in leader._members, "it has joined")
+        with pytest.raises(HostLost, match="process 1 of 3 did not come within 0.1 s"):
+            leader.meet("join", {}, {}, 0.1)
+        with pytest.raises(HostLost, match="process 1 of 3"):
+            met.result(WAIT_S)
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(HostLost, match="does not answer within 0.3 s; is it running"):
+        Follower(address="127.0.0.1:9", process_id=1, host="a", heartbeat_s=5.0, join_s=0.3)
+
+
+def test_a_port_in_use_is_a_config_error() -> None:
+    with leading() as leader, pytest.raises(ConfigError, match=r"cannot listen on .*hosts\.plan_port"):
+        Leader(address=f"127.0.0.1:{leader.port}", num_processes=2, heartbeat_s=5.0, check_every=4)
+
+
+def test_a_stranger_is_refused() -> None:
+    with leading() as leader, grpc.insecure_channel(f"127.0.0.1:{leader.port}") as channel:
+        (reply,) = channel.stream_stream(METHOD)(iter([b"GET / HTTP/1.1"]), timeout=WAIT_S)
+        assert decode(reply).kind is Kind.REFUSED
+        assert leader.failure is None
+
+
+def test_a_process_that_gives_up_while_it_loads_ends_all() -> None:
+    with leading(3) as leader, joined(leader, 1) as a, joined(leader, 2) as b:
+        b.give_up(ConfigError("no such checkpoint"))
+        with pytest.raises(HostLost, match=r"process 2 \(host-2.* has given up: ConfigError: no such checkpoint"):
+            leader.meet("ready", {}, {}, WAIT_S)
+        with pytest.raises(HostLost, match="process 2"):
+            a.meet("ready", {}, {})
+
+
+def test_process_0_gives_up_while_it_loads() -> None:
+    with leading() as leader, joined(leader) as link:
+        wait_until(lambda: 1 in leader._members, "it has joined")
+        leader.give_up(ConfigError("no such checkpoint"))
+        with pytest.raises(HostLost, match=r"process 0 .*ConfigError\('no such checkpoint'\)"):
+            link.meet("ready", {}, {})
+        with joined(leader) as late, pytest.raises(HostMismatch, match="came too late"):
+            late.meet("join", {}, {})
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+class Observed:
+    """A fake device that tells what it was fed, and whose steps can be held."""
+
+    def __init__(self, digest: StepDigest, *, wrong_token_at: int = -1) -> None:
+        self.inner = FakeRunner(LIMITS, vocab_size=100)
+        self.limits = LIMITS
+        self.open = threading.Event()
+        self.open.set()
+        self._digest = digest
+        self._wrong_token_at = wrong_token_at
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        self._digest.observe(plan.to_json().encode())
+        return _Held(self.inner.dispatch(plan), self.open, plan.step_id == self._wrong_token_at)
+
+
+class _Held:
+    def __init__(self, inner: InFlight, opened: threading.Event, wrong: bool) -> None:
+        self._inner = inner
+        self._open = opened
+        self._wrong = wrong
+
+    def result(self) -> StepResult:
+        assert self._open.wait(WAIT_S)
+        result = self._inner.result()
+        return StepResult(token_ids=[t + 1 for t in result.token_ids]) if self._wrong else result
+
+
+class Pair:
+    """Process 0's runner, and another process that follows on a thread."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        *,
+        heartbeat_s: float = 5.0,
+        stall_s: float = WAIT_S,
+        wrong_token_at: int = -1,
+    ) -> None:
+        self.leader = stack.enter_context(leading(heartbeat_s=heartbeat_s))
+        self.link = stack.enter_context(joined(self.leader, heartbeat_s=heartbeat_s))
+        digests = [StepDigest() for _ in range(2)]
+        self.here = Observed(digests[0])
+        self.there = Observed(digests[1], wrong_token_at=wrong_token_at)
+        stack.callback(self.here.open.set)
+        stack.callback(self.there.open.set)
+        met = in_thread(lambda: self.link.meet("ready", {}, {}))
+        self.leader.meet("ready", {}, {}, WAIT_S)
+        met.result(WAIT_S)
+        self.followed = in_thread(
+            lambda: follow(
+                self.there, self.link, digests[1], heartbeat_s=heartbeat_s, check_every=4, finish_s=WAIT_S
+            ),
+        )  # fmt: skip
+        stack.callback(lambda: self.link.give_up(EngineStopped("the test has ended")))
+        self.runner = LeaderRunner(self.here, self.leader, digests[0], heartbeat_s=heartbeat_s, stall_s=stall_s)
+
+    def run(self, *, max_tokens: int = 30) -> dict[Any, Any]:
+        requests = [make_request("a", [1, 2, 3], max_tokens), make_request("b", [50], max_tokens)]
+        return drive(create_scheduler("fcfs", LIMITS), self.runner, requests)
+
+    def run_to_the_end(self) -> None:
+        self.run(max_tokens=40)
+        self.runner.close(WAIT_S)
+        self.leader.finish(WAIT_S)
+
+
+def test_the_other_process_runs_the_same_plans_and_ends() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.run()
+        assert len(pair.here.inner.plans) > 16
+        assert pair.runner.close(WAIT_S)
+        pair.leader.finish(WAIT_S)
+        assert pair.followed.result(WAIT_S) is None
+        assert pair.there.inner.plans == pair.here.inner.plans
+        assert pair.leader._book.agreed == len(pair.here.inner.plans) - 1
+        assert pair.leader.failure is None
+
+
+def test_the_last_step_is_checked_while_nothing_more_comes() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.run(max_tokens=3)
+        last = len(pair.here.inner.plans) - 1
+        assert last % 4 != 3, "the test is of a step that no check is due for"
+        wait_until(lambda: pair.leader._book.agreed == last, "all is confirmed")
+
+
+def test_process_0_does_not_wait_for_the_other() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.there.open.clear()
+        pair.run()
+        assert pair.leader._book.confirmed == -1
+
+
+def test_it_waits_before_it_is_too_far_ahead() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.leader._max_ahead = 10
+        pair.there.open.clear()
+        ran = in_thread(pair.run)
+        wait_until(lambda: len(pair.here.inner.plans) == 10, "it has gone as far as it may")
+        time.sleep(0.05)
+        assert len(pair.here.inner.plans) == 10
+        pair.there.open.set()
+        ran.result(WAIT_S)
+
+
+def test_another_token_is_caught() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack, wrong_token_at=9)
+        with pytest.raises(
+            HostsDiverged, match=r"process 1 \(host-1.*differ after step (9|1\d) and were equal after step"
+        ):
+            pair.run_to_the_end()
+        with pytest.raises(HostLost, match="computed something else"):
+            pair.followed.result(WAIT_S)
+
+
+def test_a_lost_process_ends_a_step_that_would_hang() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.here.open.clear()
+        ran = in_thread(pair.run)
+        wait_until(lambda: len(pair.here.inner.plans) == 2, "two steps are under way")
+        pair.link.close()
+        with pytest.raises(
+            HostLost, match=r"process 1 \(host-1.*\) is lost: its connection broke; see its log on host-1"
+        ):
+            ran.result(WAIT_S)
+        with pytest.raises(HostLost):
+            pair.runner.dispatch(StepPlan(step_id=99))
+
+
+def test_what_a_device_says_waits_for_what_the_channel_knows() -> None:
+    """A lost process breaks the connections of devices as well, often before it is known to be lost."""
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.here.inner._fail_at = (2, "result")
+        ran = in_thread(pair.run)
+        wait_until(lambda: len(pair.here.inner.plans) > 2, "the device has failed")
+        pair.link.close()
+        with pytest.raises(HostLost):
+            ran.result(WAIT_S)
+
+
+def test_what_a_device_says_alone_is_told_in_the_end() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack, heartbeat_s=1.0)
+        pair.here.inner._fail_at = (2, "result")
+        with pytest.raises(RuntimeError, match="injected failure of step 2"):
+            pair.run()
+
+
+def test_a_device_of_the_other_process_fails() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack, heartbeat_s=1.0)
+        pair.there.inner._fail_at = (2, "dispatch")
+        with pytest.raises(EngineStopped, match="this process has failed"):
+            pair.run(), pair.followed.result(WAIT_S)
+        wait_until(lambda: pair.leader.failure is not None, "process 0 has heard")
+        with pytest.raises(HostLost, match="process 1 .* has given up: RuntimeError: injected failure of step 2"):
+            pair.leader.finish(WAIT_S)
+
+
+def test_a_step_that_hangs_while_all_answer() -> None:
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack, stall_s=0.2)
+        pair.here.open.clear()
+        with pytest.raises(StepStalled, match=r"step 0 has not ended within hosts\.stall_s = 0\.2 s"):
+            pair.run()
+
+
+# ---- damage and silence ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving_frames(frames: list[bytes], *, then_silent: bool = False) -> Iterator[str]:
+    """A process 0 that says just this."""
+    done = threading.Event()
+
+    def attend(incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from frames
+        if then_silent:
+            done.wait(WAIT_S)
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler = grpc.method_handlers_generic_handler(
+        METHOD.split("/")[1], {METHOD.split("/")[2]: grpc.stream_stream_rpc_method_handler(attend)}
+    )
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        done.set()
+        server.stop(0).wait(WAIT_S)
+
+
+def plan_frame(seq: int) -> bytes:
+    return encode(Frame(Kind.PLAN, seq, StepPlan(step_id=seq).to_json().encode()))
+
+
+DAMAGED = bytearray(plan_frame(1))
+DAMAGED[-3] ^= 4
+
+
+@pytest.mark.parametrize(
+    ("frames", "error", "text"),
+    [
+        ([plan_frame(0), bytes(DAMAGED)], PlanCorrupt, "frame 1 of kind 5 arrived damaged"),
+        ([plan_frame(0), plan_frame(2)], PlanCorrupt, "plan 2 arrived, but 1 was due"),
+        ([plan_frame(0), plan_frame(0)], PlanCorrupt, "plan 0 arrived, but 1 was due"),
+        ([plan_frame(0)], HostLost, "process 0 .* is lost: its connection was closed"),
+        ([plan_frame(0), encode(make_frame(Kind.FAILED, "a reason"))], HostLost, "has ended the service: a reason"),
+    ],
+)
+def test_what_ends_a_follower(frames: list[bytes], error: type[Exception], text: str) -> None:
+    with serving_frames(frames) as address:
+        link = Follower(address=address, process_id=1, host="a", heartbeat_s=5.0, join_s=WAIT_S)
+        with contextlib.closing(link), pytest.raises(error, match=text):
+            list(link.plans())
+
+
+def test_a_plan_that_is_no_plan() -> None:
+    with serving_frames([encode(Frame(Kind.PLAN, 0, b'{"step_id": 1}'))], then_silent=True) as address:
+        link = Follower(address=address, process_id=1, host="a", heartbeat_s=5.0, join_s=WAIT_S)
+        digest = StepDigest()
+        with contextlib.closing(link), pytest.raises(PlanCorrupt, match="plan 0 cannot be read: KeyError"):
+            follow(Observed(digest), link, digest, heartbeat_s=5.0, check_every=4, finish_s=WAIT_S)
+
+
+def test_a_silent_process_0_is_noticed() -> None:
+    with serving_frames([], then_silent=True) as address:
+        link = Follower(address=address, process_id=1, host="a", heartbeat_s=0.4, join_s=WAIT_S)
+        with contextlib.closing(link):
+            link.start_serving()
+            with pytest.raises(HostLost, match=r"process 0 .* no sign of life for .* hosts\.heartbeat_s = 0\.4"):
+                list(link.plans())
+
+
+def test_a_silent_process_is_noticed_once_it_serves() -> None:
+    """Silent is who sends nothing although its connection lives: a Python that hangs."""
+    with leading(heartbeat_s=0.4) as leader, grpc.insecure_channel(f"127.0.0.1:{leader.port}") as channel:
+        opened = threading.Event()
+
+        def say() -> Iterator[bytes]:
+            yield encode(make_frame(Kind.HELLO, {"host": "b"}, 1))
+            yield encode(make_frame(Kind.MEET, {"stage": "load", "facts": {}, "numbers": {}}))
+            opened.wait(WAIT_S)
+            yield encode(make_frame(Kind.MEET, {"stage": "ready", "facts": {}, "numbers": {}}))
+            threading.Event().wait(WAIT_S)
+
+        call = channel.stream_stream(METHOD)(say(), timeout=WAIT_S)
+        try:
+            leader.meet("load", {}, {}, WAIT_S)
+            time.sleep(1.0)
+            assert leader.failure is None, "loading may keep Python busy for longer than a heartbeat"
+            opened.set()
+            leader.meet("ready", {}, {}, WAIT_S)
+            wait_until(lambda: leader.failure is not None, "the silence is noticed")
+            with pytest.raises(HostLost, match=r"process 1 \(b, .*no sign of life for"):
+                leader.broadcast(b"")
+        finally:
+            opened.set()
+            call.cancel()

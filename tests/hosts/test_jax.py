@@ -1,0 +1,122 @@
+"""Two processes of `jax.distributed` on this host that share one model: everything is real."""
+
+import itertools
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts_parts import WAIT_S, Service, service
+
+from jaxserve import LLM
+from jaxserve.api import SamplingParams
+from jaxserve.serve.client import Client, RequestFailed
+
+pytestmark = pytest.mark.slow
+
+MODEL = Path(__file__).parents[1] / "fixtures" / "llama"
+LIMIT_S = 10.0
+SIZES: dict[str, Any] = {
+    "model.path": str(MODEL),
+    "model.skip_tokenizer": True,
+    "sched.max_rows": 2,
+    "sched.max_step_tokens": 16,
+    "cache.page_size": 4,
+    "cache.num_pages": 40,
+    "model.max_len": 96,
+}
+REAL = {"real": True}
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
+# Each of these takes its own way to the device: plain decoding, heavy row state, copied pages, chunks.
+CASES = [
+    ([3, 5, 7, 9], {"temperature": 0.0}),
+    ([3, 5, 7, 9, 11], {"temperature": 1.0, "seed": 5}),
+    ([8, 8, 8], {"temperature": 0.0, "repetition_penalty": 1.5, "logit_bias": {4: 2.0}, "min_tokens": 3}),
+    (list(range(10, 33)), {"temperature": 0.8, "seed": 9, "n": 2, "top_k": 20}),
+    (list(range(40, 90)), {"temperature": 0.0, "logprobs": 3}),
+]
+
+
+def sharded(tmp_path: Path, *behaviours: dict[str, Any], door: tuple[str, ...]) -> Any:
+    settings = {**SIZES, "parallel.tensor": len(behaviours), "runtime.compile_cache": str(tmp_path)}
+    arguments = [item for name, value in settings.items() for item in ("--set", f"{name}={json.dumps(value)}")]
+    return service(
+        *behaviours,
+        arguments=(*arguments, *door),
+        heartbeat_s=5.0,
+        environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+    )
+
+
+def ask(client: Client, prompt: list[int], options: dict[str, Any]) -> list[list[int]]:
+    """Tokens of each sequence."""
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, detokenize=False, **options)
+    tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+    for reply in client.generate(prompt, sampling, timeout_s=WAIT_S):
+        tokens[reply.index] += reply.token_ids
+    return tokens
+
+
+def expected() -> list[list[list[int]]]:
+    """The same of one process with one device."""
+    alone = LLM.from_config(None, SIZES)
+    answers = []
+    for prompt, options in CASES:
+        sampling = SamplingParams(max_tokens=24, ignore_eos=True, detokenize=False, **options)
+        (output,) = alone.generate([prompt], sampling, use_tqdm=False)
+        answers.append([list(one.token_ids) for one in output.outputs])
+    return answers
+
+
+def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[int, float, Exception | None]:
+    """Exit code of the other process, seconds until it ended, and what the client was told."""
+    stream = client.generate([1, 2, 3], LONG, timeout_s=WAIT_S)
+    list(itertools.islice(stream, 5))
+    start_s = time.monotonic()
+    served.processes[victim].popen.send_signal(signal.SIGKILL)
+    told = None
+    try:
+        list(stream)
+    except RequestFailed as error:
+        told = error
+    code = served.processes[1 - victim].wait_for_exit()
+    return code, time.monotonic() - start_s, told
+
+
+def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(tmp_path: Path) -> None:
+    with sharded(tmp_path, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
+        served.processes[0].wait_for("compiled 6 of 6")
+        with Client(served.address) as client:
+            assert [ask(client, *case) for case in CASES] == expected()
+            code, took_s, told = kill_while_streaming(served, client, victim=1)
+        assert code == 1
+        assert took_s < LIMIT_S
+        assert "process 1 (" in str(told)
+        assert "is lost: its connection broke" in str(told)
+        log = served.processes[0].log
+        assert log.splitlines()[-1].startswith("error: process 1 ("), log
+        assert "Traceback" not in log
+
+
+def test_the_death_of_process_0_ends_the_other(tmp_path: Path) -> None:
+    with sharded(tmp_path, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
+        with Client(served.address) as client:
+            code, took_s, _ = kill_while_streaming(served, client, victim=0)
+        # JAX itself may abort the process a moment after our line is written, before our exit.
+        assert code in (1, -signal.SIGABRT)
+        assert took_s < LIMIT_S
+        assert "process 0 (127.0.0.1, " in served.processes[1].log
+
+
+def test_a_damaged_plan_is_caught_by_the_checksum(tmp_path: Path) -> None:
+    """Both processes draw the same wrong tokens, since they draw together; what they were fed differs."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": [3, 5, 7, 9], "max_tokens": 40, "ignore_eos": True}))
+    door = ("--input", str(prompts))
+    with sharded(tmp_path / "cache", REAL, {**REAL, "corrupt_at": 0}, door=door) as served:
+        assert [process.wait_for_exit() for process in served.processes] == [1, 1], served.processes[0].log
+        last = served.processes[0].log.splitlines()[-1]
+        assert last.startswith("error: process 1 (")
+        assert "computed something else than process 0: their checksums differ after step" in last

@@ -1,0 +1,187 @@
+"""`python -m jaxserve.run` in several processes that are killed, stopped and damaged. All is real but the device."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from hosts_parts import WAIT_S, Service, service
+
+from jaxserve.api import SamplingParams
+from jaxserve.errors import Status
+from jaxserve.serve.client import Client, RequestFailed
+from jaxserve.serve.gen import inference_pb2 as pb
+
+LIMIT_S = 10.0  # from the death of a process to the end of the others, as the issue asks
+LONG = SamplingParams(temperature=0.0, max_tokens=150)
+SLOW = {"step_s": 0.02}
+
+
+@contextlib.contextmanager
+def streaming(served: Service) -> Iterator[tuple[Client, list[pb.GenerateResponse], list[BaseException]]]:
+    """A long answer that is being read on a thread: what has come, and how it ended."""
+    replies: list[pb.GenerateResponse] = []
+    ends: list[BaseException] = []
+    with Client(served.address) as client:
+        stream = client.generate("ab", LONG, timeout_s=WAIT_S)
+        replies.append(next(stream))
+
+        def read() -> None:
+            try:
+                replies.extend(stream)
+            except RequestFailed as error:
+                ends.append(error)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        yield client, replies, ends
+        reader.join(WAIT_S)
+        assert not reader.is_alive()
+
+
+def test_a_killed_process_ends_the_service_and_is_named() -> None:
+    with service(SLOW, SLOW, SLOW) as served, streaming(served) as (client, replies, ends):
+        assert client.is_serving(timeout_s=WAIT_S)
+        start_s = time.monotonic()
+        served.processes[2].popen.send_signal(signal.SIGKILL)
+        codes = [process.wait_for_exit() for process in served.processes[:2]]
+        took_s = time.monotonic() - start_s
+        assert codes == [1, 1]
+        assert took_s < LIMIT_S
+        for process in served.processes[:2]:
+            assert "process 2 (" in process.wait_for("is lost: its connection broke"), process.log
+        assert "Traceback" not in served.processes[0].log
+        assert served.processes[0].log.splitlines()[-1].startswith("error: process 2 (")
+    (error,) = ends
+    assert isinstance(error, RequestFailed)
+    assert error.status is Status.UNAVAILABLE
+    assert "process 2 (" in str(error), "the client is told, too"
+    assert 1 <= len(replies) < 150
+
+
+def test_health_is_red_before_the_end() -> None:
+    with service(SLOW, SLOW) as served, streaming(served), grpc.insecure_channel(served.address) as channel:
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        served.processes[1].popen.send_signal(signal.SIGKILL)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_an_idle_service_notices_as_well() -> None:
+    with service({}, {}) as served:
+        assert served.address
+        start_s = time.monotonic()
+        served.processes[1].popen.send_signal(signal.SIGKILL)
+        assert served.processes[0].wait_for_exit() == 1
+        assert time.monotonic() - start_s < LIMIT_S
+
+
+def test_a_stopped_process_is_noticed_by_its_silence() -> None:
+    """A stopped process stands for a dead host: the kernel keeps the connection, and nobody answers."""
+    with service(SLOW, SLOW, heartbeat_s=2.0) as served, streaming(served) as (_, _, ends):
+        start_s = time.monotonic()
+        served.processes[1].popen.send_signal(signal.SIGSTOP)
+        assert served.processes[0].wait_for_exit() == 1
+        assert time.monotonic() - start_s < LIMIT_S
+        # Whichever is first: no heartbeat, or no answer to a ping of the connection.
+        assert "process 1 (" in served.processes[0].wait_for("is lost: ")
+    assert len(ends) == 1
+
+
+def test_a_device_that_hangs_with_a_lost_process_does_not_keep_the_service() -> None:
+    with service({"hang_at": 30, **SLOW}, SLOW) as served, streaming(served) as (_, _, ends):
+        served.processes[1].wait_for("follows")
+        time.sleep(2.0)  # step 30 is under way, and never ends
+        start_s = time.monotonic()
+        served.processes[1].popen.send_signal(signal.SIGKILL)
+        assert served.processes[0].wait_for_exit() == 1
+        assert time.monotonic() - start_s < LIMIT_S
+    assert "process 1 (" in str(ends[0])
+
+
+def test_the_death_of_process_0_ends_the_others() -> None:
+    with service(SLOW, {"hang_at": 30, **SLOW}) as served, streaming(served):
+        start_s = time.monotonic()
+        served.processes[0].popen.send_signal(signal.SIGKILL)
+        assert served.processes[1].wait_for_exit() == 1
+        assert time.monotonic() - start_s < LIMIT_S
+        assert "process 0 (127.0.0.1, " in served.processes[1].wait_for("is lost: its connection broke")
+
+
+def test_process_0_falls_silent() -> None:
+    with service(SLOW, SLOW, heartbeat_s=2.0) as served:
+        assert served.address
+        start_s = time.monotonic()
+        served.processes[0].popen.send_signal(signal.SIGSTOP)
+        assert served.processes[1].wait_for_exit() == 1
+        assert time.monotonic() - start_s < LIMIT_S
+        assert "process 0 (" in served.processes[1].wait_for("is lost: ")
+
+
+def test_a_damaged_plan_is_caught_although_all_tokens_are_the_same() -> None:
+    with service({}, {"corrupt_at": 0}, arguments=("--prompt", "abc", "--max-tokens", "40")) as served:
+        assert [process.wait_for_exit() for process in served.processes] == [1, 1]
+        leader, other = served.processes
+        assert leader.log.splitlines()[-1].startswith("error: process 1 ("), leader.log
+        assert "has computed something else than process 0: their checksums differ after step" in leader.log
+        assert "were equal after the start" in leader.log
+        assert "has computed something else" in other.log
+
+
+def test_prompts_are_answered_and_all_end_with_0() -> None:
+    arguments = ("--prompt", "a", "--prompt", "k", "--max-tokens", "5", "--json")
+    with service({}, {}, arguments=arguments) as served:
+        assert [process.wait_for_exit() for process in served.processes] == [0, 0], served.processes[0].log
+        assert '"text": "bcdef"' in served.processes[0].out
+        assert '"text": "lmnop"' in served.processes[0].out
+        assert served.processes[1].out == ""
+        assert "ERROR" not in served.processes[0].log + served.processes[1].log
+
+
+def test_sigterm_to_all_drains() -> None:
+    """What an orchestrator does: the others must live until process 0 has answered everything."""
+    with service(SLOW, SLOW) as served, streaming(served) as (_, replies, ends):
+        for process in reversed(served.processes):
+            process.popen.send_signal(signal.SIGTERM)
+        served.processes[1].wait_for("SIGTERM: waiting for process 0 to end")
+        assert [process.wait_for_exit() for process in served.processes] == [0, 0], served.processes[0].log
+    assert ends == []
+    assert replies[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert len(replies) == 150
+
+
+def test_the_smallest_pool_is_that_of_all() -> None:
+    with service({"num_pages": 40}, {"num_pages": 30}, arguments=("--prompt", "a" * 130)) as served:
+        assert served.processes[0].wait_for_exit() == 2
+        assert "30 pages" in served.processes[0].log or "121 tokens" in served.processes[0].log, served.processes[0].log
+        assert served.processes[1].wait_for_exit() == 0
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "own", "text"),
+    [
+        (({}, {}), {1: ("--set", "sched.max_rows=3")}, "sched.max_rows is null on process 0 and 3 on process 1 ("),
+        (
+            ({"facts": {"weights": "a"}}, {"facts": {"weights": "b"}}),
+            {},
+            "weights is a on process 0 and b on process 1",
+        ),
+    ],
+)
+def test_processes_that_differ_refuse_to_start(behaviours, own, text: str) -> None:
+    with service(*behaviours, own_arguments=own) as served:
+        assert [process.wait_for_exit() for process in served.processes] == [2, 2], served.processes[0].log
+        for process in served.processes:
+            assert text in process.log.splitlines()[-1]
+            assert process.log.splitlines()[-1].startswith("error: ")
+
+
+def test_a_checkpoint_that_one_process_does_not_have() -> None:
+    with service({}, {}, own_arguments={1: ("--set", "model.path=/nowhere")}) as served:
+        assert [process.wait_for_exit() for process in served.processes] == [1, 2]
+        assert "process 1 (" in served.processes[0].wait_for("has given up: CheckpointError: model directory /nowhere")

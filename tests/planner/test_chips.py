@@ -1,0 +1,73 @@
+"""The table of chips: names of topologies, and that the table agrees with the compilers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.chips import CHIPS, parse_topology
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.topology import absent_devices, device_of_topology
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "devices"),
+    [
+        ("v5e:2x4", "v5e:2x4", 8),
+        ("v5e:8", "v5e:2x4", 8),
+        ("v6e:1", "v6e:1x1", 1),
+        ("v5p:2x2x1", "v5p:2x2x1", 4),
+        ("v7x:4", "v7x:2x2x1", 8),  # two devices a chip
+        ("h200:2", "h200:2", 2),
+        ("cpu:1", "cpu:1", 1),
+    ],
+)
+def test_topologies_by_shape_and_by_count(name, canonical, devices):
+    topology = parse_topology(name)
+    assert (topology.name, topology.num_devices) == (canonical, devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v99:2x2", "names look like v5e:2x2"),
+        ("h200", "of h200 there are h200:1, h200:2"),
+        ("h200:3", "of h200 there are"),
+        ("v6e:4x2", "of v6e there are"),
+        ("v6e:0", "of v6e there are"),
+        ("v6e:2x", "of v6e there are"),
+    ],
+)
+def test_names_of_nothing_are_refused_with_what_there_is(name, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS.values() if chip.backend != "cpu"], ids=lambda chip: chip.name)
+def test_every_topology_of_the_table_is_known_to_its_compiler(chip):
+    for shape in chip.shapes[:4]:
+        topology = chip.topology(shape)
+        devices = absent_devices(topology.name)
+        assert len(devices) == topology.num_devices
+        assert devices[0].device_kind == device_of_topology(topology.name).kind == chip.kind
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5p", "v6e", "v7x"])
+def test_memory_is_what_the_compiler_says(name):
+    """A program that asks for too much is told what there is."""
+    chip = CHIPS[name]
+    device = absent_devices(chip.topology(chip.shapes[0]).name)[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    huge = jax.ShapeDtypeStruct((300 * GIB,), jnp.bfloat16, sharding=sharding)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"available HBM \({chip.memory_bytes / GIB:.2f}G\)"):
+        jax.jit(lambda x: x + 1).lower(huge).compile()
+
+
+def test_figures_are_of_one_order():
+    """A slipped power of ten would show as a chip that needs far more, or far fewer, operations for each byte."""
+    for chip in CHIPS.values():
+        fastest = max(chip.flops.values())
+        assert 5 < fastest / chip.memory_bandwidth < 1500, chip.name
+        assert chip.allocatable_bytes <= chip.memory_bytes
+        assert [chip.num_devices(shape) for shape in chip.shapes] == sorted({chip.num_devices(s) for s in chip.shapes})

@@ -1,0 +1,123 @@
+"""What fits, by arithmetic: nothing is compiled here."""
+
+import jax
+import pytest
+from plan_parts import shipped, small_config, write_shape
+
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models.loading import load_model
+from jaxserve.planner import PlanOptions, make_plan
+from jaxserve.runtime.mesh import make_meshes
+
+QUICK = PlanOptions(compile=False)
+# Every config that ships for a deployment, and where it is meant to run.
+SHIPPED = {
+    "llama3.1-8b-v5e-4": "v5e:2x2",
+    "llama3.1-8b-v6e-1": "v6e:1",
+    "llama3.1-8b-h200": "h200:1",
+    "llama3.3-70b-v6e-8": "v6e:2x4",
+    "llama3.3-70b-v5e-16": "v5e:4x4",
+    "llama3.3-70b-h200-2": "h200:2",
+    "qwen3-32b-v6e-4": "v6e:2x2",
+    "mistral-7b-gpu": "h100:1",
+    "qwen3-0.6b-cpu": "cpu:1",
+}
+# Parameters as published, in millions.
+MILLIONS = {"8b": 8030, "70b": 70554, "32b": 32762, "7b": 7248, "0.6b": 596}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_config_fits_where_it_is_meant_to_run(name):
+    config = shipped(name)
+    plan = make_plan(config, SHIPPED[name], QUICK)
+    assert plan.fits and plan.problem is None and plan.suggestion is None
+    assert plan.devices_used == plan.num_devices, "the name says how many devices it takes"
+    assert plan.memory.kv_tokens > config.model.max_len, "one sequence can be as long as the config says"
+    held = plan.memory.weight_bytes + plan.memory.kv_bytes + plan.memory.state_bytes + plan.memory.temporary_bytes
+    assert plan.memory.headroom_bytes == plan.memory.total_bytes - held > 0
+    # The shape is the published one. Key/value heads that lie on two devices, and norms on all of them, add a little.
+    (size,) = [millions for part, millions in MILLIONS.items() if f"-{part}-" in name]
+    whole = plan.memory.weight_bytes * plan.tensor / (4 if plan.dtype == "float32" else 2) / 1e6
+    assert whole == pytest.approx(size, rel=0.03 if "v5e-16" in name else 0.002)
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "wanted", "tensor"),
+    [
+        ("llama3.3-70b-v6e-8", "v5e:2x2", "v5e:4x4", 16),
+        ("llama3.3-70b-h200-2", "h100:1", "h100:4", 4),
+        ("llama3.1-8b-v6e-1", "v5e:1", "v5e:2x2", 2),
+    ],
+)
+def test_too_large_is_said_within_seconds_with_the_smallest_that_fits(name, on, wanted, tensor):
+    def compiles(line):
+        raise AssertionError(f"should not compile: {line}")
+
+    plan = make_plan(shipped(name), on, PlanOptions(tensor="auto"), compiles)
+    assert not plan.fits and plan.problem and plan.memory.headroom_bytes < 0
+    assert plan.predictions == () and plan.steps == ()
+    assert plan.seconds < 30
+    assert plan.suggestion is not None
+    assert (plan.suggestion.topology, plan.suggestion.tensor) == (wanted, tensor)
+    assert not make_plan(shipped(name), wanted, PlanOptions(tensor=tensor // 2, compile=False)).fits
+
+
+def test_nothing_of_a_chip_may_be_large_enough(tmp_path):
+    path = write_shape(tmp_path / "vast", hidden_size=2**18, intermediate_size=2**20, num_hidden_layers=4)
+    plan = make_plan(small_config(path), "h100:8", PlanOptions(tensor="auto", compile=False))
+    assert not plan.fits and plan.suggestion is None
+
+
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_weights_are_those_that_a_server_loads(tmp_path, tensor):
+    """8 devices share 4 key/value heads: two copies of each."""
+    path = write_shape(tmp_path / "small", num_hidden_layers=1)
+    config = small_config(path, **{"parallel.tensor": tensor, "model.dtype": "float32"})
+    plan = make_plan(config, f"cpu:{tensor}", QUICK)
+    devices = jax.devices("cpu")[:tensor]
+    ((mesh,),) = make_meshes(config.parallel, devices)
+    loaded = load_model(path, dtype="float32", mesh=mesh, random_weights=True)
+    first = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(loaded.state)
+        for shard in leaf.addressable_shards
+        if shard.device == devices[0]
+    )
+    assert plan.memory.weight_bytes == first
+
+
+def test_pages_follow_the_cache_section(tmp_path):
+    path = write_shape(tmp_path / "small")
+    asked = make_plan(small_config(path, **{"cache.num_pages": 100}), "v5e:1", QUICK)
+    assert asked.memory.num_pages == 100 and asked.memory.kv_bytes == 101 * asked.memory.page_bytes
+    # 8 layers, keys and values of 4 heads of 128 numbers of 2 bytes
+    assert asked.memory.page_bytes == 128 * 8 * 2 * 4 * 128 * 2
+    more = make_plan(small_config(path, **{"cache.num_pages": 10**6}), "v5e:1", QUICK)
+    assert not more.fits and "cache.num_pages = 1000000 needs" in more.problem
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "settings", "message"),
+    [
+        ("v5e:2x2", QUICK, {"parallel.tensor": 8}, "is 8, but v5e:2x2 has 4 devices"),
+        ("v5e:2x2", PlanOptions(tensor="many"), {}, "--tensor is 'many'"),
+        ("v5e:2x2", PlanOptions(tensor="auto"), {"parallel.data": 8}, "parallel.data is 8"),
+        ("v5e:2x2", QUICK, {"parallel.pipeline": 2}, "plans are made for one stage"),
+        ("v5e:2x2", PlanOptions(buckets=("decode 7x7",)), {}, "this config has decode 16x16, mixed 64x16"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(tmp_path, topology, options, settings, message):
+    path = write_shape(tmp_path / "small")
+    with pytest.raises(ConfigError, match=message):
+        make_plan(small_config(path, **settings), topology, options)
+
+
+def test_a_directory_without_config_json_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="config.json is missing"):
+        make_plan(small_config(tmp_path), "v5e:1", QUICK)
+
+
+def test_devices_that_stay_idle_are_told(tmp_path):
+    path = write_shape(tmp_path / "small")
+    plan = make_plan(small_config(path, **{"parallel.tensor": 2}), "v5e:2x4", QUICK)
+    assert plan.devices_used == 2 and any("2 of the 8 devices are used" in note for note in plan.notes)

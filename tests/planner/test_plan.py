@@ -1,0 +1,252 @@
+"""Whole plans: steps compiled for devices that are not here, and what is read from them."""
+
+import dataclasses
+import json
+
+import pytest
+from plan_parts import CONFIGS, shipped, small_config, write_shape
+
+from jaxserve.chips import parse_topology
+from jaxserve.cli import main
+from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.loading import read_decoder_config
+from jaxserve.planner import PlanOptions, make_plan
+from jaxserve.planner.predict import Assumptions, Roofline, Work
+from jaxserve.planner.report import StepFacts
+from jaxserve.planner.steps import few_layers
+from jaxserve.runtime.collectives import Collective
+
+DECODE = ("decode 16x16",)
+LAYERS = 3
+
+
+def tensor_sum_count(step) -> int:
+    return sum(c.count for c in step.collectives if c.kind == "all-reduce")
+
+
+@pytest.mark.parametrize(
+    ("topology", "tensor", "kernels"),
+    [
+        ("v5e:2x2", 4, {"paged_kv_write": LAYERS, "paged_attention_decode": LAYERS}),
+        pytest.param("v6e:1", 1, {"paged_kv_write": LAYERS, "paged_attention_decode": LAYERS}, marks=pytest.mark.slow),
+        ("h200:2", 2, {"write_tokens": LAYERS, "decode_pieces": LAYERS, "merge_pieces": LAYERS}),
+    ],
+)
+def test_arithmetic_agrees_with_the_compiler_and_the_kernels_are_inside(tmp_path, topology, tensor, kernels):
+    path = write_shape(tmp_path / "small", num_hidden_layers=LAYERS)
+    config = small_config(path, **{"parallel.tensor": tensor})
+    plan = make_plan(config, topology, PlanOptions(buckets=DECODE, exact=True))
+    (step,) = plan.steps
+    assert plan.fits and step.compiled_layers == (LAYERS,)
+    assert dict(step.kernels) == kernels
+    assert step.predicted_argument_bytes == pytest.approx(step.argument_bytes, rel=0.02)
+    held = plan.memory.weight_bytes + plan.memory.kv_bytes
+    assert held == pytest.approx(step.argument_bytes, rel=0.02), "row state and inputs are small"
+    assert plan.memory.temporaries_compiled and plan.memory.temporary_bytes == step.temporary_bytes > 0
+    if tensor > 1:
+        assert 2 * LAYERS < tensor_sum_count(step) < 2 * LAYERS + 40, "two sums a layer, and those of sampling"
+        assert all(c.group == tensor for c in step.collectives)
+    assert (step.flops is None) == topology.startswith("h")
+
+
+@pytest.mark.slow
+def test_few_layers_tell_all(tmp_path):
+    """The same plan from every layer, and extended from programs of two and four."""
+    config = small_config(write_shape(tmp_path / "small"), **{"cache.num_pages": 50})
+    exact, extended = (make_plan(config, "h200:1", PlanOptions(buckets=DECODE, exact=exact)) for exact in (True, False))
+    (whole,), (line,) = exact.steps, extended.steps
+    assert line.compiled_layers == (2, 4) and any(
+        "compiled with 2 and 4 layers, extended to 8" in n for n in extended.notes
+    )
+    assert dict(line.kernels) == dict(whole.kernels)
+    assert line.argument_bytes == pytest.approx(whole.argument_bytes, rel=1e-3)
+    assert line.predicted_argument_bytes == whole.predicted_argument_bytes
+    assert line.moved_bytes == pytest.approx(whole.moved_bytes, rel=0.05)
+    assert extended.memory.weight_bytes == exact.memory.weight_bytes
+    assert extended.memory.kv_bytes == exact.memory.kv_bytes
+
+
+def decoder(tmp_path, windows) -> DecoderConfig:
+    model = read_decoder_config(write_shape(tmp_path / "small"))
+    return dataclasses.replace(model, num_layers=len(windows), windows=tuple(windows))
+
+
+def test_layers_of_different_windows_are_extended_by_kind(tmp_path):
+    alike = few_layers(decoder(tmp_path, [None] * 80))
+    assert [m.num_layers for m in alike] == [2, 4]
+    mixed = few_layers(decoder(tmp_path, [None, 512, 512] * 20))
+    assert [m.windows for m in mixed] == [
+        (None, None, 512, 512),
+        (None, None, 512, 512, None, None),
+        (None, None, 512, 512, 512, 512),
+    ]
+    shallow, lonely = decoder(tmp_path, [None] * 6), decoder(tmp_path, [None] * 70 + [512])
+    assert few_layers(shallow) == [shallow] and few_layers(lonely) == [lonely]
+
+
+def test_steps_that_need_more_than_is_left_do_not_fit(tmp_path):
+    """Pages may take all that the estimate of the temporaries leaves, and more: the compiled step has the last word."""
+    path = write_shape(tmp_path / "small", num_hidden_layers=1)
+    fitting = make_plan(small_config(path), "h100:1", PlanOptions(compile=False))
+    total, memory = fitting.memory.total_bytes, fitting.memory
+    most = (total - memory.weight_bytes - memory.state_bytes) // memory.page_bytes - 1
+    plan = make_plan(small_config(path, **{"cache.num_pages": most}), "h100:1", PlanOptions(buckets=DECODE))
+    assert not plan.fits and "of temporaries" in plan.problem and plan.memory.headroom_bytes < 0
+    assert plan.steps and plan.predictions == ()
+
+
+def test_seconds_follow_from_bytes_and_flops_by_hand(tmp_path):
+    model = decoder(tmp_path, [None] * 8)
+    work = Work(model=model, weight_size=2, cache_size=2)
+    assert work.layer_params == 512 * 128 * (2 * 8 + 2 * 4) + 3 * 512 * 1024
+    roofline = Roofline(
+        topology=parse_topology("v6e:1"),
+        work=work,
+        steps=(),
+        assumed=Assumptions(memory_share=0.5, compute_share=0.25),
+        dtype="bfloat16",
+        kv_tokens=9000,
+        replicas=3,
+    )
+    four = roofline.decode(4, 2000)
+    weights = 2 * (8 * work.layer_params + 2048 * 512)
+    cache = 2 * 4 * 128 * 2 * (8 * 4 * 2000 + 4 * 8)
+    activations = 2 * 8 * 4 * (8 * 512 + 4 * 1024) + 8 * 4 * 2048
+    assert four.moved_bytes == weights + cache + activations
+    assert four.seconds == four.memory_seconds == four.moved_bytes / (0.5 * 1638e9)
+    assert four.tokens_per_second == 3 * 4 / four.seconds
+    assert four.fits_pages and not roofline.decode(5, 2000).fits_pages
+    assert four.bound_by == "memory"
+    prompt = roofline.prefill(1000)
+    dense = 2 * 1000 * 8 * work.layer_params + 2 * 512 * 2048
+    assert prompt.flops == dense + 4 * 8 * (1000 * 1001 / 2) * 8 * 128
+    assert prompt.compute_seconds == prompt.flops / (0.25 * 918e12)
+
+
+def test_what_the_program_adds_is_scaled_to_other_batches(tmp_path):
+    model = decoder(tmp_path, [None] * 8)
+    work = Work(model=model, weight_size=2, cache_size=2)
+    sums = Collective(kind="all-reduce", group=4, count=20, payload_bytes=32_000)
+    facts = StepFacts(
+        name="decode 16x16",
+        tokens=16,
+        rows=16,
+        decode_only=True,
+        compiled_layers=(8,),
+        compile_seconds=1.0,
+        temporary_bytes=0,
+        argument_bytes=0,
+        predicted_argument_bytes=0,
+        flops=None,
+        moved_bytes=1.5 * work.other_bytes(16, 16) + 1600,
+        sampling_bytes=1600,
+        kernels={"paged_attention_decode": 8},
+        collectives=(sums,),
+    )
+    roofline = Roofline(
+        topology=parse_topology("v5e:2x2"),
+        work=work,
+        steps=(facts,),
+        assumed=Assumptions(link_share=0.25, hop_seconds=3e-6),
+        dtype="bfloat16",
+        kv_tokens=10**6,
+        replicas=1,
+    )
+    two = roofline.decode(2, 100)
+    assert two.moved_bytes == pytest.approx(work.cache_bytes(2, 2, 100) + 1.5 * work.other_bytes(2, 2) + 200)
+    # Two hops out and two back on the square; a ring of four sends 1.5 times the payload of an eighth of the tokens.
+    assert two.collective_seconds == pytest.approx(20 * 4 * 3e-6 + 1.5 * 4000 / (0.25 * 200e9))
+    assert two.seconds == two.memory_seconds + two.collective_seconds
+    assert roofline.decode(16, 100).compiled and not two.compiled
+    # No mixed step was compiled: what a layer exchanges is known from the other.
+    prompt = roofline.prefill(160)
+    assert prompt.sent_bytes == pytest.approx(1.5 * 320_000) and not prompt.compiled
+    assert prompt.moved_bytes == work.cache_bytes(160, 1, 160) + work.other_bytes(160, 1)
+
+
+def test_a_window_bounds_what_attention_reads(tmp_path):
+    full, windowed = decoder(tmp_path, [None] * 4), decoder(tmp_path, [100] * 4)
+    reads = [Work(model=m, weight_size=2, cache_size=1).cache_bytes(1, 1, 1000) for m in (full, windowed)]
+    assert reads == [2 * 4 * 128 * 4 * 1001, 2 * 4 * 128 * 4 * 101]
+
+
+def run_cli(capsys, *arguments: str) -> tuple[int, str]:
+    code = main(["plan", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_the_command_line_says_it_with_its_exit_code(capsys):
+    config = ("--config", str(CONFIGS / "llama3.1-8b-v5e-4.yaml"), "--quick")
+    code, out = run_cli(capsys, *config, "--topology", "v5e:2x2", "--json")
+    plan = json.loads(out)
+    assert code == 0 and plan["fits"] is True and plan["topology"] == "v5e:2x2" and plan["tensor"] == 4
+    code, out = run_cli(capsys, *config, "--topology", "v5e:1", "--tensor", "1", "--json")
+    plan = json.loads(out)
+    assert code == 3 and plan["fits"] is False and plan["suggestion"] == {"topology": "v5e:2x2", "tensor": 2}
+    code, out = run_cli(capsys, *config, "--topology", "v5e:1", "--topology", "v6e:1", "--compare")
+    assert code == 0 and "the smallest that fits: v5e:2x2 with parallel.tensor 2" in out
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith(" v")] == [
+        ["v5e:1x1", "1", "NO"],
+        ["v6e:1x1", "1", "yes"],
+    ]
+    code, out = run_cli(capsys, *config, "--topology", "v5e:2x2", "--set", "sched.max_rows=8")
+    assert code == 0 and "fits, " in out and "KV pages" in out
+
+
+def test_the_command_line_refuses_in_one_line(capsys):
+    for arguments, message in (
+        (("--quick",), "give --topology"),
+        (("--topology", "v5e:7x7"), "no topology is called 'v5e:7x7'"),
+        (("--topology", "v5e:1", "--model", "nowhere"), "does not exist"),
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_another_directory_can_be_planned_with_the_same_config(tmp_path, capsys):
+    path = write_shape(tmp_path / "other")
+    config = str(CONFIGS / "llama3.1-8b-v6e-1.yaml")
+    _, out = run_cli(
+        capsys,
+        "--config",
+        config,
+        "--model",
+        str(path),
+        "--set",
+        "model.max_len=1024",
+        "--topology",
+        "v5e:1",
+        "--quick",
+        "--json",
+    )
+    assert json.loads(out)["memory"]["weight_bytes"] < 2**26
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "topology", "exact"),
+    [
+        ("llama3.1-8b-v5e-4", "v5e:2x2", True),
+        ("llama3.1-8b-v6e-1", "v6e:1", True),
+        ("llama3.1-8b-h200", "h200:1", False),
+        ("llama3.3-70b-v6e-8", "v6e:2x4", False),
+        ("llama3.3-70b-v5e-16", "v5e:4x4", False),
+        ("llama3.3-70b-h200-2", "h200:2", False),
+        ("qwen3-32b-v6e-4", "v6e:2x2", False),
+        ("mistral-7b-gpu", "h100:1", False),
+        ("qwen3-0.6b-cpu", "cpu:1", True),
+    ],
+)
+def test_shipped_configs_compile_where_they_are_meant_to_run(name, topology, exact):
+    """Decode alone: a mixed step takes a minute more for each."""
+    config = shipped(name)
+    rows = config.sched.max_rows
+    plan = make_plan(config, topology, PlanOptions(buckets=(f"decode {rows}x{rows}",), exact=exact))
+    assert plan.fits, plan.problem
+    (step,) = plan.steps
+    assert step.predicted_argument_bytes == pytest.approx(step.argument_bytes, rel=0.02)
+    layers = read_decoder_config(config.model.path).num_layers
+    wanted = {"t": "paged_attention_decode", "g": "decode_pieces"}.get(parse_topology(topology).chip.backend[0])
+    assert step.kernels.get(wanted, 0) == (layers if wanted else 0)
+    times = [p.seconds for p in plan.predictions if p.decode]
+    assert times == sorted(times) and 1e-3 < times[0] < times[-1] < 1

@@ -1,0 +1,131 @@
+"""What the tests of the router share: a router on a thread of its own, in front of whatever addresses."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from serve_parts import WAIT_S, wait_until
+
+from jaxserve.config_schema import Config, GrpcConfig, RouteConfig, ServeConfig
+from jaxserve.serve.client import Client
+from jaxserve.serve.route import route
+from jaxserve.serve.route_pool import Resolve
+from jaxserve.serve.shutdown import Shutdown
+
+
+class Routed:
+    """A running router. `exit_code` is there once it has ended."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.exit_code: int | None = None
+        self.shutdown: Shutdown
+        self.loop: asyncio.AbstractEventLoop
+        self.thread: threading.Thread
+
+    def request_shutdown(self) -> None:
+        self.loop.call_soon_threadsafe(self.shutdown.request)
+
+    def wait_for_exit(self) -> int | None:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive(), "routing does not end"
+        return self.exit_code
+
+    def is_healthy(self) -> bool:
+        with Client(self.address) as client:
+            return client.is_serving(timeout_s=WAIT_S)
+
+
+@contextlib.contextmanager
+def routed(
+    *replicas: str,
+    policy: str = "least_load",
+    retries: int = 2,
+    drain_s: float = 5.0,
+    resolve: Resolve | None = None,
+    wait: bool = True,
+) -> Iterator[Routed]:
+    """Routes until the block ends; `wait` until a replica is well."""
+    router, ready = Routed(), threading.Event()
+    config = Config(
+        serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0)),
+        route=RouteConfig(
+            replicas=list(replicas), policy=policy, retries=retries, health_interval_s=0.05, dns_interval_s=0.05
+        ),
+    )
+
+    async def main() -> int:
+        router.loop = asyncio.get_running_loop()
+        router.shutdown = Shutdown()
+        return await route(config, router.shutdown, on_ready, resolve=resolve)
+
+    def on_ready(address: str) -> None:
+        router.address = address
+        ready.set()
+
+    def run() -> None:
+        try:
+            router.exit_code = asyncio.run(main())
+        finally:
+            ready.set()
+
+    router.thread = threading.Thread(target=run, name="test-router", daemon=True)
+    router.thread.start()
+    try:
+        assert ready.wait(WAIT_S), "the router does not start"
+        if wait:
+            wait_until(router.is_healthy, "a replica is well")
+        yield router
+    finally:
+        with contextlib.suppress(RuntimeError):  # it may have ended by itself, and closed its loop
+            router.request_shutdown()
+            router.request_shutdown()
+        router.wait_for_exit()
+
+
+_SERVER = """
+import sys
+sys.path.insert(0, {tests!r})
+from serve_parts import serve_bytes
+from jaxserve.config_schema import GrpcConfig, ServeConfig
+from jaxserve.serve.service import serve_forever
+parts = serve_bytes(delay_s={delay_s}, max_rows={max_rows})
+sys.exit(serve_forever(parts.engine, ServeConfig(grpc=GrpcConfig(port={port}))))
+"""
+
+
+@contextlib.contextmanager
+def fake_server(
+    *, delay_s: float = 0.0, port: int = 0, max_rows: int = 4
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server on the fake device in a process of its own, and its address. Killed when the block ends."""
+    code = _SERVER.format(tests=str(Path(__file__).parent), delay_s=delay_s, port=port, max_rows=max_rows)
+    with server_process([sys.executable, "-c", code]) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def server_process(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Any process that prints its address as the last word of its first line."""
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        watchdog = threading.Timer(4 * WAIT_S, process.kill)  # so that reading its first line cannot wait for ever
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "gRPC on 127.0.0.1:" not in line:
+                process.kill()
+                log.seek(0)
+                raise AssertionError(f"it did not start: {line!r}, {log.read()[-4000:]}")
+            yield process, line.split()[-1]
+        finally:
+            watchdog.cancel()
+            process.kill()

@@ -1,0 +1,92 @@
+"""The health service's name `live`: what a liveness probe asks, on the real server with a steerable runner."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+
+from jaxserve import cli
+from jaxserve.api import SamplingParams
+from jaxserve.serve.client import RequestFailed
+from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+LONG = SamplingParams(temperature=0.0, max_tokens=500)
+SHORT = SamplingParams(temperature=0.0, max_tokens=5)
+
+
+@contextlib.contextmanager
+def _watch(server: Served) -> Iterator[Iterator[int]]:
+    with grpc.insecure_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=LIVE_NAME)
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the package has no types
+        call = stub.Watch(request, timeout=WAIT_S)
+        try:
+            yield (reply.status for reply in call)
+        finally:
+            call.cancel()
+
+
+def test_a_server_that_drains_is_not_ready_but_live() -> None:
+    with served(serve_bytes(delay_s=0.01), drain_s=WAIT_S) as server, connect(server) as client:
+        assert all(client.is_serving(name, timeout_s=WAIT_S) for name in ("", SERVICE_NAME, LIVE_NAME))
+        running = client.generate("a", LONG, timeout_s=WAIT_S)
+        next(running)
+        server.request_shutdown()
+        wait_until(lambda: not client.is_serving(timeout_s=WAIT_S), "readiness turns red")
+        assert not client.is_serving(SERVICE_NAME, timeout_s=WAIT_S)
+        assert client.is_serving(LIVE_NAME, timeout_s=WAIT_S)
+        server.runner.delay_s = 0.0
+        assert len(list(running)) == 499
+
+
+def test_a_loop_that_stands_still_with_work_is_not_live() -> None:
+    with served(serve_bytes(), stall_s=0.2) as server, connect(server) as client, _watch(server) as watch:
+        assert next(watch) == SERVING
+        server.runner.hold()
+        replies: queue.SimpleQueue[int] = queue.SimpleQueue()
+        asking = threading.Thread(
+            target=lambda: replies.put(len(list(client.generate("a", SHORT, timeout_s=WAIT_S)))), daemon=True
+        )
+        asking.start()
+        assert next(watch) == NOT_SERVING
+        assert client.is_serving(timeout_s=WAIT_S), "one long step is no reason to send requests elsewhere"
+        server.runner.release()
+        assert replies.get(timeout=WAIT_S) == 5
+        assert next(watch) == SERVING
+
+
+def test_an_engine_without_work_never_stalls() -> None:
+    with served(serve_bytes(), stall_s=0.05) as server, connect(server) as client:
+        for _ in range(3):
+            client.complete("a", SHORT, timeout_s=WAIT_S)
+            wait_until(lambda: server.engine.stalled_s == 0.0, "idle")
+            with _watch(server) as watch:
+                assert next(watch) == SERVING
+
+
+def test_a_dead_engine_is_not_live() -> None:
+    with served(serve_bytes(delay_s=0.005)) as server, connect(server) as client, _watch(server) as watch:
+        assert next(watch) == SERVING
+        server.runner.broken = True
+        with pytest.raises(RequestFailed, match="engine has died"):
+            client.complete("a", LONG, timeout_s=WAIT_S)
+        assert next(watch) == NOT_SERVING
+        assert server.wait_for_exit() == 1
+
+
+def test_the_health_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(serve_bytes()) as server:
+        capsys.readouterr()  # the server, in this process, has said where it listens
+        assert cli.main(["health", server.address]) == 0
+        assert cli.main(["health", server.address, "--service", LIVE_NAME]) == 0
+        assert cli.main(["health", server.address, "--service", "nobody"]) == 1
+    assert cli.main(["health", server.address, "--timeout", "1"]) == 1
+    assert capsys.readouterr().out.split() == ["SERVING", "SERVING", "NOT_SERVING", "NOT_SERVING"]
