@@ -15,7 +15,7 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo       answer a few prompts with the demo model (installs first)"
 	@echo "make serve      gRPC service with the demo model"
-	@echo "make test       the tests, under 15 minutes on two cores"
+	@echo "make test       the tests, under 15 minutes on two cores (those of the web page need Chromium)"
 	@echo "make test-slow  the long tests"
 	@echo "make lint type  ruff and the type checker"
 

@@ -11,13 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.api import FinishReason, SamplingParams
+    from jaxserve.api import FinishReason, SamplingParams, StructuredOutput
     from jaxserve.async_llm import AsyncLLM
     from jaxserve.config_schema import Config
     from jaxserve.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Config", "FinishReason", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Config",
+    "FinishReason",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+]
 
 _HOME = {
     "LLM": "jaxserve.llm",
@@ -25,6 +34,7 @@ _HOME = {
     "CompletionOutput": "jaxserve.llm",
     "RequestOutput": "jaxserve.llm",
     "SamplingParams": "jaxserve.api",
+    "StructuredOutput": "jaxserve.api",
     "FinishReason": "jaxserve.api",
     "Config": "jaxserve.config_schema",
 }

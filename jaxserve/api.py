@@ -19,6 +19,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
+from jaxserve.structured_output import Grammar, StructuredOutput
+
+__all__ = [
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_LEN",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_STOP_TOKEN_IDS",
+    "FinishReason",
+    "PromptInfo",
+    "Request",
+    "SamplingParams",
+    "StructuredOutput",
+    "TokenEvent",
+    "TokenLogprobs",
+    "check_request",
+]
 
 MAX_LOGPROBS = 20  # entries of the fixed top-k that the compiled step returns
 MAX_STOP_TOKEN_IDS = 32  # per-row device slots, the end-of-sequence ids of the model included
@@ -68,6 +85,9 @@ class SamplingParams:
       skip_special_tokens: leave chat tags and the like out of the text.
       detokenize: False returns ids only; stop strings then need ids (refused together with `stop`).
       truncate_prompt_tokens: keep only the last that many prompt tokens; None refuses a prompt too long.
+      structured: what the text must look like; a mapping of its fields works too. Holds together with
+        allowed_token_ids; where nothing else is left it goes before bad_words and min_tokens. The text is complete when
+        it ended with STOP; LENGTH, a stop string or a stop token may cut it.
     """
 
     n: int = 1
@@ -93,6 +113,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _normalise(self)
@@ -126,6 +147,8 @@ def _normalise(params: SamplingParams) -> None:
         set_field(params, "logit_bias", _bias_by_id(params.logit_bias) or None)
     if params.top_k == -1:
         set_field(params, "top_k", 0)
+    if isinstance(params.structured, Mapping):
+        set_field(params, "structured", StructuredOutput.from_dict(params.structured))
 
 
 def _bias_by_id(given: Any) -> dict[int, float]:
@@ -217,6 +240,10 @@ def _check_collections(params: SamplingParams) -> None:
             f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_LOGIT_BIAS} work. Give fewer, or say"
             " what is allowed with allowed_token_ids."
         )
+    if params.structured is not None and not isinstance(params.structured, StructuredOutput):
+        raise InvalidRequest(f"structured must be a StructuredOutput or a mapping, got {params.structured!r:.80}")
+    if params.structured is not None and params.ignore_eos:
+        raise InvalidRequest("structured output ends with the end-of-sequence token, so ignore_eos must be false")
     if params.stop and not params.detokenize:
         raise InvalidRequest("stop strings need text, but detokenize is false; use stop_token_ids")
 
@@ -236,6 +263,10 @@ class Request:
       priority: smaller is served first (vLLM's convention); 0 unless the policy reads it, as `priority` does.
       cache_salt: requests share prefix pages only with the same salt.
       tenant: for policies that share between tenants; no built-in policy reads it yet.
+      deadline_s: monotonic seconds at which it ends with DeadlineExceeded, finished or not; infinity: never.
+      traceparent: the caller's span in the form of W3C, for traces; empty: none.
+      grammar: the compiled form of `sampling.structured`; None without one.
+      pooling: nothing is generated; the answer is the sum of the final hidden states of the prompt. `max_tokens` is 0.
     """
 
     request_id: str
@@ -249,6 +280,10 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    deadline_s: float = math.inf
+    traceparent: str = ""
+    grammar: Grammar | None = dataclasses.field(default=None, repr=False, compare=False)
+    pooling: bool = False
 
 
 def check_request(request: Request, vocab_size: int) -> None:
@@ -313,17 +348,20 @@ class TokenLogprobs(NamedTuple):
 class PromptInfo(NamedTuple):
     """What is known of a prompt once it has run; comes with a sequence's first token.
 
-    `logprobs`: one entry per prompt token after the first, or None when not asked for.
+    `logprobs`: one entry per prompt token after the first, or None when not asked for. `hidden_sum` [D]: the sum of the
+    final hidden states of all its tokens, or None when the request is not for pooling.
     """
 
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    hidden_sum: tuple[float, ...] | None = None
 
 
 class TokenEvent(NamedTuple):
     """One token of one sequence. A named tuple, since hundreds are made each step.
 
-    `index` numbers the n sequences of a request. With `finish_reason` STOP, `token_id` is the id that ended it.
+    `index` numbers the n sequences of a request. With `finish_reason` STOP, `token_id` is the id that ended it; it is
+    -1 where nothing is generated, and `prompt` is the answer.
     """
 
     request_id: str

@@ -19,9 +19,10 @@ from jaxserve.models import LoadedModel, load_model, read_decoder_config, resolv
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, build_runner
+from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.sched import SCHEDULERS, Limits, Policy, Runner, Scheduler, SchedulerOptions, create_scheduler
-from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.text import CachingTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +101,14 @@ def assemble(
             tokenizer=tokenizer,
             model=model,
             max_waiting=config.sched.max_waiting,
+            max_waiting_tokens=config.sched.max_waiting_tokens,
             seed=config.model.seed,
         )
         for device in devices
     ]
+    compiles = CompileCounter()
+    for stats in (stats for replica in replicas for stats in replica.stats):
+        stats.watch_compiles(lambda: compiles.count)
     engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
     return Assembly(engine=engine, sampling_defaults=devices[0].sampling_defaults, config=config)
 
@@ -159,7 +164,9 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer, None with `model.skip_tokenizer`. Raises CheckpointError."""
     if config.model.skip_tokenizer:
         return None
-    return load_tokenizer(resolve_model_path(config.model.tokenizer or config.model.path))
+    tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer or config.model.path))
+    cache_bytes = config.model.encode_cache_bytes
+    return CachingTokenizer(tokenizer, cache_bytes) if cache_bytes else tokenizer
 
 
 def build_device(

@@ -95,6 +95,22 @@ class AsyncLLM(FrontDoor):
             )
         )
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """The embedding of one prompt: the mean of its final hidden states, of Euclidean length 1.
+
+        A cancel aborts it. Raises InvalidRequest and its kin, QueueFull or EngineStopped.
+        """
+        return await self._streams.embed(
+            prompt, request_id=request_id, priority=priority, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+
     def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a last update with finish reason ABORT. An unknown id is ignored."""
         self._engine.abort(request_id)

@@ -14,12 +14,14 @@ from typing import Annotated
 import typer
 
 from jaxserve import __version__
+from jaxserve.bench.cli import app as bench_app
 from jaxserve.config import format_config, load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.run import ConfigOption, SetOption, run_app, run_command
 
 app = typer.Typer(add_completion=False, help="LLM inference on JAX.")
 app.command("run")(run_command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command("config")
@@ -36,7 +38,7 @@ def convert_command(
     """Convert a checkpoint: Hugging Face to Orbax, or back."""
     from jaxserve.models.orbax_io import convert  # JAX and Orbax take seconds to import
 
-    set_up_logging(load_config().config.runtime.log_level)
+    set_up_logging(load_config().config.runtime)
     convert(source, target)
     print(f"wrote {target}")
 
@@ -90,7 +92,7 @@ def route_command(
     given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
     flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
     resolved = load_config(config, [*(set_ or ()), *flags])
-    set_up_logging(resolved.config.runtime.log_level)
+    set_up_logging(resolved.config.runtime)
     return route_forever(resolved.config)
 
 
@@ -101,12 +103,25 @@ def health_command(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
 ) -> int:
     """Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer."""
-    from jaxserve.serve.client import Client  # gRPC: not needed elsewhere
+    from jaxserve.client import Client  # gRPC: not needed elsewhere
 
     with Client(address) as client:
         serving = client.is_serving(service, timeout_s=timeout)
     print("SERVING" if serving else "NOT_SERVING")
     return 0 if serving else 1
+
+
+@app.command("top")
+def top_command(
+    url: Annotated[str, typer.Argument(help="HOST:PORT of a server's HTTP door, or a whole URL.")] = "127.0.0.1:8000",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key, where the server wants one.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
+) -> int:
+    """Watch a running server: rates, pages, latencies."""
+    from jaxserve.top import read_key, show
+
+    return show(url, read_key(api_key_file), every_s=every, once=once)
 
 
 @app.command("version")

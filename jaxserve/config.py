@@ -25,11 +25,26 @@ from jaxserve.errors import ConfigError
 ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
     "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
     "JAXSERVE_LOG_LEVEL": "runtime.log_level",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "runtime.trace_endpoint",
+    "OTEL_SERVICE_NAME": "runtime.trace_service",
     "JAXSERVE_COORDINATOR": "hosts.coordinator",
     "JAXSERVE_NUM_PROCESSES": "hosts.num_processes",
     "JAXSERVE_PROCESS_ID": "hosts.process_id",
 }
-_PATHS = ("model.path", "model.tokenizer", "runtime.compile_cache")
+_PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "runtime.compile_cache",
+    "serve.http.api_keys_file",
+    "serve.grpc.tls_cert",
+    "serve.grpc.tls_key",
+    "serve.grpc.tls_client_ca",
+    "serve.grpc.tokens_file",
+    "route.tls_ca",
+    "route.tls_cert",
+    "route.tls_key",
+    "route.token_file",
+)
 _NOT_A_PATH = "demo"  # names the model inside the package, wherever a model path is taken
 
 

@@ -20,6 +20,9 @@ class ModelConfig(Section):
 
     path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
     tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
+    encode_cache_bytes: int = pydantic.Field(
+        default=2**25, ge=0, description="Bytes of encodings of recent texts that are kept for their next use; 0: none."
+    )
     skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
     name: str | None = pydantic.Field(
         default=None, description="Name in the log and of LLM.model_name; default: the directory's."
@@ -71,6 +74,9 @@ class SchedConfig(Section):
     )
     max_waiting: int = pydantic.Field(
         default=4096, ge=1, description="Requests that may wait before new ones are refused."
+    )
+    max_waiting_tokens: int = pydantic.Field(
+        default=2**22, ge=1, description="Tokens of prompts that may wait before new requests are refused."
     )
     ageing_s: float = pydantic.Field(
         default=10.0, gt=0, description="priority policy: seconds of waiting that are worth one priority level."
@@ -151,6 +157,23 @@ class RuntimeConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         default="info", description="Least severity of the lines logged on stderr."
     )
+    log_format: Literal["text", "json"] = pydantic.Field(
+        default="text", description="Lines for people, or one JSON object a line for collectors of logs."
+    )
+    log_requests: bool = pydantic.Field(
+        default=False, description="Log a line for each request that ends: its id, counts and times."
+    )
+    log_prompts: bool = pydantic.Field(
+        default=False, description="Add the ids of the prompt to that line. Prompts are never logged otherwise."
+    )
+    trace_endpoint: str | None = pydantic.Field(
+        default=None,
+        description="URL of an OpenTelemetry collector (OTLP over gRPC) that gets a span for each request; extra otel.",
+    )
+    trace_service: str = pydantic.Field(default="jaxserve", description="service.name of those spans.")
+    trace_ratio: float = pydantic.Field(
+        default=1.0, ge=0, le=1, description="Share of requests that are traced, of those whose caller does not say."
+    )
 
 
 class GrpcConfig(Section):
@@ -159,13 +182,62 @@ class GrpcConfig(Section):
     port: int | None = pydantic.Field(
         default=None, ge=0, le=65535, description="0 takes a free port; null: no gRPC service."
     )
+    tls_cert: str | None = pydantic.Field(
+        default=None,
+        description="PEM file of the server's certificate and those between it and its root; null: no TLS.",
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_client_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
+    )
+    tokens_file: str | None = pydantic.Field(
+        default=None, description="File of bearer tokens, one a line; every method but health needs one. Null: open."
+    )
+    max_message_bytes: int = pydantic.Field(
+        default=4 * 2**20, ge=1024, le=2**31 - 1, description="Bytes of a message that a client may send."
+    )
+    keepalive_s: float = pydantic.Field(
+        default=20.0, gt=0, description="Seconds of silence after which a client is asked whether it is there."
+    )
+    keepalive_timeout_s: float = pydantic.Field(
+        default=10.0, gt=0, description="Seconds that it may take to answer; then its requests end."
+    )
+    min_ping_interval_s: float = pydantic.Field(
+        default=5.0, gt=0, description="Seconds between pings of a client; one that asks more often is sent away."
+    )
 
 
 class HttpConfig(Section):
-    """The HTTP service."""
+    """The HTTP service: the API of OpenAI, and what operators ask."""
 
     port: int | None = pydantic.Field(
-        default=None, ge=0, le=65535, description="Must be null in this version, which has no HTTP service."
+        default=None, ge=0, le=65535, description="0 takes a free port; null: no HTTP service."
+    )
+    api_keys_file: str | None = pydantic.Field(
+        default=None, description="File of keys, one a line; every route but health then needs one. Null: open to all."
+    )
+    cors_origins: list[str] = pydantic.Field(
+        default=[], description="Origins of web pages that may call from a browser; '*' is all, [] is none."
+    )
+    max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1, description="Bytes of a request's body.")
+    header_timeout_s: float = pydantic.Field(
+        default=10.0, gt=0, description="Seconds in which the headers of a request must arrive."
+    )
+    body_timeout_s: float = pydantic.Field(
+        default=30.0, gt=0, description="Seconds in which the body of a request must arrive."
+    )
+    request_timeout_s: float = pydantic.Field(
+        default=600.0, gt=0, description="Seconds in which an answer must be complete; then it ends with an error."
+    )
+    tool_parser: Literal["auto", "hermes", "llama3"] = pydantic.Field(
+        default="auto", description="How the model writes tool calls; auto: judged by its chat template."
+    )
+    refuse_special_text: bool = pydantic.Field(
+        default=True, description="Refuse chat messages that spell a special token, with which turns can be forged."
+    )
+    web_page: bool = pydantic.Field(default=True, description="Serve the page at / and its live view of the engine.")
+    profile_dir: str | None = pydantic.Field(
+        default=None, description="Directory for profiles of POST /debug/profile; null: profiling is off."
     )
 
 
@@ -173,9 +245,14 @@ class ServeConfig(Section):
     """Front doors."""
 
     host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
+    encode_threads: int = pydantic.Field(
+        default=2, ge=1, description="Threads that encode prompts, so that long ones do not hold up streams."
+    )
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     stall_s: float = pydantic.Field(
-        default=60.0, gt=0, description="Seconds for which a step may take before the health service 'live' turns red."
+        default=60.0,
+        gt=0,
+        description="Seconds that a step may take; then health turns red and running requests end with an error.",
     )
     grpc: GrpcConfig = GrpcConfig()
     http: HttpConfig = HttpConfig()
@@ -209,6 +286,19 @@ class RouteConfig(Section):
     )
     dns_interval_s: float = pydantic.Field(
         default=5.0, gt=0, description="`jaxserve route`: seconds between looks at the addresses of a dns:/// name."
+    )
+    tls_ca: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: PEM file of the servers' authorities; null: they have no TLS."
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: PEM file of the certificate shown to servers that ask for one."
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="`jaxserve route`: PEM file of its key.")
+    tls_name: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: name in the servers' certificates; default: that of the address."
+    )
+    token_file: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: file whose first line is the bearer token for the servers."
     )
 
 

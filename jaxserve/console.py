@@ -14,20 +14,25 @@ import rich.logging
 import rich.progress
 import rich.text
 
+from jaxserve.config_schema import RuntimeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.offline import Counts, Result
 from jaxserve.offline.jsonl import Entry
+from jaxserve.telemetry.logs import JsonFormatter
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.1
 
 
-def set_up_logging(level: str) -> None:
-    """Shows what the package logs at `level` or above. For programs; a library leaves logging to its user."""
+def set_up_logging(config: RuntimeConfig) -> None:
+    """Shows what the package logs, as `config` says. For programs; a library leaves logging to its user."""
     console = rich.console.Console(stderr=True)
     handler: logging.Handler
-    if console.is_terminal:
+    if config.log_format == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+    elif console.is_terminal:
         handler = rich.logging.RichHandler(console=console, show_path=False, markup=False)
         handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
     else:  # a file or a journal: whole lines, whatever their length
@@ -35,7 +40,7 @@ def set_up_logging(level: str) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("jaxserve")
     logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
+    logger.setLevel(config.log_level.upper())
     logger.propagate = False
 
 

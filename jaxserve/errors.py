@@ -14,6 +14,7 @@ class Status(enum.StrEnum):
     """What kind of refusal this is, independent of any protocol."""
 
     INVALID = "invalid"  # the request itself is wrong; sending it again cannot help
+    UNAUTHENTICATED = "unauthenticated"  # no credential, or one that is not known
     OVERLOADED = "overloaded"  # try again later
     UNAVAILABLE = "unavailable"  # the engine is stopping or dead
     DEADLINE = "deadline"
@@ -65,9 +66,28 @@ class RequestRejected(InvalidRequest):
 
 
 class QueueFull(UserError):
-    """The waiting queue is at its limit; nothing was accepted."""
+    """The waiting queue is at its limit; nothing was accepted.
+
+    `retry_after_s`: seconds after which there may be room, an estimate; None when nothing is known.
+    """
 
     status = Status.OVERLOADED
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unauthenticated(UserError):
+    """The caller gave no token, or one that this server does not know."""
+
+    status = Status.UNAUTHENTICATED
+
+
+class DeadlineExceeded(UserError):
+    """A request did not end within the time that its sender gave it."""
+
+    status = Status.DEADLINE
 
 
 class EngineStopped(JaxserveError):

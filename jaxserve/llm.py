@@ -10,11 +10,13 @@ from typing import Any
 
 from jaxserve.api import SamplingParams
 from jaxserve.console import BatchBar
-from jaxserve.engine import Prompt
+from jaxserve.engine import Prompt, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.front_door import FrontDoor
 from jaxserve.offline import (
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Job,
     Logprob,
     RequestMetrics,
@@ -25,7 +27,15 @@ from jaxserve.offline import (
     run_jobs,
 )
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+]
 
 Message = Mapping[str, Any]
 
@@ -113,6 +123,38 @@ class LLM(FrontDoor):
                 raise _numbered(error, "conversations", index, len(conversations)) from error
             jobs.append(job)
         return self._run(jobs, "conversations", use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeds prompts; returns one output per prompt, in their order: `output.outputs.embedding`.
+
+        An embedding is the mean of the final hidden states of the prompt's tokens, of Euclidean length 1. `prompts` as
+        in `generate`; `truncate_prompt_tokens` keeps the last that many tokens of each. Errors as in `generate`.
+        """
+        batch: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
+        sampling = pooling_params(truncate_prompt_tokens)
+        jobs = []
+        for index, prompt in enumerate(batch):
+            try:
+                jobs.append(prepare_job(self._engine, prompt, sampling, pooling=True))
+            except JaxserveError as error:
+                raise _numbered(error, "prompts", index, len(batch)) from error
+        outputs = []
+        for result in self._run(jobs, "prompts", use_tqdm):
+            assert result.embedding is not None, result.request_id
+            outputs.append(
+                EmbeddingRequestOutput(
+                    request_id=result.request_id,
+                    prompt_token_ids=result.prompt_token_ids,
+                    outputs=EmbeddingOutput(embedding=result.embedding),
+                )
+            )
+        return outputs
 
     def _sampling_for(
         self, count: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None

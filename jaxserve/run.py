@@ -53,7 +53,7 @@ def run_command(
 ) -> int:
     """Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."""
     resolved = load_config(config, set_ or ())
-    set_up_logging(resolved.config.runtime.log_level)
+    set_up_logging(resolved.config.runtime)
     if resolved.config.hosts.coordinator is not None and resolved.config.hosts.process_id > 0:
         return _attend(resolved)  # the same command on every host: prompts and ports are for process 0
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -73,6 +73,7 @@ def run_command(
 
 def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
     from jaxserve.serve.service import check_serve_config, serve_forever  # gRPC: not needed for prompts
+    from jaxserve.telemetry import observe_requests
 
     serve = resolved.config.serve
     if offline_flags:
@@ -84,7 +85,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
             "such as --set serve.grpc.port=8500"
         )
     check_serve_config(serve)
-    with _built(resolved) as (engine, _):
+    with _built(resolved) as (engine, _), observe_requests(engine, resolved.config.runtime):
         return serve_forever(engine, serve)
 
 

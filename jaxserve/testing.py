@@ -17,64 +17,10 @@ from typing import Literal
 from jaxserve.api import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent, TokenLogprobs
 from jaxserve.errors import MissingBucket
 from jaxserve.sched.base import InFlight, Runner, Scheduler
-from jaxserve.sched.plan import DUMMY_PAGE, Bucket, Chunk, Limits, RowSetup, StepPlan, StepResult
+from jaxserve.sched.plan import DUMMY_PAGE, Bucket, Chunk, Limits, RowMask, RowSetup, StepPlan, StepResult
+from jaxserve.testing_parts import ByteTokenizer, ManualClock
 
 __all__ = ["ByteTokenizer", "FakeRunner", "ManualClock", "Output", "drive", "make_limits", "make_request"]
-
-
-class ManualClock:
-    """Time that passes when a test says so."""
-
-    def __init__(self, now_s: float = 0.0) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        assert seconds >= 0, seconds
-        self.now_s += seconds
-
-
-class ByteTokenizer:
-    """UTF-8 bytes are ids 0..255; then begin, end and a chat tag. Implements the protocol of `jaxserve.text`."""
-
-    vocab_size = 259
-    bos_token_id = 256
-    eos_token_id = 257
-    chat_token_id = 258
-    special_ids = frozenset({256, 257, 258})
-    chat_template: str | None = (
-        "{% for m in messages %}<|chat|>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|chat|>assistant: {% endif %}"
-    )
-    _names: Mapping[int, str] = {256: "<s>", 257: "</s>", 258: "<|chat|>"}
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of `text`, after the begin token. Names of special tokens in the text become their ids."""
-        ids = [self.bos_token_id] if add_special_tokens else []
-        while text:
-            hits = [(text.find(name), token_id, name) for token_id, name in self._names.items() if name in text]
-            start, token_id, name = min(hits, default=(len(text), -1, ""))
-            ids += text[:start].encode()
-            if token_id >= 0:
-                ids.append(token_id)
-            text = text[start + len(name) :]
-        return ids
-
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; incomplete or wrong UTF-8 becomes U+FFFD."""
-        parts: list[bytes] = []
-        for token_id in ids:
-            if token_id < 256:
-                parts.append(bytes([token_id]))
-            elif token_id < self.vocab_size and not skip_special_tokens:
-                parts.append(self._names[token_id].encode())
-        return b"".join(parts).decode(errors="replace")
-
-    def token_text(self, token_id: int) -> str:
-        """Text of one id, specials spelled out."""
-        return self.decode((token_id,), skip_special_tokens=False)
 
 
 def make_limits(
@@ -134,7 +80,7 @@ def make_request(
 class _Row:
     """State of a row that a device would keep. Mutated only by `FakeRunner`."""
 
-    __slots__ = ("known", "last_token", "length", "page_ids", "setup")
+    __slots__ = ("known", "last_token", "length", "mask", "page_ids", "setup")
 
     def __init__(self, setup: RowSetup) -> None:
         self.setup = setup
@@ -142,6 +88,7 @@ class _Row:
         self.page_ids: list[int] = []
         self.length = -1  # tokens in the pages; unknown until the first chunk says where it starts
         self.last_token: int | None = None
+        self.mask: RowMask | None = None  # of this step
 
 
 class _Done:
@@ -240,7 +187,7 @@ class FakeRunner:
         for setup in plan.setups:
             assert 0 <= setup.row < self._limits.max_rows, setup.row
             assert setup.row not in self._rows, f"row {setup.row} is given away while it has an owner"
-            assert setup.prompt_len <= len(setup.token_ids) < self._limits.max_model_len, setup
+            assert setup.prompt_len <= len(setup.token_ids) <= self._limits.max_model_len, setup
             self._rows[setup.row] = _Row(setup)
         for grant in plan.grants:
             row = self._rows[grant.row]
@@ -252,6 +199,10 @@ class FakeRunner:
         targets = {copy.target for copy in plan.copies}
         assert not targets & {copy.source for copy in plan.copies}, plan.copies
         assert len(targets) == len(plan.copies), plan.copies
+        masks = {mask.row: mask for mask in plan.masks}
+        assert masks.keys() <= set(plan.sampled_rows), plan
+        for number, row in self._rows.items():
+            row.mask = masks.get(number)
         for copy in plan.copies:
             assert self._num_users[copy.target] == 1, f"{copy} writes a page of {self._num_users[copy.target]} rows"
             self._pages[copy.target] = list(self._pages[copy.source])
@@ -278,8 +229,13 @@ class FakeRunner:
                 logprobs.append(self._logprobs(self._rows[number]))
         asked = any(entry is not None for entry in logprobs)
         prompt = {c.row: self._prompt_logprobs(c) for c in plan.chunks if c.prompt_logprobs}
+        # The hidden state of token t at position p is (t, p, 1).
+        sums = {c.row: _hidden_sum(c) for c in plan.chunks if c.pool}
         return StepResult(
-            token_ids=tokens, logprobs=logprobs if asked else None, prompt_logprobs=prompt if prompt else None
+            token_ids=tokens,
+            logprobs=logprobs if asked else None,
+            prompt_logprobs=prompt if prompt else None,
+            hidden_sums=sums if sums else None,
         )
 
     def _start(self, chunk: Chunk) -> list[int]:
@@ -294,7 +250,7 @@ class FakeRunner:
         assert chunk.start == row.length, f"{chunk} starts at {chunk.start}, the pages hold {row.length}"
         end = chunk.start + len(chunk.token_ids)
         assert chunk.token_ids == known[chunk.start : end], f"{chunk} differs from its setup {known}"
-        assert chunk.sample == (end == len(known)), f"{chunk} of {len(known)} known tokens"
+        assert chunk.sample == (end == len(known) and not chunk.pool), f"{chunk} of {len(known)} known tokens"
         return list(chunk.token_ids)
 
     def _write(self, row: _Row, token_id: int) -> None:
@@ -324,6 +280,9 @@ class FakeRunner:
         token = self._forced.get((setup.request_id, setup.index), {}).get(num_outputs, token)
         while num_outputs < setup.sampling.min_tokens and token in setup.stop_token_ids:
             token = (token + 1) % self.vocab_size
+        assert (row.mask is None) == (setup.sampling.structured is None), f"{setup.request_id} has a wrong mask"
+        if row.mask is not None:
+            token = next(t for t in (*range(token, 8 * len(row.mask.mask)), *range(token)) if row.mask.allows(t))
         row.known.append(token)
         row.last_token = token
         return token
@@ -347,6 +306,11 @@ class FakeRunner:
         return TokenLogprobs(token_id, -0.5, 1, top, tuple(-0.5 - i for i in range(count)))
 
 
+def _hidden_sum(chunk: Chunk) -> list[float]:
+    positions = range(chunk.start, chunk.start + len(chunk.token_ids))
+    return [float(sum(chunk.token_ids)), float(sum(positions)), float(len(positions))]
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Output:
     """What one sequence produced. Mutated only by `drive`."""
@@ -360,7 +324,8 @@ class Output:
         assert self.finish_reason is None, f"an event after the end: {event}"
         assert (event.prompt is not None) == (not self.token_ids), f"prompt info belongs to the first token: {event}"
         self.prompt = event.prompt or self.prompt
-        self.token_ids.append(event.token_id)
+        if event.token_id >= 0:
+            self.token_ids.append(event.token_id)
         self.logprobs.append(event.logprobs)
         self.finish_reason = event.finish_reason
 

@@ -105,7 +105,12 @@ def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load_config(environ={"JAXSERVE_CACHE_NUM_PAGES": "3"}).config == load_config(environ={}).config
     with pytest.raises(ConfigError, match="environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'.*one of debug"):
         load_config(environ={"JAXSERVE_LOG_LEVEL": "loud"})
-    values = {"JAXSERVE_LOG_LEVEL": "error", "JAXSERVE_NUM_PROCESSES": "2", "JAXSERVE_PROCESS_ID": "1"}
+    values = {
+        "JAXSERVE_LOG_LEVEL": "error",
+        "JAXSERVE_NUM_PROCESSES": "2",
+        "JAXSERVE_PROCESS_ID": "1",
+        "OTEL_SERVICE_NAME": "x",
+    }
     for variable, name in ENVIRONMENT.items():
         monkeypatch.setenv(variable, values.get(variable, "null"))
         assert load_config().sources[name] == f"environment {variable}"

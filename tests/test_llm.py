@@ -290,7 +290,8 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "path": str(tmp_path), "tokenizer": str(tmp_path / "t"), "skip_tokenizer": True, "name": "n",
         "dtype": config.cache.dtype, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
         "memory_fraction": 0.5, "prefix_caching": False, "policy": "fcfs", "max_rows": 4, "max_step_tokens": 16,
-        "chunked_prefill": False, "max_waiting": 4096, "ageing_s": 10.0,
+        "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
+        "encode_cache_bytes": 2**25,
     }  # fmt: skip
     assert config.model.dtype == "bfloat16"
     with pytest.raises(ConfigError, match="model.dtype is 'half', but must be one of auto"):

@@ -255,7 +255,6 @@ def test_results_survive_a_config_that_cannot_load(call: Call, fakes: Fakes, tmp
         (["--prompt", "a", "--output", "/no/such/file"], "cannot open /no/such/file"),
         (["--prompt", "a", "--config", "/no/such.yaml"], "cannot read the config file /no/such.yaml"),
         (["--prompt", "a", "--set", "cache.num_page=1"], "did you mean 'cache.num_pages'"),
-        (["--set", "serve.http.port=0"], "HTTP"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_before_anything_is_loaded(call: Call, fakes: Fakes, arguments, fragment) -> None:

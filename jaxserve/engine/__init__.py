@@ -23,11 +23,13 @@ Several replicas in one process are an `EngineGroup`: each is an `Engine` with a
 own, and front doors see one `AnyEngine`. A replica that dies gives its unanswered requests to the others.
 """
 
-from jaxserve.engine.base import AnyEngine
+from jaxserve.engine.base import AnyEngine, Load
+from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_echo, prepare_request
 from jaxserve.engine.outputs import Sink, Update
 from jaxserve.engine.replicas import EngineGroup
+from jaxserve.engine.stats import EngineStats, RequestStats, RequestTimes
 from jaxserve.engine.streams import AsyncEngine
 
 __all__ = [
@@ -35,10 +37,16 @@ __all__ = [
     "AsyncEngine",
     "Engine",
     "EngineGroup",
+    "EngineStats",
+    "Load",
     "ModelInfo",
     "Prompt",
+    "RequestStats",
+    "RequestTimes",
     "Sink",
     "Update",
     "check_echo",
+    "embedding_of",
+    "pooling_params",
     "prepare_request",
 ]

@@ -4,13 +4,30 @@ Owns the protocol that one engine and a group of replicas both keep. Holds no co
 know how many devices, loops and schedulers are behind it.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink
+from jaxserve.engine.stats import EngineStats
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
+
+
+class Load(NamedTuple):
+    """How busy an engine is, roughly: its loop goes on while this is read.
+
+    Attributes:
+      num_running, num_waiting: requests with and without their first token.
+      num_waiting_tokens: of the prompts that wait.
+      max_waiting, max_waiting_tokens: above these, requests are refused.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    max_waiting: int
+    max_waiting_tokens: int
 
 
 class AnyEngine(Protocol):
@@ -38,6 +55,11 @@ class AnyEngine(Protocol):
         ...
 
     @property
+    def stats(self) -> tuple[EngineStats, ...]:
+        """What each loop did, one for each replica."""
+        ...
+
+    @property
     def num_live(self) -> int:
         """Requests that have been taken and have not ended."""
         ...
@@ -45,6 +67,11 @@ class AnyEngine(Protocol):
     @property
     def num_unstarted(self) -> int:
         """Requests that have no token yet."""
+        ...
+
+    @property
+    def load(self) -> "Load":
+        """How busy it is."""
         ...
 
     def prepare(
@@ -57,6 +84,9 @@ class AnyEngine(Protocol):
         cache_salt: str = "",
         tenant: str = "",
         add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        pooling: bool = False,
     ) -> Request:
         """Encodes and checks; see `Engine.prepare`."""
         ...

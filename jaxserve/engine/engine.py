@@ -6,6 +6,7 @@ runner's) and protocols (serve's).
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -13,9 +14,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
+from jaxserve.engine.base import Load
+from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
 from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
 from jaxserve.engine.outputs import LiveRequest, Sink
-from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.engine.stats import EngineStats, RequestTimes
+from jaxserve.engine.structured import Grammars, RowMasks
+from jaxserve.engine.waiting import Waiting, deadline_error
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 from jaxserve.sched import uses_priority
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.plan import StepPlan
@@ -25,25 +31,6 @@ from jaxserve.text.chat import ChatTemplate
 logger = logging.getLogger(__name__)
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of successive requests walk through all of 2**64
-
-
-class _Submit(NamedTuple):
-    request: Request
-    sink: Sink
-    echo: bool
-
-
-class _Abort(NamedTuple):
-    request_id: str
-    request: Request | None  # None: whichever request has the id
-
-
-class _Wake(NamedTuple):
-    """Makes the loop look at its flags."""
-
-
-class _Interrupt(NamedTuple):
-    error: BaseException
 
 
 class _Launched(NamedTuple):
@@ -67,6 +54,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         model: ModelInfo,
         max_waiting: int = 4096,
+        max_waiting_tokens: int = 2**22,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,15 +64,17 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._uses_priority = uses_priority(scheduler)
-        self._max_waiting = max_waiting
+        self._waiting = Waiting(max_waiting, max_waiting_tokens, clock)
         self._seed = seed
         self._clock = clock
+        self._stats = EngineStats(scheduler, runner.limits, clock)
+        self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
+        self._masks = RowMasks()
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Wake | _Interrupt] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
-        self._num_unstarted = 0
-        self._num_submitted = 0  # in the inbox, not yet taken
+        self._next_deadline_s = math.inf  # no live request has an earlier one
         # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
         self._gate = threading.Lock()
         self._launched: _Launched | None = None
@@ -107,8 +97,11 @@ class Engine:
         cache_salt: str = "",
         tenant: str = "",
         add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        pooling: bool = False,
     ) -> Request:
-        """Encodes and checks; takes as long as encoding takes. Raises the errors of `prepare_request`."""
+        """Encodes, compiles a grammar, checks; takes as long as that takes. Raises the errors of `prepare_request`."""
         number = next(self._numbers)
         return prepare_request(
             prompt,
@@ -123,6 +116,10 @@ class Engine:
             cache_salt=cache_salt,
             tenant=tenant,
             add_special_tokens=add_special_tokens,
+            timeout_s=timeout_s,
+            traceparent=traceparent,
+            pooling=pooling,
+            grammars=self._grammars,
         )
 
     def chat_template(self, source: str | None = None) -> ChatTemplate:
@@ -150,16 +147,11 @@ class Engine:
         with self._gate:
             if not self.accepting:
                 raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
-            waiting = self.num_unstarted
-            if waiting >= self._max_waiting and not accepted:
-                raise QueueFull(
-                    f"{waiting} requests are waiting; sched.max_waiting is {self._max_waiting}; try again later"
-                )
-            self._num_submitted += 1
+            self._waiting.enter(request, bounded=not accepted)
             if self._idle.is_set():
                 self._turned_s = self._clock()
             self._idle.clear()
-            self._inbox.put(_Submit(request, sink, echo))
+            self._inbox.put(Submit(request, sink, echo, self._clock()))
 
     def abort(self, request: str | Request) -> None:
         """Ends a request; its pages are free at the next step. Unknown ones are ignored (it may just have ended).
@@ -167,23 +159,33 @@ class Engine:
         By id, or by the request itself, which leaves another request of the same id alone.
         """
         if isinstance(request, Request):
-            self._inbox.put(_Abort(request.request_id, request))
+            self._inbox.put(Abort(request.request_id, request))
         else:
-            self._inbox.put(_Abort(request, None))
+            self._inbox.put(Abort(request, None))
 
     def interrupt(self, error: BaseException) -> None:
         """Ends the loop with `error` at its next turn, asleep or not, as if its device had raised it. Any thread."""
-        self._inbox.put(_Interrupt(error))
+        self._inbox.put(Interrupt(error))
+
+    @property
+    def stats(self) -> tuple[EngineStats, ...]:
+        """What the loop did, for observers."""
+        return (self._stats,)
 
     @property
     def num_unstarted(self) -> int:
         """Requests that have no token yet, those in the inbox included. Exact between steps."""
-        return self._num_unstarted + self._num_submitted
+        return self._waiting.num_requests
 
     @property
     def num_live(self) -> int:
         """Requests that the loop has taken and that have not ended."""
         return len(self._live)
+
+    @property
+    def load(self) -> Load:
+        """See `Load`."""
+        return self._waiting.load(self.num_live)
 
     @property
     def accepting(self) -> bool:
@@ -203,11 +205,17 @@ class Engine:
         """One turn: launch the next step, then finish the one before. False when there is nothing to do."""
         self._turned_s = self._clock()
         self._drain_inbox()
-        plan = self._scheduler.schedule()
+        if self._turned_s >= self._next_deadline_s:
+            self._end_late(self._turned_s)
+        stats = self._stats
+        stats.start_turn()
+        plan = self._masks.put(self._scheduler.schedule(), self._live)
+        stats.note_plan(plan, self._live)
         launched = _Launched(plan, self._runner.dispatch(plan)) if plan is not None else None
+        stats.add_time("dispatch")
         previous, self._launched = self._launched, launched
         if previous is not None:
-            self._emit(self._scheduler.commit(previous.plan, previous.handle.result()))
+            self._commit(previous)
         elif launched is None:
             assert not self._scheduler.has_work(), "nothing is in flight, work is left, and the scheduler plans nothing"
             return False
@@ -233,7 +241,7 @@ class Engine:
         """Refuses new requests and waits for the live ones. True when all ended in time."""
         with self._gate:
             self._accepting = False
-        self._inbox.put(_Wake())
+        self._inbox.put(Wake())
         return self._idle.wait(timeout_s)
 
     def stop(self) -> None:
@@ -241,7 +249,7 @@ class Engine:
         with self._gate:
             self._accepting = False
         self._stop_now.set()
-        self._inbox.put(_Wake())
+        self._inbox.put(Wake())
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -281,83 +289,104 @@ class Engine:
     def _finish_flight(self) -> None:
         previous, self._launched = self._launched, None
         if previous is not None:
-            self._emit(self._scheduler.commit(previous.plan, previous.handle.result()))
+            self._commit(previous)
+
+    def _commit(self, step: _Launched) -> None:
+        result = step.handle.result()
+        self._stats.note_result()
+        events = self._scheduler.commit(step.plan, result)
+        self._emit(events)
+        self._stats.note_commit(step.plan, len(events))
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
         ending = list(self._live.items())
         while not self._inbox.empty():
             command = self._inbox.get()
-            if isinstance(command, _Submit):
+            if isinstance(command, Submit):
                 ending.append((command.request.request_id, self._make_silent(command)))
         for request_id, live in ending:
             if self.failure is None:
                 self._scheduler.abort(request_id)
-            _tell(live.fail, error, reason)
+            live.fail(error, reason)
         self._live.clear()
-        self._num_unstarted = self._num_submitted = 0
+        self._waiting.clear()
         self._idle.set()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, command: "_Submit | _Abort | _Wake | _Interrupt") -> None:
-        if isinstance(command, _Submit):
+    def _take(self, command: Command) -> None:
+        if isinstance(command, Submit):
             self._add(command)
-        elif isinstance(command, _Interrupt):
+        elif isinstance(command, Interrupt):
             raise command.error
-        elif isinstance(command, _Abort):
+        elif isinstance(command, Abort):
             live = self._live.get(command.request_id)
             if live is not None and command.request in (None, live.request):
-                del self._live[command.request_id]
-                self._scheduler.abort(command.request_id)
-                self._num_unstarted -= not live.started
-                _tell(live.fail, None, FinishReason.ABORT)
+                self._end(live, None, FinishReason.ABORT)
 
-    def _make_live(self, command: _Submit) -> LiveRequest:
-        return LiveRequest(command.request, command.sink, self.tokenizer, self.model.eos_token_ids, command.echo)
+    def _end(self, live: LiveRequest, error: JaxserveError | None, reason: FinishReason) -> None:
+        request = live.request
+        del self._live[request.request_id]
+        self._scheduler.abort(request.request_id)
+        if not live.started:
+            self._waiting.leave(request, started=False)
+        live.fail(error, reason)
 
-    def _make_silent(self, command: _Submit) -> LiveRequest:
+    def _end_late(self, now_s: float) -> None:
+        """Ends what has passed its deadline. Looks at every live request, so only when one of them may have."""
+        for live in [one for one in self._live.values() if one.request.deadline_s <= now_s]:
+            self._end(live, deadline_error(live.request, live.started), FinishReason.ERROR)
+        self._next_deadline_s = min((one.request.deadline_s for one in self._live.values()), default=math.inf)
+
+    def _make_silent(self, command: Submit) -> LiveRequest:
         """One that will produce no text: all it can do is tell its client that it ended."""
-        return LiveRequest(command.request, command.sink, None, self.model.eos_token_ids, False)
+        return self._make(command, None, False)
 
-    def _add(self, command: _Submit) -> None:
-        with self._gate:
-            self._num_submitted -= 1
+    def _make(self, command: Submit, tokenizer: Tokenizer | None, echo: bool) -> LiveRequest:
+        request, times = command.request, RequestTimes(command.request, command.submitted_s)
+        eos_token_ids = self.model.eos_token_ids
+        return LiveRequest(request, command.sink, tokenizer, eos_token_ids, echo, stats=self._stats, times=times)
+
+    def _add(self, command: Submit) -> None:
+        refused = self._try_add(command)
+        self._waiting.take()
+        if refused is not None:
+            self._waiting.leave(command.request, started=False)
+            self._make_silent(command).fail(refused)
+
+    def _try_add(self, command: Submit) -> JaxserveError | None:
+        """None when the scheduler has taken it, else why not."""
         request_id = command.request.request_id
         try:
-            live = self._make_live(command)
+            live = self._make(command, self.tokenizer, command.echo)
         except Exception as error:  # a defect of the tokenizer costs the request that met it
             logger.exception("request %s failed", request_id)
-            reason = JaxserveError(f"the prompt could not be decoded: {error!r}")
-            _tell(self._make_silent(command).fail, reason, FinishReason.ERROR)
-            return
+            return JaxserveError(f"the prompt could not be decoded: {error!r}")
         if request_id in self._live:
-            _tell(
-                live.fail,
-                InvalidRequest(f"a request with id {request_id!r} is live already; choose another"),
-                FinishReason.ERROR,
-            )
-            return
+            return InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
         try:
             self._scheduler.add(command.request)
         except JaxserveError as error:
-            _tell(live.fail, error, FinishReason.ERROR)
-            return
+            return error
         self._live[request_id] = live
-        self._num_unstarted += 1
+        self._next_deadline_s = min(self._next_deadline_s, command.request.deadline_s)
+        return None
 
     def _emit(self, events: list[TokenEvent]) -> None:
         for event in events:
             live = self._live.get(event.request_id)
             if live is None:
+                self._stats.dropped += 1
                 continue
             if not live.started:
                 live.started = True
-                self._num_unstarted -= 1
+                self._waiting.leave(live.request, started=True)
             try:
                 update = live.push(event)
                 if update is None:
+                    self._stats.dropped += 1
                     continue
                 if update.finish_reason is not None and event.finish_reason is None:
                     self._scheduler.abort(event.request_id, event.index)
@@ -365,16 +394,6 @@ class Engine:
             except Exception as error:  # a defect in one request's text or sink must not end the others
                 logger.exception("request %s failed", event.request_id)
                 self._scheduler.abort(event.request_id)
-                _tell(live.fail, JaxserveError(f"the output could not be processed: {error!r}"), FinishReason.ERROR)
+                live.fail(JaxserveError(f"the output could not be processed: {error!r}"))
             if live.done:
                 del self._live[event.request_id]
-
-
-def _tell(
-    fail: Callable[[JaxserveError | None, FinishReason], None], error: JaxserveError | None, reason: FinishReason
-):
-    """Reports an end to a client whose sink may itself be broken (a closed event loop, say)."""
-    try:
-        fail(error, reason)
-    except Exception:
-        logger.exception("a client could not be told that its request ended")

@@ -5,10 +5,12 @@ may run on any thread, since encoding a long prompt takes milliseconds that the 
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from jaxserve.api import Request, SamplingParams, check_request
+from jaxserve.engine.structured import Grammars
 from jaxserve.errors import InvalidRequest, PromptTooLong, UnsupportedOption
 from jaxserve.text.base import Tokenizer
 
@@ -57,21 +59,29 @@ def prepare_request(
     cache_salt: str = "",
     tenant: str = "",
     add_special_tokens: bool = True,
+    timeout_s: float | None = None,
+    traceparent: str = "",
+    pooling: bool = False,
+    grammars: Grammars | None = None,
 ) -> Request:
     """Builds the request that the scheduler gets. Pure.
 
     `seed` is used when `sampling.seed` is None. `uses_priority` False refuses a priority that nothing would read.
-    `add_special_tokens` False is for text that already has them, such as a rendered chat. Raises InvalidRequest,
-    PromptTooLong or UnsupportedOption.
+    `add_special_tokens` False is for text that already has them, such as a rendered chat. `timeout_s` counts from
+    `arrival_s`. `pooling` asks for an embedding of the prompt; `sampling` then only says how to truncate it. Raises
+    InvalidRequest, PromptTooLong or UnsupportedOption.
     """
+    grammars = Grammars(model.vocab_size, model.eos_token_ids) if grammars is None else grammars
     token_ids = _prompt_ids(prompt, tokenizer, add_special_tokens)
     if sampling.truncate_prompt_tokens is not None:
         token_ids = token_ids[-sampling.truncate_prompt_tokens :]
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token")
-    _check_ids(token_ids, model.vocab_size)
     _check_priority(priority, uses_priority)
-    max_tokens = _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
+    if pooling:
+        _check_pooling(len(token_ids), sampling, model)
+    max_tokens = 0 if pooling else _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
+    _check_ids(token_ids, model.vocab_size)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, but at most {max_tokens} tokens can be generated for a prompt of "
@@ -97,9 +107,27 @@ def prepare_request(
         priority=priority,
         cache_salt=cache_salt,
         tenant=tenant,
+        deadline_s=arrival_s + _check_timeout(timeout_s),
+        traceparent=traceparent,
+        grammar=grammars.compile(sampling, token_ids, tokenizer),
+        pooling=pooling,
     )
     check_request(request, model.vocab_size)
     return request
+
+
+def _check_pooling(prompt_len: int, sampling: SamplingParams, model: ModelInfo) -> None:
+    if prompt_len > model.max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {prompt_len} tokens, the model takes {model.max_model_len}; shorten it or set "
+            "truncate_prompt_tokens"
+        )
+    if sampling.n != 1 or any(
+        o is not None for o in (sampling.structured, sampling.logprobs, sampling.prompt_logprobs)
+    ):
+        raise InvalidRequest(
+            "an embedding generates nothing, so n, structured, logprobs and prompt_logprobs must be left out"
+        )
 
 
 def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
@@ -143,6 +171,8 @@ def _valid_text(text: str) -> str:
 
 
 def _check_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if min(token_ids) >= 0 and max(token_ids) < vocab_size:  # a loop over a long prompt would hold up other threads
+        return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is outside the vocabulary; ids are 0..{vocab_size - 1}")
@@ -157,6 +187,14 @@ def _check_priority(priority: int, uses_priority: bool) -> None:
         raise InvalidRequest(
             f"priority is {priority}, which this engine's policy ignores: priority needs sched.policy: priority"
         )
+
+
+def _check_timeout(timeout_s: float | None) -> float:
+    if timeout_s is None:
+        return math.inf
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise InvalidRequest(f"timeout_s is {timeout_s!r}, but must be more than 0 seconds, or null for no limit")
+    return timeout_s
 
 
 def check_echo(request: Request, tokenizer: Tokenizer | None) -> None:

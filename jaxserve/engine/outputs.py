@@ -4,13 +4,17 @@ Owns the per-request text state. Refuses to decide who runs; the only thing it t
 string ended a sequence. Used by the loop thread alone.
 """
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
-from jaxserve.errors import JaxserveError
+from jaxserve.engine.stats import EngineStats, RequestTimes
+from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
@@ -47,22 +51,43 @@ Sink = Callable[[Update], None]
 class _LiveSequence:
     """Text state of one sequence. Mutated by its LiveRequest only."""
 
-    __slots__ = ("detokenizer", "done", "num_tokens")
+    __slots__ = ("detokenizer", "done", "first_s", "last_s", "num_tokens")
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self.detokenizer = detokenizer
         self.num_tokens = 0
+        self.first_s = self.last_s = -1.0  # when its tokens came; see `SequenceTimes`
         self.done = False
 
 
 class LiveRequest:
     """One accepted request on its way. Mutated by the loop thread only."""
 
-    __slots__ = ("_eos_token_ids", "_sequences", "echo_text", "request", "sink", "started")
+    __slots__ = (
+        "_eos_token_ids",
+        "_sequences",
+        "_stats",
+        "echo_text",
+        "matchers",
+        "request",
+        "sink",
+        "started",
+        "times",
+    )
 
     def __init__(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...], echo: bool
+        self,
+        request: Request,
+        sink: Sink,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        echo: bool,
+        *,
+        stats: EngineStats,
+        times: RequestTimes,
     ) -> None:
+        self._stats = stats
+        self.times = times
         self.request = request
         self.sink = sink
         self.started = False
@@ -74,6 +99,8 @@ class LiveRequest:
                 request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
         self._sequences = [_LiveSequence(_detokenizer(request, tokenizer)) for _ in range(sampling.n)]
+        grammar = request.grammar
+        self.matchers = () if grammar is None else tuple(grammar.start() for _ in self._sequences)
 
     @property
     def done(self) -> bool:
@@ -84,15 +111,32 @@ class LiveRequest:
         """Takes one token and returns the news, or None when the sequence has already ended.
 
         When a stop string ended the sequence the update says so while `event.finish_reason` did not: the caller then
-        tells the scheduler.
+        tells the scheduler. The same holds when its grammar cannot go on; then it ends with an error.
         """
         sequence = self._sequences[event.index]
         if sequence.done:  # a stop string ended it one step ago; the token in flight is dropped
             return None
+        stats = self._stats
+        if self.request.pooling:
+            sequence.done = True
+            stats.take_pooled(self.times, event.prompt)
+            stats.note_end(self.times, self._sequences, FinishReason.STOP)
+            return Update(event.request_id, 0, finish_reason=event.finish_reason, prompt=event.prompt, last=True)
+        if sequence.last_s != stats.previous_s:
+            stats.take(sequence, self.times, event.prompt)
+        sequence.last_s = stats.now_s
         first = sequence.num_tokens == 0
         sequence.num_tokens += 1
         text, finish_reason, stop_reason = self._read_text(sequence, event)
-        sequence.done = finish_reason is not None
+        error: InvalidRequest | None = None
+        if self.matchers and finish_reason is None and (error := self._accept(event)) is not None:
+            finish_reason = FinishReason.ERROR
+        last = False
+        if finish_reason is not None:
+            sequence.done = True
+            last = self.done
+            if last:
+                stats.note_end(self.times, self._sequences, finish_reason)
         return Update(
             event.request_id,
             event.index,
@@ -102,9 +146,16 @@ class LiveRequest:
             stop_reason,
             (event.logprobs,) if event.logprobs is not None else None,
             event.prompt,
-            None,
-            finish_reason is not None and self.done,
+            error,
+            last,
         )
+
+    def _accept(self, event: TokenEvent) -> InvalidRequest | None:
+        try:
+            self.matchers[event.index].accept(event.token_id)
+        except InvalidRequest as error:
+            return error
+        return None
 
     def _read_text(
         self, sequence: _LiveSequence, event: TokenEvent
@@ -128,14 +179,20 @@ class LiveRequest:
         return text, finish_reason, stop_reason
 
     def fail(self, error: JaxserveError | None, reason: FinishReason = FinishReason.ERROR) -> None:
-        """Ends every unfinished sequence with `reason` and tells the client."""
+        """Ends every unfinished sequence with `reason` and tells the client, whose sink may itself be broken."""
         open_sequences = [i for i, s in enumerate(self._sequences) if not s.done]
+        if not open_sequences:
+            return
         for i in open_sequences:
             self._sequences[i].done = True  # all of them first: the sink may raise
-        for i in open_sequences:
-            self.sink(
-                Update(self.request.request_id, i, finish_reason=reason, error=error, last=i == open_sequences[-1])
-            )
+        self._stats.note_end(self.times, self._sequences, reason)
+        try:
+            for i in open_sequences:
+                self.sink(
+                    Update(self.request.request_id, i, finish_reason=reason, error=error, last=i == open_sequences[-1])
+                )
+        except Exception:  # a closed event loop, say
+            logger.exception("a client could not be told that its request ended")
 
 
 def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:

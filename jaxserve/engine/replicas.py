@@ -15,9 +15,11 @@ import time
 from collections.abc import Sequence
 
 from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.engine.base import Load
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink, Update
+from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
 from jaxserve.routing import Balancer, PromptKey, Router, key_of_tokens
 from jaxserve.text.base import Tokenizer
@@ -99,6 +101,11 @@ class EngineGroup:
         return max(replica.stalled_s for replica in self._replicas)
 
     @property
+    def stats(self) -> tuple[EngineStats, ...]:
+        """What each replica's loop did."""
+        return tuple(stats for replica in self._replicas for stats in replica.stats)
+
+    @property
     def num_live(self) -> int:
         """Requests that the loops have taken and that have not ended."""
         return sum(replica.num_live for replica in self._replicas)
@@ -107,6 +114,12 @@ class EngineGroup:
     def num_unstarted(self) -> int:
         """Requests that have no token yet."""
         return sum(replica.num_unstarted for replica in self._replicas)
+
+    @property
+    def load(self) -> Load:
+        """Of the living replicas together."""
+        loads = [replica.load for replica in self._replicas if replica.failure is None]
+        return Load(*map(sum, zip(*loads, strict=True))) if loads else Load(0, 0, 0, 0, 0)
 
     def prepare(
         self,
@@ -118,6 +131,9 @@ class EngineGroup:
         cache_salt: str = "",
         tenant: str = "",
         add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        pooling: bool = False,
     ) -> Request:
         """See `Engine.prepare`. Numbers and seeds come from one counter, so they do not depend on the replicas."""
         return self._replicas[0].prepare(
@@ -128,6 +144,9 @@ class EngineGroup:
             cache_salt=cache_salt,
             tenant=tenant,
             add_special_tokens=add_special_tokens,
+            timeout_s=timeout_s,
+            traceparent=traceparent,
+            pooling=pooling,
         )
 
     def chat_template(self, source: str | None = None) -> ChatTemplate:

@@ -5,14 +5,17 @@ Owns the bridge between threads and an event loop. Refuses to know a protocol, o
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jaxserve.api import Request
 from jaxserve.engine.base import AnyEngine
+from jaxserve.engine.embedding import embedding_of, pooling_params
+from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
-from jaxserve.errors import EngineStopped
+from jaxserve.errors import EngineStopped, JaxserveError, QueueFull
 
 T = TypeVar("T")
 
@@ -24,15 +27,23 @@ class AsyncEngine:
         self.engine = engine
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
+        self._num_pending = 0
+        self._open: set[asyncio.Queue[Update]] = set()  # of running streams
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
 
-        Raises what `work` raises, and EngineStopped after `close`.
+        Raises what `work` raises, EngineStopped after `close`, and QueueFull when as much waits as may wait at all.
         """
         if self._closed:
             raise EngineStopped(f"no more requests are taken: {self.engine.failure or 'the engine is shutting down'}")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        if self._num_pending >= self.engine.load.max_waiting:
+            raise QueueFull(f"{self._num_pending} prompts wait to be encoded; try again later", retry_after_s=1.0)
+        self._num_pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_pending -= 1
 
     async def stream(self, request: Request, *, echo: bool = False) -> AsyncGenerator[Update, None]:
         """Submits a prepared request; yields updates until it has ended. Leaving early, or a cancel, aborts it.
@@ -43,6 +54,7 @@ class AsyncEngine:
         updates: asyncio.Queue[Update] = asyncio.Queue()
         self.engine.submit(request, lambda u: loop.call_soon_threadsafe(updates.put_nowait, u) and None, echo=echo)
         ended = False
+        self._open.add(updates)
         try:
             while not ended:
                 update = await updates.get()
@@ -51,8 +63,54 @@ class AsyncEngine:
                     raise update.error
                 yield update
         finally:
+            self._open.discard(updates)
             if not ended:
                 self.engine.abort(request)
+
+    def end_streams(self, error: JaxserveError) -> None:
+        """Every running stream raises `error`, and its request is aborted: for a loop that answers nobody any more."""
+        for updates in self._open:
+            updates.put_nowait(Update("", 0, error=error))
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[float]:
+        """The embedding of a prompt: the mean of its final hidden states, of Euclidean length 1. [D] numbers.
+
+        A cancel aborts it. Raises InvalidRequest and its kin for a prompt that cannot be taken, and what `stream`
+        raises.
+        """
+        sampling = pooling_params(truncate_prompt_tokens)
+        request = await self.run(
+            lambda: self.engine.prepare(
+                prompt,
+                sampling,
+                request_id=request_id,
+                priority=priority,
+                tenant=tenant,
+                add_special_tokens=add_special_tokens,
+                timeout_s=timeout_s,
+                pooling=True,
+            )
+        )
+        return await self.embed_request(request)
+
+    async def embed_request(self, request: Request) -> list[float]:
+        """The embedding of a request that was prepared with `pooling`; for doors that count its tokens first."""
+        assert request.pooling, request.request_id
+        async with contextlib.aclosing(self.stream(request)) as updates:
+            async for update in updates:
+                if update.prompt is not None:
+                    return embedding_of(update.prompt)
+        raise EngineStopped("the request was aborted before its prompt had run")
 
     def close(self) -> None:
         """Lets the threads go once they have done what they were given. The engine is left alone."""

@@ -20,6 +20,7 @@ from jaxserve.fleet.messages import Accepted, Refusal
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_service import generate_replies
 from jaxserve.serve.status import public_message, status_of
+from jaxserve.telemetry import observe_requests
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,11 @@ class EngineReplica:
     def __init__(self, resolved: ResolvedConfig) -> None:
         """Loads and compiles, which takes as long as it takes: Ray sends nothing here before it is done."""
         self._ending = contextlib.ExitStack()  # first of all, since Ray calls `__del__` on what failed to build too
-        set_up_logging(resolved.config.runtime.log_level)
+        set_up_logging(resolved.config.runtime)
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._engine = assemble(resolved).engine
-        self._async_engine = AsyncEngine(self._engine)
+        self._ending.enter_context(observe_requests(self._engine, resolved.config.runtime))
+        self._async_engine = AsyncEngine(self._engine, resolved.config.serve.encode_threads)
         self._ending.callback(self._async_engine.close)
         self._engine.start()
         self._ending.callback(self._engine.stop)

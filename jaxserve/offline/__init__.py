@@ -15,11 +15,22 @@ pages are free, and the next call works.
 
 from jaxserve.offline.jobs import Job, prepare_chat, prepare_job
 from jaxserve.offline.loop import InOrder, run_jobs
-from jaxserve.offline.results import CompletionOutput, Counts, Logprob, RequestMetrics, RequestOutput, Result
+from jaxserve.offline.results import (
+    CompletionOutput,
+    Counts,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Result,
+)
 
 __all__ = [
     "CompletionOutput",
     "Counts",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "InOrder",
     "Job",
     "Logprob",

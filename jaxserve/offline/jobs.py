@@ -30,8 +30,9 @@ def prepare_job(
     request_id: str | None = None,
     priority: int = 0,
     echo: bool = False,
+    pooling: bool = False,
 ) -> Job:
-    """Encodes and checks one prompt; a dictionary may also hold a "cache_salt".
+    """Encodes and checks one prompt; a dictionary may also hold a "cache_salt". `pooling` asks for its embedding.
 
     Raises what `Engine.prepare` raises, and UnsupportedOption for an `echo` of what is no text.
     """
@@ -41,7 +42,9 @@ def prepare_job(
         if not isinstance(cache_salt, str):
             raise InvalidRequest(f"cache_salt must be text, got {cache_salt!r}")
         prompt = {key: value for key, value in prompt.items() if key != "cache_salt"}
-    request = engine.prepare(prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt)
+    request = engine.prepare(
+        prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt, pooling=pooling
+    )
     if echo:
         check_echo(request, engine.tokenizer)
     text = prompt

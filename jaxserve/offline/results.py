@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 
 from jaxserve.api import FinishReason, PromptInfo, TokenLogprobs
-from jaxserve.engine import Update
+from jaxserve.engine import Update, embedding_of
 from jaxserve.errors import JaxserveError
 from jaxserve.offline.jobs import Job
 from jaxserve.text import Tokenizer
@@ -65,6 +65,7 @@ class RequestOutput:
       prompt_logprobs: one entry per prompt token, the first None; None unless asked for.
       outputs: n sequences.
       num_cached_tokens: prompt tokens that a prefix hit saved.
+      embedding: of a job that pools, which has no outputs.
     """
 
     request_id: str
@@ -75,6 +76,24 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    embedding: list[float] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """The mean of the prompt's final hidden states, of Euclidean length 1; as many numbers as the model is wide."""
+
+    embedding: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """What became of one prompt of `LLM.embed`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
 
 
 Result = RequestOutput | JaxserveError
@@ -142,17 +161,24 @@ class Gatherer:
             return self._error
         request, prompt = self._job.request, self._prompt
         logprobs = prompt.logprobs if prompt is not None else None
+        embedding: list[float] | None = None
+        if request.pooling and prompt is not None:
+            try:
+                embedding = embedding_of(prompt)
+            except JaxserveError as error:
+                return error
         return RequestOutput(
             request_id=request.request_id,
             prompt=self._job.prompt,
             prompt_token_ids=list(request.prompt_token_ids),
             prompt_logprobs=None if logprobs is None else [None, *self._position_dicts(logprobs)],
-            outputs=[self._completion(i, s) for i, s in enumerate(self._sequences)],
+            outputs=[] if request.pooling else [self._completion(i, s) for i, s in enumerate(self._sequences)],
             finished=True,
             num_cached_tokens=prompt.num_cached_tokens if prompt is not None else 0,
             metrics=RequestMetrics(
                 arrival_s=request.arrival_s, first_token_s=self._first_token_s, finished_s=time.monotonic()
             ),
+            embedding=embedding,
         )
 
     def _completion(self, index: int, sequence: _Sequence) -> CompletionOutput:

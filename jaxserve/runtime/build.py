@@ -213,12 +213,13 @@ def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> l
 
 
 def _executables(compiled: Mapping[str, Compiled], sizes: Sizes) -> Executables:
-    configure = compiled.get("configure_row")
+    configure, masks = compiled.get("configure_row"), compiled.get("write_masks")
     return Executables(
         steps={b: compiled[step_name(b)].call for b in sizes.buckets},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
         configure_row=None if configure is None else configure.call,
+        write_masks=None if masks is None else masks.call,
     )
 
 

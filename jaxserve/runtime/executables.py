@@ -1,4 +1,4 @@
-"""What is compiled for a model: one step for each bucket and three small functions, all as jobs of abstract arguments.
+"""What is compiled for a model: one step for each bucket and four small functions, all as jobs of abstract arguments.
 
 Owns the list, the shapes and how each array of the state is cut over devices. Refuses to compile (`compile`) and to
 hold arrays: a model that is not loaded, for a device that is not here, has the same list as one that is about to serve.
@@ -21,9 +21,16 @@ from jaxserve.models.sharding import TENSOR_AXIS, TENSOR_PARALLEL, shardings_for
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
-from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, row_state_size
-from jaxserve.runtime.runner import COPY_SLOTS, TABLE_SLOTS
-from jaxserve.runtime.step import DeviceState, make_configure_row, make_copy_pages, make_step, write_tables
+from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, mask_words, row_state_size
+from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, TABLE_SLOTS
+from jaxserve.runtime.step import (
+    DeviceState,
+    make_configure_row,
+    make_copy_pages,
+    make_step,
+    make_write_masks,
+    write_tables,
+)
 from jaxserve.sched.plan import Bucket
 
 
@@ -164,6 +171,8 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
     if stage.is_last:
         payload = array(np.int32, row_state_size(stage.partition.vocab_size))
         changes["configure_row"] = (make_configure_row(shards), (array(np.int32), payload))
+        masks = array(np.int32, MASK_SLOTS, 1 + mask_words(stage.partition.vocab_size))
+        changes["write_masks"] = (make_write_masks(shards), (masks,))
     return steps + [
         Job(
             name=name,

@@ -7,7 +7,7 @@ Sections of a bucket with T tokens, R rows, F parameters a row, and room for M p
 
     rows [R]            device row of each batch row; max_rows for padding
     context_lens [R]    tokens in the cache once the step has written its own; 0 for padding
-    should_sample [R]   1 where a token is drawn
+    wants [R]           bit SAMPLE where a token is drawn, bit POOL where the sum of the hidden states is asked for
     params [R, F]       sampling parameters, floats by their bits
     grants [M, 3]       (device row, block table column, page); padding goes to the padding row
     and for mixed buckets only (a decode step derives them):
@@ -30,6 +30,7 @@ from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
 FROM_DEVICE = -1  # this token's id is `last_token[row]`, which only the device knows yet
 NO_TARGET = -1
+SAMPLE, POOL = 1, 2  # bits of `wants`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Layout:
         shapes: dict[str, tuple[int, ...]] = {
             "rows": (rows,),
             "context_lens": (rows,),
-            "should_sample": (rows,),
+            "wants": (rows,),
             "params": (rows, num_params),
             "grants": (max_grants, 3),
         }
@@ -89,7 +90,7 @@ class StepInputs:
 
     rows: Int[Array, " R"]
     context_lens: Int[Array, " R"]
-    should_sample: Int[Array, " R"]
+    wants: Int[Array, " R"]
     params: Int[Array, "R F"]
     grants: Int[Array, "M 3"]
     tokens: Int[Array, " T"]
@@ -142,11 +143,11 @@ def pack(
         view["rows"][:num_decode] = plan.decode_rows
         view["context_lens"][:num_decode] = plan.decode_positions
         view["context_lens"][:num_decode] += 1
-        view["should_sample"][:num_decode] = 1
+        view["wants"][:num_decode] = SAMPLE
     for i, chunk in enumerate(plan.chunks, start=num_decode):
         view["rows"][i] = chunk.row
         view["context_lens"][i] = chunk.start + len(chunk.token_ids)
-        view["should_sample"][i] = chunk.sample
+        view["wants"][i] = SAMPLE * chunk.sample + POOL * chunk.pool
     view["params"][:] = row_params[view["rows"]]
     _pack_grants(view["grants"], grants, layout.max_rows)
     if not bucket.decode_only:

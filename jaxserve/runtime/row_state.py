@@ -93,7 +93,7 @@ class SamplingState:
 
 def init_sampling_state(max_rows: int, vocab_size: int) -> SamplingState:
     """State for `max_rows` rows and the padding row. 2.25 V + 5 KB bytes a row."""
-    rows, words = max_rows + 1, _mask_words(vocab_size)
+    rows, words = max_rows + 1, mask_words(vocab_size)
     return SamplingState(
         last_token=jnp.zeros((rows,), jnp.int32),
         recent=jnp.full((rows, NUM_RECENT), NO_TOKEN, jnp.int32),
@@ -127,7 +127,10 @@ def encode_row(setup: RowSetup) -> np.ndarray:
 
 def needs_row_state(setup: RowSetup) -> bool:
     """Whether `configure_row` must run before the first step of this row."""
-    return bool(_flags(setup) & HEAVY)
+    needed = _flags(setup) & HEAVY
+    if setup.sampling.structured is not None:
+        needed &= ~Flag.ALLOWED  # `write_masks` comes before each of its draws
+    return bool(needed)
 
 
 def row_state_size(vocab_size: int) -> int:
@@ -187,9 +190,23 @@ def configure_row(
     return dataclasses.replace(state, **written)
 
 
+def write_masks(
+    state: SamplingState, rows: Int[Array, " M"], masks: Int[Array, "M V/32"], shards: Shards = WHOLE
+) -> SamplingState:
+    """Replaces `allowed_mask` of some rows. To be jitted with `state` donated. Masks are of the whole vocabulary."""
+    size = state.allowed_mask.shape[1]
+    part = lax.dynamic_slice_in_dim(masks, shards.start(size), size, axis=1)
+    return dataclasses.replace(state, allowed_mask=state.allowed_mask.at[rows].set(part))
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 tokens each."""
+    return -(-vocab_size // _MASK_BITS)
+
+
 def _layout(vocab_size: int) -> tuple[tuple[str, int], ...]:
     """Order and int32 sizes of the parts of a payload; the names are fields of SamplingState."""
-    words = _mask_words(vocab_size)
+    words = mask_words(vocab_size)
     return (
         ("recent", NUM_RECENT),
         ("counts", vocab_size),
@@ -208,7 +225,7 @@ def _flags(setup: RowSetup) -> Flag:
         flags |= Flag.PENALTY
     if sampling.logit_bias:
         flags |= Flag.BIAS
-    if sampling.allowed_token_ids is not None:
+    if sampling.allowed_token_ids is not None or sampling.structured is not None:
         flags |= Flag.ALLOWED
     if setup.bad_word_ids:
         flags |= Flag.BAD_WORDS
@@ -219,12 +236,8 @@ def _flags(setup: RowSetup) -> Flag:
     return flags
 
 
-def _mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // _MASK_BITS)
-
-
 def _bit_mask(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    bits = np.zeros(_mask_words(vocab_size) * _MASK_BITS, np.uint8)
+    bits = np.zeros(mask_words(vocab_size) * _MASK_BITS, np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
 

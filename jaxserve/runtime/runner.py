@@ -19,23 +19,25 @@ from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
 from jaxserve.runtime.pack import Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.pipeline import split_plan
-from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, encode_row_state, needs_row_state
+from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, encode_row_state, mask_words, needs_row_state
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState, StepOutput
-from jaxserve.sched.plan import Bucket, Limits, PageCopy, RowSetup, StepPlan, StepResult
+from jaxserve.sched.plan import Bucket, Limits, PageCopy, RowMask, RowSetup, StepPlan, StepResult
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
+MASK_SLOTS = 16  # rows of one `write_masks` launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executables:
-    """What `runtime.build` compiled for one stage. Nothing is ever added. Only the last stage configures rows."""
+    """What `runtime.build` compiled for one stage. Nothing is ever added. Only the last stage samples."""
 
     steps: Mapping[Bucket, jax.stages.Compiled]
     copy_pages: jax.stages.Compiled
     write_tables: jax.stages.Compiled
     configure_row: jax.stages.Compiled | None
+    write_masks: jax.stages.Compiled | None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class DeviceRunner:
             self._set_up(setup)
         if plan.copies:
             self._copy_pages(plan.copies)
+        if plan.masks:
+            self._write_masks(plan.masks)
         launched = [self._launch(part, bucket) for part, bucket in zip(parts, buckets, strict=True)]
         return DeviceInFlight(plan.sampled_rows, launched)
 
@@ -133,13 +137,16 @@ class DeviceRunner:
         if self._row_logprobs:
             logprobs = tuple(self._row_logprobs.get(row) for row in plan.sampled_rows)
         prompts: list[_PromptSpan] = []
+        pooled: list[tuple[int, int]] = []
         at = len(plan.decode_rows)
-        for chunk in plan.chunks:
+        for number, chunk in enumerate(plan.chunks, start=at):
+            if chunk.pool:
+                pooled.append((chunk.row, number))
             if chunk.prompt_logprobs:
                 targets = following_tokens(chunk, self._row_prompts[chunk.row])
                 prompts.append(_PromptSpan(chunk.row, at, targets, self._row_prompt_logprobs[chunk.row]))
             at += len(chunk.token_ids)
-        return _Part(plan.sampled_rows, output, sampled, logprobs, tuple(prompts))
+        return _Part(plan.sampled_rows, output, sampled, logprobs, tuple(prompts), tuple(pooled))
 
     def _set_up(self, setup: RowSetup) -> None:
         row = setup.row
@@ -181,6 +188,20 @@ class DeviceRunner:
             self._on_buffer(block)
             for stage in self._stages:
                 stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
+
+    def _write_masks(self, masks: tuple[RowMask, ...]) -> None:
+        last = self._stages[-1]
+        write = last.executables.write_masks
+        assert write is not None, "the last stage samples"
+        for start in range(0, len(masks), MASK_SLOTS):
+            block = np.zeros((MASK_SLOTS, 1 + mask_words(self._vocab_size)), np.int32)
+            block[:, 0] = self._limits.max_rows
+            for line, mask in enumerate(masks[start : start + MASK_SLOTS]):
+                words = np.frombuffer(mask.mask, "<i4")
+                block[line, 0] = mask.row
+                block[line, 1 : 1 + len(words)] = words
+            self._on_buffer(block)
+            last.state = write(last.state, self._put(block, last))
 
     def _put(self, array: np.ndarray | np.int32 | jax.Array, stage: Stage) -> jax.Array:
         if stage.sharding.is_fully_addressable:
@@ -248,6 +269,7 @@ class DeviceInFlight:
         token_ids: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
+        sums: dict[int, list[float]] = {}
         for part in self._parts:
             found = part.result()
             token_ids.update(zip(part.rows, found.token_ids, strict=True))
@@ -256,17 +278,20 @@ class DeviceInFlight:
                     logprobs[row] = entry
             for row, entries in (found.prompt_logprobs or {}).items():
                 prompts.setdefault(row, []).extend(entries)
+            for row, values in (found.hidden_sums or {}).items():
+                sums[row] = [a + b for a, b in zip(sums[row], values, strict=True)] if row in sums else values
         return StepResult(
             token_ids=[token_ids[row] for row in self._rows],
             logprobs=[logprobs.get(row) for row in self._rows] if logprobs else None,
             prompt_logprobs=prompts or None,
+            hidden_sums=sums or None,
         )
 
 
 class _Part:
     """What one launch left on the device. `result` may be called once."""
 
-    __slots__ = ("_logprobs", "_output", "_prompts", "_sampled", "rows")
+    __slots__ = ("_logprobs", "_output", "_pooled", "_prompts", "_sampled", "rows")
 
     def __init__(
         self,
@@ -275,12 +300,15 @@ class _Part:
         sampled: tuple[int, ...],
         logprobs: tuple[int | None, ...],
         prompts: tuple[_PromptSpan, ...],
+        pooled: tuple[tuple[int, int], ...],
     ) -> None:
+        """`pooled`: rows whose hidden states were summed, and where their sums lie."""
         self.rows = rows
         self._output = output
         self._sampled = sampled
         self._logprobs = logprobs
         self._prompts = prompts
+        self._pooled = pooled
         output.token_ids.copy_to_host_async()  # on its way while the host plans the next step
 
     def result(self) -> StepResult:
@@ -290,7 +318,12 @@ class _Part:
         if any(k is not None for k in self._logprobs):
             logprobs = self._read_logprobs(token_ids)
         prompt_logprobs = {span.row: self._read_prompt(span) for span in self._prompts} if self._prompts else None
-        return StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return StepResult(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            hidden_sums=self._read_sums() if self._pooled else None,
+        )
 
     def _read_logprobs(self, token_ids: list[int]) -> list[TokenLogprobs | None]:
         logprobs = _to_host(self._output.logprobs, slice(None))
@@ -298,6 +331,11 @@ class _Part:
             None if num_top is None else _entry(logprobs, i, token_id, num_top)
             for token_id, i, num_top in zip(token_ids, self._sampled, self._logprobs, strict=True)
         ]
+
+    def _read_sums(self) -> dict[int, list[float]]:
+        assert self._output.hidden_sums is not None, "a decode step has no prompt tokens"
+        sums = np.asarray(self._output.hidden_sums)
+        return {row: sums[at].tolist() for row, at in self._pooled}
 
     def _read_prompt(self, span: _PromptSpan) -> list[TokenLogprobs]:
         assert self._output.prompt is not None, "a decode step has no prompt tokens"

@@ -18,7 +18,7 @@ from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAt
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
-from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
+from jaxserve.runtime.pack import FROM_DEVICE, POOL, SAMPLE, Layout, StepInputs, unpack
 from jaxserve.runtime.row_state import Field, SamplingState
 from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
 
@@ -52,6 +52,7 @@ class StepOutput:
     logprobs: Logprobs  # of the R drawn tokens
     prompt: Logprobs | None  # of the T tokens that follow those of a mixed step
     last_token: Int[Array, " R+1"] | None  # of every device row, for the first stage of a pipeline; else None
+    hidden_sums: Float[Array, "R D"] | None  # of rows that pool, over their tokens of a mixed step; 0 where none does
 
 
 def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention, page_size: int, shards: Shards):
@@ -116,21 +117,37 @@ def _sample(
             inputs.rows,
             inputs.context_lens,
             inputs.params,
-            inputs.should_sample.astype(bool),
+            inputs.wants & SAMPLE != 0,
             state,
             shards,
         )
-    prompt = None
+    prompt = sums = None
     if not decode_only:
         with jax.named_scope("prompt_logprobs"):
             prompt = prompt_logprobs(hidden, inputs.targets, model.logits, shards)
+        with jax.named_scope("pool"):
+            sums = _pool(hidden, inputs)
     output = StepOutput(
         token_ids=drawn.token_ids,
         logprobs=drawn.logprobs,
         prompt=prompt,
         last_token=None if model.is_first else state.last_token,
+        hidden_sums=sums,
     )
     return output, state
+
+
+def _pool(hidden: Float[Array, "T D"], inputs: StepInputs) -> Float[Array, "R D"]:
+    """Sums of final hidden states over the tokens of each row that asks, in float32. Costs nothing when none does."""
+    asked = inputs.wants & POOL != 0
+
+    def sums(hidden: Float[Array, "T D"]) -> Float[Array, "R D"]:
+        # A product with zeros and ones: a scatter would add in an order that changes from run to run on a GPU.
+        taken = (inputs.token_rows[None, :] == jnp.arange(asked.shape[0])[:, None]) & asked[:, None]  # [R, T]
+        return jnp.matmul(taken.astype(jnp.float32), hidden.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+    shape = (asked.shape[0], hidden.shape[1])
+    return jax.lax.cond(jnp.any(asked), sums, lambda _: jnp.zeros(shape, jnp.float32), hidden)
 
 
 def write_tables(state: DeviceState, entries: Int[Array, "M 3"]) -> DeviceState:
@@ -158,3 +175,18 @@ def make_configure_row(shards: Shards):
         return dataclasses.replace(state, sampling=row_state.configure_row(state.sampling, row, payload, shards))
 
     return configure_row
+
+
+def make_write_masks(shards: Shards):
+    """write(state, masks [M, 1 + words]) -> state: the tokens that rows may draw next. DONATES state.
+
+    Each line is a row (max_rows for padding) and its mask over the whole vocabulary, of which a device keeps its part.
+    """
+
+    def write_masks(state: DeviceState, masks: Int[Array, "M size"]) -> DeviceState:
+        assert state.sampling is not None, "only the last stage samples"
+        return dataclasses.replace(
+            state, sampling=row_state.write_masks(state.sampling, masks[:, 0], masks[:, 1:], shards)
+        )
+
+    return write_masks

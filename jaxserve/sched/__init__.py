@@ -39,7 +39,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.core import ContinuousScheduler
-from jaxserve.sched.plan import Bucket, Chunk, Limits, PageCopy, PageGrant, RowSetup, StepPlan, StepResult
+from jaxserve.sched.plan import Bucket, Chunk, Limits, PageCopy, PageGrant, RowMask, RowSetup, StepPlan, StepResult
 from jaxserve.sched.policy import Policy, SchedulerOptions
 from jaxserve.sched.state import Sequence, SequenceState
 
@@ -53,6 +53,7 @@ __all__ = [
     "PageCopy",
     "PageGrant",
     "Policy",
+    "RowMask",
     "RowSetup",
     "Runner",
     "Scheduler",

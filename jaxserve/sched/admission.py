@@ -11,7 +11,12 @@ from jaxserve.sched.plan import Limits
 
 
 def max_sequence_len(request: Request, limits: Limits) -> int:
-    """Tokens that a sequence of the request can reach, prompt and output."""
+    """Tokens that a sequence of the request can reach, prompt and output.
+
+    A prompt to be pooled counts one more, since its last token is fed, too: as if one were generated and dropped.
+    """
+    if request.pooling:
+        return len(request.prompt_token_ids) + 1
     return min(len(request.prompt_token_ids) + request.max_tokens, limits.max_model_len)
 
 
@@ -20,9 +25,14 @@ def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_pre
     who, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
     if prompt_len == 0:
         raise InvalidRequest(f"{who} has an empty prompt; give at least one token")
-    if request.max_tokens < 1:
+    if request.max_tokens < 1 and not request.pooling:
         raise InvalidRequest(f"{who} asks for max_tokens {request.max_tokens}; give 1 or more")
-    if prompt_len + 1 > limits.max_model_len:
+    if request.pooling and prompt_len > limits.max_model_len:
+        raise PromptTooLong(
+            f"{who} has a prompt of {prompt_len} tokens, but sequences end at {limits.max_model_len} (model.max_len); "
+            "shorten the prompt or use truncate_prompt_tokens"
+        )
+    if prompt_len + 1 > limits.max_model_len and not request.pooling:
         raise PromptTooLong(
             f"{who} has a prompt of {prompt_len} tokens, but sequences end at {limits.max_model_len} (model.max_len), "
             "one generated token included; shorten the prompt or use truncate_prompt_tokens"

@@ -26,7 +26,11 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run before a commit or an add. Bookkeeping only."""
+        """The next step, or None when nothing can run before a commit or an add. Bookkeeping only.
+
+        A row whose request has a `grammar` draws only in a step that is planned after its last token was committed:
+        what it may draw follows from that. The engine puts the masks into the plan.
+        """
         ...
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:

@@ -8,6 +8,7 @@ go on, waiting sequences are admitted while rows, pages and tokens last, the las
 
 Overlap. `schedule` may run while one step is in flight, whose tokens are unknown. The rules, each with a test:
   * A decode row is planned again without knowing its input: the device keeps it in `last_token[row]`.
+  * A sequence with a grammar (`stepwise`) is planned again only after its last token is committed.
   * A sequence whose planned outputs reach its limit is not planned again, so a length limit never wastes a step.
   * A stop id is seen one step late. The token of the step in flight is dropped at its commit; row and pages are free
     from the commit that saw the end, and the order of the device makes their reuse safe (see `plan`).
@@ -102,9 +103,7 @@ class ContinuousScheduler:
         draft.num_rows = draft.num_tokens = len(running.decoding) - len(draft.stalled)
         if running.prefilling or len(self._queue):
             self._plan_prefills(draft)
-        decoding = running.decoding
-        if draft.stalled or draft.alone:
-            decoding = [] if draft.alone else [seq for seq in decoding if seq not in draft.stalled]
+        decoding = draft.without_stalled(running.decoding)
         if not decoding and not draft.pieces:
             assert not draft.grants and not draft.setups, (draft.grants, draft.setups)
             return None
@@ -116,10 +115,7 @@ class ContinuousScheduler:
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
         assert len(result.token_ids) == len(flight.sampled), (len(result.token_ids), len(flight.sampled))
         self._last_committed = plan.step_id
-        for seq, chunk in zip(flight.prefilled, plan.chunks, strict=True):
-            if chunk.prompt_logprobs and result.prompt_logprobs is not None:
-                seq.prompt_logprobs += result.prompt_logprobs.get(chunk.row, ())
-        events: list[TokenEvent] = []
+        events = [self._answer_pooled(seq) for seq in flight.read_prompts(result)]
         add_event = events.append
         logprobs = result.logprobs if result.logprobs is not None else itertools.repeat(None)
         for seq, token_id, logprob in zip(flight.sampled, result.token_ids, logprobs, strict=False):
@@ -289,8 +285,7 @@ class ContinuousScheduler:
 
     def _enter_row(self, seq: Sequence, placement: Placement, draft: Draft) -> None:
         draft.copies += self.memory.take(seq, placement)
-        seq.num_cached = placement.start
-        seq.prompt_logprobs = []
+        seq.begin(placement.start)
         self._running.enter(seq)
         draft.setups.append(row_setup(seq))
         draft.grants.append(PageGrant(seq.row, 0, tuple(seq.page_ids)))
@@ -325,12 +320,8 @@ class ContinuousScheduler:
             seq.num_fed += 1
         running = self._running
         rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
-        sampled = decoding
-        if draft.pieces:
-            self.policy.observe(decoding, [(piece.seq, piece.length) for piece in draft.pieces])
-            sampled = [*decoding, *(piece.seq for piece in draft.pieces if piece.samples)]
-        else:
-            self.policy.observe(decoding, ())
+        self.policy.observe(decoding, [(piece.seq, piece.length) for piece in draft.pieces])
+        sampled = [*decoding, *(p.seq for p in draft.pieces if p.samples)] if draft.pieces else decoding
         plan = StepPlan(
             step_id=self._step_id,
             decode_rows=rows,
@@ -387,6 +378,12 @@ class ContinuousScheduler:
         if reason is not None:
             self._end(seq)
         return TokenEvent(seq.request_id, seq.index, token_id, reason, logprob, prompt)
+
+    def _answer_pooled(self, seq: Sequence) -> TokenEvent:
+        """The event of a sequence that generates nothing, whose prompt has run."""
+        prompt = PromptInfo(seq.num_cached, None, tuple(seq.hidden_sum))
+        self._end(seq)
+        return TokenEvent(seq.request_id, seq.index, -1, FinishReason.STOP, None, prompt)
 
     def _end(self, seq: Sequence) -> None:
         if seq.state is RUNNING:

@@ -3,8 +3,8 @@
 Owns the scratch values of one `schedule` and what `commit` must remember of it. Refuses every decision.
 """
 
-from jaxserve.sched.plan import Chunk, PageCopy, PageGrant, RowSetup, StepPlan
-from jaxserve.sched.state import Sequence, sequence_seed
+from jaxserve.sched.plan import Chunk, PageCopy, PageGrant, RowSetup, StepPlan, StepResult
+from jaxserve.sched.state import Sequence, SequenceState, sequence_seed
 
 
 class Piece:
@@ -19,13 +19,13 @@ class Piece:
     @property
     def samples(self) -> bool:
         """Whether it reaches the last known token, so that a new one is drawn."""
-        return self.seq.num_fed + self.length == len(self.seq.tokens)
+        return self.seq.num_fed + self.length == len(self.seq.tokens) and not self.seq.request.pooling
 
     def to_chunk(self) -> Chunk:
         """What the plan says of it."""
         seq, start = self.seq, self.seq.num_fed
         token_ids = tuple(seq.tokens[start : start + self.length])
-        return Chunk(seq.row, start, token_ids, self.samples, seq.asks_prompt_logprobs)
+        return Chunk(seq.row, start, token_ids, self.samples, seq.asks_prompt_logprobs, seq.request.pooling)
 
 
 class Draft:
@@ -67,6 +67,12 @@ class Draft:
         self.num_rows += 1
         self.num_tokens += length
 
+    def without_stalled(self, decoding: list[Sequence]) -> list[Sequence]:
+        """The decode rows of the step: the very list, where all of it runs."""
+        if self.alone:
+            return []
+        return [seq for seq in decoding if seq not in self.stalled] if self.stalled else decoding
+
     def run_alone(self) -> None:
         """Makes this a step of one prompt: what decodes waits for the next."""
         assert not self.pieces, self.pieces
@@ -83,6 +89,19 @@ class Flight:
         self.plan = plan
         self.sampled = sampled
         self.prefilled = prefilled
+
+    def read_prompts(self, result: StepResult) -> list[Sequence]:
+        """Hands out what came back of prompts. Returns the live sequences that want no more than that, and have it."""
+        complete: list[Sequence] = []
+        for seq, chunk in zip(self.prefilled, self.plan.chunks, strict=True):
+            if chunk.prompt_logprobs and result.prompt_logprobs is not None:
+                seq.prompt_logprobs += result.prompt_logprobs.get(chunk.row, ())
+            if chunk.pool:
+                assert result.hidden_sums is not None, chunk
+                seq.add_hidden(result.hidden_sums[chunk.row])
+                if seq.state is SequenceState.RUNNING and chunk.start + len(chunk.token_ids) == seq.prompt_len:
+                    complete.append(seq)
+        return complete
 
 
 def row_setup(seq: Sequence) -> RowSetup:

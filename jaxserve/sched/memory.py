@@ -61,7 +61,7 @@ class SequenceMemory:
                 copy_source=parent.page_ids[num_shared] if offset else 0,
             )
         chain: list[PageEntry] = []
-        if self.prefix is not None and not seq.asks_prompt_logprobs:
+        if self.prefix is not None and not seq.needs_whole_prompt:
             chain = self.prefix.match(seq.request.cache_salt, seq.tokens)
         return Placement(
             start=len(chain) * self.page_size,

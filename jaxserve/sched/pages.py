@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.sched.plan import DUMMY_PAGE
 
+_FREE, _KEPT, _USED, _SHARED = b"fcus"
+
 
 def _ignore(page_id: int) -> None:
     """Nobody keeps content."""
@@ -27,6 +29,7 @@ class PagePool:
         self.on_evict = on_evict
         self._free = list(range(num_pages, DUMMY_PAGE, -1))  # a stack, low ids first
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self.num_shared = 0  # pages with two holders or more
         self._num_refs = [0] * (num_pages + 1)
         self._has_content = bytearray(num_pages + 1)
 
@@ -67,6 +70,7 @@ class PagePool:
             assert page_id in self._idle, f"page {page_id} is free, so there is no content to share"
             del self._idle[page_id]
         self._num_refs[page_id] += 1
+        self.num_shared += self._num_refs[page_id] == 2
 
     def release(self, page_ids: Iterable[int]) -> None:
         """One holder fewer of each page. Idle pages are evicted in the order in which they are given here."""
@@ -79,6 +83,8 @@ class PagePool:
                     self._idle[page_id] = None
                 else:
                     self._free.append(page_id)
+            elif num_refs[page_id] == 1:
+                self.num_shared -= 1
 
     def keep_content(self, page_id: int) -> None:
         """From now on the page becomes idle, not free, when its last holder leaves."""
@@ -92,6 +98,19 @@ class PagePool:
             del self._idle[page_id]
             self._free.append(page_id)
 
+    def states(self) -> bytes:
+        """One letter a page, of page 1 on: f free, c idle with content (cached), u held once, s held more often.
+
+        For observers on other threads: the two lists are copied one after the other, while the pool may change.
+        """
+        refs, has_content = self._num_refs[1:], self._has_content[1:]
+        return bytes(
+            [
+                (_KEPT if kept else _FREE) if n == 0 else _SHARED if n > 1 else _USED
+                for n, kept in zip(refs, has_content, strict=True)
+            ]
+        )
+
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Proves the counts: each page in exactly one state and, when `holders` is given, as often held as listed."""
         free, idle = set(self._free), set(self._idle)
@@ -100,6 +119,7 @@ class PagePool:
         assert not free & idle and not free & held and not idle & held, (free, idle, held)
         assert free | idle | held == set(range(1, self.num_pages + 1)), "a page is lost"
         assert all(self._has_content[p] for p in idle) and not any(self._has_content[p] for p in free), (free, idle)
+        assert self.num_shared == sum(n > 1 for n in self._num_refs), (self.num_shared, self._num_refs)
         assert min(self._num_refs) == 0 == self._num_refs[DUMMY_PAGE], self._num_refs
         if holders is not None:
             expected = Counter(page_id for pages in holders for page_id in pages)

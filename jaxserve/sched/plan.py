@@ -10,16 +10,18 @@ Rules that an executor may rely on:
     step i+1 even while step i still runs: the device orders the writes.
   * Page 0 is the dummy page: never granted, the target of padding.
   * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
+  * A row that draws under a mask draws a token of it. The mask holds for this step alone.
   * `decode_rows` read their input token from the device (`last_token[row]`), `chunks` carry theirs.
 """
 
+import base64
 import dataclasses
 import json
 from typing import Any, NamedTuple
 
 from jaxserve.api import SamplingParams, TokenLogprobs
 
-__all__ = ["Bucket", "Chunk", "Limits", "PageCopy", "PageGrant", "RowSetup", "StepPlan", "StepResult"]
+__all__ = ["Bucket", "Chunk", "Limits", "PageCopy", "PageGrant", "RowMask", "RowSetup", "StepPlan", "StepResult"]
 
 DUMMY_PAGE = 0
 
@@ -107,7 +109,8 @@ class Chunk(NamedTuple):
     """Tokens of one row whose values the host knows: a piece of a prompt, or of a recomputation.
 
     `start` is the position of the first token. `sample` is True for the last piece: it yields a token.
-    `prompt_logprobs` asks for log-probabilities of the tokens that follow each of these.
+    `prompt_logprobs` asks for log-probabilities of the tokens that follow each of these, `pool` for the sum of their
+    final hidden states.
     """
 
     row: int
@@ -115,6 +118,27 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...]
     sample: bool
     prompt_logprobs: bool = False
+    pool: bool = False
+
+
+class RowMask(NamedTuple):
+    """The tokens that `row` may draw in this step: one bit each, lowest first, in base64."""
+
+    row: int
+    bits: str
+
+    @classmethod
+    def of(cls, row: int, mask: bytes) -> "RowMask":
+        return cls(row, base64.b64encode(mask).decode())
+
+    @property
+    def mask(self) -> bytes:
+        """Whole little-endian 32-bit words; tokens beyond their end are forbidden."""
+        return base64.b64decode(self.bits)
+
+    def allows(self, token_id: int) -> bool:
+        mask = self.mask
+        return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +146,7 @@ class StepPlan:
     """One step. Rows of the batch are `decode_rows` first, then one per chunk, in this order.
 
     `decode_positions[i]` is the position of the token that `decode_rows[i]` feeds (= tokens already in its pages).
+    `masks` are put in by the engine, one for each row that draws under `SamplingParams.structured`.
     """
 
     step_id: int
@@ -132,6 +157,7 @@ class StepPlan:
     grants: tuple[PageGrant, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     freed_rows: tuple[int, ...] = ()
+    masks: tuple[RowMask, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -165,11 +191,12 @@ class StepPlan:
             step_id=raw["step_id"],
             decode_rows=tuple(raw["decode_rows"]),
             decode_positions=tuple(raw["decode_positions"]),
-            chunks=tuple(Chunk(row, start, tuple(ids), s, lp) for row, start, ids, s, lp in raw["chunks"]),
+            chunks=tuple(Chunk(row, start, tuple(ids), *asks) for row, start, ids, *asks in raw["chunks"]),
             setups=tuple(_setup_from_json(s) for s in raw["setups"]),
             grants=tuple(PageGrant(row, first, tuple(ids)) for row, first, ids in raw["grants"]),
             copies=tuple(PageCopy(*c) for c in raw["copies"]),
             freed_rows=tuple(raw["freed_rows"]),
+            masks=tuple(RowMask(*m) for m in raw["masks"]),
         )
 
 
@@ -199,8 +226,10 @@ class StepResult:
       token_ids: one per `StepPlan.sampled_rows`, in that order.
       logprobs: the same length, entries None for rows that did not ask; None when no row asked.
       prompt_logprobs: row -> one entry per token of its chunk whose successor lies in the prompt.
+      hidden_sums: row -> sum of the final hidden states [D] of the tokens of its chunk, where the plan asks to pool.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
+    hidden_sums: dict[int, list[float]] | None = None

@@ -14,7 +14,7 @@ class RunningSet:
 
     Attributes:
       prefilling: prompt not all planned, in order of admission.
-      decoding: one token a step. Replaced and never changed in place, since plans in flight keep it.
+      decoding: what feeds one token in this step. Replaced and never changed in place, since plans in flight keep it.
       decode_rows: rows of `decoding`; the same tuple for as long as they stay the same.
     """
 
@@ -27,6 +27,8 @@ class RunningSet:
         self._freed_rows: list[int] = []  # given up since the last plan
         self._by_row: dict[int, Sequence] = {}
         self._joining: list[Sequence] = []  # will decode from the next step on
+        self._at_will: list[Sequence] = []  # those of `decoding` that need to wait for nothing
+        self._stepwise: list[Sequence] = []  # decode, but only once their last token is committed
         self._stale = False  # `decoding` holds somebody who left, or lacks somebody who joined
 
     def __len__(self) -> int:
@@ -70,16 +72,21 @@ class RunningSet:
 
     def refresh(self) -> None:
         """Brings `decoding` up to date. Must come before a sequence that left could enter again."""
-        if not self._stale:
+        if self._stale:
+            alive = [
+                seq
+                for seq in (*self._at_will, *self._stepwise, *self._joining)
+                if seq.state is SequenceState.RUNNING and seq.num_fed < seq.max_fed
+            ]
+            self._at_will = [seq for seq in alive if not seq.stepwise]
+            self._stepwise = [seq for seq in alive if seq.stepwise]
+            self._joining = []
+            self._stale = False
+        elif not self._stepwise:
             return
-        self.decoding = [
-            seq
-            for seq in (*self.decoding, *self._joining)
-            if seq.state is SequenceState.RUNNING and seq.num_fed < seq.max_fed
-        ]
+        ready = [seq for seq in self._stepwise if seq.num_fed < len(seq.tokens)]
+        self.decoding = [*self._at_will, *ready] if ready else self._at_will
         self.decode_rows = tuple([seq.row for seq in self.decoding])
-        self._joining = []
-        self._stale = False
 
     def take_freed_rows(self) -> tuple[int, ...]:
         """Rows given up since the last call: each stands in one plan."""

@@ -56,12 +56,15 @@ class Sequence:
       chain: prefix-cache entries of its first pages; `chain_open` says whether the next full page may join.
       forkable_from: first step that may copy its prompt pages (the one after the step that completes them).
       ready_after: the step that must be committed before it may be admitted again.
+      stepwise: what it may draw next follows from its last token, so it waits for the commit of each.
+      hidden_sum: over the tokens of its prompt that have been committed, for pooling; empty before the first.
     """
 
     __slots__ = (
         "chain",
         "chain_open",
         "forkable_from",
+        "hidden_sum",
         "index",
         "max_fed",
         "next_stop",
@@ -77,6 +80,7 @@ class Sequence:
         "request_id",
         "row",
         "state",
+        "stepwise",
         "stop_ids",
         "tokens",
     )
@@ -102,6 +106,8 @@ class Sequence:
         self.forkable_from = NEVER
         self.ready_after = -1
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.stepwise = request.sampling.structured is not None
+        self.hidden_sum: list[float] = []
 
     def __repr__(self) -> str:
         return (
@@ -122,6 +128,21 @@ class Sequence:
             and self.request.sampling.prompt_logprobs is not None
             and len(self.tokens) == self.prompt_len
         )
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Every token of the prompt must be computed, whatever a cache has."""
+        return self.asks_prompt_logprobs or self.request.pooling
+
+    def begin(self, num_cached: int) -> None:
+        """It has a row, and `num_cached` tokens are there already; what was read of its prompt is read again."""
+        self.num_cached = num_cached
+        self.prompt_logprobs = []
+        self.hidden_sum = []
+
+    def add_hidden(self, part: list[float]) -> None:
+        """Takes the sum over some more tokens of the prompt."""
+        self.hidden_sum = [a + b for a, b in zip(self.hidden_sum, part, strict=True)] if self.hidden_sum else part
 
     def move(self, state: SequenceState) -> None:
         """Changes the state along one of the arrows above."""

@@ -6,12 +6,12 @@ in other words. Fields are walked by name, so an option added to both sides need
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxserve.api import FinishReason, PromptInfo, SamplingParams, TokenLogprobs
+from jaxserve.api import FinishReason, PromptInfo, SamplingParams, StructuredOutput, TokenLogprobs
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.gen import inference_pb2 as pb
 
@@ -35,6 +35,8 @@ class CallOptions:
       cache_salt: prompts share cached pages only with those of the same salt.
       tenant: whom the request is counted for, by policies that do.
       echo: the text begins with the prompt.
+      chunk_tokens: tokens of a message at least, but for the first and the last of a sequence; 0: every token alone.
+      timeout_s: seconds from the arrival at the server until it ends the request; None: no such limit.
     """
 
     request_id: str = ""
@@ -42,6 +44,8 @@ class CallOptions:
     cache_salt: str = ""
     tenant: str = ""
     echo: bool = False
+    chunk_tokens: int = 0
+    timeout_s: float | None = None
 
 
 NO_OPTIONS = CallOptions()
@@ -71,7 +75,27 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     for name in ("stop", "stop_token_ids", "bad_words"):
         if name in options:
             options[name] = tuple(options[name])
+    if "structured" in options:
+        options["structured"] = _structured_from_proto(message.structured)
     return SamplingParams(**options)
+
+
+def _structured_from_proto(message: pb.StructuredOutput) -> StructuredOutput:
+    for part in (message, message.choice):
+        refuse_unknown_fields(part)
+    kind = message.WhichOneof("form")
+    if kind is None:
+        return StructuredOutput()  # which refuses it in its own words
+    form: dict[str, Any] = {kind: tuple(message.choice.texts) if kind == "choice" else getattr(message, kind)}
+    return StructuredOutput(**form)
+
+
+def _structured_to_proto(structured: StructuredOutput) -> pb.StructuredOutput:
+    if structured.choice:
+        return pb.StructuredOutput(choice=pb.Choices(texts=structured.choice))
+    if structured.json_object:
+        return pb.StructuredOutput(json_object=True)
+    return pb.StructuredOutput(json_schema=structured.json_schema, regex=structured.regex, grammar=structured.grammar)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
@@ -91,6 +115,8 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
                 message.allowed_token_ids.ids.extend(value)
             elif name == "logit_bias":
                 message.logit_bias.update(value)
+            elif name == "structured":
+                message.structured.CopyFrom(_structured_to_proto(value))
             elif name in ("stop", "stop_token_ids", "bad_words"):
                 getattr(message, name).extend(value)
             else:
@@ -112,19 +138,52 @@ def request_to_proto(
             cache_salt=options.cache_salt,
             tenant=options.tenant,
             echo=options.echo,
+            chunk_tokens=options.chunk_tokens,
+            timeout_s=options.timeout_s,
         )
         if isinstance(prompt, str):
             request.text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
-            request.chat.SetInParent()
-            for message in prompt:
-                request.chat.messages.append(_chat_message(message))
+        elif is_chat(prompt):
+            request.chat.CopyFrom(chat_to_proto(prompt))
         else:
             request.token_ids.SetInParent()  # an empty list is still a prompt, for the server to refuse
             request.token_ids.ids.extend(cast(Sequence[int], prompt))
     except (ValueError, TypeError, UnicodeError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     return request
+
+
+def is_chat(prompt: ClientPrompt) -> TypeGuard[Sequence[Mapping[str, str]]]:
+    """Messages, rather than text or ids."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def chat_to_proto(messages: Sequence[Mapping[str, str]]) -> pb.ChatMessages:
+    """Raises InvalidRequest for what is no message."""
+    return pb.ChatMessages(messages=[_chat_message(message) for message in messages])
+
+
+def tokenize_to_proto(prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool | None) -> pb.TokenizeRequest:
+    """Raises InvalidRequest for what the wire format cannot carry."""
+    try:
+        request = pb.TokenizeRequest()
+        if add_special_tokens is not None:
+            request.add_special_tokens = add_special_tokens
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.chat.CopyFrom(chat_to_proto(prompt))
+    except (ValueError, TypeError, UnicodeError) as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
+    return request
+
+
+def detokenize_to_proto(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """Raises InvalidRequest for what the wire format cannot carry."""
+    try:
+        return pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
 
 
 def _chat_message(message: Any) -> pb.ChatMessage:

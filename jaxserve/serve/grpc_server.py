@@ -10,31 +10,19 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxserve.config_schema import GrpcConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.grpc_access import BearerTokens, check_access, server_credentials
 from jaxserve.serve.grpc_errors import TypedErrors
+from jaxserve.serve.keys import KnownKeys, read_keys
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 # A name of the health service: green while this process is worth keeping. It stays green during a drain, when the
 # others are red, since what must not get new requests must still be let finish the old ones.
 LIVE_NAME = "live"
-
-MAX_REQUEST_BYTES = 4 * 2**20  # a million tokens, as ids or as text; more is an accident, and costs time to refuse
-
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    ("grpc.max_send_message_length", -1),  # log-probabilities of a long prompt are many megabytes, and asked for
-    ("grpc.so_reuseport", 0),  # with it a second server on the same port would silently take half of the calls
-    # A client whose network is cut sends no farewell; without pings it would hold its pages until its end.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # measured: without it the default of 60 s holds, whatever the line above
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-)
 
 _POLL_S = 0.01
 
@@ -49,17 +37,39 @@ class CountedService(Protocol):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None: ...
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse: ...
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse: ...
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse: ...
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse: ...
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse: ...
+
 
 class GrpcServer:
     """One listening port. Used on one event loop."""
 
-    def __init__(self, service: CountedService, *, host: str, port: int) -> None:
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    protocol = "gRPC"
+
+    def __init__(self, service: CountedService, *, host: str, config: GrpcConfig) -> None:
+        """Reads certificates and tokens. Raises ConfigError."""
+        assert config.port is not None, "no port, no service"
+        check_access(config)
+        self._address = f"[{host}]:{config.port}" if ":" in host else f"{host}:{config.port}"
+        self._credentials = server_credentials(config)
         self._service = service
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (untyped, but documented)
         self._closing = False
         self._live: bool | None = None
-        self._server = grpc.aio.server(interceptors=[TypedErrors()], options=_OPTIONS)
+        interceptors: list[grpc.aio.ServerInterceptor] = [TypedErrors()]
+        if config.tokens_file is not None:
+            known = KnownKeys(read_keys(config.tokens_file, "serve.grpc.tokens_file"))
+            interceptors.insert(0, BearerTokens(known))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         pb_grpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -71,7 +81,10 @@ class GrpcServer:
         Raises ConfigError when the address cannot be had.
         """
         try:
-            port = self._server.add_insecure_port(self._address)
+            if self._credentials is None:
+                port = self._server.add_insecure_port(self._address)
+            else:
+                port = self._server.add_secure_port(self._address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {self._address}: {error}; set serve.host or serve.grpc.port, 0 takes a free port"
@@ -110,6 +123,22 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives the others `grace_s`, then cancels them."""
         await self._server.stop(grace_s)
+
+
+def _options(config: GrpcConfig) -> list[tuple[str, int]]:
+    timeout_ms = round(config.keepalive_timeout_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # log-probabilities of a long prompt are many megabytes, and asked for
+        ("grpc.so_reuseport", 0),  # with it a second server on the same port would silently take half of the calls
+        # A client whose network is cut sends no farewell; without pings it would hold its pages until its end.
+        ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # measured: without it 60 s hold, whatever the line above
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(config.min_ping_interval_s * 1000)),
+    ]
 
 
 def _status(healthy: bool) -> int:

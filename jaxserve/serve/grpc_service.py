@@ -1,86 +1,160 @@
 """`jaxserve.v1.Inference`: what each method does.
 
-Owns the way from a message to a request of the engine and from updates back to messages. Refuses statuses (see
-`grpc_errors`), ports and shutdown (see `grpc_server`).
+Owns the way from a message to a call of the engine and back. Refuses statuses (see `grpc_errors`), ports and shutdown
+(see `grpc_server`), and how updates become messages (see `replies`).
 """
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import grpc
 
-from jaxserve.api import Request
+from jaxserve import __version__
+from jaxserve.api import FinishReason, Request
 from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update
-from jaxserve.errors import InvalidRequest
-from jaxserve.serve.convert import (
-    FINISH_REASONS,
-    logprobs_to_proto,
-    prompt_info_to_proto,
-    refuse_unknown_fields,
-    sampling_from_proto,
-)
+from jaxserve.errors import DeadlineExceeded, InvalidRequest
+from jaxserve.serve.convert import refuse_unknown_fields, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
-from jaxserve.text import encode_chat
+from jaxserve.serve.replies import Chunks, Replies
+from jaxserve.text import Tokenizer, encode_chat
 
-_MAX_REQUEST_ID_CHARS = 256
+MAX_REQUEST_ID_CHARS = 256
 
 
 class InferenceService(pb_grpc.InferenceServicer):
-    """The methods. Used on one event loop, which alone mutates it."""
+    """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._num_live = 0
+        self._preparing: dict[str, bool] = {}  # id that the engine does not know yet -> whether it was aborted
 
     @property
     def num_live(self) -> int:
-        """Calls that have not ended."""
+        """Generate calls that have not ended."""
         return self._num_live
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Streams one request. Raises typed errors; a cancel from whatever cause arrives as CancelledError."""
+        """Streams one request. A cancel from whatever cause arrives as CancelledError."""
         self._num_live += 1
+        if request.request_id:
+            self._preparing.setdefault(request.request_id, False)
         try:
-            async with contextlib.aclosing(generate_replies(self._engine, request)) as replies:
+            replies = generate_replies(
+                self._engine,
+                request,
+                # None where the client set no deadline, whatever the signature says.
+                remaining_s=context.time_remaining(),
+                traceparent=_traceparent(context),
+                is_aborted=lambda: self._preparing.pop(request.request_id, False),
+            )
+            async with contextlib.aclosing(replies):
                 async for reply in replies:
                     await context.write(reply)
         finally:
             self._num_live -= 1
+            self._preparing.pop(request.request_id, None)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        """Ids of a text or a chat, as `Generate` would encode it."""
+        token_ids = await self._engine.run(lambda: _tokenize(self._engine.engine, request))
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.engine.model.max_model_len)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        """Text of ids."""
+        return pb.DetokenizeResponse(text=await self._engine.run(lambda: _detokenize(self._engine.engine, request)))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        """What is served, and its limits."""
+        refuse_unknown_fields(request)
+        model, tokenizer = self._engine.engine.model, self._engine.engine.tokenizer
+        return pb.GetModelResponse(
+            name=model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+            version=__version__,
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        """How busy the engine is."""
+        refuse_unknown_fields(request)
+        engine = self._engine.engine
+        counts = [counts for stats in engine.stats if (counts := stats.counts) is not None]
+        return pb.GetLoadResponse(
+            **engine.load._asdict(),
+            num_pages=sum(c.pages for c in counts),
+            num_used_pages=sum(c.held_pages for c in counts),
+            accepting=engine.accepting,
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """Ends requests by id; within one step their memory is free."""
+        refuse_unknown_fields(request)
+        for request_id in request.request_ids:
+            if request_id in self._preparing:
+                self._preparing[request_id] = True
+            self._engine.engine.abort(request_id)
+        return pb.AbortResponse()
 
 
 async def generate_replies(
-    async_engine: AsyncEngine, message: pb.GenerateRequest
+    async_engine: AsyncEngine,
+    message: pb.GenerateRequest,
+    *,
+    remaining_s: float | None = None,
+    traceparent: str = "",
+    is_aborted: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """The messages that answer one request, for every door that speaks them.
 
-    Close it, rather than drop it, to end the request at once. Raises the typed errors of `AsyncEngine.stream`, and
-    InvalidRequest or its kin for a message that cannot be taken.
+    `remaining_s` until the deadline of the call, None without one. `is_aborted` is asked once, when the engine is about
+    to learn of the request: from then on it is the engine that is told. Close it, rather than drop it, to end the
+    request at once. Raises the typed errors of `AsyncEngine.stream`, and InvalidRequest or its kin for a message that
+    cannot be taken.
     """
-    prepared = await async_engine.run(lambda: _prepare(async_engine.engine, message))
-    replies = _Replies(prepared, message.echo)
+    prepared = await async_engine.run(lambda: _prepare(async_engine.engine, message, remaining_s, traceparent))
+    replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
+    if is_aborted():
+        count = prepared.sampling.n
+        for k in range(count):
+            reason = FinishReason.ABORT
+            yield replies.build(Update(prepared.request_id, k, finish_reason=reason, last=k == count - 1))
+        return
     # Closed here and not by the garbage collector: closing is what aborts, and pages must not wait for it.
     async with contextlib.aclosing(async_engine.stream(prepared, echo=message.echo)) as updates:
         async for update in updates:
-            yield replies.build(update)
+            if (ready := chunks.take(update)) is not None:
+                yield replies.build(ready)
 
 
-def _prepare(engine: AnyEngine, message: pb.GenerateRequest) -> Request:
+def _prepare(engine: AnyEngine, message: pb.GenerateRequest, remaining_s: float | None, traceparent: str) -> Request:
     """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
     refuse_unknown_fields(message)
-    if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
+    if len(message.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(
-            f"request_id has {len(message.request_id)} characters, at most {_MAX_REQUEST_ID_CHARS} are taken"
+            f"request_id has {len(message.request_id)} characters, at most {MAX_REQUEST_ID_CHARS} are taken"
         )
-    sampling = sampling_from_proto(message.sampling)
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline of the call was over before its request was read; allow more")
+    timeouts_s = [
+        s for s in (message.timeout_s if message.HasField("timeout_s") else None, remaining_s) if s is not None
+    ]
     return engine.prepare(
         _prompt(engine, message),
-        sampling,
+        sampling_from_proto(message.sampling),
         request_id=message.request_id or uuid.uuid4().hex,
         priority=message.priority,
         cache_salt=message.cache_salt,
         tenant=message.tenant,
+        timeout_s=min(timeouts_s) if timeouts_s else None,
+        traceparent=traceparent,
     )
 
 
@@ -89,45 +163,48 @@ def _prompt(engine: AnyEngine, message: pb.GenerateRequest) -> Prompt:
     if kind == "text":
         return message.text
     if kind == "token_ids":
+        refuse_unknown_fields(message.token_ids)
         return tuple(message.token_ids.ids)
     if kind == "chat":
-        for part in (message.chat, *message.chat.messages):
-            refuse_unknown_fields(part)
-        template, tokenizer = engine.chat_template(), engine.tokenizer
-        assert tokenizer is not None, "a chat template without a tokenizer"
-        return encode_chat(tokenizer, template, [{"role": m.role, "content": m.content} for m in message.chat.messages])
+        return _chat_ids(engine, message.chat)
     raise InvalidRequest("the request has no prompt; set text, token_ids or chat")
 
 
-class _Replies:
-    """Builds the messages of one call, in order. Used by its handler alone."""
+def _chat_ids(engine: AnyEngine, chat: pb.ChatMessages) -> list[int]:
+    for part in (chat, *chat.messages):
+        refuse_unknown_fields(part)
+    template, tokenizer = engine.chat_template(), engine.tokenizer
+    assert tokenizer is not None, "a chat template without a tokenizer"
+    return encode_chat(tokenizer, template, [{"role": m.role, "content": m.content} for m in chat.messages])
 
-    def __init__(self, request: Request, echo: bool) -> None:
-        self._request = request
-        self._echo = echo
-        self._first = True
-        self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
 
-    def build(self, update: Update) -> pb.GenerateResponse:
-        reply = pb.GenerateResponse(
-            request_id=update.request_id, index=update.index, text=update.text, token_ids=update.token_ids
-        )
-        self._num_generated_tokens += len(update.token_ids)
-        if update.logprobs is not None:
-            reply.logprobs.extend(logprobs_to_proto(update.logprobs))
-        if self._first:
-            self._first = False
-            self._num_cached_tokens = update.prompt.num_cached_tokens if update.prompt is not None else 0
-            reply.prompt.CopyFrom(prompt_info_to_proto(self._request.prompt_token_ids, update.prompt, self._echo))
-        if update.finish_reason is not None:
-            reply.finish_reason = FINISH_REASONS[update.finish_reason]
-        if isinstance(update.stop_reason, str):
-            reply.stop_text = update.stop_reason
-        elif update.stop_reason is not None:
-            reply.stop_token_id = update.stop_reason
-        if update.last:
-            reply.usage.num_prompt_tokens = len(self._request.prompt_token_ids)
-            reply.usage.num_cached_tokens = self._num_cached_tokens
-            reply.usage.num_generated_tokens = self._num_generated_tokens
-        return reply
+def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest) -> list[int]:
+    refuse_unknown_fields(message)
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("there is nothing to tokenize; set text or chat")
+    if kind == "text":
+        add = message.add_special_tokens if message.HasField("add_special_tokens") else True
+        return _tokenizer(engine).encode(message.text, add_special_tokens=add)
+    if message.HasField("add_special_tokens"):
+        raise InvalidRequest("add_special_tokens is for text; the chat template writes all special tokens of a chat")
+    return _chat_ids(engine, message.chat)
+
+
+def _detokenize(engine: AnyEngine, message: pb.DetokenizeRequest) -> str:
+    refuse_unknown_fields(message)
+    tokenizer, last = _tokenizer(engine), engine.model.vocab_size - 1
+    if wrong := [i for i in message.token_ids if not 0 <= i <= last][:1]:
+        raise InvalidRequest(f"token id {wrong[0]} is outside the vocabulary; ids are 0..{last}")
+    return tokenizer.decode(tuple(message.token_ids), skip_special_tokens=message.skip_special_tokens)
+
+
+def _tokenizer(engine: AnyEngine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise InvalidRequest("there is no text here: this server was started without a tokenizer")
+    return engine.tokenizer
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable
 
 from jaxserve.config_schema import Config
+from jaxserve.errors import ConfigError
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.route_pool import Pool, Resolve
 from jaxserve.serve.route_service import RouteService
-from jaxserve.serve.service import check_serve_config
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,14 @@ async def route(
     resolve: Resolve | None = None,
 ) -> int:
     """`route_forever` without signals; `on_ready` gets the bound `host:port`, `resolve` see `Pool`."""
-    check_serve_config(config.serve)
-    assert config.serve.grpc.port is not None
+    if config.serve.http.port is not None:
+        raise ConfigError("serve.http.port is set, but a router forwards gRPC alone; use serve.grpc.port")
+    if config.serve.grpc.port is None:
+        raise ConfigError("there is nothing to route: set serve.grpc.port (0 takes a free port)")
     options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
     service = RouteService(pool, retries=config.route.retries)
-    server = GrpcServer(service, host=config.serve.host, port=config.serve.grpc.port)
+    server = GrpcServer(service, host=config.serve.host, config=config.serve.grpc)
     address = f"{config.serve.host}:{await server.start(healthy=False)}"
     pool.start()
     reporting = asyncio.create_task(_report_health(pool, server))

@@ -18,12 +18,13 @@ from jaxserve.config_schema import RouteConfig
 from jaxserve.errors import ConfigError
 from jaxserve.routing import Balancer, PromptKey, Router
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.route_access import BackendAccess
 
 logger = logging.getLogger(__name__)
 
 DNS_PREFIX = "dns:///"
 
-_OPTIONS = (
+_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # else two channels to one address share the memory of its failures
     ("grpc.initial_reconnect_backoff_ms", 200),  # a replica that was started again is found soon
@@ -42,13 +43,13 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 class Backend:
     """One replica. Mutated by its pool alone, on one event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: BackendAccess) -> None:
         self.address = address
         self.healthy = False
         self.reason = "it has not answered yet"
         self.listed = True  # False once DNS has dropped it: it ends what it has, and is the last resort
         self.look = asyncio.Event()  # set: look at its health now
-        self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self.channel = access.open(address, _OPTIONS)
         self.stub = pb_grpc.InferenceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # the package has no types
 
@@ -60,6 +61,7 @@ class Pool:
         """`resolve` gives the addresses of a name and port, None asks the system. Raises ConfigError."""
         self.changed = asyncio.Event()  # set whenever `healthy` may have changed
         self._config = config
+        self._access = BackendAccess.of(config)
         self._resolve = resolve or resolve_name
         self._balancer = Balancer(router)
         self._backends: dict[str, Backend] = {}
@@ -70,6 +72,16 @@ class Pool:
     def healthy(self) -> bool:
         """At least one replica takes requests."""
         return any(b.healthy for b in self._backends.values())
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Goes with every call to a replica."""
+        return self._access.metadata
+
+    @property
+    def well(self) -> list[Backend]:
+        """Every replica that takes requests."""
+        return [b for b in self._backends.values() if b.healthy]
 
     @property
     def uses_prompt(self) -> bool:
@@ -121,7 +133,7 @@ class Pool:
     # ---- health ----------------------------------------------------------------------------------------------------
 
     def _add(self, address: str) -> None:
-        backend = self._backends[address] = Backend(address)
+        backend = self._backends[address] = Backend(address, self._access)
         self._spawn(self._watch(backend))
 
     def _spawn(self, work: Any) -> None:

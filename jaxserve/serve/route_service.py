@@ -6,16 +6,28 @@ has been told, and only the client knows whether it may be told again.
 """
 
 import asyncio
+import contextlib
 import uuid
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 
 from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.routing import PromptKey, key_of_text, key_of_tokens
+from jaxserve.serve.convert import refuse_unknown_fields
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.retry_info import retry_after_s
 from jaxserve.serve.route_pool import Backend, Pool
+
+_ASK_S = 30.0  # for calls that compute nothing
+_SUMS = (
+    "num_running", "num_waiting", "num_waiting_tokens", "max_waiting", "max_waiting_tokens", "num_pages",
+    "num_used_pages",
+)  # fmt: skip
+_TRACE_KEYS = ("traceparent", "tracestate")
 
 # A server that vanishes, or that cancels its calls when it goes.
 _DEATHS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -60,6 +72,59 @@ class RouteService(pb_grpc.InferenceServicer):
         finally:
             del self._live[request.request_id]
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        """Of any replica: they serve one model."""
+        return await self._ask_any(lambda stub: stub.Tokenize, request, context)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        """Of any replica."""
+        return await self._ask_any(lambda stub: stub.Detokenize, request, context)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        """Of any replica."""
+        return await self._ask_any(lambda stub: stub.GetModel, request, context)
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        """The sums over the replicas that answer in time."""
+        refuse_unknown_fields(request)
+        answers = await asyncio.gather(
+            *(b.stub.GetLoad(request, timeout=_ASK_S, metadata=self._pool.metadata) for b in self._pool.well),
+            return_exceptions=True,
+        )
+        loads = [answer for answer in answers if isinstance(answer, pb.GetLoadResponse)]
+        total = pb.GetLoadResponse(accepting=self._accepting and any(load.accepting for load in loads))
+        for name in _SUMS:
+            setattr(total, name, sum(getattr(load, name) for load in loads))
+        total.num_replicas = len(loads)
+        return total
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """Ends requests that came through this router."""
+        refuse_unknown_fields(request)
+        forwards = [self._live[request_id] for request_id in request.request_ids if request_id in self._live]
+        await asyncio.gather(*(forward.abort() for forward in forwards))
+        return pb.AbortResponse()
+
+    async def _ask_any(
+        self, method: Callable[[pb_grpc.InferenceStub], Any], request: Message, context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Asks one replica, and others when it dies. Ends the call with the status that it gives."""
+        tried: list[str] = []
+        failure: grpc.aio.AioRpcError | None = None
+        while len(tried) <= self._retries and (backend := self._pool.choose((), tried)) is not None:
+            tried.append(backend.address)
+            try:
+                return await method(backend.stub)(request, timeout=_ASK_S, metadata=self._pool.metadata)
+            except grpc.aio.AioRpcError as error:
+                failure = error
+                if error.code() not in _DEATHS:
+                    await context.abort(error.code(), error.details() or "")
+                self._pool.suspect(backend, error.details() or error.code().name)
+        why = f": {failure.details()}" if failure is not None else f": {self._pool.describe(tried)}"
+        raise EngineStopped(f"no replica is well{why}")
+
 
 class _Forward:
     """One call on its way. Mutated by its handler; `end` may be called from elsewhere on the event loop."""
@@ -76,6 +141,22 @@ class _Forward:
         self._num_replies = 0
         self._num_tokens = 0
         self._ending = False
+        self._aborted = False
+        self._backend: Backend | None = None
+        self._retry_after_s: float | None = None
+        trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
+        self._metadata = (*pool.metadata, *trace)
+
+    async def abort(self) -> None:
+        """Lets the replica end the request: the stream then ends with ABORT like any other."""
+        self._aborted = True
+        if self._backend is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a replica that is dying ends it too
+                await self._backend.stub.Abort(
+                    pb.AbortRequest(request_ids=[self._request.request_id]),
+                    timeout=_ASK_S,
+                    metadata=self._pool.metadata,
+                )
 
     def end(self) -> None:
         self._ending = True
@@ -85,7 +166,7 @@ class _Forward:
     async def run(self) -> None:
         tried: list[str] = []
         deaths: list[str] = []
-        full: list[str] = []
+        full: list[QueueFull] = []
         while True:
             backend = self._pool.choose(self._key, tried)
             if backend is None or len(deaths) > self._retries or len(full) > 1:
@@ -105,14 +186,14 @@ class _Forward:
                         f"the request again: {text}"
                     )
             elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and not self._num_replies:
-                full.append(text)
+                full.append(QueueFull(text, retry_after_s=self._retry_after_s))
             else:
                 await self._context.abort(code, text)
 
-    def _give_up(self, tried: list[str], deaths: list[str], full: list[str]) -> NoReturn:
+    def _give_up(self, tried: list[str], deaths: list[str], full: list[QueueFull]) -> NoReturn:
         """Raises what the client is told when no attempt is left."""
         if full:  # one with room may have died, but to come again later is the better advice
-            raise QueueFull(full[-1])
+            raise min(full, key=lambda error: error.retry_after_s or 0.0)
         if len(deaths) > self._retries:
             raise EngineStopped(
                 f"{len(deaths)} replicas have died with this request before they answered, and no more are tried "
@@ -130,22 +211,34 @@ class _Forward:
         """None when the call has ended well, else its status and text."""
         if self._ending:
             raise EngineStopped("the router is shutting down; nothing had been streamed")
+        if self._aborted:
+            await self._context.write(
+                pb.GenerateResponse(
+                    request_id=self._request.request_id, finish_reason=pb.FINISH_REASON_ABORT, usage=pb.Usage()
+                )
+            )
+            return None
         # None where the client set no deadline, whatever the signature says.
-        call = self._call = backend.stub.Generate(self._request, timeout=self._context.time_remaining())
+        call = self._call = backend.stub.Generate(
+            self._request, timeout=self._context.time_remaining(), metadata=self._metadata
+        )
+        self._backend = backend
         try:
             async for reply in call:
-                if not self._num_replies and _is_cut_off(reply):
+                if not self._num_replies and _is_cut_off(reply) and not self._aborted:
                     return grpc.StatusCode.UNAVAILABLE, "it was shut down before it began with the request"
                 self._num_replies += 1
                 self._num_tokens += len(reply.token_ids)
                 await self._context.write(reply)
         except grpc.aio.AioRpcError as error:
+            self._retry_after_s = retry_after_s(error)
             return error.code(), error.details() or ""
         except asyncio.CancelledError:
             if not self._ending:
                 raise
             raise EngineStopped(f"the router is shutting down; {self._num_tokens} tokens had been streamed") from None
         finally:
+            self._backend = None
             call.cancel()
         return None
 

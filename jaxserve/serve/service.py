@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from jaxserve.config_schema import ServeConfig
 from jaxserve.engine import AnyEngine, AsyncEngine
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineStopped
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
+from jaxserve.serve.http import HttpDoor
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,43 @@ _WATCH_S = 0.1  # how often a dead engine is looked for; the loop thread cannot 
 _STOP_S = 10.0  # a step on a device that answers is shorter than this; one that does not must not keep us
 _FAREWELL_S = 5.0  # for last messages to leave
 _LINGER_S = 0.2  # for statuses to leave, and health watches to be read
+
+
+class Addresses(NamedTuple):
+    """`host:port` of each door; None where there is none."""
+
+    grpc: str | None
+    http: str | None
+
+
+class FrontServer(Protocol):
+    """One listening port of the engine, and what it says of health. Used on one event loop."""
+
+    protocol: str
+
+    async def start(self) -> int:
+        """Listens; returns the port. Raises ConfigError."""
+        ...
+
+    async def report(self, healthy: bool) -> None:
+        """Whether new requests should come."""
+        ...
+
+    async def report_live(self, live: bool) -> None:
+        """Whether the process is worth keeping."""
+        ...
+
+    async def report_not_serving(self) -> None:
+        """No new requests from now on; the running ones go on."""
+        ...
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until every call has ended; True when all have."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Closes the port and, after `grace_s`, what is still open."""
+        ...
 
 
 def serve_forever(engine: AnyEngine, serve_config: ServeConfig) -> int:
@@ -38,50 +77,81 @@ def serve_forever(engine: AnyEngine, serve_config: ServeConfig) -> int:
 
 
 def check_serve_config(serve_config: ServeConfig) -> None:
-    """Raises ConfigError for a door that does not exist, or when no door is asked for."""
-    if serve_config.http.port is not None:
-        raise ConfigError("serve.http.port is set, but this version has no HTTP API yet; use serve.grpc.port")
-    if serve_config.grpc.port is None:
-        raise ConfigError("there is nothing to serve: set serve.grpc.port (0 takes a free port)")
+    """Raises ConfigError when no door is asked for."""
+    if serve_config.grpc.port is None and serve_config.http.port is None:
+        raise ConfigError("there is nothing to serve: set serve.grpc.port or serve.http.port (0 takes a free port)")
 
 
 async def serve(
     engine: AnyEngine,
     serve_config: ServeConfig,
     shutdown: Shutdown,
-    on_ready: Callable[[str], None] = lambda address: None,
+    on_ready: Callable[[Addresses], None] = lambda addresses: None,
 ) -> int:
-    """`serve_forever` without signals; `on_ready` gets the bound `host:port`."""
+    """`serve_forever` without signals; `on_ready` gets the addresses once all doors are open."""
     check_serve_config(serve_config)
-    assert serve_config.grpc.port is not None
-    async_engine = AsyncEngine(engine)
-    server = GrpcServer(InferenceService(async_engine), host=serve_config.host, port=serve_config.grpc.port)
-    address = f"{serve_config.host}:{await server.start()}"
-    engine.start()
-    logger.info("serving %s over gRPC on %s", engine.model.name, address)
-    print(f"serving gRPC on {address}", flush=True)
-    on_ready(address)
+    async_engine = AsyncEngine(engine, serve_config.encode_threads)
+    doors = _make_doors(async_engine, serve_config)
     try:
-        await _until_shutdown_or_death(engine, server, serve_config.stall_s, shutdown)
-        await server.report_not_serving()
+        ports: dict[str, str] = {}
+        for door in doors:
+            ports[door.protocol] = f"{serve_config.host}:{await door.start()}"
+        engine.start()
+        for protocol, address in ports.items():
+            logger.info("serving %s over %s on %s", engine.model.name, protocol, address)
+            print(f"serving {protocol} on {address}", flush=True)
+        on_ready(Addresses(ports.get(GrpcServer.protocol), ports.get(HttpDoor.protocol)))
+        await _until_shutdown_or_death(async_engine, doors, serve_config.stall_s, shutdown)
+        for door in doors:
+            await door.report_not_serving()
         if engine.failure is None:
             await _drain(engine, serve_config.drain_s, shutdown)
         await _stop_engine(engine)
-        await server.wait_idle(_FAREWELL_S)
+        await asyncio.gather(*(door.wait_idle(_FAREWELL_S) for door in doors))
     finally:
-        await server.stop(_LINGER_S)
+        await asyncio.gather(*(door.stop(_LINGER_S) for door in doors))
         async_engine.close()
     return 0 if engine.failure is None else 1
 
 
-async def _until_shutdown_or_death(engine: AnyEngine, server: GrpcServer, stall_s: float, shutdown: Shutdown) -> None:
+def _make_doors(async_engine: AsyncEngine, serve_config: ServeConfig) -> list[FrontServer]:
+    """All that are asked for, closed. Raises ConfigError."""
+    doors: list[FrontServer] = []
+    if serve_config.grpc.port is not None:
+        doors.append(GrpcServer(InferenceService(async_engine), host=serve_config.host, config=serve_config.grpc))
+    if serve_config.http.port is not None:
+        doors.append(HttpDoor(async_engine, serve_config))
+    return doors
+
+
+async def _until_shutdown_or_death(
+    async_engine: AsyncEngine, doors: Sequence[FrontServer], stall_s: float, shutdown: Shutdown
+) -> None:
+    engine, was_live = async_engine.engine, True
     while engine.failure is None and not shutdown.drain.is_set():
-        await server.report_live(engine.stalled_s < stall_s)
+        live = engine.stalled_s < stall_s
+        if live != was_live:
+            was_live = live
+            await _report(doors, live)
+        if not live:  # those that have come since the last look, too
+            async_engine.end_streams(EngineStopped(f"a step has not ended for {stall_s:g} s; the device may be stuck"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(shutdown.drain.wait(), _WATCH_S)
     if engine.failure is not None:
         logger.error("the engine has died, so serving ends: %r", engine.failure)
-        await server.report_live(False)
+        for door in doors:
+            await door.report_live(False)
+
+
+async def _report(doors: Sequence[FrontServer], live: bool) -> None:
+    """A loop that stands still answers nothing: it is neither alive nor ready until it comes round again."""
+    if live:
+        logger.warning("the engine's loop has come round again")
+    else:
+        logger.error("the engine's loop stands still: health turns red and running requests end with an error")
+    for door in doors:
+        await door.report_live(live)
+        await door.report(live)
 
 
 async def _drain(engine: AnyEngine, drain_s: float, shutdown: Shutdown) -> None:

@@ -10,10 +10,20 @@ from jaxserve.errors import JaxserveError, Status
 
 GRPC_CODES: dict[Status, grpc.StatusCode] = {
     Status.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Status.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Status.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Status.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Status.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     Status.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+
+HTTP_CODES: dict[Status, int] = {
+    Status.INVALID: 400,
+    Status.UNAUTHENTICATED: 401,
+    Status.OVERLOADED: 429,
+    Status.UNAVAILABLE: 503,
+    Status.DEADLINE: 408,
+    Status.INTERNAL: 500,
 }
 
 # A status travels in a trailer, percent-encoded (up to three bytes for each), and clients take 8 KiB of trailers.

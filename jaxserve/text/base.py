@@ -53,6 +53,13 @@ class Tokenizer(Protocol):
         """Text of one id in the middle of a sentence (leading space kept, specials spelled out), for display."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id adds to a text, which need not be whole characters; specials spelled out.
+
+        Raises UnsupportedOption for a vocabulary whose ids have none of their own (they depend on their neighbours).
+        """
+        ...
+
 
 def check_text(text: str) -> None:
     """Raises InvalidRequest when `text` cannot be written as UTF-8, naming the place."""

@@ -13,11 +13,12 @@ messages (`LLM.chat(refuse_special_text=True)`). Use it wherever users are not t
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -63,8 +64,12 @@ class ChatTemplate:
     ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._now = now
+        self._takes_tools = False
         try:
-            self._template = None if source is None else self._environment().from_string(source)
+            environment = self._environment()
+            self._template = None if source is None else environment.from_string(source)
+            if source is not None:
+                self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template does not compile: {error}; fix the template") from error
 
@@ -76,6 +81,11 @@ class ChatTemplate:
             for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
         )
         return cls(tokenizer.chat_template if source is None else source, bos_token=bos, eos_token=eos)
+
+    @property
+    def takes_tools(self) -> bool:
+        """The template reads `tools`; one that does not would leave them out in silence."""
+        return self._takes_tools
 
     def render(
         self,
@@ -179,7 +189,7 @@ def _parse_arguments(tool_calls: Any, where: str) -> None:
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where}.tool_calls must be objects whose arguments are JSON: {error}") from error
 
 
@@ -191,13 +201,35 @@ def _plain(value: Any, where: str) -> Any:
         raise InvalidRequest(f"{where} must be plain JSON: {error}") from error
 
 
-def check_special_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InvalidRequest when the content of a message spells a special token (see the file's head)."""
+def check_special_text(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], beside: Mapping[str, Any] | None = None
+) -> None:
+    """Raises InvalidRequest when a text in a message spells a special token (see the file's head).
+
+    Every text counts, since templates write names, roles and arguments of calls too. `beside`: what else the template
+    is given, such as tools, under the names that an error calls it by.
+    """
     specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
-    for index, message in enumerate(check_messages(messages)):
-        for text in specials:
-            if text in message["content"]:
-                raise InvalidRequest(f"messages[{index}] contains the special token {text!r}; take it out")
+    named = {f"messages[{index}]": message for index, message in enumerate(check_messages(messages))}
+    for where, value in {**named, **(beside or {})}.items():
+        for found in _texts(value):
+            for text in specials:
+                if text in found:
+                    raise InvalidRequest(f"{where} contains the special token {text!r}; take it out")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys of objects included. Without recursion: arguments of calls may be deep."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict):
+            yield from part
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
 
 
 def _raise_exception(message: str) -> None:

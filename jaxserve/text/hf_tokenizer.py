@@ -14,12 +14,19 @@ from typing import Any
 
 import tokenizers
 
+from jaxserve.errors import UnsupportedOption
 from jaxserve.text.base import check_text
 from jaxserve.text.pieces import SPACE_MARK, PieceTable, piece_bytes
 from jaxserve.text.tokenizer_files import TokenizerFiles, read_failure
 
 _SPACE_STAGE = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
 _STRIP_STAGE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+# Byte-level vocabularies write each byte as one character: printable ones as themselves, the others, in order, from 256
+# on (GPT-2's encoder.py).
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
 class HfTokenizer:
@@ -41,11 +48,13 @@ class HfTokenizer:
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_token_id = _named_id(backend, files, "bos_token", files.bos_id)
         self.eos_token_id = _named_id(backend, files, "eos_token", files.eos_id)
         self.chat_template = files.chat_template
         self._table = _piece_table(backend, vocabulary, self.vocab_size, self.special_ids)
+        self._decoded_by = [stage["type"] for stage in _decoder_stages(backend)]
         # A token in front keeps the library from stripping the leading space of the token that is asked for.
         self._anchor = backend.encode("a", add_special_tokens=False).ids
         self._anchor_len = len(backend.decode(self._anchor, skip_special_tokens=False))
@@ -66,6 +75,24 @@ class HfTokenizer:
         if self._table is not None:
             return self._table.token_text(token_id)
         return self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_len :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        if self._table is not None:
+            return self._table.token_bytes(token_id)
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added_ids:
+            return piece.encode()
+        if self._decoded_by == ["ByteLevel"]:
+            return bytes(_BYTE_OF[character] for character in piece)
+        if self._decoded_by == ["Metaspace"]:
+            return piece_bytes(piece)
+        raise UnsupportedOption(
+            "structured output needs tokens with bytes of their own, but this tokenizer.json decodes by "
+            f"{', '.join(self._decoded_by) or 'nothing'}; serve a model with a byte-level or sentencepiece tokenizer"
+        )
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:

@@ -44,3 +44,6 @@ class PieceTable:
         if not 0 <= token_id < len(self.pieces):
             return ""
         return self.pieces[token_id].decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else b""

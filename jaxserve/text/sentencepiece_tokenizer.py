@@ -90,6 +90,10 @@ class SentencePieceTokenizer:
         """See `Tokenizer.token_text`."""
         return self._table.token_text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        return self._table.token_bytes(token_id)
+
     def _split(self, text: str) -> Iterator[tuple[int, str, int | None]]:
         """(offset, plain text, id of the added token after it or None at the end)."""
         start = 0

@@ -49,6 +49,8 @@ def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], Sampling
             options |= {"bad_words": ["no", "x"], "stop": ["e", "st"], "include_stop_str_in_output": bool(i % 2)}
         if i % 23 == 2:
             options |= {"detokenize": False}
+        if i % 23 == 3 and not options.get("ignore_eos"):
+            options |= {"structured": {"regex": "[!-z]+"}, "allowed_token_ids": None}
         asked.append(([rng.randrange(vocab_size) for _ in range(rng.randint(1, 90))], SamplingParams(**options)))
     return asked
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from jaxserve.serve.client import Client
+from jaxserve.client import Client
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

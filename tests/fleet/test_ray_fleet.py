@@ -16,7 +16,7 @@ from ray_fleet import ROOT, WAIT_S, Fleet, environment, run_fleet, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import Status
-from jaxserve.serve.client import Client, RequestFailed
+from jaxserve.client import Client, RequestFailed
 from jaxserve.serve.convert import request_to_proto
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.status import status_of_grpc

@@ -12,7 +12,7 @@ from hosts_parts import WAIT_S, Service, service
 
 from jaxserve import LLM
 from jaxserve.api import SamplingParams
-from jaxserve.serve.client import Client, RequestFailed
+from jaxserve.client import Client, RequestFailed
 
 pytestmark = pytest.mark.slow
 

@@ -63,7 +63,14 @@ def settings(**more):
 )
 def test_every_executable_of_a_small_model_compiles_with_the_kernels_inside(topology, kernels):
     compiled = compile_ahead(settings(), small_llama(), topology=topology, num_pages=64)
-    assert set(compiled) == {"decode 64x64", "mixed 256x64", "copy_pages", "write_tables", "configure_row"}
+    assert set(compiled) == {
+        "decode 64x64",
+        "mixed 256x64",
+        "copy_pages",
+        "write_tables",
+        "configure_row",
+        "write_masks",
+    }
     mixed = compiled["mixed 256x64"].call.as_text()
     assert all(kernel in mixed for kernel in kernels)
     decode = compiled["decode 64x64"].call.memory_analysis()

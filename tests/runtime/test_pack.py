@@ -28,7 +28,7 @@ def test_decode_step() -> None:
     assert inputs.positions.tolist() == [7, 0, 0, 0]
     assert inputs.token_rows.tolist() == [0, 1, 4, 4]
     assert inputs.q_starts.tolist() == [0, 1, 2, 2, 2]
-    assert inputs.should_sample.tolist() == [1, 1, 0, 0]
+    assert inputs.wants.tolist() == [1, 1, 0, 0]
     assert (inputs.tokens == FROM_DEVICE).all()
     assert inputs.params[0].tolist() == PARAMS[5].tolist()
     assert inputs.grants.tolist() == [[5, 1, 9]] + [[MAX_ROWS, 0, 0]] * 3
@@ -49,7 +49,7 @@ def test_mixed_step() -> None:
     assert inputs.token_rows.tolist() == [0, 1, 1, 1, 2, 4, 4, 4]
     assert inputs.positions.tolist() == [3, 2, 3, 4, 0, 0, 0, 0]
     assert inputs.q_starts.tolist() == [0, 1, 4, 5, 5]
-    assert inputs.should_sample.tolist() == [1, 0, 1, 0]
+    assert inputs.wants.tolist() == [1, 0, 1, 0]
     assert inputs.targets.tolist() == [NO_TARGET] * 4 + [22] + [NO_TARGET] * 3
     assert inputs.grants[:3].tolist() == [[0, 0, 1], [0, 1, 2], [4, 0, 3]]
 

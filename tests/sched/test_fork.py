@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import PromptInfo, SamplingParams
 from jaxserve.sched import PageCopy, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.state import sequence_seed
@@ -149,5 +149,5 @@ def test_the_prompt_is_scored_once():
     sampling = SamplingParams(n=2, max_tokens=2, prompt_logprobs=1)
     out = drive(scheduler, runner, [make_request("a", range(10), 2, sampling=sampling)])
     assert len(out["a", 0].prompt.logprobs) == 9
-    assert out["a", 1].prompt == (9, None)
+    assert out["a", 1].prompt == PromptInfo(9, None)
     assert [c.prompt_logprobs for p in runner.plans for c in p.chunks] == [True, False]

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from serve_parts import WAIT_S, wait_until
 
+from jaxserve.client import Client
 from jaxserve.config_schema import Config, GrpcConfig, RouteConfig, ServeConfig
-from jaxserve.serve.client import Client
 from jaxserve.serve.route import route
 from jaxserve.serve.route_pool import Resolve
 from jaxserve.serve.shutdown import Shutdown
@@ -49,13 +49,19 @@ def routed(
     drain_s: float = 5.0,
     resolve: Resolve | None = None,
     wait: bool = True,
+    access: Mapping[str, str] = {},
 ) -> Iterator[Routed]:
-    """Routes until the block ends; `wait` until a replica is well."""
+    """Routes until the block ends; `wait` until a replica is well. `access`: fields of RouteConfig."""
     router, ready = Routed(), threading.Event()
     config = Config(
         serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0)),
         route=RouteConfig(
-            replicas=list(replicas), policy=policy, retries=retries, health_interval_s=0.05, dns_interval_s=0.05
+            replicas=list(replicas),
+            policy=policy,
+            retries=retries,
+            health_interval_s=0.05,
+            dns_interval_s=0.05,
+            **access,
         ),
     )
 
@@ -101,22 +107,22 @@ sys.exit(serve_forever(parts.engine, ServeConfig(grpc=GrpcConfig(port={port}))))
 
 @contextlib.contextmanager
 def fake_server(
-    *, delay_s: float = 0.0, port: int = 0, max_rows: int = 4
+    *, delay_s: float = 0.0, port: int = 0, max_rows: int = 4, life_s: float = 4 * WAIT_S
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server on the fake device in a process of its own, and its address. Killed when the block ends."""
     code = _SERVER.format(tests=str(Path(__file__).parent), delay_s=delay_s, port=port, max_rows=max_rows)
-    with server_process([sys.executable, "-c", code]) as started:
+    with server_process([sys.executable, "-c", code], life_s) as started:
         yield started
 
 
 @contextlib.contextmanager
-def server_process(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Any process that prints its address as the last word of its first line."""
+def server_process(command: Sequence[str], life_s: float = 4 * WAIT_S) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Any process that prints its address as the last word of its first line. It is killed after `life_s` at most."""
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
     ):
-        watchdog = threading.Timer(4 * WAIT_S, process.kill)  # so that reading its first line cannot wait for ever
+        watchdog = threading.Timer(life_s, process.kill)  # so that reading its first line cannot wait for ever
         watchdog.start()
         try:
             assert process.stdout is not None

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from jaxserve.config_schema import GrpcConfig, ServeConfig
+from jaxserve.client import Client
+from jaxserve.config_schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
-from jaxserve.serve.client import Client
-from jaxserve.serve.service import Shutdown, serve
+from jaxserve.serve.service import Addresses, Shutdown, serve
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
 WAIT_S = 60.0  # for anything that must happen; far more than it takes, for the sake of busy machines
@@ -75,14 +75,16 @@ class Parts:
         num_pages: int = 256,
         max_model_len: int = 512,
         max_waiting: int = 4096,
+        max_waiting_tokens: int = 2**22,
         tokenizer: ByteTokenizer | None = None,
         forced: dict[tuple[str, int], dict[int, int]] | None = None,
+        vocab_size: int = 128,
     ) -> None:
         limits = make_limits(
             max_rows=max_rows, num_pages=num_pages, page_size=8, max_model_len=max_model_len, token_buckets=(16, 64)
         )
         self.runner = SteerableRunner(
-            FakeRunner(limits, vocab_size=128, mode=mode, forced=forced, keep_plans=False), delay_s
+            FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False), delay_s
         )
         scheduler = create_scheduler("fcfs", limits)
         assert isinstance(scheduler, ContinuousScheduler)
@@ -93,6 +95,7 @@ class Parts:
             tokenizer=tokenizer,
             model=ModelInfo(name="fake", vocab_size=259, max_model_len=max_model_len, eos_token_ids=(257,)),
             max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
         )
 
 
@@ -100,6 +103,7 @@ class Served(Parts):
     """`Parts` behind a port. `exit_code` is there once serving has ended."""
 
     address: str
+    http_url: str
     shutdown: Shutdown
     exit_code: int | None = None
     loop: asyncio.AbstractEventLoop
@@ -116,18 +120,25 @@ class Served(Parts):
 
 
 @contextmanager
-def served(parts: Served, drain_s: float = 5.0, stall_s: float = 60.0) -> Iterator[Served]:
+def served(
+    parts: Served,
+    drain_s: float = 5.0,
+    stall_s: float = 60.0,
+    grpc_config: GrpcConfig = GrpcConfig(port=0),  # noqa: B008
+    http_config: HttpConfig = HttpConfig(),  # noqa: B008
+) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
-    config = ServeConfig(drain_s=drain_s, stall_s=stall_s, grpc=GrpcConfig(port=0))
+    config = ServeConfig(drain_s=drain_s, stall_s=stall_s, grpc=grpc_config, http=http_config)
 
     async def main() -> int:
         parts.loop = asyncio.get_running_loop()
         parts.shutdown = Shutdown()
         return await serve(parts.engine, config, parts.shutdown, on_ready)
 
-    def on_ready(address: str) -> None:
-        parts.address = address
+    def on_ready(addresses: Addresses) -> None:
+        parts.address = addresses.grpc or ""
+        parts.http_url = f"http://{addresses.http}"
         ready.set()
 
     def run() -> None:

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from google.protobuf.message import Message
 
-from jaxserve.api import MAX_LOGPROBS, FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.api import MAX_LOGPROBS, FinishReason, SamplingParams, StructuredOutput, TokenLogprobs
+from jaxserve.client import collect_replies
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.serve.completion import collect_replies
 from jaxserve.serve.convert import (
     CallOptions,
     logprobs_from_proto,
@@ -44,6 +44,7 @@ NOT_DEFAULT = {
     "skip_special_tokens": False,
     "detokenize": False,
     "truncate_prompt_tokens": 12,
+    "structured": StructuredOutput(regex="a+"),
 }
 
 
@@ -119,7 +120,9 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
 
 
 def test_every_option_of_a_call_is_sent() -> None:
-    options = CallOptions(request_id="r", priority=-3, cache_salt="s", tenant="t", echo=True)
+    options = CallOptions(
+        request_id="r", priority=-3, cache_salt="s", tenant="t", echo=True, chunk_tokens=4, timeout_s=2.5
+    )
     message = request_to_proto("hi", SamplingParams(), options)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

@@ -10,12 +10,13 @@ import pytest
 from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
 
 from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.client import AsyncClient, Client, RequestFailed
+from jaxserve.config_schema import GrpcConfig
 from jaxserve.errors import InvalidRequest, Status
-from jaxserve.serve.client import AsyncClient, Client, RequestFailed
 from jaxserve.serve.convert import CallOptions
 from jaxserve.serve.gen import inference_pb2 as pb
-from jaxserve.serve.grpc_server import MAX_REQUEST_BYTES
 
+MAX_REQUEST_BYTES = GrpcConfig().max_message_bytes
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 
 

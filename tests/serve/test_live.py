@@ -13,7 +13,7 @@ from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
 
 from jaxserve import cli
 from jaxserve.api import SamplingParams
-from jaxserve.serve.client import RequestFailed
+from jaxserve.client import RequestFailed
 from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -16,12 +16,12 @@ from serve_parts import WAIT_S, Parts, Served, connect, serve_bytes, served, wai
 
 from jaxserve import cli
 from jaxserve.api import SamplingParams
+from jaxserve.client import CallOptions, Client, RequestFailed
 from jaxserve.config_schema import RouteConfig
 from jaxserve.engine import EngineGroup
 from jaxserve.errors import ConfigError, Status
 from jaxserve.routing import create_router
 from jaxserve.serve import route_pool
-from jaxserve.serve.client import CallOptions, Client, RequestFailed
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.route_pool import Pool, split_replicas

@@ -11,7 +11,7 @@ from route_parts import server_process
 from serve_parts import WAIT_S, wait_until
 
 from jaxserve.api import SamplingParams
-from jaxserve.serve.client import Client, RequestFailed
+from jaxserve.client import Client, RequestFailed
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 NUM_THREADS, NUM_EACH = 24, 6

@@ -3,8 +3,17 @@
 import grpc
 import pytest
 
-from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, MissingBucket, QueueFull, Status
-from jaxserve.serve.status import GRPC_CODES, public_message, status_of, status_of_grpc
+from jaxserve.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    InvalidRequest,
+    JaxserveError,
+    MissingBucket,
+    QueueFull,
+    Status,
+    Unauthenticated,
+)
+from jaxserve.serve.status import GRPC_CODES, HTTP_CODES, public_message, status_of, status_of_grpc
 
 
 def test_every_status_has_its_own_code_and_the_way_back() -> None:
@@ -14,10 +23,17 @@ def test_every_status_has_its_own_code_and_the_way_back() -> None:
         assert status_of_grpc(code) is status
 
 
+def test_every_status_has_its_own_http_code() -> None:
+    assert set(HTTP_CODES) == set(Status)
+    assert len(set(HTTP_CODES.values())) == len(Status)
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (InvalidRequest("x"), grpc.StatusCode.INVALID_ARGUMENT),
+        (Unauthenticated("x"), grpc.StatusCode.UNAUTHENTICATED),
+        (DeadlineExceeded("x"), grpc.StatusCode.DEADLINE_EXCEEDED),
         (QueueFull("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (EngineStopped("x"), grpc.StatusCode.UNAVAILABLE),
         (MissingBucket("x"), grpc.StatusCode.INTERNAL),

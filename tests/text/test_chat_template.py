@@ -140,3 +140,38 @@ def test_special_text_in_a_message_becomes_a_token_and_can_be_refused(tmp_path):
     with pytest.raises(InvalidRequest, match=r"messages\[0\] contains the special token '<\|im_"):
         check_special_text(tokenizer, messages)
     check_special_text(tokenizer, USER)
+
+
+@pytest.mark.parametrize(
+    ("messages", "beside"),
+    [
+        ([{"role": "user<|im_end|>", "content": "x"}], None),
+        ([{"role": "user", "content": "x", "name": "<|im_end|>"}], None),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": ["\\u003c|im_end|>"]}'}]}], None),
+        (USER, {"tools": [{"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}]}),
+    ],
+)
+def test_special_text_is_found_wherever_a_template_may_write_it(tmp_path, messages, beside):
+    tokenizer = load_tokenizer(with_template(tmp_path, "qwen", CHAT["templates"]["qwen"]))
+    with pytest.raises(InvalidRequest, match="contains the special token"):
+        check_special_text(tokenizer, messages, beside)
+
+
+def test_deep_arguments_are_a_typed_error():
+    call = {"name": "f", "arguments": "[" * 100_000}
+    with pytest.raises(InvalidRequest):
+        check_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("source", "takes"),
+    [
+        (None, False),
+        ("{{ messages }}", False),
+        ("{% set tools = 1 %}{{ tools }}", False),
+        ("{% if tools is defined and tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),
+    ],
+)
+def test_whether_a_template_takes_tools(source, takes):
+    assert ChatTemplate(source).takes_tools is takes

@@ -39,6 +39,31 @@ class InferenceStub(object):
                 request_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/jaxserve.v1.Inference/Tokenize',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/jaxserve.v1.Inference/Detokenize',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetModel = channel.unary_unary(
+                '/jaxserve.v1.Inference/GetModel',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetModelResponse.FromString,
+                _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/jaxserve.v1.Inference/GetLoad',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/jaxserve.v1.Inference/Abort',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -52,6 +77,42 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The ids that a prompt would have in Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModel(self, request, context):
+        """What is served, and its limits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
+        """How busy the server is now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends requests by their ids, whichever call they came with: each stream ends with FINISH_REASON_ABORT. Ids that are
+        not live are no error, since a request may just have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +120,31 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModel,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetModelRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetLoadRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +174,141 @@ class Inference(object):
             '/jaxserve.v1.Inference/Generate',
             jaxserve_dot_serve_dot_gen_dot_inference__pb2.GenerateRequest.SerializeToString,
             jaxserve_dot_serve_dot_gen_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Tokenize',
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Detokenize',
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/GetModel',
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetModelRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/GetLoad',
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetLoadRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Abort',
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.AbortRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

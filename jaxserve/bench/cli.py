@@ -1,0 +1,284 @@
+"""The commands `jaxserve bench serve | throughput | latency | startup`.
+
+Owns their options. Refuses behaviour: each command turns options into values and hands them on. JAX is loaded by the
+commands that run a model in this process, and by no other.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich.console
+import rich.progress
+import typer
+
+from jaxserve.bench.arrivals import ArrivalOptions, Ramp
+from jaxserve.bench.datasets import DATASET_NAMES, DatasetOptions
+from jaxserve.bench.metrics import Goodput
+from jaxserve.bench.plot import check_plot, plot_serve
+from jaxserve.bench.report import OfflineReport, check_writable, write_json
+from jaxserve.bench.serve import bench_serve
+from jaxserve.bench.serve_options import BACKENDS, Endpoint, PromptOptions, ServeOptions
+from jaxserve.bench.show import show_offline, show_serve
+from jaxserve.bench.startup import StartupOptions, bench_startup
+from jaxserve.config import load_config
+from jaxserve.console import complain, set_up_logging
+from jaxserve.errors import ConfigError
+from jaxserve.run import ConfigOption, SetOption
+
+ALL_FAILED = 3
+_WIDTH = 110
+
+app = typer.Typer(add_completion=False, help="Measure an endpoint, or a model in this process.")
+
+DatasetOption = Annotated[str, typer.Option("--dataset", help=f"One of {', '.join(DATASET_NAMES)}.")]
+PathOption = Annotated[Path | None, typer.Option("--dataset-path", help="File of a trace, or JSONL of prompts.")]
+NumPromptsOption = Annotated[
+    int | None, typer.Option("--num-prompts", help="Requests; of a file the first so many. Default: 100, or the file.")
+]
+InputLenOption = Annotated[int, typer.Option("--input-len", help="Tokens of a prompt, after its prefix if any.")]
+OutputLenOption = Annotated[int, typer.Option("--output-len", help="Tokens to ask for.")]
+RangeOption = Annotated[float, typer.Option("--range-ratio", help="random: lengths vary by this share, both ways.")]
+PrefixesOption = Annotated[int, typer.Option("--num-prefixes", help="prefix-repetition: how many there are.")]
+PrefixLenOption = Annotated[int, typer.Option("--prefix-len", help="prefix-repetition: tokens of each.")]
+ScaleOption = Annotated[float, typer.Option("--length-scale", help="sharegpt, traces: multiply every length.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of everything that is random.")]
+VocabOption = Annotated[int | None, typer.Option("--vocab-size", help="Send token ids below this.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="File for the result.")]
+
+
+@app.command("serve")
+def serve_command(
+    url: Annotated[str, typer.Option(help="http://HOST:PORT of an OpenAI server, or HOST:PORT for grpc.")],
+    backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "openai",
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="PEM file of authorities; with grpc, turns TLS on.")] = None,
+    dataset: DatasetOption = "random",
+    dataset_path: PathOption = None,
+    num_prompts: NumPromptsOption = None,
+    input_len: InputLenOption = 256,
+    output_len: OutputLenOption = 128,
+    range_ratio: RangeOption = 0.0,
+    num_prefixes: PrefixesOption = 10,
+    prefix_len: PrefixLenOption = 256,
+    length_scale: ScaleOption = 1.0,
+    speed: Annotated[float, typer.Option(help="Traces: replay so many times faster.")] = 1.0,
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory; send text of exact lengths.")] = None,
+    vocab_size: VocabOption = None,
+    rate: Annotated[float | None, typer.Option(help="Requests a second; inf: all at once.")] = None,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursty; inf: even.")] = 1.0,
+    ramp: Annotated[str | None, typer.Option(help="linear:START:END or exponential:START:END.")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    sweep_rate: Annotated[str | None, typer.Option(help="Rates, such as 1,2,4,inf: a run for each.")] = None,
+    sweep_concurrency: Annotated[str | None, typer.Option(help="Requests at once, such as 1,4,16.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; nan: not sent.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to the full length.")] = False,
+    extra_body: Annotated[str | None, typer.Option(help="JSON object, merged into every request.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
+    goodput: Annotated[list[str] | None, typer.Option(help="ttft:MS, tpot:MS or e2el:MS. Repeatable.")] = None,
+    percentiles: Annotated[str, typer.Option(help="Of every distribution.")] = "90,95,99",
+    seed: SeedOption = 0,
+    json_: JsonOption = None,
+    save_requests: Annotated[bool, typer.Option("--save-requests", help="Times of each request in the file.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.")] = None,
+) -> int:
+    """Send a load to an endpoint and measure it. Exit code 3: every request failed."""
+    if save_requests and json_ is None:
+        raise ConfigError("--save-requests needs --json FILE")
+    options = ServeOptions(
+        endpoint=Endpoint(
+            backend=backend,
+            url=url,
+            model=model,
+            api_key=_read_key(api_key_file),
+            ca_file=ca_file,
+            temperature=None if math.isnan(temperature) else temperature,
+            ignore_eos=ignore_eos,
+            extra=_read_object(extra_body),
+        ),
+        dataset=DatasetOptions(
+            name=dataset,
+            path=dataset_path,
+            num_prompts=100 if num_prompts is None and dataset_path is None else num_prompts,
+            input_len=input_len,
+            output_len=output_len,
+            range_ratio=range_ratio,
+            num_prefixes=num_prefixes,
+            prefix_len=prefix_len,
+            length_scale=length_scale,
+            speed=speed,
+            seed=seed,
+        ),
+        prompts=PromptOptions(tokenizer=tokenizer, vocab_size=vocab_size),
+        arrivals=ArrivalOptions(rate=rate, burstiness=burstiness, ramp=None if ramp is None else Ramp.parse(ramp)),
+        max_concurrency=max_concurrency,
+        sweep_rates=tuple(_numbers(sweep_rate, "--sweep-rate")),
+        sweep_concurrencies=tuple(_counts(sweep_concurrency, "--sweep-concurrency")),
+        warmup=warmup,
+        timeout_s=timeout,
+        goodput=Goodput.parse(goodput or ()),
+        percentiles=tuple(_numbers(percentiles, "--percentiles")),
+    )
+    return _serve(options, json_, plot, save_requests)
+
+
+def _serve(options: ServeOptions, json_: Path | None, plot: Path | None, save_requests: bool) -> int:
+    check_writable(json_, "--json")
+    check_writable(plot, "--plot")
+    if plot is not None:
+        check_plot()
+    bar = rich.progress.Progress(console=rich.console.Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None)
+    with bar:
+        report = bench_serve(
+            options,
+            complain,
+            lambda label, done, total: bar.update(task, description=label, completed=done, total=total),
+        )
+    show_serve(report, _console())
+    if json_ is not None:
+        write_json(json_, report.as_json(with_requests=save_requests))
+    if plot is not None:
+        plot_serve(report, plot)
+    return 0 if any(run.metrics.completed for run in report.runs) else ALL_FAILED
+
+
+@app.command("throughput")
+def throughput_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    dataset: DatasetOption = "random",
+    dataset_path: PathOption = None,
+    num_prompts: NumPromptsOption = None,
+    input_len: InputLenOption = 256,
+    output_len: OutputLenOption = 128,
+    range_ratio: RangeOption = 0.0,
+    num_prefixes: PrefixesOption = 10,
+    prefix_len: PrefixLenOption = 256,
+    length_scale: ScaleOption = 1.0,
+    vocab_size: VocabOption = None,
+    seed: SeedOption = 0,
+    json_: JsonOption = None,
+) -> int:
+    """Run a dataset through a model in this process, all at once."""
+    check_writable(json_, "--json")
+    options = DatasetOptions(
+        name=dataset,
+        path=dataset_path,
+        num_prompts=100 if num_prompts is None and dataset_path is None else num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=range_ratio,
+        num_prefixes=num_prefixes,
+        prefix_len=prefix_len,
+        length_scale=length_scale,
+        seed=seed,
+    )
+    from jaxserve.bench.offline import bench_throughput
+
+    return _finish(bench_throughput(_load(config, set_), options, vocab_size), json_)
+
+
+@app.command("latency")
+def latency_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 8,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    iterations: Annotated[int, typer.Option(min=1, help="Batches that count.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Batches before.")] = 2,
+    vocab_size: VocabOption = None,
+    seed: SeedOption = 0,
+    json_: JsonOption = None,
+) -> int:
+    """Time a single batch in this process, again and again."""
+    check_writable(json_, "--json")
+    from jaxserve.bench.offline import LatencyOptions, bench_latency
+
+    options = LatencyOptions(
+        batch_size=batch_size,
+        input_len=input_len,
+        output_len=output_len,
+        iterations=iterations,
+        warmup=warmup,
+        seed=seed,
+    )
+    return _finish(bench_latency(_load(config, set_), options, vocab_size), json_)
+
+
+@app.command("startup")
+def startup_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    cold: Annotated[int, typer.Option(min=0, help="Starts with an empty cache of executables.")] = 1,
+    warm: Annotated[int, typer.Option(min=0, help="Starts with a filled one.")] = 3,
+    timeout: Annotated[float, typer.Option(help="Seconds for one start.")] = 3600.0,
+    json_: JsonOption = None,
+) -> int:
+    """Time the way from the start of a process to its first token."""
+    check_writable(json_, "--json")
+    load_config(config, set_ or ())  # a wrong setting is told before processes are started
+    options = StartupOptions(config=config, overrides=tuple(set_ or ()), cold=cold, warm=warm, timeout_s=timeout)
+    return _finish(bench_startup(options, complain), json_)
+
+
+def _load(config: Path | None, overrides: list[str] | None) -> Any:
+    """The LLM of a config; loading JAX takes seconds."""
+    from jaxserve.llm import LLM
+
+    set_up_logging(load_config(config, overrides or ()).config.runtime)
+    return LLM.from_config(config, overrides or ())
+
+
+def _finish(report: OfflineReport, json_: Path | None) -> int:
+    show_offline(report, _console())
+    if json_ is not None:
+        write_json(json_, report.as_json())
+    return 0
+
+
+def _console() -> rich.console.Console:
+    console = rich.console.Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:  # a file or a pipe: tables of one width, wherever they are looked at
+        console.width = _WIDTH
+    return console
+
+
+def _read_key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --api-key-file {path}: {error}") from error
+    if not key or "\n" in key:
+        raise ConfigError(f"--api-key-file {path} must hold one key and nothing else")
+    return key
+
+
+def _read_object(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra-body must be a JSON object, got {text}")
+    return value
+
+
+def _numbers(text: str | None, option: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}; write numbers with commas between them") from error
+
+
+def _counts(text: str | None, option: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}; write whole numbers with commas between them") from error

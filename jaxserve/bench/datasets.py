@@ -1,0 +1,160 @@
+"""Made-up datasets: what the lengths of requests are, and what requests share.
+
+Owns the options of a dataset, the choice by name, and the synthetic shapes. Refuses files (`traces`, `custom`) and
+tokens (`prompts`). Everything is drawn from one seed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.bench.custom import read_custom
+from jaxserve.bench.prompts import PromptMaker, make_sample
+from jaxserve.bench.samples import Part, Sample, Shape
+from jaxserve.bench.traces import read_azure, read_burstgpt, read_mooncake
+from jaxserve.errors import ConfigError
+
+# Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 11:
+# ShareGPT has 161.31 prompt tokens and 337.99 output tokens on average. The figure shows densities that fall off with a
+# long tail; log-normals have that shape. Their spread is our choice, their location is solved so that the means are the
+# published ones after the limits below, which are those of vLLM's own sampling of that dataset.
+SHAREGPT_PROMPT = (4.506, 1.5)  # mean and deviation of the logarithm
+SHAREGPT_OUTPUT = (5.420, 1.1)
+SHAREGPT_MIN_LEN = 4
+SHAREGPT_MAX_PROMPT = 1024
+SHAREGPT_MAX_TOTAL = 2048
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetOptions:
+    """Which requests.
+
+    Attributes:
+      name: one of `DATASET_NAMES`.
+      path: of the trace or of the JSONL file.
+      num_prompts: of a trace or file the first so many; None takes all.
+      input_len, output_len: tokens; of a JSONL file, output_len for lines without their own.
+      range_ratio: random: lengths are even in [len x (1 - r), len x (1 + r)].
+      num_prefixes, prefix_len: prefix-repetition: how many beginnings, and their tokens; input_len comes after them.
+      length_scale: sharegpt and traces: every length is multiplied by it, for models of short context.
+      speed: traces: how much faster than they were recorded.
+    """
+
+    name: str = "random"
+    path: Path | None = None
+    num_prompts: int | None = 100
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0
+    num_prefixes: int = 10
+    prefix_len: int = 256
+    length_scale: float = 1.0
+    speed: float = 1.0
+    seed: int = 0
+
+
+def make_samples(options: DatasetOptions, maker: PromptMaker) -> list[Sample]:
+    """The requests of a dataset, in order. Raises ConfigError for options or a file that cannot be used."""
+    _check(options)
+    if options.name == "custom":
+        assert options.path is not None, "checked above"
+        samples = read_custom(options.path, options.output_len, options.num_prompts)
+    else:
+        samples = [make_sample(shape, maker) for shape in make_shapes(options)]
+    if not samples:
+        raise ConfigError(f"the dataset {options.name} has no requests; look at {options.path or 'num_prompts'}")
+    return samples
+
+
+def make_shapes(options: DatasetOptions) -> list[Shape]:
+    """The shapes of any dataset but 'custom'. Raises ConfigError."""
+    _check(options)
+    if options.name in _TRACES:
+        assert options.path is not None, "checked above"
+        trace = _TRACES[options.name](options.path, options.num_prompts, options.length_scale)
+        return [
+            dataclasses.replace(s, arrival_s=None if s.arrival_s is None else s.arrival_s / options.speed)
+            for s in trace
+        ]
+    assert options.num_prompts is not None, "checked above"
+    return _SYNTHETIC[options.name](options, options.num_prompts, np.random.default_rng(options.seed))
+
+
+def _random(options: DatasetOptions, count: int, rng: np.random.Generator) -> list[Shape]:
+    prompt_lens = _around(options.input_len, options.range_ratio, count, rng)
+    output_lens = _around(options.output_len, options.range_ratio, count, rng)
+    return [
+        Shape(parts=(Part(key, int(prompt_len)),), output_len=int(output_len))
+        for key, (prompt_len, output_len) in enumerate(zip(prompt_lens, output_lens, strict=True))
+    ]
+
+
+def _around(length: int, ratio: float, count: int, rng: np.random.Generator) -> np.ndarray:
+    low, high = max(1, int(np.floor(length * (1 - ratio)))), int(np.ceil(length * (1 + ratio)))
+    return rng.integers(low, high, size=count, endpoint=True)
+
+
+def _sharegpt(options: DatasetOptions, count: int, rng: np.random.Generator) -> list[Shape]:
+    shapes: list[Shape] = []
+    while len(shapes) < count:
+        prompt_len = round(float(np.exp(rng.normal(*SHAREGPT_PROMPT))))
+        output_len = round(float(np.exp(rng.normal(*SHAREGPT_OUTPUT))))
+        if (
+            min(prompt_len, output_len) >= SHAREGPT_MIN_LEN
+            and prompt_len <= SHAREGPT_MAX_PROMPT
+            and prompt_len + output_len <= SHAREGPT_MAX_TOTAL
+        ):
+            scaled = [max(1, round(length * options.length_scale)) for length in (prompt_len, output_len)]
+            shapes.append(Shape(parts=(Part(len(shapes), scaled[0]),), output_len=scaled[1]))
+    return shapes
+
+
+def _prefix_repetition(options: DatasetOptions, count: int, rng: np.random.Generator) -> list[Shape]:
+    order = rng.permutation(count)
+    return [
+        Shape(
+            parts=(
+                Part(int(number) % options.num_prefixes, options.prefix_len),
+                Part(options.num_prefixes + int(number), options.input_len),
+            ),
+            output_len=options.output_len,
+        )
+        for number in order
+    ]
+
+
+_SYNTHETIC: Mapping[str, Callable[[DatasetOptions, int, np.random.Generator], list[Shape]]] = {
+    "random": _random,
+    "sharegpt": _sharegpt,
+    "prefix-repetition": _prefix_repetition,
+}
+_TRACES: Mapping[str, Callable[[Path, int | None, float], list[Shape]]] = {
+    "mooncake": read_mooncake,
+    "burstgpt": read_burstgpt,
+    "azure": read_azure,
+}
+DATASET_NAMES = (*_SYNTHETIC, *_TRACES, "custom")
+
+
+def _check(options: DatasetOptions) -> None:
+    if options.name not in DATASET_NAMES:
+        raise ConfigError(f"there is no dataset {options.name!r}; there are {', '.join(DATASET_NAMES)}")
+    from_file = options.name not in _SYNTHETIC
+    if from_file and options.path is None:
+        raise ConfigError(f"the dataset {options.name} is read from a file: give --dataset-path FILE")
+    if not from_file and options.path is not None:
+        raise ConfigError(f"the dataset {options.name} reads no file, but --dataset-path is {options.path}")
+    if not from_file and options.num_prompts is None:
+        raise ConfigError(f"the dataset {options.name} has no end: give --num-prompts")
+    at_least_one = ("input_len", "output_len", "num_prefixes", "prefix_len", "num_prompts")
+    for name in at_least_one:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be 1 or more")
+    if not 0 <= options.range_ratio < 1:
+        raise ConfigError(f"--range-ratio is {options.range_ratio}, but must be in [0, 1)")
+    for name in ("length_scale", "speed"):
+        if not getattr(options, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be more than 0")

@@ -1,0 +1,42 @@
+"""The other end of the gRPC service: a small client, blocking and asyncio.
+
+    from jaxserve import SamplingParams
+    from jaxserve.client import Client
+
+    with Client("127.0.0.1:8500") as client:
+        for reply in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
+            print(reply.text, end="", flush=True)
+
+Why it has this shape. A prompt is text, a list of token ids, or a list of chat messages, each one
+`{"role": ..., "content": ...}`. How tokens are chosen is the `SamplingParams` of the whole package; what is neither
+goes into `CallOptions`. What streams is the message of the protocol as it comes, since a wrapper around each token
+would only cost time; everything that comes once is a frozen value. A call that fails raises `RequestFailed`, whose
+`status` says of which kind.
+
+There are no retries and there is no balancing: a streamed answer cannot be taken back once a part of it was shown, so
+only the caller knows what may be sent again. `RequestFailed.retry_after_s` says when.
+
+Nothing of the engine is loaded, nor anything that needs a device: a program that only talks to servers starts in a
+fraction of a second. A test holds that.
+"""
+
+from jaxserve.client.asynchronous import AsyncClient
+from jaxserve.client.blocking import Client
+from jaxserve.client.completion import Completion, Output, collect_replies
+from jaxserve.client.connection import RequestFailed, Tls
+from jaxserve.client.values import ServerLoad, ServerModel
+from jaxserve.serve.convert import CallOptions, ClientPrompt
+
+__all__ = [
+    "AsyncClient",
+    "CallOptions",
+    "Client",
+    "ClientPrompt",
+    "Completion",
+    "Output",
+    "RequestFailed",
+    "ServerLoad",
+    "ServerModel",
+    "Tls",
+    "collect_replies",
+]

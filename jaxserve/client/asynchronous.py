@@ -1,0 +1,135 @@
+"""The client for asyncio.
+
+Owns its methods, which are those of `blocking.Client` as coroutines. Refuses what both share (`connection`).
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.api import SamplingParams
+from jaxserve.client.completion import Completion, collect_replies
+from jaxserve.client.connection import CHANNEL_OPTIONS, Tls, failure_of, metadata_of
+from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
+from jaxserve.serve.convert import (
+    NO_OPTIONS,
+    CallOptions,
+    ClientPrompt,
+    detokenize_to_proto,
+    request_to_proto,
+    tokenize_to_proto,
+)
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+
+Reply = TypeVar("Reply", bound=Message)
+
+_SHORT_S = 30.0  # for calls that compute nothing
+
+
+class AsyncClient:
+    """The client for asyncio. Belongs to the event loop on which it was made. Raises as `Client` does."""
+
+    def __init__(self, address: str, *, tls: Tls | None = None, token: str | None = None) -> None:
+        """See `Client`."""
+        self._metadata = metadata_of(token)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            options = (*CHANNEL_OPTIONS, *tls.options())
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
+        self._stub = pb_grpc.InferenceStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: ClientPrompt,
+        sampling: SamplingParams,
+        options: CallOptions = NO_OPTIONS,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """See `Client.generate`. Leave early through `contextlib.aclosing`, so that the call ends at once."""
+        call = self._stub.Generate(
+            request_to_proto(prompt, sampling, options), timeout=timeout_s, metadata=self._metadata
+        )
+        try:
+            async for reply in call:
+                yield reply
+        except grpc.RpcError as error:
+            raise failure_of(error) from error
+        finally:
+            call.cancel()
+
+    async def complete(
+        self,
+        prompt: ClientPrompt,
+        sampling: SamplingParams,
+        options: CallOptions = NO_OPTIONS,
+        *,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """See `Client.complete`."""
+        replies = self.generate(prompt, sampling, options, timeout_s=timeout_s)
+        async with contextlib.aclosing(replies):
+            return collect_replies([reply async for reply in replies])
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        add_special_tokens: bool | None = None,
+        timeout_s: float = _SHORT_S,
+    ) -> tuple[int, ...]:
+        """See `Client.tokenize`."""
+        message = tokenize_to_proto(prompt, add_special_tokens)
+        return tuple((await self._ask(self._stub.Tokenize, message, timeout_s)).token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float = _SHORT_S
+    ) -> str:
+        """See `Client.detokenize`."""
+        message = detokenize_to_proto(token_ids, skip_special_tokens)
+        return (await self._ask(self._stub.Detokenize, message, timeout_s)).text
+
+    async def model(self, *, timeout_s: float = _SHORT_S) -> ServerModel:
+        """See `Client.model`."""
+        return model_from_proto(await self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout_s))
+
+    async def load(self, *, timeout_s: float = _SHORT_S) -> ServerLoad:
+        """See `Client.load`."""
+        return load_from_proto(await self._ask(self._stub.GetLoad, pb.GetLoadRequest(), timeout_s))
+
+    async def abort(self, *request_ids: str, timeout_s: float = _SHORT_S) -> None:
+        """See `Client.abort`."""
+        await self._ask(self._stub.Abort, pb.AbortRequest(request_ids=request_ids), timeout_s)
+
+    async def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
+        """See `Client.is_serving`."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)  # the package has no types
+        try:
+            reply = await stub.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready
+            )
+        except grpc.RpcError:
+            return False
+        return reply.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def close(self) -> None:
+        """Cancels what is running."""
+        await self._channel.close()
+
+    async def _ask(self, method: Callable[..., Awaitable[Reply]], message: Message, timeout_s: float) -> Reply:
+        try:
+            return await method(message, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise failure_of(error) from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()

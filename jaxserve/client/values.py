@@ -1,0 +1,62 @@
+"""What a server says of itself, as values.
+
+Owns their fields and the way from messages to them. Refuses the network.
+"""
+
+import dataclasses
+
+from jaxserve.serve.gen import inference_pb2 as pb
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerModel:
+    """What is served. `max_model_len` counts tokens of prompt and output together; `version` is the server's."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+    has_chat_template: bool
+    version: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """How busy a server is.
+
+    Attributes:
+      num_running, num_waiting: requests with and without their first token.
+      num_waiting_tokens: tokens of the prompts that wait.
+      max_waiting, max_waiting_tokens: above these, requests are refused.
+      num_pages, num_used_pages: pages of the KV cache, and those that running requests hold.
+      accepting: False while it drains, or when its engine has died.
+      num_replicas: of a router, the servers that have answered; 0 for a server.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    max_waiting: int
+    max_waiting_tokens: int
+    num_pages: int
+    num_used_pages: int
+    accepting: bool
+    num_replicas: int
+
+
+def model_from_proto(message: pb.GetModelResponse) -> ServerModel:
+    return ServerModel(
+        name=message.name,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_tokenizer=message.has_tokenizer,
+        has_chat_template=message.has_chat_template,
+        version=message.version,
+    )
+
+
+def load_from_proto(message: pb.GetLoadResponse) -> ServerLoad:
+    """Fields have the same names on both sides."""
+    return ServerLoad(**{field.name: getattr(message, field.name) for field in dataclasses.fields(ServerLoad)})

@@ -1,0 +1,32 @@
+"""What other threads ask of the loop; each goes through its inbox.
+
+Owns the four shapes. Refuses to do what they ask: the loop does (`engine`).
+"""
+
+from typing import NamedTuple
+
+from jaxserve.api import Request
+from jaxserve.engine.outputs import Sink
+
+
+class Submit(NamedTuple):
+    request: Request
+    sink: Sink
+    echo: bool
+    submitted_s: float
+
+
+class Abort(NamedTuple):
+    request_id: str
+    request: Request | None  # None: whichever request has the id
+
+
+class Wake(NamedTuple):
+    """Makes the loop look at its flags."""
+
+
+class Interrupt(NamedTuple):
+    error: BaseException
+
+
+Command = Submit | Abort | Wake | Interrupt

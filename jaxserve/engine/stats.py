@@ -1,0 +1,373 @@
+"""What the loop did: one record a step, one a request, and sums over all of them.
+
+Owns the definitions of every figure that metrics, dashboards and the live page show. Refuses to know how they are
+shown, and to keep anything without bound. The definitions are vLLM's, so that figures can be compared:
+
+  * TTFT: from a request's arrival at the front door to its first token on the host.
+  * ITL: between two tokens of one sequence, as they reach the host; all tokens of a step reach it together.
+  * TPOT: of a request that has ended, (last token - first token) / (tokens - 1); with n > 1, over all its sequences.
+  * queue time: from the moment the engine was given a request to the step that first gave it a row.
+  * end to end: from arrival to the end.
+
+Why the sums cost so little: a token of a sequence that also got one in the step before has the same ITL as all such
+tokens of its step, so they are counted and not measured; only the others are looked at one by one. The loop thread
+alone writes. Others read copies: a copy of a bounded queue is one uninterrupted operation of the interpreter.
+"""
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from jaxserve.api import FinishReason, PromptInfo, Request
+from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
+from jaxserve.sched.base import Scheduler
+from jaxserve.sched.counts import SchedulerCounts, counts_of, page_states_of
+from jaxserve.sched.plan import Limits, StepPlan
+
+logger = logging.getLogger(__name__)
+
+KEPT_STEPS = 2048
+KEPT_REQUESTS = 1024
+
+
+class StepStats(NamedTuple):
+    """One step that was committed, and the turn of the loop that did it.
+
+    Attributes:
+      time_s: when its tokens were on the host, on the engine's clock.
+      decode_rows, chunks, prefill_tokens: what the plan held.
+      slots: tokens that the compiled shape has room for; those beyond the real ones are padding.
+      new_tokens: delivered to streams.
+      itl_s: of the rows that got a token in the step before, too; 0 when there was none.
+      schedule_s, dispatch_s, wait_s, commit_s: where the turn went: planning and launching the step after this one,
+        waiting for this one, and handing out its tokens.
+      counts: what the scheduler held afterwards; None for one that does not tell.
+    """
+
+    step_id: int
+    time_s: float
+    decode_rows: int
+    chunks: int
+    prefill_tokens: int
+    slots: int
+    new_tokens: int
+    itl_s: float
+    schedule_s: float
+    dispatch_s: float
+    wait_s: float
+    commit_s: float
+    counts: SchedulerCounts | None
+
+
+class FirstToken(NamedTuple):
+    """A request got its first token at `time_s`, as the `number`-th of all."""
+
+    number: int
+    time_s: float
+    ttft_s: float
+
+
+class RequestStats(NamedTuple):
+    """One request that has ended. Times that it never reached are None.
+
+    `finish_reason` is that of its sequence that ended last; `new_tokens` those of all its sequences.
+    """
+
+    request_id: str
+    time_s: float
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums since the start.
+
+    Attributes:
+      ended: requests by finish reason.
+      computed_tokens, slots: of all steps, without and with padding.
+      part_s: seconds of the loop by part: schedule, dispatch, wait, commit.
+    """
+
+    steps: int
+    prompt_tokens: int
+    new_tokens: int
+    computed_tokens: int
+    slots: int
+    ended: Mapping[FinishReason, int]
+    part_s: Mapping[str, float]
+    histograms: Mapping[str, HistogramSnapshot]
+
+
+class SequenceTimes(Protocol):
+    """When the tokens of one sequence came; -1 before the first. Mutated by `EngineStats.take`."""
+
+    first_s: float
+    last_s: float
+    num_tokens: int
+
+
+class RequestTimes:
+    """When one request came to what. Mutated by the loop thread."""
+
+    __slots__ = ("arrival_s", "cached_tokens", "first_s", "request", "scheduled_s", "submitted_s")
+
+    def __init__(self, request: Request, submitted_s: float) -> None:
+        self.request = request
+        self.arrival_s = request.arrival_s
+        self.submitted_s = submitted_s
+        self.scheduled_s: float | None = None
+        self.first_s: float | None = None
+        self.cached_tokens = 0
+
+
+class Timed(Protocol):
+    """What the loop keeps of a live request, as far as it matters here."""
+
+    @property
+    def times(self) -> RequestTimes: ...
+
+
+class EngineStats:
+    """Statistics of one loop. Written by its thread, through the methods of the second part; any thread may read.
+
+    Attributes:
+      now_s: when the tokens that are being handed out reached the host.
+      previous_s: the same of the step before.
+      dropped: tokens of the step that nobody waits for any more. Added to by whoever drops them.
+    """
+
+    def __init__(self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float]) -> None:
+        self.now_s = self.previous_s = math.nan  # equal to nothing, not even to itself
+        self.dropped = 0
+        self._scheduler = scheduler
+        self._count_compiles: Callable[[], int] = lambda: 0
+        self._buckets = sorted(limits.buckets, key=lambda b: (b.tokens, b.rows, not b.decode_only))
+        self._clock = clock
+        self._steps: collections.deque[StepStats] = collections.deque(maxlen=KEPT_STEPS)
+        self._firsts: collections.deque[FirstToken] = collections.deque(maxlen=KEPT_REQUESTS)
+        self._requests: collections.deque[RequestStats] = collections.deque(maxlen=KEPT_REQUESTS)
+        self._num_steps = self._num_prompt_tokens = self._num_new_tokens = 0
+        self._num_computed_tokens = self._num_slots = self._num_firsts = 0
+        self._num_begun = 0  # sequences that got their first token in this step
+        self._odd_gaps: list[float] = []  # ITLs of this step that are not like those of its other rows
+        self._watchers: list[Callable[[RequestTimes, RequestStats], None]] = []
+        self._ended = dict.fromkeys(FinishReason, 0)
+        self._mark_s = clock()
+        self._turn = {"schedule": 0.0, "dispatch": 0.0, "wait": 0.0, "commit": 0.0}
+        self._part_s = dict(self._turn)
+        seconds = ("ttft", "itl", "tpot", "e2e", "queue", "prefill", "decode", "step")
+        self._histograms = {name: Histogram(SECONDS) for name in seconds}
+        self._histograms |= {name: Histogram(TOKENS) for name in ("prompt_tokens", "new_tokens", "step_tokens")}
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> SchedulerCounts | None:
+        """What the scheduler holds now; None for one that does not tell."""
+        return counts_of(self._scheduler)
+
+    @property
+    def clock_s(self) -> float:
+        """Now, on the clock of all times here."""
+        return self._clock()
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs compiled since start, as far as somebody counts them; must stay 0."""
+        return self._count_compiles()
+
+    def watch_compiles(self, count: Callable[[], int]) -> None:
+        """`count` tells how many there were. Called once, before the loop starts: nothing here knows the device."""
+        self._count_compiles = count
+
+    def watch_ends(self, watcher: Callable[[RequestTimes, RequestStats], None]) -> None:
+        """`watcher` is called on the loop's thread when a request has ended, and returns at once. Before the loop."""
+        self._watchers.append(watcher)
+
+    def page_states(self) -> bytes:
+        """One letter a page: f free, c cached, u used, s shared. Takes time in proportion to the pool."""
+        return page_states_of(self._scheduler)
+
+    def steps(self) -> tuple[StepStats, ...]:
+        """The latest steps, oldest first."""
+        return tuple(self._steps)
+
+    def first_tokens(self) -> tuple[FirstToken, ...]:
+        """The latest requests to get their first token, oldest first."""
+        return tuple(self._firsts)
+
+    def requests(self) -> tuple[RequestStats, ...]:
+        """The latest requests to end, oldest first."""
+        return tuple(self._requests)
+
+    def totals(self) -> Totals:
+        """Sums since the start."""
+        return Totals(
+            steps=self._num_steps,
+            prompt_tokens=self._num_prompt_tokens,
+            new_tokens=self._num_new_tokens,
+            computed_tokens=self._num_computed_tokens,
+            slots=self._num_slots,
+            ended=dict(self._ended),
+            part_s=dict(self._part_s),
+            histograms={name: histogram.snapshot() for name, histogram in self._histograms.items()},
+        )
+
+    # ---- the loop's thread -----------------------------------------------------------------------------------------
+
+    def start_turn(self) -> None:
+        """A turn begins; what came before it was sleep."""
+        self._mark_s = self._clock()
+
+    def add_time(self, part: str) -> float:
+        """The time since the last mark belongs to `part`. Returns the new mark."""
+        now_s = self._clock()
+        self._turn[part] += now_s - self._mark_s
+        self._mark_s = now_s
+        return now_s
+
+    def note_plan(self, plan: StepPlan | None, live: Mapping[str, Timed]) -> None:
+        """A step was planned; those that it sets up have left the queue."""
+        now_s = self.add_time("schedule")
+        if plan is None or not plan.setups:
+            return
+        for setup in plan.setups:
+            timed = live.get(setup.request_id)
+            if timed is not None and timed.times.scheduled_s is None:
+                timed.times.scheduled_s = now_s
+                self._histograms["queue"].add(now_s - timed.times.submitted_s)
+
+    def note_result(self) -> None:
+        """The tokens of a step are on the host and will now be handed out."""
+        self.previous_s = self.now_s
+        self.now_s = self.add_time("wait")
+
+    def take(self, sequence: SequenceTimes, times: RequestTimes, prompt: PromptInfo | None) -> None:
+        """A token of a sequence that got none in the step before. Called before it counts the token."""
+        now_s = self.now_s
+        if sequence.last_s >= 0:
+            self._odd_gaps.append(now_s - sequence.last_s)
+            return
+        sequence.first_s = now_s
+        self._num_begun += 1
+        if times.first_s is None:
+            times.first_s = now_s
+            self._note_first(times, prompt)
+
+    def take_pooled(self, times: RequestTimes, prompt: PromptInfo | None) -> None:
+        """An answer that is no token: of a request that pools its prompt."""
+        self.dropped += 1
+        times.first_s = self.now_s
+        self._note_first(times, prompt)
+
+    def _note_first(self, times: RequestTimes, prompt: PromptInfo | None) -> None:
+        ttft_s = self.now_s - times.arrival_s
+        times.cached_tokens = prompt.num_cached_tokens if prompt is not None else 0
+        self._num_prompt_tokens += len(times.request.prompt_token_ids)
+        self._histograms["prompt_tokens"].add(len(times.request.prompt_token_ids))
+        self._histograms["ttft"].add(ttft_s)
+        if times.scheduled_s is not None:
+            self._histograms["prefill"].add(self.now_s - times.scheduled_s)
+        self._num_firsts += 1
+        self._firsts.append(FirstToken(self._num_firsts, self.now_s, ttft_s))
+
+    def note_commit(self, plan: StepPlan, num_events: int) -> None:
+        """All tokens of the step have been handed out."""
+        self.add_time("commit")
+        new_tokens = num_events - self.dropped
+        add_itl = self._histograms["itl"].add
+        steady = new_tokens - self._num_begun - len(self._odd_gaps)
+        itl_s = self.now_s - self.previous_s if steady > 0 else 0.0
+        if steady > 0:
+            add_itl(itl_s, steady)
+        for odd_gap_s in self._odd_gaps:
+            add_itl(odd_gap_s)
+        self._add_step(plan, new_tokens, itl_s)
+        self.dropped = self._num_begun = 0
+        self._odd_gaps.clear()
+
+    def _add_step(self, plan: StepPlan, new_tokens: int, itl_s: float) -> None:
+        decode_rows, chunks = len(plan.decode_rows), plan.chunks
+        prefill_tokens = sum([len(chunk.token_ids) for chunk in chunks]) if chunks else 0
+        num_tokens, num_rows = decode_rows + prefill_tokens, decode_rows + len(chunks)
+        slots = num_tokens
+        for bucket in self._buckets:
+            if bucket.tokens >= num_tokens and bucket.rows >= num_rows and not (bucket.decode_only and chunks):
+                slots = bucket.tokens
+                break
+        turn, sums = self._turn, self._part_s
+        schedule_s, dispatch_s, wait_s, commit_s = turn.values()
+        for part, seconds in turn.items():
+            sums[part] += seconds
+            turn[part] = 0.0
+        self._num_steps += 1
+        self._num_new_tokens += new_tokens
+        self._num_computed_tokens += num_tokens
+        self._num_slots += slots
+        self._histograms["step_tokens"].add(num_tokens)
+        self._histograms["step"].add(schedule_s + dispatch_s + wait_s + commit_s)
+        self._steps.append(
+            StepStats(
+                plan.step_id,
+                self.now_s,
+                decode_rows,
+                len(chunks),
+                prefill_tokens,
+                slots,
+                new_tokens,
+                itl_s,
+                schedule_s,
+                dispatch_s,
+                wait_s,
+                commit_s,
+                counts_of(self._scheduler),
+            )
+        )
+
+    def note_end(self, times: RequestTimes, sequences: Sequence[SequenceTimes], reason: FinishReason) -> None:
+        """A request has ended, whichever way. Called once for each that was submitted."""
+        now_s = self._clock()
+        new_tokens = sum(s.num_tokens for s in sequences)
+        begun = [s for s in sequences if s.num_tokens > 1]
+        tpot_s = queue_s = ttft_s = None
+        if begun:
+            decode_s = sum(s.last_s - s.first_s for s in begun)
+            tpot_s = decode_s / sum(s.num_tokens - 1 for s in begun)
+            self._histograms["tpot"].add(tpot_s)
+            self._histograms["decode"].add(max(s.last_s for s in begun) - min(s.first_s for s in begun))
+        if times.scheduled_s is not None:
+            queue_s = times.scheduled_s - times.submitted_s
+        if times.first_s is not None:
+            ttft_s = times.first_s - times.arrival_s
+            self._histograms["new_tokens"].add(new_tokens)
+            self._histograms["e2e"].add(now_s - times.arrival_s)
+        self._ended[reason] += 1
+        prompt_tokens = len(times.request.prompt_token_ids)
+        stats = RequestStats(
+            times.request.request_id,
+            now_s,
+            reason,
+            prompt_tokens,
+            times.cached_tokens,
+            new_tokens,
+            queue_s,
+            ttft_s,
+            tpot_s,
+            now_s - times.arrival_s,
+        )
+        self._requests.append(stats)
+        for watcher in self._watchers:
+            try:
+                watcher(times, stats)
+            except Exception:  # what watches must not end what it watches
+                logger.exception("a watcher of requests failed")

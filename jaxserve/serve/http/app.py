@@ -1,0 +1,80 @@
+"""All routes as one application.
+
+Owns the order of the layers around them. From the outside: CORS, since a browser's preflight carries no key; keys,
+before anything of a body is read; limits and the watch for clients that leave; then the routes.
+"""
+
+import dataclasses
+
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from jaxserve.config_schema import ServeConfig
+from jaxserve.engine import AsyncEngine
+from jaxserve.serve.http.chat import chat_router
+from jaxserve.serve.http.completions import completions_router
+from jaxserve.serve.http.door import Door
+from jaxserve.serve.http.errors import ErrorResponse, add_handlers
+from jaxserve.serve.http.guard import Guard
+from jaxserve.serve.http.keys import ApiKeys, needs_no_key
+from jaxserve.serve.http.probes import probes_router
+from jaxserve.serve.http.tokens import tokens_router
+from jaxserve.serve.http.tool_parsers import choose_parser
+from jaxserve.serve.keys import KnownKeys, read_keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HttpApp:
+    """`asgi` is what a server runs; `guard` counts the requests in it; `api` is the inner application."""
+
+    asgi: ASGIApp
+    guard: Guard
+    api: FastAPI
+
+
+def make_app(engine: AsyncEngine, config: ServeConfig, more: tuple[APIRouter, ...] = ()) -> HttpApp:
+    """`more`: further routers. Raises ConfigError for keys that cannot be read."""
+    http = config.http
+    tokenizer = engine.engine.tokenizer
+    parser = choose_parser(http.tool_parser, None if tokenizer is None else tokenizer.chat_template)
+    door = Door(engine=engine, config=http, tool_parser=parser)
+    # The pages of documentation load scripts from foreign hosts; the document itself stays.
+    api = FastAPI(title="jaxserve", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    for router in (
+        completions_router(door),
+        chat_router(door),
+        tokens_router(door),
+        probes_router(door, config.stall_s),
+        *more,
+    ):
+        api.include_router(router)
+    add_handlers(api)
+    guard = Guard(
+        api,
+        max_body_bytes=http.max_body_bytes,
+        body_timeout_s=http.body_timeout_s,
+        request_timeout_s=http.request_timeout_s,
+    )
+    asgi: ASGIApp = guard
+    if http.api_keys_file is not None:
+        _declare_keys(api)
+        asgi = ApiKeys(asgi, KnownKeys(read_keys(http.api_keys_file, "serve.http.api_keys_file")))
+    if http.cors_origins:
+        asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    return HttpApp(asgi=asgi, guard=guard, api=api)
+
+
+def _declare_keys(api: FastAPI) -> None:
+    """Says in the OpenAPI document which routes need a key, and what those answer that do not get one."""
+    document = api.openapi()
+    components = document.setdefault("components", {})
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorResponse.__name__}"}}}
+    for path, operations in document["paths"].items():
+        if needs_no_key(path):
+            continue
+        for operation in operations.values():
+            operation["security"] = [{"key": []}]
+            if "4XX" not in operation["responses"]:
+                operation["responses"]["401"] = {"description": "No key, or an unknown one.", "content": body}

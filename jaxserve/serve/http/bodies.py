@@ -1,0 +1,59 @@
+"""How bodies are read: JSON only, of bounded depth, and what every route says of errors.
+
+Owns the parsing. Refuses to validate: pydantic does. The parser of pydantic is used rather than Python's, since it has
+a limit of depth, refuses lone surrogates and NaN, and takes a tenth of the time.
+"""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pydantic_core
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal
+
+# For the OpenAPI document.
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "Refused; the message says why."},
+    503: {"model": ErrorResponse, "description": "The engine is stopping or has died."},
+}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, or with `stream` its events, the last of which is `[DONE]`.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise _Unreadable(f"the body is no JSON that can be read: {error}") from error
+
+
+class _Unreadable(HttpRefusal):
+    """FastAPI lets no other exception of a body through than its own; see `JsonRoute`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read as above."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(_JsonRequest(request.scope, request.receive))
+            except Exception as error:
+                # FastAPI wraps what reading a body raises into a text of its own, which says less.
+                if isinstance(error.__cause__, _Unreadable):
+                    raise error.__cause__ from None
+                raise
+
+        return handle

@@ -1,0 +1,253 @@
+"""`/v1/chat/completions`: a conversation in, the assistant's turn out.
+
+Owns this route's answers. The same pieces make a stream and an answer in one piece, tool calls included: both are read
+by one parser (see `tool_parsers`).
+"""
+
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.engine import Update
+from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
+from jaxserve.serve.http.door import Door, News, Peeked, new_id, peek, run_requests, trace_of
+from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.serve.http.requests import ChatRequest, Message, Tool
+from jaxserve.serve.http.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    FinishWord,
+    FunctionPart,
+    ToolCallPart,
+    as_fields,
+)
+from jaxserve.serve.http.sampling import chat_sampling
+from jaxserve.serve.http.streaming import EventStream, UsageCounter, event
+from jaxserve.serve.http.tool_parsers import Piece
+from jaxserve.serve.http.tools import ToolUse, plan_tools
+from jaxserve.text import check_special_text
+
+
+def chat_router(door: Door) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute, responses=REFUSALS, tags=["OpenAI"])
+
+    @router.post(
+        "/v1/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True, responses=EVENTS
+    )
+    async def create_chat_completion(body: ChatRequest, call: HttpRequest) -> Response:
+        """Answers a conversation."""
+        door.check_model(body.model)
+        answer_id = new_id(body.request_id)
+        traceparent = trace_of(call)
+        chat = await door.engine.run(lambda: _prepare(door, body, answer_id, traceparent))
+        answer = _Answer(door, body, chat, answer_id)
+        news = await peek(run_requests(door, [chat.request]))
+        if body.stream:
+            return EventStream(news, answer.events(news), answer_id)
+        async with contextlib.aclosing(news):
+            return json_response(await answer.whole(news), headers={"x-request-id": answer_id})
+
+    return router
+
+
+def render_chat(
+    door: Door,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None,
+    variables: dict[str, Any] | None,
+    add_generation_prompt: bool,
+) -> str:
+    """The prompt text. Raises InvalidRequest, also for a text that spells a special token where that is refused."""
+    engine = door.engine.engine
+    plain = [as_fields(message) for message in messages]
+    if door.config.refuse_special_text:
+        beside = {"tools": tools, "chat_template_kwargs": variables}
+        check_special_text(door.need_tokenizer(), plain, {n: v for n, v in beside.items() if v is not None})
+    return engine.chat_template().render(
+        plain, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+    )
+
+
+def shown_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as a template gets them."""
+    return [as_fields(tool) for tool in tools] if tools else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Chat:
+    request: Request
+    sampling: SamplingParams
+    tools: ToolUse
+
+
+def _prepare(door: Door, body: ChatRequest, answer_id: str, traceparent: str) -> _Chat:
+    """Takes as long as encoding takes."""
+    engine, tokenizer = door.engine.engine, door.need_tokenizer()
+    tools = plan_tools(body, door.tool_parser, engine.chat_template(), tokenizer)
+    sampling = chat_sampling(body, tools.forced, keep_special_tokens=tools.keep_special_tokens)
+    text = render_chat(
+        door,
+        body.messages,
+        tools=tools.shown,
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+    request = engine.prepare(
+        text,
+        sampling,
+        request_id=answer_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        tenant=body.user or "",
+        add_special_tokens=False,  # the template has written them
+        traceparent=traceparent,
+    )
+    return _Chat(request=request, sampling=sampling, tools=tools)
+
+
+class _Sequence:
+    """One of the n answers on its way: its parser, and the names of its calls. Used by its answer alone."""
+
+    def __init__(self, tools: ToolUse, only_one_call: bool) -> None:
+        self._parser = tools.make()
+        self._only_one_call = only_one_call
+        self.num_calls = 0
+
+    def read(self, update: Update) -> list[ChatMessage]:
+        """The deltas of an update."""
+        pieces = self._parser.push(update.text)
+        if update.finish_reason is not None:
+            pieces += self._parser.finish()
+        return [self._delta(piece) for piece in pieces if not (self._only_one_call and piece.call)]
+
+    def _delta(self, piece: Piece) -> ChatMessage:
+        if piece.call is None:
+            return ChatMessage(content=piece.content)
+        if piece.name is None:
+            part = ToolCallPart(index=piece.call, function=FunctionPart(arguments=piece.arguments))
+        else:
+            self.num_calls += 1
+            part = ToolCallPart(
+                index=piece.call,
+                id=f"call_{uuid.uuid4().hex[:24]}",
+                type="function",
+                function=FunctionPart(name=piece.name, arguments=piece.arguments),
+            )
+        return ChatMessage(tool_calls=[part])
+
+
+class _Answer:
+    """Builds the pieces of one answer. Used by its call alone."""
+
+    def __init__(self, door: Door, body: ChatRequest, chat: _Chat, answer_id: str) -> None:
+        self._tokenizer = door.engine.engine.tokenizer
+        self._body = body
+        self._request = chat.request
+        self._counter = UsageCounter([chat.request])
+        only_one = body.parallel_tool_calls is False
+        self._sequences = [_Sequence(chat.tools, only_one) for _ in range(chat.sampling.n)]
+        self._id = f"chatcmpl-{answer_id}"
+        self._created_s = int(time.time())
+        self._model = door.model_name
+
+    async def whole(self, news: Peeked) -> ChatResponse:
+        chunks: list[list[ChatChunkChoice]] = [[] for _ in self._sequences]
+        response = ChatResponse(
+            id=self._id,
+            object="chat.completion",
+            created=self._created_s,
+            model=self._model,
+            choices=[],
+            usage=self._counter.usage,
+        )
+        async for item in news:
+            chunks[item.update.index] += self._choices(item)
+            prompt = item.update.prompt
+            if prompt is not None and prompt.logprobs is not None and item.update.index == 0:
+                response.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt.logprobs)
+        response.choices = [_join(each) for each in chunks]
+        response.usage = self._counter.usage
+        if self._body.return_token_ids:
+            response.prompt_token_ids = list(self._request.prompt_token_ids)
+        return response
+
+    async def events(self, news: Peeked) -> AsyncGenerator[str, None]:
+        options = self._body.stream_options
+        every = options is not None and options.continuous_usage_stats
+        begun: set[int] = set()
+        async for item in news:
+            index = item.update.index
+            if index not in begun:
+                begun.add(index)
+                first = ChatMessage(role="assistant", content="")
+                yield event(self._chunk([ChatChunkChoice(index=index, delta=first, finish_reason=None)], usage=every))
+            for choice in self._choices(item):
+                yield event(self._chunk([choice], usage=every))
+        if options is not None and options.include_usage:
+            yield event(self._chunk([], usage=True))
+
+    def _chunk(self, choices: list[ChatChunkChoice], *, usage: bool) -> ChatChunk:
+        chunk = ChatChunk(
+            id=self._id, object="chat.completion.chunk", created=self._created_s, model=self._model, choices=choices
+        )
+        if usage:
+            chunk.usage = self._counter.usage
+        return chunk
+
+    def _choices(self, news: News) -> list[ChatChunkChoice]:
+        """One choice for each delta; the last of them carries what belongs to the whole update."""
+        self._counter.take(news)
+        update = news.update
+        sequence = self._sequences[update.index]
+        deltas = sequence.read(update) or [ChatMessage()]
+        choices = [ChatChunkChoice(index=update.index, delta=delta, finish_reason=None) for delta in deltas]
+        last = choices[-1]
+        if update.logprobs is not None:
+            last.logprobs = chat_logprobs(self._tokenizer, update.logprobs, self._body.top_logprobs or 0)
+        if self._body.return_token_ids:
+            last.token_ids = list(update.token_ids)
+        if update.finish_reason is not None:
+            word: FinishWord = update.finish_reason.value  # pyright: ignore[reportAssignmentType]
+            last.finish_reason = "tool_calls" if word == "stop" and sequence.num_calls else word
+            last.stop_reason = update.stop_reason
+        empty = not last.delta.model_fields_set and not last.model_fields_set & {"logprobs", "token_ids"}
+        return [] if empty and last.finish_reason is None else choices
+
+
+def _join(chunks: Sequence[ChatChunkChoice]) -> ChatChoice:
+    """The chunks of one sequence as one message."""
+    last = chunks[-1]
+    assert last.finish_reason is not None, last
+    content = "".join(chunk.delta.content or "" for chunk in chunks)
+    calls: dict[int, ToolCallPart] = {}
+    for part in (part for chunk in chunks for part in chunk.delta.tool_calls or ()):
+        assert part.index is not None, part
+        if part.index not in calls:
+            calls[part.index] = ToolCallPart(id=part.id, type="function", function=part.function.model_copy())
+        else:
+            calls[part.index].function.arguments += part.function.arguments
+    message = ChatMessage(role="assistant", content=content or (None if calls else ""), refusal=None)
+    if calls:
+        message.tool_calls = [calls[number] for number in sorted(calls)]
+    choice = ChatChoice(
+        index=last.index, message=message, logprobs=None, finish_reason=last.finish_reason, stop_reason=last.stop_reason
+    )
+    entries = [entry for chunk in chunks if chunk.logprobs is not None for entry in chunk.logprobs.content]
+    if entries:
+        choice.logprobs = ChatLogprobs(content=entries)
+    if any(chunk.token_ids is not None for chunk in chunks):
+        choice.token_ids = [i for chunk in chunks for i in chunk.token_ids or ()]
+    return choice

@@ -1,0 +1,146 @@
+"""What an HTTP client sees when something is refused or fails: the error object of the OpenAI API.
+
+Owns the shape and the handlers that turn every exception into it. Refuses to know a route: handlers raise typed
+errors, and the table in `serve.status` gives them codes. Once a stream has begun its status cannot change any more,
+so an error there is the last event, in the same shape.
+"""
+
+import json
+import logging
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from jaxserve.errors import JaxserveError, QueueFull, Status, UserError
+from jaxserve.serve.status import HTTP_CODES, public_message, status_of
+
+logger = logging.getLogger(__name__)
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_RETRY_S = 1.0  # when the engine does not know better
+_MAX_PROBLEMS = 5  # of a body with many mistakes, that a message names
+
+
+class HttpRefusal(UserError):
+    """A refusal that only HTTP knows: `code` is its status. `param` names the field, `kind` OpenAI's code for it."""
+
+    def __init__(self, code: int, message: str, *, param: str | None = None, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.kind = kind
+
+
+class ErrorDetail(pydantic.BaseModel):
+    """`code` repeats the HTTP status where OpenAI has no word of its own for the case."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorResponse(pydantic.BaseModel):
+    """Body of every answer that is not 2xx."""
+
+    error: ErrorDetail
+
+
+def describe(error: Exception) -> tuple[int, ErrorResponse]:
+    """Status and body for an exception. What is a defect is logged, and tells the client only where to look."""
+    status = status_of(error)
+    code = error.code if isinstance(error, HttpRefusal) else HTTP_CODES[status]
+    reference = f"error {uuid.uuid4().hex[:12]}"
+    if status is Status.INTERNAL:
+        logger.error("a request failed, %s", reference, exc_info=error)
+    param, kind = (error.param, error.kind) if isinstance(error, HttpRefusal) else (None, None)
+    return code, _body(code, public_message(error, reference), param, kind)
+
+
+def error_response(error: Exception) -> Response:
+    """The whole answer. One that may be tried again says when."""
+    code, body = describe(error)
+    headers = {}
+    if code in (429, 503):
+        wait_s = error.retry_after_s if isinstance(error, QueueFull) else None
+        headers["retry-after"] = str(max(1, math.ceil(wait_s if wait_s is not None else _RETRY_S)))
+    if code == 401:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(body, code, headers)
+
+
+def json_response(body: pydantic.BaseModel, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """JSON of the fields that were set."""
+    content = body.model_dump_json(exclude_unset=True)
+    return Response(content, code, headers, media_type="application/json")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every exception of `app` leaves in OpenAI's shape."""
+
+    async def on_any(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), error
+        return error_response(invalid_body(error.errors()))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), error
+        text = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not possible here"}
+        body = _body(error.status_code, text.get(error.status_code, str(error.detail)), None, None)
+        return json_response(body, error.status_code, error.headers)
+
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(JaxserveError, on_any)
+    app.add_exception_handler(Exception, on_any)
+
+
+def invalid_body(problems: Sequence[Any]) -> HttpRefusal:
+    """One sentence on pydantic's list of problems. Values are not repeated: they are the client's, and may be long."""
+    texts: dict[str, str] = {}
+    for problem in problems:
+        # A union reports each member; its names, which stand in the location, are ours and mean nothing to a client.
+        location = [str(part) for part in problem["loc"] if part != "body"]
+        name = ".".join(location[:1] or ["body"])
+        if problem["type"] == "extra_forbidden":
+            name = ".".join(location)
+            texts.setdefault(name, f"{name} is not a field that this server knows; leave it out")
+        else:
+            texts.setdefault(name, f"{name}: {problem['msg']}")
+    shown = list(texts.items())[:_MAX_PROBLEMS]
+    more = "" if len(shown) == len(texts) else f"; and {len(texts) - len(shown)} more"
+    return HttpRefusal(400, "; ".join(text for _, text in shown) + more, param=shown[0][0])
+
+
+def error_event(error: Exception) -> str:
+    """The same for a stream that has begun."""
+    return f"data: {describe(error)[1].model_dump_json()}\n\n"
+
+
+def plain_error(code: int, message: str) -> bytes:
+    """The body alone, for what is refused before there is a request."""
+    return json.dumps(_body(code, message, None, None).model_dump()).encode()
+
+
+def _body(code: int, message: str, param: str | None, kind: str | None) -> ErrorResponse:
+    name = _TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
+    # A lone surrogate cannot be sent, and a client may have put one into a name.
+    text = message.encode(errors="replace").decode()
+    clean = None if param is None else param.encode(errors="replace").decode()
+    return ErrorResponse(error=ErrorDetail(message=text, type=name, param=clean, code=kind or code))

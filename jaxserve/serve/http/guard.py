@@ -1,0 +1,136 @@
+"""Around every request: its body within limits, its end when the client leaves, no exception that escapes.
+
+Owns the reading of bodies and the watch for a client that disappears. Refuses to know routes. Written as plain ASGI,
+since a middleware that wraps responses would hide a disconnect behind its own buffers: here a closed connection
+cancels the handler itself, leaving the engine's stream, which aborts the request within a step.
+"""
+
+import asyncio
+import contextlib
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.errors import DeadlineExceeded
+from jaxserve.serve.http.errors import HttpRefusal, error_response
+
+_GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not read it
+
+
+class Guard:
+    """Middleware. `max_body_bytes`, `body_timeout_s` and `request_timeout_s` as in the config."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, request_timeout_s: float) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._num_live = 0
+
+    @property
+    def num_live(self) -> int:
+        """POST requests that have not ended. Others are answered at once, or are views that never end."""
+        return self._num_live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        weight = int(scope["method"] == "POST")
+        self._num_live += weight
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._num_live -= weight
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._read_body(scope, receive)
+        except HttpRefusal as refusal:
+            response = error_response(refusal)
+            response.headers["connection"] = "close"  # what is left of the body is not read
+            await response(scope, receive, send)
+            return
+        if body is None:
+            return
+        begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        # What is no POST is a page, or a view that lasts as long as somebody looks at it.
+        limit_s = self._request_timeout_s + _GRACE_S if scope["method"] == "POST" else None
+        work = asyncio.ensure_future(self._app(scope, _replay(body), watched_send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait(
+                {work, gone},
+                timeout=limit_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+        if not work.cancelled() and (error := work.exception()) is not None and not begun:
+            assert isinstance(error, Exception), error
+            await error_response(error)(scope, receive, send)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """All of it; None when the client left before its end. Raises HttpRefusal."""
+        limit = self._max_body_bytes
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(int(declared), limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(size, limit)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            text = f"the body did not arrive within {self._body_timeout_s:g} s (serve.http.body_timeout_s); send faster"
+            raise HttpRefusal(408, text) from error
+
+
+def time_is_up(limit_s: float) -> DeadlineExceeded:
+    """The error of an answer that takes too long."""
+    return DeadlineExceeded(
+        f"the answer was not complete within {limit_s:g} s (serve.http.request_timeout_s); ask for fewer tokens"
+    )
+
+
+def _too_large(size: int, limit: int) -> HttpRefusal:
+    text = f"the body has {size} bytes or more; at most {limit} are taken (serve.http.max_body_bytes); send less"
+    return HttpRefusal(413, text)
+
+
+def _replay(body: bytes) -> Receive:
+    """A `receive` of what was read; then it waits, since the guard itself watches for the end of the connection."""
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await asyncio.get_running_loop().create_future()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

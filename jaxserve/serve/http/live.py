@@ -1,0 +1,107 @@
+"""The live view's data: what the engine did since the last look, as server-sent events.
+
+Owns the shape of these messages, which `web/live.js` reads and nobody else should: programs read `/metrics`. Refuses
+to keep state for a viewer beyond the time of its last message. However many look, the page map is built once per
+interval, since it is the one thing here whose cost grows with the size of the pool.
+"""
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jaxserve.engine import AnyEngine, EngineStats
+from jaxserve.serve.metrics import shares_of
+
+MAX_VIEWERS = 64
+_MAX_STEPS = 1000  # of one message; the latest, when there were more
+_RUN = re.compile(rb"(.)\1*", re.DOTALL)
+
+
+class Seen:
+    """How far one viewer has been told of one replica. Mutated by `LiveFeed.message`."""
+
+    __slots__ = ("first", "step_id")
+
+    def __init__(self) -> None:
+        self.step_id = -1
+        self.first = 0
+
+
+class LiveFeed:
+    """Messages for all viewers. Used on one event loop."""
+
+    def __init__(self, engine: AnyEngine, interval_s: float = 0.5) -> None:
+        self.num_viewers = 0
+        self._engine = engine
+        self._interval_s = interval_s
+        self._maps: dict[int, tuple[float, str]] = {}  # replica -> when its map was made, and the map
+
+    async def events(self) -> AsyncIterator[str]:
+        """One event every interval, until the engine takes no more requests: an open view must not delay an end."""
+        self.num_viewers += 1
+        try:
+            seen = [Seen() for _ in self._engine.stats]
+            while True:
+                message = await asyncio.to_thread(self.message, seen)
+                yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
+                if not self._engine.accepting:
+                    return
+                await asyncio.sleep(self._interval_s)
+        finally:
+            self.num_viewers -= 1
+
+    def message(self, seen: list[Seen]) -> dict[str, Any]:
+        """What is new to a viewer, whose `seen` is brought up to date. Times are in ms, `t` on the engine's clock."""
+        engine = self._engine
+        return {
+            "model": engine.model.name,
+            "max_len": engine.model.max_model_len,
+            "accepting": engine.accepting,
+            "stalled_s": round(engine.stalled_s, 3),
+            "compiles": max([stats.num_compiles for stats in engine.stats], default=0),
+            "replicas": [self._replica(k, stats, seen[k]) for k, stats in enumerate(engine.stats)],
+        }
+
+    def _replica(self, number: int, stats: EngineStats, seen: Seen) -> dict[str, Any]:
+        recent, all_firsts = stats.steps(), stats.first_tokens()
+        steps = list(itertools.takewhile(lambda s: s.step_id > seen.step_id, reversed(recent)))[:_MAX_STEPS]
+        firsts = list(itertools.takewhile(lambda f: f.number > seen.first, reversed(all_firsts)))
+        seen.step_id = recent[-1].step_id if recent else -1
+        seen.first = all_firsts[-1].number if all_firsts else 0
+        counts, totals, shares = stats.counts, stats.totals(), shares_of(recent)
+        return {
+            "t": _ms(stats.clock_s),
+            "counts": None if counts is None else counts._asdict(),
+            "prompt_tokens": totals.prompt_tokens,
+            "new_tokens": totals.new_tokens,
+            "steps_total": totals.steps,
+            "host": round(shares.host, 4),
+            "padding": round(shares.padding, 4),
+            "ended": {reason.value: count for reason, count in totals.ended.items()},
+            "steps": [
+                (s.step_id, _ms(s.time_s), s.decode_rows, s.chunks, s.prefill_tokens, s.slots, _ms(s.itl_s))
+                for s in reversed(steps)
+            ],
+            "firsts": [(_ms(f.time_s), _ms(f.ttft_s)) for f in reversed(firsts)],
+            "pages": self._page_map(number, stats),
+        }
+
+    def _page_map(self, number: int, stats: EngineStats) -> str:
+        made_s, page_map = self._maps.get(number, (-self._interval_s, ""))
+        now_s = stats.clock_s
+        if now_s - made_s >= self._interval_s / 2:
+            page_map = run_lengths(stats.page_states())
+            self._maps[number] = (now_s, page_map)
+        return page_map
+
+
+def run_lengths(states: bytes) -> str:
+    """b"ffffu" -> "4f1u"."""
+    return "".join([f"{len(run[0])}{chr(run[0][0])}" for run in _RUN.finditer(states)])
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 2)

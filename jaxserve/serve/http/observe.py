@@ -1,0 +1,105 @@
+"""Routes for who looks at the server: metrics, the web page and its live view, profiles.
+
+Owns these routes and the headers of the page. Refuses to measure (`engine.stats` does) and to ask for keys: that is
+the application's, which lets `/` and `/static/` through without one, since they are the same for everybody and hold
+nothing; the page asks for the key that its calls then need.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from importlib import resources
+from typing import Annotated, Any
+
+import pydantic
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client.exposition import choose_encoder
+
+from jaxserve.engine import AnyEngine
+from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal
+from jaxserve.serve.http.live import MAX_VIEWERS, LiveFeed
+from jaxserve.serve.http.profile import MAX_SECONDS, ProfileCapture
+from jaxserve.serve.metrics import make_registry
+
+_MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".html": "text/html"}
+_PAGE_HEADERS: Mapping[str, str] = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class ProfileReply(pydantic.BaseModel):
+    """`directory` is on the server; `files` are the paths in it."""
+
+    directory: str
+    seconds: float
+    files: list[str]
+
+
+def router(engine: AnyEngine, *, web_page: bool = True, profile_dir: str | None = None) -> APIRouter:
+    """/metrics, POST /debug/profile and, with `web_page`, /, /static/NAME and /events."""
+    routes = APIRouter()
+    _add_metrics(routes, engine)
+    _add_profile(routes, ProfileCapture(profile_dir))
+    if web_page:
+        _add_page(routes)
+        _add_events(routes, LiveFeed(engine))
+    return routes
+
+
+def _add_metrics(routes: APIRouter, engine: AnyEngine) -> None:
+    registry = make_registry(engine)
+
+    # No coroutine, so that a scrape is read on a thread and delays no stream.
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    def metrics(request: Request) -> Response:
+        """The engine's figures, for Prometheus."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+
+def _add_profile(routes: APIRouter, profiles: ProfileCapture) -> None:
+    refusals: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (400, 404, 409)}
+
+    @routes.post("/debug/profile", responses=refusals)
+    async def profile(
+        seconds: Annotated[float, Query(gt=0, le=MAX_SECONDS, description="How long to record.")] = 3.0,
+    ) -> ProfileReply:
+        """Captures a JAX profile. Off unless serve.http.profile_dir names a directory."""
+        target = await profiles.capture(seconds)
+        files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+        return ProfileReply(directory=str(target), seconds=seconds, files=files)
+
+
+def _add_page(routes: APIRouter) -> None:
+    """The files are read once, so no path of a client ever reaches the file system."""
+    folder = resources.files("jaxserve.serve.http").joinpath("web")
+    files = {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+
+    def answer(name: str) -> Response:
+        media_type = _MEDIA_TYPES[name[name.rindex(".") :]]
+        return Response(files[name], media_type=media_type, headers=_PAGE_HEADERS)
+
+    @routes.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return answer("index.html")
+
+    @routes.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        if name not in files:
+            raise HttpRefusal(404, f"there is no file {name!r:.80}; there are {', '.join(sorted(files))}")
+        return answer(name)
+
+
+def _add_events(routes: APIRouter, feed: LiveFeed) -> None:
+    @routes.get("/events", include_in_schema=False)
+    async def events() -> Response:
+        if feed.num_viewers >= MAX_VIEWERS:
+            raise HttpRefusal(429, f"{MAX_VIEWERS} live views are open, which is as many as are served; close one")
+        stream: AsyncIterator[str] = feed.events()
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the second: or nginx would hold it back
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)

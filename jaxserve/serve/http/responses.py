@@ -1,0 +1,212 @@
+"""The bodies that go back, as the OpenAI API describes them.
+
+Owns names and types; they make the OpenAPI document, which is why even a field that is always the same stands here.
+Refuses values: routes fill them. A field that was not set is not sent.
+"""
+
+from typing import Any, Literal
+
+import pydantic
+
+FinishWord = Literal["stop", "length", "tool_calls"]
+
+
+class CachedTokens(pydantic.BaseModel):
+    cached_tokens: int
+
+
+class Usage(pydantic.BaseModel):
+    """Tokens of all prompts and of all outputs."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class CompletionLogprobs(pydantic.BaseModel):
+    """One entry per token. The first token of an echoed prompt has no log-probability: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(pydantic.BaseModel):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str
+
+
+class CompletionChoice(pydantic.BaseModel):
+    """`stop_reason`: the stop string or token id that ended it. Lists of ids only when asked for."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishWord | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(pydantic.BaseModel):
+    """An answer, or with `stream` one event of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(pydantic.BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(pydantic.BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(pydantic.BaseModel):
+    content: list[ChatLogprob]
+
+
+class FunctionPart(pydantic.BaseModel):
+    """In a stream: the name once, then pieces of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallPart(pydantic.BaseModel):
+    """`index` in streams only."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionPart
+
+
+class ChatMessage(pydantic.BaseModel):
+    """A message, or with `stream` what is new of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+
+class ChatChoice(pydantic.BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishWord
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(pydantic.BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatChunkChoice(pydantic.BaseModel):
+    index: int
+    delta: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishWord | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(pydantic.BaseModel):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class Embedding(pydantic.BaseModel):
+    """`embedding`: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(pydantic.BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class ModelCard(pydantic.BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(pydantic.BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(pydantic.BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(pydantic.BaseModel):
+    prompt: str
+
+
+class ProbeResponse(pydantic.BaseModel):
+    """`reason` says why it is not "ok"."""
+
+    status: Literal["ok", "unavailable"]
+    reason: str | None = None
+
+
+class VersionResponse(pydantic.BaseModel):
+    version: str
+
+
+class LoadResponse(pydantic.BaseModel):
+    """`server_load`: requests that have not ended; the rest as in `engine.Load`."""
+
+    server_load: int
+    accepting: bool
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    max_waiting: int
+    max_waiting_tokens: int
+
+
+def as_fields(value: pydantic.BaseModel) -> dict[str, Any]:
+    """The fields that were set."""
+    return value.model_dump(exclude_unset=True)

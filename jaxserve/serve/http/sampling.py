@@ -1,0 +1,111 @@
+"""From the fields of a body to `SamplingParams`.
+
+Owns the few places where names or meanings differ between OpenAI, vLLM and this engine. Refuses to check values:
+`SamplingParams` does, with the same words for every door.
+"""
+
+from typing import Any
+
+from jaxserve.api import SamplingParams, StructuredOutput
+from jaxserve.errors import InvalidRequest
+from jaxserve.serve.http.requests import (
+    ChatRequest,
+    CompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    SamplingFields,
+)
+
+# Fields that keep their name on the way. Null means the default.
+_SAME = (
+    "frequency_penalty",
+    "logit_bias",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+)
+
+
+def completion_sampling(body: CompletionRequest) -> SamplingParams:
+    """Raises InvalidRequest or UnsupportedOption."""
+    options = _shared(body)
+    if body.max_tokens is not None:
+        options["max_tokens"] = body.max_tokens
+    if body.echo and body.max_tokens == 0:
+        options["max_tokens"] = 1  # the prompt is scored by a step that cannot but sample; the token is left out
+    if body.logprobs is not None:
+        options["logprobs"] = body.logprobs
+        if body.echo:  # the log-probabilities of an echoed prompt are part of the answer
+            options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return SamplingParams(**options, structured=structured(body))
+
+
+def chat_sampling(
+    body: ChatRequest, forced: StructuredOutput | None = None, *, keep_special_tokens: bool = False
+) -> SamplingParams:
+    """`forced`: what the choice of a tool demands. `keep_special_tokens`: tool calls are written with them.
+
+    Raises InvalidRequest or UnsupportedOption.
+    """
+    options = _shared(body)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest(
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}; they are two "
+            "names of one limit: give one of them"
+        )
+    options["max_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, but logprobs is not true; set it")
+    if keep_special_tokens:
+        options["skip_special_tokens"] = False
+    constraint = structured(body)
+    if forced is not None and constraint is not None:
+        raise InvalidRequest("tool_choice demands a call, and response_format another text; give one of them")
+    return SamplingParams(**options, structured=forced or constraint)
+
+
+def structured(body: SamplingFields) -> StructuredOutput | None:
+    """What the output is constrained to. Raises InvalidRequest."""
+    found: list[StructuredOutput] = []
+    if isinstance(body.response_format, JsonObjectFormat):
+        found.append(StructuredOutput(json_object=True))
+    elif isinstance(body.response_format, JsonSchemaFormat):
+        found.append(schema_output(body.response_format.json_schema.schema_))
+    if body.structured_outputs is not None:
+        given: Any = body.structured_outputs
+        options = {"json_schema": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
+        if given.json_object:
+            options["json_object"] = True
+        found.append(StructuredOutput.from_dict(options))
+    if len(found) > 1:
+        raise InvalidRequest("response_format and structured_outputs both constrain the output; give one of them")
+    return found[0] if found else None
+
+
+def schema_output(schema: dict[str, Any]) -> StructuredOutput:
+    """Text that is valid under a JSON schema."""
+    return StructuredOutput.from_dict({"json_schema": schema})
+
+
+def _shared(body: SamplingFields) -> dict[str, Any]:
+    options = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is given, but stream is not true; leave it out, or set stream")
+    return options

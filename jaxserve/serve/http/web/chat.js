@@ -1,0 +1,136 @@
+// The playground: one conversation, streamed. Text of the model is only ever set as text, never as HTML.
+
+import { events } from "./sse.js";
+
+const by = (id) => document.getElementById(id);
+const history = []; // of {role, content}
+let abort = null;
+
+function add(role, text) {
+  by("empty")?.remove();
+  const item = document.createElement("li");
+  item.className = role;
+  const span = document.createElement("span");
+  span.className = "text";
+  span.textContent = text;
+  item.append(span);
+  by("messages").append(item);
+  item.scrollIntoView({ block: "end" });
+  return item;
+}
+
+function body(model) {
+  const number = (id) => (by(id).value === "" ? undefined : Number(by(id).value));
+  const system = by("system").value.trim();
+  return {
+    model,
+    messages: system ? [{ role: "system", content: system }, ...history] : history,
+    stream: true,
+    stream_options: { include_usage: true },
+    temperature: number("temperature"),
+    top_p: number("top_p"),
+    max_tokens: number("max_tokens"),
+    seed: number("seed"),
+  };
+}
+
+// Asks for an answer to `history` and writes it into `item` as it comes.
+async function answer(model, item) {
+  const text = item.querySelector(".text");
+  const started = performance.now();
+  let first = null, usage = null, reason = null, content = "";
+  const list = by("messages");
+  for await (const data of events("v1/chat/completions", { body: body(model), signal: abort.signal })) {
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    usage = chunk.usage ?? usage;
+    const choice = chunk.choices[0];
+    if (!choice) continue;
+    reason = choice.finish_reason ?? reason;
+    if (!choice.delta.content) continue;
+    first ??= performance.now();
+    content += choice.delta.content;
+    const follow = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+    text.textContent = content;
+    if (follow) list.scrollTop = list.scrollHeight;
+  }
+  history.push({ role: "assistant", content });
+  addFacts(item, { started, first, ended: performance.now(), usage, reason });
+}
+
+function addFacts(item, { started, first, ended, usage, reason }) {
+  const facts = [];
+  if (first !== null) facts.push(`first text after ${Math.round(first - started)} ms`);
+  const tokens = usage?.completion_tokens ?? 0;
+  if (tokens) facts.push(`${tokens} tokens`);
+  if (tokens > 1 && ended > first) facts.push(`${((tokens - 1) / ((ended - first) / 1000)).toFixed(1)} tokens/s`);
+  if (reason) facts.push(reason === "length" ? "cut at max_tokens" : reason);
+  const line = document.createElement("span");
+  line.className = "facts";
+  line.textContent = facts.join(" · ");
+  item.append(line);
+  item.scrollIntoView({ block: "end" });
+}
+
+function setBusy(busy) {
+  by("send").disabled = busy;
+  by("stop").hidden = !busy;
+}
+
+export function startChat(getModel) {
+  by("chat-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const prompt = by("prompt").value.trim();
+    if (!prompt || abort) return;
+    by("chat-error").hidden = true;
+    history.push({ role: "user", content: prompt });
+    const asked = add("user", prompt);
+    by("prompt").value = "";
+    const item = add("assistant", "");
+    item.classList.add("writing");
+    const mine = (abort = new AbortController());
+    setBusy(true);
+    try {
+      await answer(getModel(), item);
+    } catch (error) {
+      if (mine !== abort) return; // another chat has begun meanwhile
+      const text = item.querySelector(".text").textContent;
+      if (error.name === "AbortError" && text) {
+        history.push({ role: "assistant", content: text });
+      } else { // nothing was said: the question may be changed and asked again
+        history.pop();
+        item.remove();
+        asked.remove();
+        by("prompt").value = prompt;
+      }
+      if (error.name !== "AbortError") {
+        by("chat-error").textContent = error.message;
+        by("chat-error").hidden = false;
+      }
+    } finally {
+      item.classList.remove("writing");
+      if (mine === abort) {
+        abort = null;
+        setBusy(false);
+      }
+    }
+  });
+  by("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      by("chat-form").requestSubmit();
+    }
+  });
+  by("stop").addEventListener("click", () => abort?.abort());
+  by("clear").addEventListener("click", () => {
+    const running = abort;
+    abort = null;
+    running?.abort();
+    setBusy(false);
+    history.length = 0;
+    by("messages").replaceChildren();
+    by("chat-error").hidden = true;
+    by("prompt").focus();
+  });
+}

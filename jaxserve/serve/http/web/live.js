@@ -1,0 +1,177 @@
+// The live view: takes the server's events, keeps a minute of them, draws.
+
+import { drawPool, drawSteps, drawTimes, duration, expand, readColours, short } from "./draw.js";
+import { events } from "./sse.js";
+
+const SPAN_MS = 60000;
+const KEPT_STEPS = 600;
+const RETRY_MS = [1000, 2000, 5000, 10000];
+const by = (id) => document.getElementById(id);
+
+let model = "";
+let replicas = []; // what was kept of each
+let chosen = 0;
+let paused = false;
+let compiles = 0;
+let wake = () => {};
+let reading = null;
+
+export const getModel = () => model;
+
+function setState(state, text) {
+  by("state").dataset.state = state;
+  by("state-text").textContent = text;
+}
+
+function keep(old, news) {
+  const kept = old ?? { steps: [], firsts: [], itls: [], tokens: [] };
+  kept.steps = [...kept.steps, ...news.steps].slice(-KEPT_STEPS);
+  kept.itls = [...kept.itls, ...news.steps.filter((step) => step[6] > 0).map((step) => [step[1], step[6]])];
+  kept.firsts = [...kept.firsts, ...news.firsts];
+  kept.itls = kept.itls.filter(([t]) => t > news.t - SPAN_MS);
+  kept.firsts = kept.firsts.filter(([t]) => t > news.t - SPAN_MS);
+  kept.tokens = [...kept.tokens, [news.t, news.new_tokens]].filter(([t]) => t > news.t - 3000);
+  kept.news = news;
+  return kept;
+}
+
+function median(points) {
+  const values = points.map((p) => p[1]).sort((a, b) => a - b);
+  return values.length ? values[Math.floor(values.length / 2)] : null;
+}
+
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+function tiles({ news, tokens }) {
+  const [begin, end] = [tokens[0], tokens.at(-1)];
+  const rate = end[0] > begin[0] ? (end[1] - begin[1]) / ((end[0] - begin[0]) / 1000) : 0;
+  const counts = news.counts;
+  const all = [["tokens/s", short(rate)]];
+  if (counts) {
+    const hits = counts.queried_tokens ? counts.hit_tokens / counts.queried_tokens : 0;
+    all.push(["running", counts.running], ["waiting", counts.waiting], ["pages held", percent(counts.held_pages / counts.pages)],
+      ["prefix hits", percent(hits)], ["preemptions", counts.preemptions]);
+  }
+  all.push(["padding", percent(news.padding)], ["host share", percent(news.host)], ["steps", short(news.steps_total)],
+    ["compiles", compiles, compiles > 0]);
+  return all;
+}
+
+function showTiles(all) {
+  const list = by("tiles");
+  all.forEach(([name, value, bad], i) => {
+    let tile = list.children[i];
+    if (!tile) {
+      tile = document.createElement("div");
+      tile.append(document.createElement("dt"), document.createElement("dd"));
+      list.append(tile);
+    }
+    tile.className = bad ? "bad" : "";
+    tile.children[0].textContent = name;
+    tile.children[1].textContent = value;
+  });
+  while (list.children.length > all.length) list.lastChild.remove();
+}
+
+function showPool(counts, pages) {
+  if (!counts) {
+    by("pool-legend").textContent = "this scheduler does not tell";
+    return;
+  }
+  const states = expand(pages);
+  const each = drawPool(by("pool"), states);
+  const numbers = [["used", counts.held_pages - counts.shared_pages], ["shared", counts.shared_pages],
+    ["cached", counts.cached_pages], ["free", counts.free_pages]];
+  const text = numbers.map(([name, count]) => `${count} ${name}`);
+  const parts = numbers.flatMap(([name], i) => {
+    const swatch = document.createElement("i");
+    swatch.className = `k ${name}`;
+    return [swatch, text[i]];
+  });
+  by("pool-legend").replaceChildren(...parts, each > 1 ? ` · a cell is ${each} pages` : "");
+  by("pool").setAttribute("aria-label", `Page pool of ${counts.pages}: ${text.join(", ")}`);
+}
+
+function draw() {
+  const kept = replicas[chosen];
+  if (!kept) return;
+  const { news, steps, firsts, itls } = kept;
+  showTiles(tiles(kept));
+  showPool(news.counts, news.pages);
+  drawSteps(by("steps"), steps.map(([, , decode, chunks]) => ({ decode, prefill: chunks, padding: 0 })));
+  const last = steps.at(-1);
+  by("step-now").textContent = last
+    ? `latest: ${last[2] + last[3]} rows, ${last[2] + last[4]} tokens in ${last[5]} slots` : "";
+  drawTimes(by("ttft"), firsts, news.t, SPAN_MS);
+  drawTimes(by("itl"), itls, news.t, SPAN_MS);
+  const [ttft, itl] = [median(firsts), median(itls)];
+  by("ttft-now").textContent = ttft === null ? "none in the last minute" : `median ${duration(ttft)}, last minute`;
+  by("itl-now").textContent = itl === null ? "none in the last minute" : `median ${duration(itl)}, last minute`;
+}
+
+function take(message) {
+  model = message.model;
+  by("model").textContent = model;
+  replicas = message.replicas.map((news, k) => keep(replicas[k], news));
+  chosen = Math.min(chosen, replicas.length - 1);
+  const menu = by("replica");
+  by("replica-label").hidden = replicas.length < 2;
+  while (menu.options.length < replicas.length) menu.add(new Option(String(menu.options.length)));
+  menu.options.length = replicas.length;
+  if (!message.accepting) setState("warn", "draining: no new requests");
+  else if (message.stalled_s > 5) setState("bad", `no step for ${message.stalled_s.toFixed(0)} s`);
+  else setState("live", "live");
+  compiles = message.compiles;
+  if (!paused) draw();
+}
+
+async function follow() {
+  for (let failures = 0; ; ) {
+    reading = new AbortController();
+    let fresh = true; // a connection begins with all that the server has kept, and it may be another server
+    try {
+      for await (const data of events("events", { signal: reading.signal })) {
+        failures = 0;
+        if (fresh) replicas = [];
+        fresh = false;
+        take(JSON.parse(data));
+      }
+      setState("warn", "the server has closed the view");
+    } catch (error) {
+      if (error.status === 401) setState("warn", "an API key is needed");
+      else if (error.name !== "AbortError") setState("bad", error.status ? error.message : "the server does not answer");
+    }
+    const pause = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
+    failures += 1;
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, pause);
+    });
+  }
+}
+
+// With a new key, say.
+export function reconnect() {
+  reading?.abort();
+  wake();
+}
+
+export function startLive() {
+  readColours();
+  const redraw = () => {
+    readColours();
+    draw();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  new ResizeObserver(redraw).observe(by("pool").parentElement);
+  by("replica").addEventListener("change", () => {
+    chosen = by("replica").selectedIndex;
+    redraw();
+  });
+  by("pause").addEventListener("click", () => {
+    paused = !paused;
+    by("pause").setAttribute("aria-pressed", String(paused));
+    by("pause").textContent = paused ? "Go on" : "Pause";
+  });
+  follow();
+}

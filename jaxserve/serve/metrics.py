@@ -1,0 +1,194 @@
+"""The statistics of the engine as Prometheus metrics.
+
+Owns the names and what each of them means. Refuses to measure: every number is read from `EngineStats` at the moment
+of a scrape, so that the loop pays nothing for a system that looks at it now and then.
+
+Names, labels and meanings are vLLM's with `jaxserve:` in place of `vllm:`, wherever vLLM has the figure; then a
+dashboard moves over by changing the prefix. `jaxserve:time_per_output_token_seconds` is one value a request, as in
+vLLM's benchmark; between two tokens it is `jaxserve:inter_token_latency_seconds`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.engine import AnyEngine, EngineStats
+from jaxserve.engine.histogram import HistogramSnapshot
+from jaxserve.engine.stats import StepStats, Totals
+from jaxserve.sched.counts import SchedulerCounts
+
+PREFIX = "jaxserve:"
+_LABELS = ("model_name", "engine")
+
+# Name without the prefix -> what it is called in `Totals.histograms`, and what it says.
+HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": ("itl", "Between two tokens of one sequence."),
+    "time_per_output_token_seconds": ("tpot", "Of one request: (last token - first token) / (tokens - 1)."),
+    "e2e_request_latency_seconds": ("e2e", "From a request's arrival to its end."),
+    "request_queue_time_seconds": ("queue", "From a request's submission to its first step."),
+    "request_prefill_time_seconds": ("prefill", "From a request's first step to its first token."),
+    "request_decode_time_seconds": ("decode", "From a request's first token to its last."),
+    "request_prompt_tokens": ("prompt_tokens", "Prompt tokens of a request."),
+    "request_generation_tokens": ("new_tokens", "Generated tokens of a request."),
+    "iteration_tokens_total": ("step_tokens", "Tokens of a step, padding left out."),
+    "step_duration_seconds": ("step", "One turn of the loop: plan, launch, wait, hand out."),
+}
+
+
+class Shares(NamedTuple):
+    """Over the latest steps. `host`: of the loop's time, not spent waiting for the device. `padding`: of the slots."""
+
+    host: float
+    padding: float
+
+
+def shares_of(steps: tuple[StepStats, ...], count: int = 128) -> Shares:
+    """Of the last `count` steps; zeros when there were none."""
+    recent = steps[-count:]
+    waited_s = sum(s.wait_s for s in recent)
+    worked_s = sum(s.schedule_s + s.dispatch_s + s.commit_s for s in recent)
+    slots = sum(s.slots for s in recent)
+    tokens = sum(s.decode_rows + s.prefill_tokens for s in recent)
+    total_s = waited_s + worked_s
+    return Shares(worked_s / total_s if total_s else 0.0, 1 - tokens / slots if slots else 0.0)
+
+
+def make_registry(engine: AnyEngine) -> CollectorRegistry:
+    """A registry of one server: the engine's figures, and those of the process (memory, descriptors, CPU time)."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineCollector(engine))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class EngineCollector(Collector):
+    """Reads the statistics of every replica at each scrape. Any thread."""
+
+    def __init__(self, engine: AnyEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in the order of the documentation."""
+        name = self._engine.model.name
+        readings = [_Reading.of(name, number, stats) for number, stats in enumerate(self._engine.stats)]
+        yield from _request_metrics(readings)
+        yield from _page_metrics(readings)
+        yield from _step_metrics(readings)
+        yield from _histograms(readings)
+        yield from self._engine_metrics(name)
+
+    def _engine_metrics(self, name: str) -> Iterator[Metric]:
+        engine = self._engine
+        for text, help_text, value in (
+            ("engine_accepting", "1 while new requests are taken.", float(engine.accepting)),
+            ("engine_stalled_seconds", "For which a loop has not come round although it has work.", engine.stalled_s),
+            ("num_requests_unstarted", "Requests without a token yet, the inbox included.", engine.num_unstarted),
+        ):
+            family = GaugeMetricFamily(PREFIX + text, help_text, labels=_LABELS[:1])
+            family.add_metric([name], value)
+            yield family
+        compiles = max([stats.num_compiles for stats in engine.stats], default=0)
+        family = CounterMetricFamily(
+            PREFIX + "compile_events", "Programs that JAX compiled after start; must stay 0.", labels=_LABELS[:1]
+        )
+        family.add_metric([name], compiles)
+        yield family
+
+
+class _Reading(NamedTuple):
+    """What one scrape reads of one replica."""
+
+    labels: list[str]
+    totals: Totals
+    counts: SchedulerCounts | None
+    shares: Shares
+
+    @classmethod
+    def of(cls, model_name: str, number: int, stats: EngineStats) -> "_Reading":
+        return cls([model_name, str(number)], stats.totals(), stats.counts, shares_of(stats.steps()))
+
+
+def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
+    running = GaugeMetricFamily(PREFIX + "num_requests_running", "Sequences that have a row.", labels=_LABELS)
+    waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting", "Sequences that wait for a row.", labels=_LABELS)
+    preempted = CounterMetricFamily(PREFIX + "num_preemptions", "Rows taken from sequences.", labels=_LABELS)
+    prompt = CounterMetricFamily(PREFIX + "prompt_tokens", "Prompt tokens of requests that began.", labels=_LABELS)
+    new = CounterMetricFamily(PREFIX + "generation_tokens", "Generated tokens.", labels=_LABELS)
+    ended = CounterMetricFamily(
+        PREFIX + "request_success", "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason")
+    )
+    for labels, totals, counts, _ in readings:
+        prompt.add_metric(labels, totals.prompt_tokens)
+        new.add_metric(labels, totals.new_tokens)
+        for reason, number in totals.ended.items():
+            ended.add_metric([*labels, reason.value], number)
+        if counts is not None:
+            running.add_metric(labels, counts.running)
+            waiting.add_metric(labels, counts.waiting)
+            preempted.add_metric(labels, counts.preemptions)
+    yield from (running, waiting, preempted, prompt, new, ended)
+
+
+def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
+    usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of pages held; 1 is all.", labels=_LABELS)
+    pages = GaugeMetricFamily(
+        PREFIX + "kv_cache_pages", "Pages by state: free, cached, used by one, shared.", labels=(*_LABELS, "state")
+    )
+    queries = CounterMetricFamily(
+        PREFIX + "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_LABELS
+    )
+    hits = CounterMetricFamily(PREFIX + "prefix_cache_hits", "Prompt tokens found there.", labels=_LABELS)
+    for labels, _, counts, _ in readings:
+        if counts is None:
+            continue
+        usage.add_metric(labels, counts.held_pages / counts.pages)
+        for state, number in (
+            ("free", counts.free_pages),
+            ("cached", counts.cached_pages),
+            ("used", counts.held_pages - counts.shared_pages),
+            ("shared", counts.shared_pages),
+        ):
+            pages.add_metric([*labels, state], number)
+        queries.add_metric(labels, counts.queried_tokens)
+        hits.add_metric(labels, counts.hit_tokens)
+    yield from (usage, pages, queries, hits)
+
+
+def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
+    steps = CounterMetricFamily(PREFIX + "steps", "Steps of the loop.", labels=_LABELS)
+    tokens = CounterMetricFamily(PREFIX + "step_tokens", "Tokens computed in steps.", labels=_LABELS)
+    slots = CounterMetricFamily(PREFIX + "step_slots", "The same with padding.", labels=_LABELS)
+    seconds = CounterMetricFamily(
+        PREFIX + "step_seconds", "Time of the loop: schedule, dispatch, wait, commit.", labels=(*_LABELS, "part")
+    )
+    host = GaugeMetricFamily(PREFIX + "host_share", "Of the loop's time, not waiting; latest steps.", labels=_LABELS)
+    padding = GaugeMetricFamily(PREFIX + "padding_waste", "Padding in the slots; latest steps.", labels=_LABELS)
+    for labels, totals, _, shares in readings:
+        steps.add_metric(labels, totals.steps)
+        tokens.add_metric(labels, totals.computed_tokens)
+        slots.add_metric(labels, totals.slots)
+        for part, value in totals.part_s.items():
+            seconds.add_metric([*labels, part], value)
+        host.add_metric(labels, shares.host)
+        padding.add_metric(labels, shares.padding)
+    yield from (steps, tokens, slots, seconds, host, padding)
+
+
+def _histograms(readings: list[_Reading]) -> Iterator[Metric]:
+    for name, (key, text) in HISTOGRAMS.items():
+        family = HistogramMetricFamily(PREFIX + name, text, labels=_LABELS)
+        for labels, totals, _, _ in readings:
+            snapshot = totals.histograms[key]
+            family.add_metric(labels, _buckets(snapshot), snapshot.total)
+        yield family
+
+
+def _buckets(snapshot: HistogramSnapshot) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus has them."""
+    ends = [*(f"{bound:g}" for bound in snapshot.bounds), "+Inf"]
+    return [(end, float(count)) for end, count in zip(ends, itertools.accumulate(snapshot.counts), strict=True)]

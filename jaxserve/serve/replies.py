@@ -1,0 +1,81 @@
+"""From updates of the engine to the messages of one `Generate` call.
+
+Owns their order, and how many tokens one message has. Refuses to wait: a message is ready or it is not.
+"""
+
+from collections.abc import Sequence
+
+from jaxserve.api import Request
+from jaxserve.engine import Update
+from jaxserve.serve.convert import FINISH_REASONS, logprobs_to_proto, prompt_info_to_proto
+from jaxserve.serve.gen import inference_pb2 as pb
+
+
+class Chunks:
+    """Joins updates of one sequence until there are enough tokens. Used by the handler of one call alone.
+
+    The first token of a sequence never waits, since people watch for it, and neither does the end.
+    """
+
+    def __init__(self, least_tokens: int) -> None:
+        self._least = least_tokens
+        self._held: dict[int, list[Update]] = {}  # sequences that have begun -> what waits
+        self._num_held: dict[int, int] = {}  # the same -> their tokens
+
+    def take(self, update: Update) -> Update | None:
+        """What is ready to be sent, or None."""
+        if self._least <= 1:
+            return update
+        held = self._held.get(update.index)
+        if held is not None:
+            held.append(update)
+            self._num_held[update.index] += len(update.token_ids)
+            if update.finish_reason is None and self._num_held[update.index] < self._least:
+                return None
+        self._held[update.index] = []
+        self._num_held[update.index] = 0
+        return _join(held) if held is not None else update
+
+
+def _join(updates: Sequence[Update]) -> Update:
+    """Neither is the first of its sequence, so only the last has anything that is not tokens and text."""
+    logprobs = tuple(entry for u in updates for entry in u.logprobs or ())
+    return updates[-1]._replace(
+        token_ids=tuple(i for u in updates for i in u.token_ids),
+        text="".join(u.text for u in updates),
+        logprobs=logprobs or None,
+    )
+
+
+class Replies:
+    """Builds the messages of one call, in order. Used by its handler alone."""
+
+    def __init__(self, request: Request, echo: bool) -> None:
+        self._request = request
+        self._echo = echo
+        self._first = True
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+
+    def build(self, update: Update) -> pb.GenerateResponse:
+        reply = pb.GenerateResponse(
+            request_id=update.request_id, index=update.index, text=update.text, token_ids=update.token_ids
+        )
+        self._num_generated_tokens += len(update.token_ids)
+        if update.logprobs is not None:
+            reply.logprobs.extend(logprobs_to_proto(update.logprobs))
+        if self._first:
+            self._first = False
+            self._num_cached_tokens = update.prompt.num_cached_tokens if update.prompt is not None else 0
+            reply.prompt.CopyFrom(prompt_info_to_proto(self._request.prompt_token_ids, update.prompt, self._echo))
+        if update.finish_reason is not None:
+            reply.finish_reason = FINISH_REASONS[update.finish_reason]
+        if isinstance(update.stop_reason, str):
+            reply.stop_text = update.stop_reason
+        elif update.stop_reason is not None:
+            reply.stop_token_id = update.stop_reason
+        if update.last:
+            reply.usage.num_prompt_tokens = len(self._request.prompt_token_ids)
+            reply.usage.num_cached_tokens = self._num_cached_tokens
+            reply.usage.num_generated_tokens = self._num_generated_tokens
+        return reply

@@ -1,0 +1,55 @@
+"""How a router reaches its servers: certificates and a token of its own.
+
+Owns the channel and what goes with every call. Refuses to pass on what clients showed: their certificates and tokens
+are for the router, which answers for them.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Self
+
+import grpc
+
+from jaxserve.config_schema import RouteConfig
+from jaxserve.errors import ConfigError
+from jaxserve.serve.keys import read_keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackendAccess:
+    """`credentials` None: in the clear. `metadata` goes with every call but health's."""
+
+    credentials: grpc.ChannelCredentials | None
+    options: tuple[tuple[str, str], ...]
+    metadata: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, config: RouteConfig) -> Self:
+        """Reads the files. Raises ConfigError."""
+        if (config.tls_cert is None) != (config.tls_key is None):
+            raise ConfigError("route.tls_cert and route.tls_key go together; set both, or none")
+        if config.tls_ca is None and (config.tls_cert is not None or config.tls_name is not None):
+            raise ConfigError("route.tls_cert and route.tls_name are for servers with TLS; set route.tls_ca")
+        token = read_keys(config.token_file, "route.token_file")[0] if config.token_file is not None else None
+        return cls(
+            credentials=None
+            if config.tls_ca is None
+            else grpc.ssl_channel_credentials(
+                _read(config.tls_ca, "tls_ca"), _read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert")
+            ),
+            options=() if config.tls_name is None else (("grpc.ssl_target_name_override", config.tls_name),),
+            metadata=() if token is None else (("authorization", f"Bearer {token}"),),
+        )
+
+    def open(self, address: str, options: tuple[tuple[str, int], ...]) -> grpc.aio.Channel:
+        """A channel; nothing is connected before the first call."""
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self.credentials, options=(*options, *self.options))
+
+
+def _read(path: str | None, name: str) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"route.{name}: cannot read {path}: {error.strerror}") from error

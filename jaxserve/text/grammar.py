@@ -1,0 +1,257 @@
+"""Constrained output: schemas, regexes, choices and grammars, compiled for one vocabulary by llguidance.
+
+Owns the bytes of every token as the grammar sees them, a bounded cache of compiled grammars, and the matcher of one
+sequence. Refuses to know rows, steps or devices: a mask is bytes.
+
+The grammar describes the text that follows the prompt, byte for byte. Where a tokenizer drops a space at the very
+beginning of a text and the prompt has no text, tokens that begin with a space may not come first.
+"""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.structured_output import StructuredOutput
+from jaxserve.text.base import Tokenizer
+
+_CACHED_GRAMMARS = 64
+# Without a bound a model at a high temperature can fill all its tokens with white space.
+_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\n]{0,32}"}
+_ANY_OBJECT = '{"type":"object"}'
+_ANCHORS = ("\n", "a", ".")  # many tokenizers put a space before the first word, and none after one of these
+_LONGEST_PIECE = 128
+_SPELLED_CHARS = 200
+_PUNCTUATION = frozenset("\\.+*?()|[]{}^$#&-~/")
+_MAX_ITEMS_IN_ROW = 10_000  # an object of 2000 optional members needs about 8000
+_MAX_LEXER_STATES = 50_000  # about 2 kB each, for every running sequence
+
+
+class Vocabulary:
+    """What llguidance must know of a tokenizer. Immutable; making one takes up to a second for large vocabularies.
+
+    Raises UnsupportedOption for a tokenizer whose tokens have no exact bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """`vocab_size`: of the model; ids that the tokenizer does not know are never allowed."""
+        assert eos_token_ids, "nothing could end a text"
+        pieces = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)]
+        special = sorted(i for i in tokenizer.special_ids.union(eos_token_ids) if i < vocab_size)
+        hidden = set(special)
+        plain = {piece: i for i, piece in reversed([*enumerate(pieces)]) if piece and i not in hidden}
+        source = _TokenSource(tokenizer, pieces, special, plain, eos_token_ids[0])
+        self.num_words = -(-vocab_size // 32)
+        self.backend = LLTokenizer(TokenizerWrapper(source), eos_token=list(eos_token_ids))
+        self.not_first = 0  # bits of the tokens that a text cannot begin with
+        spaced = [i for i, piece in enumerate(pieces) if piece.startswith(b" ") and i not in special]
+        if spaced and not tokenizer.decode([spaced[0]]).startswith(" "):
+            self.not_first = token_bits(spaced)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TokenSource:
+    """The names by which llguidance asks. It asks how text that a grammar leaves no choice about is spelled.
+
+    `plain`: the lowest id for each run of bytes, without special tokens.
+    """
+
+    tokenizer: Tokenizer
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    plain: dict[bytes, int]
+    eos_token_id: int
+    bos_token_id: int | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids whose bytes are those of `text` in the middle of a text; as the tokenizer cuts it, where that is so.
+
+        Of a long text only the beginning: it is asked again after each token, on the loop's thread.
+        """
+        if len(text) > _SPELLED_CHARS:
+            return self(text[:_SPELLED_CHARS])[:-1]  # the last one may be cut where the text is
+        wanted = text.encode()
+        for anchor in ("", *_ANCHORS):
+            before = self.tokenizer.encode(anchor, add_special_tokens=False) if anchor else []
+            both = self.tokenizer.encode(anchor + text, add_special_tokens=False)
+            ids = both[len(before) :]
+            if both[: len(before)] == before and self._spells(ids, wanted):
+                return ids
+        return self._longest_first(wanted)
+
+    def _spells(self, ids: Sequence[int], wanted: bytes) -> bool:
+        tokens, plain = self.tokens, self.plain
+        pieces = [tokens[i] if i < len(tokens) else b"" for i in ids]
+        return b"".join(pieces) == wanted and all(piece in plain for piece in pieces)
+
+    def _longest_first(self, wanted: bytes) -> list[int]:
+        ids: list[int] = []
+        start = 0
+        while start < len(wanted):
+            end = min(len(wanted), start + _LONGEST_PIECE)
+            while end > start and wanted[start:end] not in self.plain:
+                end -= 1
+            if end == start:
+                break  # no token begins so: the part before it is what can be said
+            ids.append(self.plain[wanted[start:end]])
+            start = end
+        return ids
+
+
+def token_bits(token_ids: Sequence[int]) -> int:
+    """A number with these bits set."""
+    size = max(token_ids, default=-1) // 8 + 1
+    found = bytearray(size)
+    for token_id in token_ids:
+        found[token_id >> 3] |= 1 << (token_id & 7)
+    return int.from_bytes(found, "little")
+
+
+class TextMatcher:
+    """A `Matcher` of `structured_output`. Mutated by the engine's loop, through `accept` alone."""
+
+    __slots__ = ("_backend", "_kept", "_size", "mask", "num_tokens")
+
+    def __init__(self, backend: LLMatcher, mask: bytes, kept: int | None) -> None:
+        """`kept`: bits of the tokens that may be generated at all; None: any."""
+        self._backend = backend
+        self._kept = kept
+        self._size = len(mask)
+        self.mask = mask if kept is None else _common(mask, kept, 0)
+        self.num_tokens = 0
+
+    def accept(self, token_id: int) -> None:
+        """See `Matcher.accept`."""
+        byte = token_id >> 3
+        assert byte < self._size and self.mask[byte] >> (token_id & 7) & 1, f"token {token_id} is not in the grammar"
+        self._backend.consume_token(token_id)
+        self.num_tokens += 1
+        mask = _read_mask(self._backend, self._size, f"after {self.num_tokens} tokens")
+        self.mask = mask if self._kept is None else _common(mask, self._kept, self.num_tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TextGrammar:
+    """A `Grammar` of `structured_output`: a matcher that nobody moves, to be copied."""
+
+    backend: LLMatcher
+    first_mask: bytes
+    kept: int | None = None
+
+    def start(self) -> TextMatcher:
+        """See `Grammar.start`."""
+        return TextMatcher(self.backend.deep_copy(), self.first_mask, self.kept)
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer, and remembers. May be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """`vocab_size` and `eos_token_ids`: of the model."""
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None  # made by the first request that needs it
+        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar] = collections.OrderedDict()
+
+    def compile(
+        self,
+        structured: StructuredOutput,
+        *,
+        prompt_ids: Sequence[int] = (),
+        allowed_token_ids: Sequence[int] | None = None,
+        skip_special_tokens: bool = True,
+    ) -> TextGrammar:
+        """The grammar of one request. Takes milliseconds, for bad schemas up to a second.
+
+        Raises InvalidRequest with llguidance's words for what cannot be compiled or begins with no token that is
+        allowed, UnsupportedOption for a vocabulary that cannot be constrained.
+        """
+        vocabulary = self._find_vocabulary()
+        grammar = self._find(structured, vocabulary)
+        special = self.tokenizer.special_ids if skip_special_tokens else frozenset()
+        if vocabulary.not_first and all(i in special for i in prompt_ids):
+            first = int.from_bytes(grammar.first_mask, "little") & ~vocabulary.not_first
+            if first:  # else the grammar wants a space, which this tokenizer will not show
+                grammar = dataclasses.replace(grammar, first_mask=first.to_bytes(len(grammar.first_mask), "little"))
+        if allowed_token_ids is None:
+            return grammar
+        kept = token_bits((*allowed_token_ids, *self._eos_token_ids))
+        _common(grammar.first_mask, kept, 0)
+        return dataclasses.replace(grammar, kept=kept)
+
+    def _find_vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos_token_ids)
+            return self._vocabulary
+
+    def _find(self, structured: StructuredOutput, vocabulary: Vocabulary) -> TextGrammar:
+        with self._lock:
+            if (known := self._cache.get(structured)) is not None:
+                self._cache.move_to_end(structured)
+                return known
+        limits = LLParserLimits(
+            max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+        )
+        backend = LLMatcher(vocabulary.backend, _source(structured), log_level=0, limits=limits)
+        if backend.is_error():
+            raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {backend.get_error()}")
+        compiled = TextGrammar(
+            backend=backend, first_mask=_read_mask(backend, vocabulary.num_words * 4, "at its beginning")
+        )
+        with self._lock:
+            self._cache[structured] = compiled
+            if len(self._cache) > _CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return compiled
+
+
+def _source(structured: StructuredOutput) -> str:
+    """What llguidance compiles. Raises InvalidRequest when it is not even read."""
+    try:
+        if structured.regex is not None:
+            return LLMatcher.grammar_from_regex(structured.regex)
+        if structured.choice:
+            # One expression, which becomes one automaton; as alternatives of a grammar, thousands would be too many.
+            return LLMatcher.grammar_from_regex("|".join(map(_escaped, structured.choice)))
+        if structured.grammar is not None:
+            return grammar_from("grammar" if "::=" in structured.grammar else "lark", structured.grammar)
+        schema = structured.json_schema or _ANY_OBJECT
+        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the {_kind(structured)} cannot be read: {error}") from error
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches `text` alone."""
+    return "".join(f"\\{c}" if c in _PUNCTUATION else c for c in text)
+
+
+def _kind(structured: StructuredOutput) -> str:
+    names = ("json_schema", "regex", "choice", "grammar", "json_object")
+    return next(name for name in names if getattr(structured, name))
+
+
+def _read_mask(backend: LLMatcher, size: int, where: str) -> bytes:
+    mask = backend.compute_bitmask()
+    if backend.is_error():
+        raise InvalidRequest(f"the structured output cannot go on {where}: {backend.get_error()}")
+    # llguidance has room for one token more, which is a word more where the vocabulary fills its last one.
+    assert len(mask) in (size, size + 4) and not any(mask[size:]), (len(mask), size)
+    return mask[:size]
+
+
+def _common(mask: bytes, kept: int, num_tokens: int) -> bytes:
+    both = int.from_bytes(mask, "little") & kept
+    if not both:
+        raise InvalidRequest(
+            f"allowed_token_ids has no token that the structured output could go on with after {num_tokens} tokens; "
+            "allow more tokens, or leave one of the two out"
+        )
+    return both.to_bytes(len(mask), "little")

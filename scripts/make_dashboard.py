@@ -1,0 +1,244 @@
+"""Writes deploy/grafana/jaxserve.json: python scripts/make_dashboard.py
+
+Owns the layout of the dashboard and its queries. A test fails when the file is not what this writes, and when a query
+names a metric that the server does not export.
+"""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).parents[1] / "deploy" / "grafana" / "jaxserve.json"
+SELECT = '{model_name=~"$model", engine=~"$engine"}'
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH = 24  # of Grafana's grid
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One graph. `queries`: legend -> PromQL, in which SELECT stands where the labels go."""
+
+    title: str
+    queries: dict[str, str]
+    unit: str = "short"
+    text: str = ""
+    kind: str = "timeseries"
+    width: int = 8
+    stacked: bool = False
+    max: float | None = None
+    colours: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _rate(name: str, by: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} (rate(jaxserve:{name}SELECT[$__rate_interval]))"
+
+
+def _quantiles(name: str) -> dict[str, str]:
+    buckets = _rate(f"{name}_bucket", "le")
+    quantiles = {f"p{share}": f"histogram_quantile({share / 100:g}, {buckets})" for share in (50, 90, 99)}
+    return {**quantiles, "mean": f"{_rate(f'{name}_sum')} / {_rate(f'{name}_count')}"}
+
+
+def _latency(title: str, name: str, text: str) -> Panel:
+    return Panel(title=title, queries=_quantiles(name), unit="s", text=text)
+
+
+ROWS: dict[str, list[Panel]] = {
+    "Now": [
+        Panel(title="Running", kind="stat", width=4, queries={"": "sum(jaxserve:num_requests_runningSELECT)"}),
+        Panel(title="Waiting", kind="stat", width=4, queries={"": "sum(jaxserve:num_requests_waitingSELECT)"}),
+        Panel(
+            title="KV cache held",
+            kind="stat",
+            width=4,
+            unit="percentunit",
+            queries={"": "avg(jaxserve:kv_cache_usage_percSELECT)"},
+        ),
+        Panel(title="Generated tokens/s", kind="stat", width=4, queries={"": _rate("generation_tokens_total")}),
+        Panel(
+            title="Compiled after start",
+            kind="stat",
+            width=4,
+            text="Must stay 0: a compilation stalls every stream.",
+            queries={"": 'sum(jaxserve:compile_events_total{model_name=~"$model"})'},
+            colours={"0": "green", "1": "red"},
+        ),
+        Panel(
+            title="Stalled for",
+            kind="stat",
+            width=4,
+            unit="s",
+            text="Time for which a loop has not come round although it has work.",
+            queries={"": 'max(jaxserve:engine_stalled_seconds{model_name=~"$model"})'},
+            colours={"0": "green", "10": "red"},
+        ),
+    ],
+    "Latency": [
+        _latency("Time to first token", "time_to_first_token_seconds", "From arrival to the first token."),
+        _latency("Inter-token latency", "inter_token_latency_seconds", "Between two tokens of one sequence."),
+        _latency("Time per output token", "time_per_output_token_seconds", "One value a request, after its first."),
+        _latency("End to end", "e2e_request_latency_seconds", "From arrival to the end."),
+        _latency("Queue", "request_queue_time_seconds", "From submission to the first step."),
+        _latency("Prefill", "request_prefill_time_seconds", "From the first step to the first token."),
+    ],
+    "Load": [
+        Panel(
+            title="Requests",
+            queries={
+                "running": "sum(jaxserve:num_requests_runningSELECT)",
+                "waiting": "sum(jaxserve:num_requests_waitingSELECT)",
+                "without a token": 'sum(jaxserve:num_requests_unstarted{model_name=~"$model"})',
+            },
+        ),
+        Panel(
+            title="Tokens per second",
+            queries={"prompt": _rate("prompt_tokens_total"), "generated": _rate("generation_tokens_total")},
+        ),
+        Panel(
+            title="Requests that ended, per second",
+            stacked=True,
+            queries={"{{finished_reason}}": _rate("request_success_total", "finished_reason")},
+        ),
+        _latency("Decode", "request_decode_time_seconds", "From the first token to the last."),
+        Panel(title="Prompt lengths", unit="short", queries=_quantiles("request_prompt_tokens")),
+        Panel(title="Answer lengths", unit="short", queries=_quantiles("request_generation_tokens")),
+    ],
+    "Cache": [
+        Panel(
+            title="Pages",
+            stacked=True,
+            queries={"{{state}}": "sum by (state) (jaxserve:kv_cache_pagesSELECT)"},
+        ),
+        Panel(
+            title="Prefix hits",
+            unit="percentunit",
+            max=1.0,
+            text="Of the prompt tokens looked up.",
+            queries={"hits": f"{_rate('prefix_cache_hits_total')} / {_rate('prefix_cache_queries_total')}"},
+        ),
+        Panel(title="Preemptions per second", queries={"preemptions": _rate("num_preemptions_total")}),
+    ],
+    "Steps": [
+        Panel(
+            title="Padding",
+            unit="percentunit",
+            max=1.0,
+            text="Of the token slots computed.",
+            queries={"waste": f"1 - {_rate('step_tokens_total')} / {_rate('step_slots_total')}"},
+        ),
+        Panel(
+            title="Where the loop's time goes",
+            unit="percentunit",
+            stacked=True,
+            max=1.0,
+            text="All but wait is the host's share.",
+            queries={"{{part}}": f"{_rate('step_seconds_total', 'part')} / scalar({_rate('step_seconds_total')})"},
+        ),
+        _latency("Step duration", "step_duration_seconds", "Plan, launch, wait, hand out."),
+        Panel(title="Steps per second", queries={"steps": _rate("steps_total")}),
+        Panel(title="Tokens of a step", queries=_quantiles("iteration_tokens_total")),
+        Panel(
+            title="Process memory",
+            unit="bytes",
+            queries={"resident": "process_resident_memory_bytes"},
+        ),
+    ],
+}
+
+
+def render() -> str:
+    """The dashboard as JSON."""
+    ids = itertools.count(1)
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for title, row in ROWS.items():
+        panels.append(
+            {
+                "id": next(ids),
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"x": 0, "y": top, "w": _WIDTH, "h": 1},
+            }
+        )
+        top += 1
+        x, height = 0, 4 if row[0].kind == "stat" else 8
+        for panel in row:
+            if x + panel.width > _WIDTH:
+                x, top = 0, top + height
+            panels.append(_panel(panel, next(ids), {"x": x, "y": top, "w": panel.width, "h": height}))
+            x += panel.width
+        top += height
+    return json.dumps(_dashboard(panels), indent=1) + "\n"
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.max is not None:
+        defaults["max"] = panel.max
+    if panel.colours:
+        steps = [{"color": colour, "value": float(value) or None} for value, colour in panel.colours.items()]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"]}}
+    if panel.kind == "timeseries":
+        stacking = {"mode": "normal" if panel.stacked else "none"}
+        defaults["custom"] = {"fillOpacity": 30 if panel.stacked else 6, "showPoints": "never", "stacking": stacking}
+        options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": _SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": _SOURCE,
+                "expr": query.replace("SELECT", SELECT),
+                "legendFormat": name,
+            }
+            for i, (name, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def _dashboard(panels: list[dict[str, Any]]) -> dict[str, Any]:
+    def variable(name: str, label: str) -> dict[str, Any]:
+        query = f"label_values(jaxserve:steps_total, {label})"
+        return {
+            "name": name,
+            "type": "query",
+            "datasource": _SOURCE,
+            "query": {"query": query, "refId": name},
+            "definition": query,
+            "refresh": 2,
+            "includeAll": True,
+            "multi": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+    return {
+        "uid": "jaxserve",
+        "title": "jaxserve",
+        "tags": ["jaxserve", "llm"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [source, variable("model", "model_name"), variable("engine", "engine")]},
+        "panels": panels,
+    }
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    print(f"wrote {TARGET}")

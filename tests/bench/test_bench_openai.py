@@ -1,0 +1,215 @@
+"""`bench serve` against an OpenAI server that answers by a script of times."""
+
+import json
+from pathlib import Path
+
+import pytest
+from scripted_server import Script, ScriptedServer, scripted
+
+from jaxserve.bench.datasets import DatasetOptions
+from jaxserve.bench.openai_client import EventReader
+from jaxserve.bench.report import Run, ServeReport
+from jaxserve.bench.serve import bench_serve
+from jaxserve.bench.serve_options import Endpoint, PromptOptions, ServeOptions
+from jaxserve.errors import ConfigError
+
+SLACK_MS = 100.0  # beyond the lateness that both sides wrote down
+
+
+def ask(
+    server: ScriptedServer,
+    tmp_path: Path,
+    *,
+    backend: str = "openai",
+    numbers: tuple[int, ...] | None = None,
+    endpoint: dict[str, object] | None = None,
+    timeout_s: float = 20.0,
+    max_concurrency: int | None = None,
+    max_tokens: int = 5,
+) -> ServeReport:
+    """Sends one request for each script, or for each of `numbers`, all at once."""
+    asked = range(len(server.scripts)) if numbers is None else numbers
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"number {n}", "max_tokens": max_tokens}) + "\n" for n in asked))
+    options = ServeOptions(
+        endpoint=Endpoint(backend=backend, url=server.url, **(endpoint or {})),
+        dataset=DatasetOptions(name="custom", path=path, num_prompts=None),
+        warmup=0,
+        timeout_s=timeout_s,
+        max_concurrency=max_concurrency,
+    )
+    return bench_serve(options, lambda line: None, lambda label, done, total: None)
+
+
+def slack_ms(server: ScriptedServer, run: Run, numbers: tuple[int, ...]) -> float:
+    """What the server was late by its own record, what the client was by its, and a little for the wire."""
+    late_ms = 0.0
+    for number, outcome in zip(numbers, run.outcomes, strict=True):
+        planned_s = outcome.start_s
+        for wait_s, sent_s in zip(server.scripts[number].waits_s, server.sent_s[number], strict=True):
+            planned_s += wait_s
+            late_ms = max(late_ms, (sent_s - planned_s) * 1e3)
+    return late_ms + run.lag.loop_max_ms + SLACK_MS
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_the_figures_are_those_of_the_schedule(tmp_path: Path, backend: str) -> None:
+    scripts = [
+        Script(waits_s=(0.6, 0.2, 0.2, 0.2, 0.2), role_first=backend == "openai-chat"),  # TPOT 0.2, E2EL 1.4
+        Script(waits_s=(0.2, 0.5), tokens_each=5),  # 10 tokens: TPOT 0.5 / 9, E2EL 0.7
+        Script(waits_s=(0.4,)),  # one token
+    ]
+    with scripted(scripts) as server:
+        report = ask(server, tmp_path, backend=backend)
+    [run] = report.runs
+    metrics = run.metrics
+    slack = slack_ms(server, run, (0, 1, 2))
+    assert (metrics.completed, metrics.failed) == (3, 0)
+    assert metrics.output_tokens == 5 + 10 + 1
+    assert metrics.cached_tokens == 6
+    for outcome, number in zip(run.outcomes, range(3), strict=True):
+        pairs = zip(outcome.output_times_s, server.sent_s[number], strict=True)
+        assert all(seen_s >= sent_s for seen_s, sent_s in pairs), "seen before it was sent"
+    expected = {
+        "ttft_ms": (600.0, 200.0, 400.0),
+        "e2el_ms": (1400.0, 700.0, 400.0),
+        "itl_ms": (200.0, 200.0, 200.0, 200.0, 500.0),
+        "tpot_ms": (200.0, 500.0 / 9),
+    }
+    for name, values in expected.items():
+        spread = getattr(metrics, name)
+        assert spread.count == len(values), name
+        assert spread.mean == pytest.approx(sum(values) / len(values), abs=slack), name
+        assert spread.percentiles[99] == pytest.approx(max(values), abs=slack), name
+    assert metrics.ttft_ms.mean is not None
+    assert metrics.ttft_ms.mean >= 400.0 - 1.0  # sleeps are never shorter than asked
+    assert metrics.duration_s * 1e3 == pytest.approx(1400.0, abs=slack)
+    assert metrics.max_concurrency == 3
+    assert report.target == {"backend": backend, "url": server.url, "model": "scripted", "version": "1.2.3"}
+
+
+def test_the_name_of_a_role_is_no_output(tmp_path: Path) -> None:
+    with scripted([Script(waits_s=(0.4, 0.0), role_first=True)]) as server:
+        [run] = ask(server, tmp_path, backend="openai-chat").runs
+    [outcome] = run.outcomes
+    assert len(outcome.output_times_s) == 2
+    assert outcome.output_times_s[0] - outcome.start_s >= 0.399
+
+
+def test_tokens_that_the_server_does_not_count(tmp_path: Path) -> None:
+    with scripted([Script(waits_s=(0.0, 0.01, 0.01), count=False)]) as server:
+        [run] = ask(server, tmp_path).runs
+    assert (run.metrics.output_tokens, run.metrics.input_tokens) == (3, 2)
+    assert any("did not count" in note for note in run.notes)
+    assert any("shorter than asked for" in note for note in run.notes)
+
+
+def test_failures_are_counted_by_name_and_hurt_nobody_else(tmp_path: Path) -> None:
+    scripts = [
+        Script(waits_s=(0.0, 0.01)),
+        Script(status=429),
+        Script(status=500),
+        Script(ending="cut"),
+        Script(ending="error"),
+        Script(ending="garbage"),
+        Script(ending="silent"),
+        Script(ending="hang"),
+        Script(waits_s=(0.0, 0.01)),
+        Script(status=429),
+    ]
+    with scripted(scripts) as server:
+        [run] = ask(server, tmp_path, timeout_s=2.0).runs
+    assert run.metrics.completed == 2
+    assert run.metrics.failures == {
+        "HTTP 429": 2,
+        "HTTP 500": 1,
+        "cut off": 1,
+        "error in stream": 1,
+        "bad event": 1,
+        "no output": 1,
+        "timeout": 1,
+    }
+    details = {outcome.failure: outcome.detail for outcome in run.outcomes}
+    assert details["HTTP 429"] == "scripted 429"
+    assert "scripted error" in details["error in stream"]
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with scripted([Script()]) as server:
+        pass
+    [run] = ask(server, tmp_path, endpoint={"model": "any"}).runs
+    assert run.metrics.failures == {"cannot connect": 1}
+    with pytest.raises(ConfigError, match="does not answer"):
+        ask(server, tmp_path)
+
+
+def test_what_is_sent(tmp_path: Path) -> None:
+    with scripted([Script()]) as server:
+        ask(server, tmp_path, endpoint={"api_key": "secret", "ignore_eos": True, "extra": {"seed": 7, "top_p": 0.5}})
+        ask(server, tmp_path, backend="openai-chat", endpoint={"temperature": None, "model": "other"})
+    plain, chat = server.bodies
+    assert plain == {
+        "model": "scripted",
+        "prompt": "number 0",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 7,
+        "top_p": 0.5,
+    }
+    assert server.headers[0]["authorization"] == "Bearer secret"
+    assert chat == {
+        "model": "other",
+        "messages": [{"role": "user", "content": "number 0"}],
+        "max_completion_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert "authorization" not in server.headers[1]
+
+
+def test_a_closed_loop_keeps_its_limit(tmp_path: Path) -> None:
+    with scripted([Script(waits_s=(0.05,))]) as server:
+        [run] = ask(server, tmp_path, numbers=(0,) * 12, max_concurrency=3).runs
+    assert server.most_open <= 3
+    assert run.metrics.max_concurrency == 3
+    assert run.metrics.duration_s >= 4 * 0.05
+
+
+def test_a_sweep_draws_new_prompts_for_each_run() -> None:
+    with scripted([Script()]) as server:
+        options = ServeOptions(
+            endpoint=Endpoint(backend="openai", url=server.url),
+            dataset=DatasetOptions(num_prompts=4, input_len=16, output_len=2),
+            prompts=PromptOptions(vocab_size=1000),
+            sweep_concurrencies=(1, 4),
+            warmup=2,
+        )
+        report = bench_serve(options, lambda line: None, lambda label, done, total: None)
+    assert [run.label for run in report.runs] == ["concurrency 1", "concurrency 4"]
+    assert [run.metrics.completed for run in report.runs] == [4, 4]
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(prompts) == 2 + 4 + 4
+    assert len(set(prompts)) == len(prompts)
+    assert {len(prompt) for prompt in prompts} == {16}
+
+
+def test_a_warm_up_that_fails_ends_it() -> None:
+    with scripted([Script(status=401)]) as server:
+        options = ServeOptions(
+            endpoint=Endpoint(backend="openai", url=server.url), dataset=DatasetOptions(num_prompts=2)
+        )
+        with pytest.raises(ConfigError, match="HTTP 401: scripted 401"):
+            bench_serve(options, lambda line: None, lambda label, done, total: None)
+
+
+STREAM = b': hi\n\ndata: {"a": "x"}\r\n\r\nevent: y\ndata: one\ndata: two\n\ndata:[DONE]\n\ndata: lost'
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, len(STREAM)])
+def test_events_are_read_however_they_are_cut(size: int) -> None:
+    reader = EventReader()
+    found = [data for i in range(0, len(STREAM), size) for data in reader.feed(STREAM[i : i + size])]
+    assert found == [b'{"a": "x"}', b"one\ntwo", b"[DONE]"]

@@ -1,0 +1,85 @@
+"""The dashboard: every query names a metric that the server exports, with labels that it has."""
+
+import json
+import re
+from pathlib import Path
+
+import make_dashboard
+import pytest
+from prometheus_client.core import Metric
+
+from jaxserve.engine import Engine, ModelInfo
+from jaxserve.sched import create_scheduler
+from jaxserve.serve.metrics import make_registry
+from jaxserve.testing import FakeRunner, make_limits
+
+FILE = Path(__file__).parents[2] / "deploy" / "grafana" / "jaxserve.json"
+NAME = re.compile(r"\b(?:jaxserve:|process_)[a-z0-9_]+")
+SELECTOR = re.compile(r"([a-z0-9_:]+)\{([^}]*)\}")
+
+
+def _exported() -> dict[str, set[str]]:
+    """Every name that a scrape has, with its labels."""
+    limits = make_limits()
+    engine = Engine(
+        runner=FakeRunner(limits),
+        scheduler=create_scheduler("fcfs", limits),
+        tokenizer=None,
+        model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=()),
+    )
+    families: list[Metric] = list(make_registry(engine).collect())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def _queries() -> list[str]:
+    dashboard = json.loads(FILE.read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return found + [v["definition"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+
+
+def test_the_file_is_what_the_script_writes() -> None:
+    assert FILE.read_text() == make_dashboard.render(), "run python scripts/make_dashboard.py"
+
+
+def test_every_query_names_exported_metrics_and_labels() -> None:
+    exported, queries = _exported(), _queries()
+    assert len(queries) > 40
+    for query in queries:
+        names = NAME.findall(query)
+        assert names, query
+        assert not [name for name in names if name not in exported], query
+        for name, labels in SELECTOR.findall(query):
+            used = set(re.findall(r"([a-z_]+)\s*=~?", labels))
+            assert used <= exported[name], f"{used - exported[name]} in {query}"
+        for by in re.findall(r"by \(([a-z_]+)\)", query):
+            assert all(by in exported[name] for name in names if f"by ({by}) (rate({name}" in query), query
+
+
+def test_nearly_everything_exported_is_shown() -> None:
+    shown = {name for query in _queries() for name in NAME.findall(query)}
+    hidden = {n for n in _exported() if n.startswith("jaxserve:")} - shown
+    # The gauges are the last steps' values of what the panels compute over their own interval.
+    assert hidden <= {"jaxserve:host_share", "jaxserve:padding_waste", "jaxserve:engine_accepting"}, hidden
+
+
+@pytest.mark.parametrize("query", _queries())
+def test_queries_are_balanced(query: str) -> None:
+    """No parser of PromQL is at hand; brackets are what breaks in a query put together of pieces."""
+    stack = []
+    for character in re.sub(r'"[^"]*"', '""', query):
+        if character in "([{":
+            stack.append({"(": ")", "[": "]", "{": "}"}[character])
+        elif character in ")]}":
+            assert stack and stack.pop() == character, query
+    assert not stack, query
+    assert "SELECT" not in query
+
+
+def test_panels_do_not_overlap() -> None:
+    taken = set()
+    for panel in json.loads(FILE.read_text())["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells

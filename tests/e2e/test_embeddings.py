@@ -1,0 +1,113 @@
+"""Embeddings of the whole engine against a plain forward of the bare decoder, for every cut of a prompt."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_no_compile import CompileCounter
+from whole import FIXTURES, build, scheduler
+
+from jaxserve.api import SamplingParams
+from jaxserve.engine import Engine, Update, embedding_of, pooling_params
+from jaxserve.kernels.paged_attention import AttentionBatch
+from jaxserve.kernels.xla_attention import BODY
+from jaxserve.models import load_model
+
+PATH = FIXTURES / "qwen3"
+PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 100, n)] for i, n in enumerate((1, 5, 33, 100, 100))]
+PROMPTS.append(PROMPTS[3])  # twice, so that a prefix could be found
+PAGE = 8
+
+
+def options(**more: object) -> dict[str, object]:
+    return {
+        "model__skip_tokenizer": True,
+        "model__dtype": "float32",
+        "model__max_len": 112,
+        "cache__page_size": PAGE,
+        "cache__num_pages": 40,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return build(PATH, **options())
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[np.ndarray]:
+    """One prompt at a time, in one piece, through the model and nothing else of the engine."""
+    loaded = load_model(PATH, dtype="float32")
+    found = []
+    for prompt in PROMPTS:
+        num_tokens, num_pages = len(prompt), -(-len(prompt) // PAGE)
+        decoder, config = nnx.merge(loaded.graphdef, loaded.state), loaded.config
+        caches = tuple(
+            BODY.init_cache(num_pages, PAGE, config.num_kv_heads, config.head_dim, jnp.float32)
+            for _ in range(config.num_layers)
+        )
+        batch = AttentionBatch(
+            positions=jnp.arange(num_tokens),
+            token_rows=jnp.zeros(num_tokens, jnp.int32),
+            q_starts=jnp.array([0, num_tokens]),
+            context_lens=jnp.array([num_tokens]),
+            block_tables=jnp.arange(1, num_pages + 1)[None, :],
+            page_size=PAGE,
+            decode_only=False,
+        )
+        hidden, _ = jax.jit(lambda d, c, t, b: d(t, c, b, BODY))(decoder, caches, jnp.asarray(prompt), batch)
+        mean = np.asarray(hidden, np.float64).mean(axis=0)
+        found.append(mean / np.linalg.norm(mean))
+    return found
+
+
+def embed(engine: Engine, *, stagger: int = 0) -> list[list[float]]:
+    """All prompts at once, beside requests that generate."""
+    news: list[list[Update]] = []
+    for i, prompt in enumerate(PROMPTS):
+        news.append([])
+        engine.submit(engine.prepare({"prompt_token_ids": prompt}, pooling_params(), pooling=True), news[-1].append)
+        sampling = SamplingParams(max_tokens=9, seed=i, logprobs=1)
+        engine.submit(engine.prepare({"prompt_token_ids": prompt}, sampling), lambda update: None)
+        for _ in range(stagger):
+            engine.step()
+    engine.run_until_idle()
+    scheduler(engine).check()
+    assert scheduler(engine).num_held_pages == 0
+    assert all(len(updates) == 1 for updates in news)
+    return [embedding_of(updates[0].prompt) for updates in news]
+
+
+def check(found: list[list[float]], expected: list[np.ndarray]) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert len(got) == len(want)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        assert math.hypot(*got) == pytest.approx(1)
+    assert np.abs(expected[2] - expected[3]).max() > 0.05, "the prompts are too alike to show anything"
+
+
+def test_equals_a_plain_forward_and_nothing_compiles(engine: Engine, expected: list[np.ndarray]) -> None:
+    counter = CompileCounter()
+    check(embed(engine), expected)
+    check(embed(engine, stagger=2), expected)
+    assert counter.events == []
+    assert scheduler(engine).num_prefix_hit_tokens > 0, "the requests that generate still share pages"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"sched__max_step_tokens": 12, "runtime__token_buckets": [12], "cache__num_pages": 18},
+        {"parallel__tensor": 2},
+        {"parallel__pipeline": 2, "parallel__microbatches": 3, "sched__max_step_tokens": 128,
+         "runtime__token_buckets": [128]},
+    ],
+    ids=["chunks", "tensor", "pipeline"],
+)  # fmt: skip
+def test_does_not_depend_on_cuts(cut: dict[str, object], expected: list[np.ndarray]) -> None:
+    check(embed(build(PATH, **options(**cut)), stagger=1), expected)

@@ -1,0 +1,219 @@
+"""Constrained output in the loop, on a fake device that draws the nearest allowed byte: masks, waiting, every end."""
+
+import json
+import random
+
+import pytest
+
+from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.engine import Engine, ModelInfo, Update
+from jaxserve.engine.structured import RowMasks
+from jaxserve.errors import InvalidRequest, UnsupportedOption
+from jaxserve.sched import ContinuousScheduler, StepPlan, create_scheduler
+from jaxserve.sched.state import Sequence
+from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
+
+FREE = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+def bound(max_tokens: int = 40, **form) -> SamplingParams:
+    more = {name: form.pop(name) for name in list(form) if name in SamplingParams.__dataclass_fields__}
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, structured=form, **more)
+
+
+class Parts:
+    """An engine on a fake runner; `updates` by request id."""
+
+    def __init__(self, *, mode="context", tokenizer: bool = True, eos: tuple[int, ...] = (257,), **limits) -> None:
+        self.runner = FakeRunner(make_limits(**limits), vocab_size=ByteTokenizer.vocab_size, mode=mode)
+        scheduler = create_scheduler("fcfs", self.runner.limits)
+        assert isinstance(scheduler, ContinuousScheduler)
+        self.scheduler = scheduler
+        self.engine = Engine(
+            runner=self.runner,
+            scheduler=scheduler,
+            tokenizer=ByteTokenizer() if tokenizer else None,
+            model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=eos),
+        )
+        self.updates: dict[str, list[Update]] = {}
+
+    def submit(self, prompt: str, sampling: SamplingParams, **options) -> str:
+        request = self.engine.prepare(prompt, sampling, **options)
+        self.engine.submit(request, self.updates.setdefault(request.request_id, []).append)
+        return request.request_id
+
+    def run(self) -> None:
+        self.engine.run_until_idle()
+        self.scheduler.check()
+        assert self.scheduler.num_held_pages == 0
+
+    def text(self, request_id: str, index: int = 0) -> str:
+        return "".join(u.text for u in self.updates[request_id] if u.index == index)
+
+    def end(self, request_id: str, index: int = 0) -> Update:
+        return next(u for u in self.updates[request_id] if u.index == index and u.finish_reason is not None)
+
+
+def test_every_form_holds() -> None:
+    parts = Parts()
+    number = parts.submit("n", bound(regex="[0-9]{3}-x"))
+    choice = parts.submit("c", bound(choice=("red", "green")))
+    value = parts.submit("j", bound(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required":
+                                                 ["a"], "additionalProperties": False, "x-guidance":
+                                                 {"whitespace_flexible": False}}))  # fmt: skip
+    grammar = parts.submit("g", bound(grammar='start: "<" /[a-c]{2}/ ">"'))
+    parts.run()
+    assert parts.text(number)[3:] == "-x" and parts.text(number)[:3].isdigit()
+    assert parts.text(choice) in ("red", "green")
+    assert parts.text(grammar)[0] + parts.text(grammar)[-1] == "<>"
+    for name in (number, choice, grammar):
+        assert (parts.end(name).finish_reason, parts.end(name).stop_reason) == (FinishReason.STOP, None)
+    if parts.end(value).finish_reason is FinishReason.STOP:
+        assert isinstance(json.loads(parts.text(value))["a"], int)
+    else:
+        assert parts.end(value).finish_reason is FinishReason.LENGTH
+
+
+def test_alone_it_runs_in_every_step_and_beside_others_in_every_other() -> None:
+    parts = Parts(mode="count")
+    parts.submit("a", bound(regex="[a-z]{6}"))
+    parts.run()
+    assert [plan.num_rows for plan in parts.runner.plans] == [1] * 7, "six letters and the end, no step wasted"
+    assert all(len(plan.masks) == 1 for plan in parts.runner.plans)
+
+    parts = Parts(mode="count")
+    parts.submit("b", FREE)
+    held = parts.submit("a", bound(regex="[a-z]{4}"))
+    parts.run()
+    rows = [plan.num_rows for plan in parts.runner.plans]
+    assert rows[:8] == [2, 1, 2, 1, 2, 1, 2, 1], rows
+    assert len(parts.text(held)) == 4
+
+
+def test_n_sequences_have_a_matcher_each() -> None:
+    parts = Parts(max_rows=4)
+    name = parts.submit("x", bound(n=6, regex="[ -z]{5}[0-9]"))
+    parts.run()
+    texts = {parts.text(name, i) for i in range(6)}
+    assert len(texts) > 1 and all(t[5].isdigit() and len(t) == 6 for t in texts), texts
+
+
+def test_preempted_rows_go_on_where_they_were() -> None:
+    asked = [(f"p{i}", bound(20, regex="([a-z]{2}[0-9]){6}")) for i in range(4)]
+    alone = []
+    for prompt, sampling in asked:
+        parts = Parts()
+        name = parts.submit(prompt, sampling, request_id="r")
+        parts.run()
+        alone.append(parts.text(name))
+    tight = Parts(num_pages=18, page_size=2)
+    names = [tight.submit(prompt, sampling, request_id=f"r{i}") for i, (prompt, sampling) in enumerate(asked)]
+    tight.run()
+    assert tight.scheduler.num_preemptions > 0
+    for name in names:
+        text = tight.text(name)
+        assert len(text) == 18 and all(text[i].isdigit() == (i % 3 == 2) for i in range(18)), text
+
+
+def test_max_tokens_and_stop_strings_cut_and_say_so() -> None:
+    parts = Parts(mode="count")
+    cut = parts.submit("x", bound(3, regex="[a-z]{9}"))
+    stopped = parts.submit("x", bound(regex="abc[d-z]{9}", stop=["bc"]))
+    other = parts.submit("x", bound(regex="abc[d-z]{9}", stop_token_ids=[ord("b")]))
+    parts.run()
+    assert (parts.end(cut).finish_reason, len(parts.text(cut))) == (FinishReason.LENGTH, 3)
+    assert (parts.end(stopped).stop_reason, parts.text(stopped)) == ("bc", "a")
+    assert (parts.end(other).stop_reason, parts.text(other)) == (ord("b"), "a")
+
+
+def test_an_abort_leaves_others_alone() -> None:
+    parts = Parts()
+    gone, kept = parts.submit("x", bound(regex="[a-z]{30}")), parts.submit("y", bound(regex="[a-z]{5}"))
+    for _ in range(4):
+        parts.engine.step()
+    parts.engine.abort(gone)
+    new = parts.submit("z", bound(regex="[0-9]{5}"))
+    plain = parts.submit("w", FREE)
+    parts.run()
+    assert parts.end(gone).finish_reason is FinishReason.ABORT
+    assert parts.text(kept).isalpha() and parts.text(new).isdigit() and parts.updates[plain][-1].last
+
+
+def test_both_masks_hold_and_an_empty_one_ends_its_request_alone() -> None:
+    parts = Parts()
+    both = parts.submit("x", bound(regex="[a-z]{4}", allowed_token_ids=[ord("c"), ord("q"), ord("7")]))
+    stuck = parts.submit("y", bound(regex="[a-z]7[a-z]8", allowed_token_ids=[ord("c"), ord("7")]))
+    free = parts.submit("z", FREE)
+    with pytest.raises(InvalidRequest, match="allowed_token_ids has no token"):
+        parts.submit("x", bound(regex="[a-z]", allowed_token_ids=[ord("7")]))
+    with pytest.raises(InvalidRequest, match="259"):
+        parts.submit("x", bound(regex="[a-z]", allowed_token_ids=[259]))
+    parts.run()
+    assert set(parts.text(both)) <= {"c", "q"} and len(parts.text(both)) == 4
+    assert isinstance(parts.end(stuck).error, InvalidRequest) and "after 3 tokens" in str(parts.end(stuck).error)
+    assert parts.end(free).error is None
+    assert parts.engine.failure is None
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="look-ahead"):
+        Parts().submit("x", bound(regex="(?=a)"))
+    with pytest.raises(UnsupportedOption, match="tokenizer"):
+        Parts(tokenizer=False).engine.prepare({"prompt_token_ids": [1]}, bound(regex="a"))
+    with pytest.raises(UnsupportedOption, match="end-of-sequence"):
+        Parts(eos=()).submit("x", bound(regex="a"))
+
+
+def test_masks_travel_with_the_plan() -> None:
+    parts = Parts()
+    parts.submit("x", bound(regex="[ab]c"))
+    parts.run()
+    plans = parts.runner.plans
+    assert [[i for i in range(259) if plan.masks[0].allows(i)] for plan in plans] == [[97, 98], [99], [257]]
+    for plan in plans:
+        assert StepPlan.from_json(plan.to_json()) == plan
+
+
+def test_without_masks_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowMasks, "put", lambda self, plan, live: plan)
+    parts = Parts()
+    parts.submit("x", bound(regex="[a-z]{5}"))
+    with pytest.raises(AssertionError, match="wrong mask"):
+        parts.run()
+
+
+def test_a_scheduler_that_does_not_wait_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager(self, *args) -> None:
+        original(self, *args)
+        self.stepwise = False
+
+    original = Sequence.__init__
+    monkeypatch.setattr(Sequence, "__init__", eager)
+    parts = Parts()
+    parts.submit("x", bound(regex="[a-z]{5}"))
+    with pytest.raises(AssertionError, match="must wait for the commit"):
+        parts.run()
+
+
+def test_random_crowds() -> None:
+    """Every request is what it was asked to be, whatever runs beside it."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        pages = {"num_pages": rng.choice([12, 30]), "page_size": rng.choice([2, 4]), "max_rows": rng.randint(1, 5)}
+        crowd, asked = Parts(**pages), []
+        for i in range(rng.randint(2, 9)):
+            length = rng.randint(1, 8)
+            sampling = bound(10, regex=f"[a-z]{{{length}}}", n=rng.randint(1, 3)) if rng.random() < 0.6 else FREE
+            prompt = "".join(rng.choices("abcdef", k=rng.randint(1, 12)))
+            asked.append((crowd.submit(prompt, sampling, request_id=f"r{i}"), prompt, sampling, length))
+            for _ in range(rng.randint(0, 3)):
+                crowd.engine.step()
+            if rng.random() < 0.15:
+                crowd.engine.abort(f"r{rng.randrange(i + 1)}")
+        crowd.run()
+        for name, _, sampling, length in asked:
+            for index in range(sampling.n):
+                end = crowd.end(name, index)
+                if sampling.structured is not None and end.finish_reason is not FinishReason.ABORT:
+                    text = crowd.text(name, index)
+                    assert len(text) == length and text.isalpha() and end.finish_reason is FinishReason.STOP, text

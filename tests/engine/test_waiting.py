@@ -1,0 +1,154 @@
+"""The bound on what waits, the estimate of when to come again, and deadlines, on a clock that a test moves."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.engine import Engine, ModelInfo, Update
+from jaxserve.engine.waiting import Waiting
+from jaxserve.errors import DeadlineExceeded, InvalidRequest, QueueFull
+from jaxserve.sched import create_scheduler
+from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
+
+
+def _request(num_tokens: int) -> Request:
+    return make_request("r", range(num_tokens))
+
+
+def test_requests_and_tokens_are_bounded() -> None:
+    waiting = Waiting(2, 10, ManualClock())
+    waiting.enter(_request(6))
+    with pytest.raises(QueueFull, match="6 prompt tokens are waiting and this request has 5"):
+        waiting.enter(_request(5))
+    waiting.enter(_request(4))
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
+        waiting.enter(_request(1))
+    waiting.enter(_request(1), bounded=False)
+    assert (waiting.num_requests, waiting.num_tokens) == (3, 11)
+    waiting.clear()
+    waiting.enter(_request(50))  # alone it may, since it could never run otherwise
+
+
+def test_the_estimate_follows_the_pace_of_starts() -> None:
+    clock = ManualClock()
+    waiting = Waiting(100, 1000, clock)
+    for _ in range(30):
+        waiting.enter(_request(30))
+    with pytest.raises(QueueFull) as caught:
+        waiting.enter(_request(130))
+    assert caught.value.retry_after_s == 1.0, "nothing is known yet"
+    for _ in range(5):
+        waiting.leave(_request(30), started=True)
+        clock.advance(6.0)
+    with pytest.raises(QueueFull) as caught:  # 750 wait; 150 tokens have started in 30 s, and 10 are too many
+        waiting.enter(_request(260))
+    assert caught.value.retry_after_s == pytest.approx(2.0)
+    with pytest.raises(QueueFull) as caught:
+        waiting.enter(_request(2000))
+    assert caught.value.retry_after_s == 60.0, "no guess beyond a minute"
+    waiting.leave(_request(30), started=False)
+    with pytest.raises(QueueFull) as caught:
+        waiting.enter(_request(290))
+    assert caught.value.retry_after_s == pytest.approx(2.0), "one that left is no start"
+
+
+@given(st.lists(st.integers(1, 9), max_size=40))
+def test_counts_return_to_zero(sizes: list[int]) -> None:
+    waiting, taken = Waiting(10, 30, ManualClock()), []
+    for size in sizes:
+        if len(taken) < 10 and (not taken or sum(taken) + size <= 30):
+            waiting.enter(_request(size))
+            taken.append(size)
+        else:
+            with pytest.raises(QueueFull):
+                waiting.enter(_request(size))
+        if len(taken) > 5:
+            waiting.leave(_request(taken.pop(0)), started=True)
+        assert (waiting.num_requests, waiting.num_tokens) == (len(taken), sum(taken))
+        assert len(taken) <= 10
+
+
+# ---- deadlines -------------------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """An engine driven by hand; each step takes a second."""
+
+    def __init__(self, *, max_rows: int = 4) -> None:
+        self.clock = ManualClock()
+        limits = make_limits(max_rows=max_rows)
+        self.scheduler = create_scheduler("fcfs", limits)
+        self.engine = Engine(
+            runner=FakeRunner(limits, clock=self.clock, step_s=1.0),
+            scheduler=self.scheduler,
+            tokenizer=None,
+            model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=(255,)),
+            clock=self.clock,
+        )
+        self.updates: dict[str, list[Update]] = {}
+
+    def submit(self, name: str, *, timeout_s: float | None = None, max_tokens: int = 20, n: int = 1) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
+        request = self.engine.prepare([1, 2], sampling, request_id=name, timeout_s=timeout_s)
+        self.updates[name] = []
+        self.engine.submit(request, self.updates[name].append)
+
+
+def test_a_deadline_ends_its_request_at_the_next_step_and_no_other() -> None:
+    timed = Timed()
+    timed.submit("short", timeout_s=5.0, n=2)
+    timed.submit("long", timeout_s=100.0)
+    timed.submit("free")
+    timed.engine.run_until_idle()
+    *tokens, first, last = timed.updates["short"]
+    assert 4 <= len(tokens) <= 12
+    for update in (first, last):
+        assert isinstance(update.error, DeadlineExceeded)
+        assert update.finish_reason is FinishReason.ERROR
+    assert "had begun to answer when its 5 s were over" in str(last.error)
+    assert last.last
+    assert not first.last
+    for name in ("long", "free"):
+        assert len(timed.updates[name]) == 20
+        assert timed.updates[name][-1].finish_reason is FinishReason.LENGTH
+    assert timed.scheduler.num_held_pages == timed.engine.num_unstarted == 0
+
+
+def test_a_request_that_waits_has_its_deadline_too() -> None:
+    timed = Timed(max_rows=1)
+    timed.submit("first")
+    timed.submit("second", timeout_s=3.0)
+    timed.engine.run_until_idle()
+    (only,) = timed.updates["second"]
+    assert "was waiting when its 3 s were over" in str(only.error)
+    assert timed.engine.num_unstarted == 0
+    assert timed.engine.load.num_waiting_tokens == 0
+
+
+def test_a_deadline_that_passed_in_the_inbox_ends_at_once() -> None:
+    timed = Timed()
+    timed.submit("late", timeout_s=1.0)
+    timed.clock.advance(2.0)
+    timed.engine.run_until_idle()
+    assert [type(u.error) for u in timed.updates["late"]] == [DeadlineExceeded]
+
+
+def test_many_deadlines_that_never_come_leave_nothing_behind() -> None:
+    timed = Timed()
+    for number in range(50):
+        timed.submit(f"r{number}", timeout_s=1e6 + number, max_tokens=2)
+    timed.engine.run_until_idle()
+    timed.clock.advance(2e6)
+    timed.submit("next", max_tokens=2)
+    timed.engine.run_until_idle()
+    assert timed.engine._next_deadline_s == math.inf
+    assert all(updates[-1].finish_reason is FinishReason.LENGTH for updates in timed.updates.values())
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, math.nan, True, "5"])
+def test_times_that_are_none_are_refused(timeout_s: object) -> None:
+    with pytest.raises(InvalidRequest, match="must be more than 0 seconds"):
+        Timed().engine.prepare([1], SamplingParams(), timeout_s=timeout_s)  # type: ignore[arg-type]

@@ -1,0 +1,25 @@
+"""docs/observability.md: its table has every metric of ours, and no other."""
+
+import re
+from pathlib import Path
+
+from jaxserve.engine import Engine, ModelInfo
+from jaxserve.sched import create_scheduler
+from jaxserve.serve.metrics import EngineCollector
+from jaxserve.testing import FakeRunner, make_limits
+
+PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
+
+
+def test_the_table_lists_what_is_exported() -> None:
+    limits = make_limits()
+    engine = Engine(
+        runner=FakeRunner(limits),
+        scheduler=create_scheduler("fcfs", limits),
+        tokenizer=None,
+        model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=()),
+    )
+    exported = {family.name: family.type for family in EngineCollector(engine).collect()}
+    rows = re.findall(r"^\| (`jaxserve:.*?) \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    listed = {name: kind for names, kind in rows for name in re.findall(r"`(jaxserve:[a-z0-9_]+)`", names)}
+    assert listed == exported

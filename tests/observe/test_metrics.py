@@ -1,0 +1,130 @@
+"""/metrics of a served engine: the names, the values, the format."""
+
+import math
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from watched import ask, http, until, until_idle, watched
+
+from jaxserve.engine.stats import StepStats
+from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, shares_of
+
+# vLLM's names, without the prefix: what a dashboard of vLLM asks for.
+CONVENTIONAL = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "iteration_tokens_total",
+}
+
+
+def _samples(text: str) -> dict[str, float]:
+    """Sums over labels, but for the labels that tell something apart."""
+    found: dict[str, float] = {}
+    for family in parse_plain(text):
+        for sample in family.samples:
+            labels = [v for k, v in sample.labels.items() if k in ("finished_reason", "state", "part", "le")]
+            name = "/".join([sample.name.removeprefix(PREFIX), *labels])
+            found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+def test_values_after_known_requests() -> None:
+    with watched() as parts:
+        for _ in range(5):
+            ask(parts, "abcdefghijklmnop", max_tokens=8)
+            until_idle(parts)
+        answer = http.get(f"{parts.http_url}/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = _samples(answer.text)
+    assert found["prompt_tokens_total"] == 5 * 17
+    assert found["generation_tokens_total"] == 5 * 8
+    assert found["request_success_total/length"] == 5
+    assert found["prefix_cache_queries_total"] == 5 * 17
+    assert found["prefix_cache_hits_total"] == 4 * 16  # two pages of eight, by all but the first
+    assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 5
+    assert found["inter_token_latency_seconds_count"] == 5 * 7
+    assert found["time_per_output_token_seconds_count"] == 5
+    assert found["request_prompt_tokens_sum"] == 85 and found["request_generation_tokens_sum"] == 40
+    assert found["steps_total"] == 5 * 8 + 1  # the first prompt is cut at the edge of a bucket
+    assert found["step_tokens_total"] == (17 + 4 * 1) + 35
+    assert found["step_slots_total"] == (2 + 4) * 16 + 35  # the prompt's two chunks, the hits, single rows
+    assert found["num_requests_running"] == found["num_requests_waiting"] == found["num_preemptions_total"] == 0
+    assert sum(found[f"kv_cache_pages/{s}"] for s in ("free", "cached", "used", "shared")) == 256
+    assert found["kv_cache_pages/cached"] == 3  # 24 of the 25 tokens were written, the same ones each time
+    assert found["engine_accepting"] == 1
+    assert found["compile_events_total"] == 0
+    assert found["process_resident_memory_bytes"] > 0
+
+
+def test_every_conventional_name_is_there_and_histograms_are_whole() -> None:
+    with watched() as parts:
+        ask(parts)
+        until_idle(parts)
+        families = {f.name.removeprefix(PREFIX): f for f in parse_plain(http.get(f"{parts.http_url}/metrics").text)}
+    assert not CONVENTIONAL - set(families), CONVENTIONAL - set(families)
+    for name in HISTOGRAMS:
+        samples = families[name].samples
+        buckets = [(float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1][0] == math.inf, name
+        assert [b for _, b in buckets] == sorted(b for _, b in buckets), f"{name} is not cumulative"
+        assert next(s.value for s in samples if s.name.endswith("_count")) == buckets[-1][1]
+    assert {f.documentation != "" for n, f in families.items() if not n.startswith("process")} == {True}
+
+
+def test_open_metrics_on_request() -> None:
+    with watched() as parts:
+        ask(parts)
+        until_idle(parts)
+        accept = "application/openmetrics-text; version=1.0.0"
+        answer = http.get(f"{parts.http_url}/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert any(family.name == f"{PREFIX}steps" for family in parse_open(answer.text))
+
+
+def test_gauges_show_what_runs_and_waits() -> None:
+    with watched() as parts:
+        parts.runner.hold()
+        for _ in range(11):
+            ask(parts, max_tokens=4)
+        until(lambda: parts.runner.is_held and parts.scheduler.num_waiting == 3, "eight rows taken")
+        found = _samples(http.get(f"{parts.http_url}/metrics").text)
+        assert (found["num_requests_running"], found["num_requests_waiting"]) == (8, 3)
+        assert found["kv_cache_usage_perc"] == pytest.approx(8 / 256)
+        parts.runner.release()
+        until_idle(parts)
+
+
+def test_metrics_need_a_key_where_keys_are_needed(tmp_path) -> None:
+    with watched(tmp_path) as parts:
+        url = f"{parts.http_url}/metrics"
+        assert http.get(url).status_code == 401
+        assert http.get(url, headers={"authorization": "Bearer right-key"}).status_code == 200
+
+
+def test_shares() -> None:
+    step = StepStats(
+        step_id=0, time_s=0, decode_rows=3, chunks=1, prefill_tokens=5, slots=16, new_tokens=4, itl_s=0,
+        schedule_s=0.1, dispatch_s=0.1, wait_s=0.7, commit_s=0.1, counts=None,
+    )  # fmt: skip
+    assert shares_of((step, step)) == pytest.approx((0.3, 0.5))
+    assert shares_of(()) == (0.0, 0.0)
+    busy = step._replace(wait_s=0.0)
+    assert shares_of((step, busy), count=1).host == 1.0

@@ -1,0 +1,249 @@
+"""The web page in a real browser, against a real server: chat streams, the live view follows, keys work, nothing leaks.
+
+Skipped where no Chromium is installed (Debian: apt-get install chromium); the reason says so.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from serve_parts import Served
+from watched import WAIT_S, ask, until, until_idle, watched
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+WAIT_MS = 1000 * WAIT_S
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed; on Debian: apt-get install chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that fails the test for any error in a script, and for any request to another host."""
+    page = browser.new_page(viewport={"width": 1280, "height": 860})
+    page.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(f"script: {error}"))
+    # A refusal that a test wants is logged, too, but not by a script.
+    page.on(
+        "console", lambda m: problems.append(m.text) if m.type == "error" and " status of 4" not in m.text else None
+    )
+    page.on("request", lambda r: None if r.url.startswith("http://127.0.0.1:") else problems.append(f"to {r.url}"))
+    yield page
+    page.close()
+    assert not problems, problems
+
+
+def _open(page: Page, parts: Served) -> None:
+    page.goto(f"{parts.http_url}/")
+    expect(page.locator("#state")).to_have_attribute("data-state", "live")
+
+
+def _ask(page: Page, text: str, max_tokens: int = 5) -> None:
+    page.locator("#max_tokens").evaluate("(field, value) => { field.value = value; }", str(max_tokens))
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def _colours(page: Page, canvas: str) -> set[str]:
+    """The names of the style sheet's colours that a canvas shows."""
+    return set(
+        page.evaluate(
+            """(id) => {
+                const style = getComputedStyle(document.documentElement);
+                const canvas = document.getElementById(id), context = canvas.getContext("2d");
+                const probe = document.createElement("canvas").getContext("2d");
+                const names = new Map();
+                for (const name of ["free", "cached", "used", "shared", "decode", "prefill", "dots"]) {
+                    probe.fillStyle = style.getPropertyValue(`--${name}`).trim();
+                    const value = Number(`0x${probe.fillStyle.slice(1)}`);
+                    names.set(value, [...(names.get(value) ?? []), name]);
+                }
+                const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+                const seen = new Set();
+                for (let i = 0; i < data.length; i += 4) {
+                    if (data[i + 3] !== 255) continue;
+                    const found = names.get(data[i] * 65536 + data[i + 1] * 256 + data[i + 2]);
+                    for (const name of found ?? []) seen.add(name);
+                }
+                return [...seen];
+            }""",
+            canvas,
+        )
+    )
+
+
+def test_chat_streams_and_remembers(page: Page) -> None:
+    with watched() as parts:
+        _open(page, parts)
+        parts.runner.delay_s = 0.15
+        _ask(page, "hi", max_tokens=12)
+        answer = page.locator(".messages .assistant .text")
+        expect(answer).not_to_be_empty()
+        lengths = [0]
+        while len(lengths) < 4:  # it grows in several steps
+            until(lambda: len(answer.text_content() or "") > lengths[-1], "more of the answer")
+            lengths.append(len(answer.text_content() or ""))
+        expect(page.locator(".messages .facts")).to_contain_text("12 tokens")
+        expect(page.locator(".messages .facts")).to_contain_text("cut at max_tokens")
+        parts.runner.delay_s = 0.0
+        _ask(page, "and now?")
+        expect(page.locator(".messages .facts")).to_have_count(2)
+        bodies = page.evaluate("performance.getEntriesByType('resource').map((e) => e.name)")
+        assert sum(url.endswith("/v1/chat/completions") for url in bodies) == 2
+        expect(page.locator(".messages .user")).to_have_text(["hi", "and now?"])
+        page.click("#clear")
+        expect(page.locator(".messages li")).to_have_count(0)
+
+
+def test_stop_ends_the_request_and_frees_its_pages(page: Page) -> None:
+    with watched(delay_s=0.05) as parts:
+        _open(page, parts)
+        _ask(page, "go", max_tokens=400)
+        expect(page.locator(".messages .assistant .text")).not_to_be_empty()
+        page.click("#stop")
+        until(lambda: parts.engine.num_live == 0 and parts.scheduler.num_held_pages == 0, "free pages")
+        expect(page.locator("#send")).to_be_enabled()
+        expect(page.locator("#stop")).to_be_hidden()
+
+
+def test_text_of_the_model_is_never_markup(page: Page) -> None:
+    with watched() as parts:
+        _open(page, parts)
+        _ask(page, "<img src=x onerror=alert(1)><b>bold</b>")
+        expect(page.locator(".messages .facts")).to_have_count(1)
+        expect(page.locator(".messages .user")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
+        assert page.locator(".messages img, .messages b").count() == 0
+
+
+def test_errors_are_shown_and_the_question_is_kept(page: Page) -> None:
+    with watched() as parts:
+        _open(page, parts)
+        page.fill("#prompt", "x" * 3)
+        page.locator("#max_tokens").evaluate("(field) => { field.value = '100000'; }")
+        with page.expect_response("**/v1/chat/completions") as response:
+            page.press("#prompt", "Enter")
+        assert response.value.status == 400
+        expect(page.locator("#chat-error")).to_contain_text("max_tokens")
+        expect(page.locator("#prompt")).to_have_value("xxx")
+        expect(page.locator(".messages .assistant")).to_have_count(0)
+
+
+def test_a_key_is_asked_for_and_used(page: Page, tmp_path: Path) -> None:
+    with watched(tmp_path) as parts:
+        page.goto(f"{parts.http_url}/")
+        expect(page.locator("#state-text")).to_have_text("an API key is needed")
+        page.fill("#key", "right-key")
+        page.press("#key", "Enter")
+        expect(page.locator("#state")).to_have_attribute("data-state", "live")
+        _ask(page, "hi")
+        expect(page.locator(".messages .facts")).to_have_count(1)
+        assert "right-key" not in page.url
+        page.reload()  # the tab keeps it
+        expect(page.locator("#state")).to_have_attribute("data-state", "live")
+
+
+def test_the_live_view_draws_what_the_engine_does(page: Page) -> None:
+    with watched(delay_s=0.02) as parts:
+        ask(parts, "abcdefghijklmnopqrstuvw", max_tokens=4)
+        until_idle(parts)  # leaves pages in the cache
+        _open(page, parts)
+        until(lambda: _colours(page, "pool") == {"free", "cached"}, "an idle pool")
+        ask(parts, "zyxwvutsrqponmlkjihgf", max_tokens=400, n=3)
+        ask(parts, "0123456789" * 9, max_tokens=400)
+        until(lambda: {"free", "cached", "used", "shared"} <= _colours(page, "pool"), "all four states")
+        until(lambda: {"decode", "prefill"} <= _colours(page, "steps"), "decode and prefill rows")
+        until(lambda: "dots" in _colours(page, "ttft") and "dots" in _colours(page, "itl"), "latencies")
+        label = page.locator("#pool").get_attribute("aria-label")
+        assert label is not None and label.startswith("Page pool of 256:") and "shared" in label
+        tiles = dict(
+            zip(page.locator("#tiles dt").all_inner_texts(), page.locator("#tiles dd").all_inner_texts(), strict=True)
+        )
+        assert tiles["running"] == "4" and tiles["compiles"] == "0", tiles
+        page.click("#pause")
+        expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
+
+
+def test_dark_and_light_differ(browser: Browser) -> None:
+    with watched() as parts:
+        grounds = []
+        for scheme in ("light", "dark"):
+            page = browser.new_page(color_scheme=scheme)
+            _open(page, parts)
+            grounds.append(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
+            page.close()
+    assert grounds[0] != grounds[1]
+
+
+def test_ten_thousand_pages_are_drawn_fast(page: Page) -> None:
+    with watched(num_pages=10_000) as parts:
+        ask(parts, "abcdefghijklmnop" * 8, max_tokens=8)
+        until_idle(parts)
+        _open(page, parts)
+        until(lambda: "10000" in (page.locator("#pool").get_attribute("aria-label") or ""), "the map")
+        took_ms = page.evaluate(
+            """async () => {
+                const { drawPool, expand, layout } = await import("./static/draw.js");
+                const states = expand("1f1c1u1s".repeat(2500));
+                const canvas = document.getElementById("pool");
+                const { each } = layout(canvas.clientWidth, canvas.clientHeight, states.length);
+                if (each !== 1) throw new Error(`a cell is ${each} pages`);
+                const begin = performance.now();
+                for (let i = 0; i < 10; i += 1) drawPool(canvas, states);
+                canvas.getContext("2d").getImageData(0, 0, 1, 1);  // waits for the drawing
+                return (performance.now() - begin) / 10;
+            }"""
+        )
+    assert took_ms < 200, f"{took_ms} ms for one drawing"  # 10 ms on an idle core, without a GPU
+
+
+def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
+    with watched() as parts:
+        _open(page, parts)
+        unnamed = page.evaluate(
+            """() => [...document.querySelectorAll("input, textarea, select, button, canvas")].filter((e) => !(
+                e.labels?.length || e.getAttribute("aria-label") || e.textContent.trim())).map((e) => e.id)"""
+        )
+        assert unnamed == []
+        assert page.locator("html").get_attribute("lang") == "en"
+        reached = set()
+        for _ in range(14):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id"))
+        assert {"key", "clear", "prompt", "send", "pause"} <= reached
+
+
+def test_it_comes_back_when_the_server_does(page: Page) -> None:
+    with watched() as parts:
+        ask(parts, max_tokens=40)
+        _open(page, parts)
+        port = int(parts.http_url.rpartition(":")[2])
+    expect(page.locator("#state")).not_to_have_attribute("data-state", "live")
+    with watched(port=port) as parts:
+        ask(parts, max_tokens=3)
+        expect(page.locator("#state")).to_have_attribute("data-state", "live")
+        until(lambda: "decode" in _colours(page, "steps"), "the steps of the new server")

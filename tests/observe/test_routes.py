@@ -1,0 +1,144 @@
+"""The page's files, the live view's events, and profiles, over real HTTP."""
+
+import concurrent.futures
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from serve_parts import Served
+from watched import ask, http, until, until_idle, watched
+
+from jaxserve.serve.http.live import run_lengths
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """A server for tests that change nothing in it."""
+    with watched() as parts:
+        yield parts
+
+
+def _messages(url: str, count: int, **headers: str) -> list[dict]:
+    found = []
+    with http.stream("GET", f"{url}/events", headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:]))
+                if len(found) == count:
+                    return found
+    return found
+
+
+def test_events_tell_each_step_once_and_agree_with_the_pool() -> None:
+    with watched() as parts:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(_messages, parts.http_url, 4)
+            for _ in range(6):
+                ask(parts, "abcdefghijklmnop", max_tokens=5)
+                until_idle(parts)
+                time.sleep(0.2)
+            messages = reading.result(30)
+        (total,) = [stats.totals() for stats in parts.engine.stats]
+    assert total.steps == 31  # the first prompt is cut at the edge of a bucket
+    steps = [tuple(step) for m in messages for step in m["replicas"][0]["steps"]]
+    assert len(steps) == len(set(steps)) > 5
+    assert [step[0] for step in steps] == list(range(len(steps)))
+    for message in messages:
+        (replica,) = message["replicas"]
+        counts, letters = replica["counts"], _expand(replica["pages"])
+        assert len(letters) == counts["pages"] == 256
+        assert message["model"] == "fake" and message["accepting"] is True and message["compiles"] == 0
+    last = messages[-1]["replicas"][0]
+    assert _expand(last["pages"]).count("c") == last["counts"]["cached_pages"] > 0
+
+
+def _expand(runs: str) -> str:
+    number, letters = "", ""
+    for character in runs:
+        if character.isdigit():
+            number += character
+        else:
+            letters += character * int(number)
+            number = ""
+    return letters
+
+
+def test_run_lengths() -> None:
+    assert run_lengths(b"ffffu") == "4f1u"
+    assert run_lengths(b"") == ""
+    assert _expand(run_lengths(b"cfuss" * 50)) == "cfuss" * 50
+
+
+def test_events_need_a_key_and_the_page_does_not(tmp_path) -> None:
+    with watched(tmp_path) as parts:
+        assert http.get(f"{parts.http_url}/events").status_code == 401
+        assert http.get(f"{parts.http_url}/").status_code == 200
+        assert http.get(f"{parts.http_url}/static/page.js").status_code == 200
+        assert len(_messages(parts.http_url, 1, authorization="Bearer other-key")) == 1
+
+
+def test_an_open_view_does_not_delay_the_end() -> None:
+    with watched(drain_s=30.0) as parts, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(_messages, parts.http_url, 10_000)
+        until(lambda: parts.engine.accepting, "the start")
+        time.sleep(0.7)
+        begin_s = time.monotonic()
+        parts.request_shutdown()
+        assert parts.wait_for_exit() == 0
+        assert time.monotonic() - begin_s < 5
+        assert reading.result(10)[-1]["accepting"] is False
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.css", "/static/live.js", "/static/icon.svg"])
+def test_files_have_their_types_and_headers(shared: Served, path: str) -> None:
+    answer = http.get(shared.http_url + path)
+    kinds = {"/": "text/html", "css": "text/css", ".js": "text/javascript", "svg": "image/svg+xml"}
+    assert answer.headers["content-type"].startswith(kinds[path[-3:]] if path != "/" else kinds["/"])
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/observe.py", "/static/..%2fobserve.py", "/static/%2e%2e/observe.py", "/static/", "/static/a/b"]
+)
+def test_nothing_but_the_page_can_be_read(shared: Served, path: str) -> None:
+    assert http.get(shared.http_url + path).status_code == 404
+
+
+def test_the_page_can_be_left_out() -> None:
+    with watched(web_page=False) as parts:
+        assert [http.get(parts.http_url + path).status_code for path in ("/", "/events")] == [404, 404]
+        assert http.get(f"{parts.http_url}/metrics").status_code == 200
+
+
+def test_profiles_are_off_by_default(shared: Served) -> None:
+    answer = http.post(f"{shared.http_url}/debug/profile")
+    assert answer.status_code == 404
+    assert "serve.http.profile_dir" in answer.json()["error"]["message"]
+
+
+def test_profile_refuses_wrong_times(tmp_path) -> None:
+    with watched(profile_dir=str(tmp_path)) as parts:
+        for seconds in ("0", "-1", "61", "nan", "inf", "x"):
+            answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": seconds})
+            assert answer.status_code == 400, seconds
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_one_profile_at_a_time(tmp_path) -> None:
+    with watched(profile_dir=str(tmp_path)) as parts, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        url = f"{parts.http_url}/debug/profile"
+        first = pool.submit(lambda: http.post(url, params={"seconds": 1}))
+        until(lambda: any(tmp_path.iterdir()), "the first profile's directory")
+        second = http.post(url, params={"seconds": 1})
+        assert (second.status_code, first.result(60).status_code) == (409, 200)
+        reply = first.result().json()
+        assert reply["directory"].startswith(str(tmp_path)) and reply["seconds"] == 1
+        assert any(name.endswith(".xplane.pb") for name in reply["files"]), reply
+        assert http.post(url, params={"seconds": 0.1}).status_code == 200

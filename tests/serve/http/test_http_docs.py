@@ -1,0 +1,65 @@
+"""The curl commands of the documentation work as they stand, against a server on another port."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_parts import ToolTokenizer, http_served
+from serve_parts import WAIT_S, Served
+
+from jaxserve.config_schema import HttpConfig
+from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
+
+ROOT = Path(__file__).parents[3]
+
+
+def commands() -> list[str]:
+    found = []
+    for name in ("docs/http.md", "README.md"):
+        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE):
+            found += [part.strip() for part in re.split(r"^(?=curl )", block, flags=re.MULTILINE) if part.strip()]
+    return [command for command in found if command.startswith("curl ")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259)) as parts:
+        yield parts
+
+
+@pytest.mark.parametrize("command", commands())
+def test_curl(server: Served, command: str) -> None:
+    assert "http://127.0.0.1:8000/" in command
+    command = command.replace("http://127.0.0.1:8000", server.http_url).replace('"model": "demo"', '"model": "fake"')
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --silent --show-error --fail-with-body"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if '"stream": true' in command:
+        events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["usage"]["completion_tokens"] == 40
+    else:
+        json.loads(done.stdout)
+
+
+def test_there_are_commands_for_the_main_routes() -> None:
+    text = "\n".join(commands())
+    for route in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/health"):
+        assert route in text
+
+
+def test_every_setting_and_field_is_in_the_documentation() -> None:
+    text = (ROOT / "docs/http.md").read_text()
+    elsewhere = {"port", "web_page", "profile_dir"}
+    missing = [name for name in HttpConfig.model_fields if name not in elsewhere and f"serve.http.{name}" not in text]
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    missing += [name for name in sorted(fields) if f"`{name}`" not in text and f'"{name}"' not in text]
+    assert not missing

@@ -1,0 +1,258 @@
+"""Who leaves, and how all ends: clients, the engine, the operator. HTTP beside gRPC, in one process."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_parts import NO_GRPC, browse, http_served
+from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+
+from jaxserve.api import SamplingParams
+from jaxserve.config_schema import Config, GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.errors import ConfigError
+from jaxserve.serve.route import route
+from jaxserve.serve.service import Shutdown, check_serve_config, serve
+
+LONG = {"prompt": "a", "max_tokens": 500}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}
+SHORT = {"prompt": "a", "max_tokens": 5}
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    """Slow enough that a long request (500 tokens, at least 2.5 s) is surely running while a test acts."""
+    with http_served(serve_bytes(delay_s=0.005, max_rows=4)) as parts:
+        yield parts
+
+
+def assert_all_free(server: Served, most_steps: int = 490) -> None:
+    wait_until(lambda: not server.scheduler.has_work() and server.scheduler.num_held_pages == 0, "pages are free")
+    assert server.runner.inner.num_steps < most_steps, "it ran to its end"
+    assert server.engine.num_live == 0
+    server.scheduler.check()
+
+
+def last_error(lines: list[str]) -> dict[str, Any]:
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    return json.loads(events[-2])["error"]
+
+
+# ---- clients that leave ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**LONG, "stream": True}),
+        ("/v1/completions", {**LONG, "prompt": ["a", "b"], "n": 2, "stream": True}),
+        ("/v1/chat/completions", {**CHAT, "stream": True}),
+    ],
+)
+def test_leaving_a_stream_frees_its_pages(server: Served, path: str, body: dict[str, Any]) -> None:
+    with browse(server) as client, client.stream("POST", path, json=body) as response:
+        lines = response.iter_lines()
+        for _ in range(8):
+            next(lines)
+        assert server.scheduler.num_held_pages > 0
+    assert_all_free(server)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_leaving_before_an_answer_in_one_piece_frees_its_pages(server: Served, path: str) -> None:
+    """Nothing is written to such a client until the end, so that only its connection tells that it has gone."""
+    body = LONG if path == "/v1/completions" else CHAT
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.http_url, timeout=0.3) as client:
+        client.post(path, json=body)
+        pytest.fail("it ended before its client left")
+    assert_all_free(server)
+
+
+def test_an_end_is_seen_within_a_step(server: Served) -> None:
+    """While a step is held the abort waits in the inbox; the turn after it ends must already have freed the pages."""
+    with browse(server) as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.runner.hold()
+        wait_until(lambda: server.runner.is_held, "the loop waits in a step")
+        steps = server.runner.inner.num_steps
+    wait_until(lambda: not server.engine._inbox.empty(), "the abort is in the inbox")
+    server.runner.release()
+    assert_all_free(server)
+    assert server.runner.inner.num_steps - steps <= 1
+
+
+def test_leaving_a_full_house(server: Served) -> None:
+    """Those that wait for a row leave, too."""
+
+    def leave(_: int) -> None:
+        with browse(server) as client, contextlib.suppress(httpx.ReadTimeout):
+            client.post("/v1/completions", json=LONG, timeout=0.4)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(leave, range(12)))
+    assert_all_free(server)
+    with browse(server) as client:
+        assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == "bcdef"
+
+
+# ---- the engine that fails -------------------------------------------------------------------------------------------
+
+
+def test_a_dead_engine_ends_streams_and_turns_health_red(server: Served) -> None:
+    with browse(server) as client, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(client.post, "/v1/chat/completions", json=CHAT)
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.runner.broken = True
+            assert last_error(list(lines))["type"] == "service_unavailable_error"
+        assert whole.result(WAIT_S).status_code == 503
+        # The process ends, too; until then it must not look well.
+        with contextlib.suppress(httpx.TransportError):
+            for path in ("/health", "/live", "/ready"):
+                assert client.get(path).status_code == 503
+            assert client.post("/v1/completions", json=SHORT).status_code == 503
+    assert server.wait_for_exit() == 1
+
+
+def test_a_stalled_engine_ends_streams_and_turns_health_red() -> None:
+    with http_served(serve_bytes(delay_s=0.005), stall_s=0.3) as server, browse(server) as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.runner.hold()
+            error = last_error(list(lines))  # ends although the device does not
+            assert error["type"] == "service_unavailable_error"
+            assert "device may be stuck" in error["message"]
+        for path in ("/health", "/live", "/ready"):
+            response = client.get(path)
+            assert response.status_code == 503
+            assert "step has not ended" in response.json()["reason"]
+        assert client.post("/v1/completions", json=SHORT).status_code == 503, "who comes now does not hang either"
+        server.runner.release()
+        wait_until(lambda: client.get("/health").status_code == 200, "it has come round again")
+        assert client.get("/live").status_code == 200
+        assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == "bcdef"
+
+
+def test_both_doors_end_the_streams_of_a_stalled_engine() -> None:
+    http = HttpConfig(port=0)
+    with served(serve_bytes(delay_s=0.005), stall_s=0.3, http_config=http) as server, connect(server) as client:
+        replies = client.generate("a", SamplingParams(temperature=0.0, max_tokens=500), timeout_s=WAIT_S)
+        next(replies)
+        assert client.is_serving()
+        server.runner.hold()
+        with pytest.raises(Exception, match="device may be stuck"):
+            list(replies)
+        assert not client.is_serving()
+        assert not client.is_serving("live")
+        server.runner.release()
+        wait_until(lambda: client.is_serving() and client.is_serving("live"), "it has come round again")
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_lets_the_running_finish_and_takes_no_more() -> None:
+    with http_served(serve_bytes(delay_s=0.005), drain_s=WAIT_S) as server, browse(server) as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 100, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.request_shutdown()
+            wait_until(lambda: not server.engine.accepting, "it drains")
+            with browse(server) as other:
+                assert [other.get(path).status_code for path in ("/ready", "/health", "/live")] == [503, 503, 200]
+                refused = other.post("/v1/completions", json=SHORT)
+                assert refused.status_code == 503
+                assert "retry-after" in refused.headers
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert server.wait_for_exit() == 0
+
+
+def test_the_second_request_to_stop_cuts_off_and_tells() -> None:
+    with http_served(serve_bytes(delay_s=0.005), drain_s=WAIT_S) as server, browse(server) as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.request_shutdown()
+            server.request_shutdown()
+            assert "shutting down" in last_error(list(lines))["message"]
+        assert server.wait_for_exit() == 0
+        assert_all_free(server)
+
+
+_SERVE_BOTH = """
+import sys
+sys.path[:0] = [{here!r}]
+from jaxserve.config_schema import Config, GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.serve.service import serve_forever
+from serve_parts import serve_bytes
+
+config = ServeConfig(drain_s=float(sys.argv[1]), grpc=GrpcConfig(port=0), http=HttpConfig(port=0))
+sys.exit(serve_forever(serve_bytes(delay_s=0.01).engine, config))
+"""
+
+
+@pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_sigterm_ends_both_doors(signals: int) -> None:
+    """Once: the running requests get their time. Twice: they end at once. Exit code 0 either way."""
+    script = _SERVE_BOTH.format(here=str(Path(__file__).parents[1]))
+    drain_s = "60" if signals == 2 else "30"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, drain_s], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline(), process.stdout.readline()]
+            assert [line.split(" on ")[0] for line in lines] == ["serving gRPC", "serving HTTP"]
+            url = "http://" + lines[1].split(" on ")[1].strip()
+            body = {**LONG, "max_tokens": 100 if signals == 1 else 500, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as response:
+                received = response.iter_lines()
+                next(received)
+                process.send_signal(signal.SIGTERM)
+                if signals == 2:
+                    wait_until(lambda: _ready(url) != 200, "it drains")
+                    process.send_signal(signal.SIGTERM)
+                rest = [line for line in received if line]
+            assert rest[-1] == "data: [DONE]"
+            assert ("error" in json.loads(rest[-2].removeprefix("data: "))) == (signals == 2)
+            out, err = process.communicate(timeout=WAIT_S)
+            assert (process.returncode, out, err) == (0, "", "" if signals == 1 else "1 requests are cut off\n")
+        finally:
+            process.kill()
+
+
+def _ready(url: str) -> int:
+    return httpx.get(f"{url}/ready", timeout=WAIT_S).status_code
+
+
+def test_a_port_in_use_is_a_config_error(server: Served) -> None:
+    other = serve_bytes()
+    port = int(server.http_url.rsplit(":", 1)[1])
+    config = ServeConfig(grpc=GrpcConfig(port=0), http=HttpConfig(port=port))
+    with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*serve\.http\.port"):
+        asyncio.run(asyncio.wait_for(serve(other.engine, config, Shutdown()), WAIT_S))
+
+
+def test_no_door_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.grpc\.port or serve\.http\.port"):
+        check_serve_config(ServeConfig(grpc=NO_GRPC))
+
+
+def test_a_router_has_no_http() -> None:
+    config = Config(serve=ServeConfig(grpc=GrpcConfig(port=0), http=HttpConfig(port=0)))
+    with pytest.raises(ConfigError, match=r"a router forwards gRPC alone"):
+        asyncio.run(route(config, Shutdown()))

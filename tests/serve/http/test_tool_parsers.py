@@ -1,0 +1,144 @@
+"""Tool calls out of text: every format, cut in every way, and what is no call."""
+
+import json
+import random
+
+import pytest
+
+from jaxserve.serve.http.tool_parsers import (
+    CallParser,
+    HermesParser,
+    ListParser,
+    Llama3Parser,
+    NamedParser,
+    NoCalls,
+    ParserMaker,
+    ToolParser,
+    choose_parser,
+)
+
+NAMES = ("f", "get_weather")
+
+
+def hermes() -> CallParser:
+    return HermesParser(NAMES)
+
+
+def llama3() -> CallParser:
+    return Llama3Parser(NAMES)
+
+
+def listed() -> CallParser:
+    return ListParser(NAMES)
+
+
+CASES: list[tuple[ParserMaker, str, str, list[tuple[str, str]]]] = [
+    # parser, text of the model, content, calls
+    (hermes, "plain", "plain", []),
+    (hermes, "  \n", "", []),
+    (hermes, "a < b <tool", "a < b <tool", []),
+    (hermes, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
+    (hermes, '\n<tool_call>\n{"name":"f","arguments":{"x":1}}\n</tool_call>\n', "", [("f", '{"x":1}')]),
+    (hermes, 'Hm.\n<tool_call> {"name": "f"} </tool_call>', "Hm.", [("f", "{}")]),
+    (
+        hermes,
+        '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>\\""}}</tool_call>'
+        '<tool_call>{"arguments": {"b": [1, {"c": 2}]} , "name": "get_weather"}</tool_call> ok',
+        " ok",
+        [("f", '{"a": "}</tool_call>\\""}'), ("get_weather", '{"b": [1, {"c": 2}]}')],
+    ),
+    (hermes, '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}', "", [("f", '{"x": 1}')]),
+    (hermes, '<tool_call>{"name": "f", "arguments": {"x": ', "", [("f", '{"x": ')]),
+    (
+        hermes,
+        'x <tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        'x <tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        [],
+    ),
+    (hermes, "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+    (hermes, '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+    (llama3, "plain {x}", "plain {x}", []),
+    (llama3, '{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
+    (llama3, '\n<|python_tag|>{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
+    (
+        llama3,
+        '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"d": "é;"}}',
+        "",
+        [("f", "{}"), ("get_weather", '{"d": "é;"}')],
+    ),
+    (llama3, '{"city": "Riga"} is JSON', '{"city": "Riga"} is JSON', []),
+    (llama3, '{"name": 5}', '{"name": 5}', []),
+    (llama3, "<|python", "<|python", []),
+    (listed, "[ ]", "", []),
+    (
+        listed,
+        '[{"name": "f", "parameters": {"x": 1}\n} ,\n{"name": "f", "parameters": {"x": 2}}]',
+        "",
+        [("f", '{"x": 1}'), ("f", '{"x": 2}')],
+    ),
+    (lambda: NamedParser("f"), '{"x": 1}', "", [("f", '{"x": 1}')]),
+    (NoCalls, '<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
+]
+
+
+def read(make: ParserMaker, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    parser = make()
+    pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
+    calls: list[list[str]] = []
+    for piece in pieces:
+        if piece.call is None:
+            continue
+        if piece.name is not None:
+            assert piece.call == len(calls), "calls are numbered in their order, and named first"
+            calls.append([piece.name, ""])
+        calls[piece.call][1] += piece.arguments
+    return "".join(piece.content for piece in pieces), [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(("make", "text", "content", "calls"), CASES)
+def test_whole_and_cut_in_every_way(make: ParserMaker, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    found = read(make, [text])
+    assert found == (content, calls)
+    assert read(make, list(text)) == found
+    for cut in range(1, len(text)):
+        assert read(make, [text[:cut], text[cut:]]) == found, cut
+    rng = random.Random(7)
+    for _ in range(20):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
+        assert read(make, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == found, cuts
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parser = hermes()
+    parser.push('<tool_call>{"name": "f", "arguments": {"text": "')
+    assert [piece.arguments for piece in parser.push("one ")] == ["one "]
+    assert [piece.arguments for piece in parser.push("two")] == ["two"]
+
+
+def test_no_name_is_told_before_it_is_known_to_be_one() -> None:
+    parser = hermes()
+    assert parser.push('<tool_call>{"arguments": {"x": 1}, "name": "f') == []
+    assert [(p.name, p.arguments) for p in parser.push('"}')] == [("f", '{"x": 1}')]
+
+
+def test_long_arguments_take_linear_time() -> None:
+    arguments = json.dumps({"text": "word " * 100_000})
+    parser = hermes()
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    told = "".join(piece.arguments for k in range(0, len(text), 50) for piece in parser.push(text[k : k + 50]))
+    assert told == arguments
+
+
+@pytest.mark.parametrize(
+    ("wanted", "template", "parser"),
+    [
+        ("auto", None, ToolParser.HERMES),
+        ("auto", "{{ '<tool_call>' }} {\"parameters\": 1}", ToolParser.HERMES),
+        ("auto", 'respond with {"name": function name, "parameters": ...}', ToolParser.LLAMA3),
+        ("auto", "<|python_tag|>", ToolParser.LLAMA3),
+        ("llama3", "<tool_call>", ToolParser.LLAMA3),
+        ("hermes", "<|python_tag|>", ToolParser.HERMES),
+    ],
+)
+def test_the_format_is_read_off_the_template(wanted: str, template: str | None, parser: ToolParser) -> None:
+    assert choose_parser(wanted, template) is parser  # pyright: ignore[reportArgumentType]
