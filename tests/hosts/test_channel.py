@@ -228,6 +228,8 @@ def test_the_other_process_runs_the_same_plans_and_ends() -> None:
         assert len(pair.here.inner.plans) > 16
         assert pair.runner.close(WAIT_S)
         pair.leader.finish(WAIT_S)
+        assert not pair.followed.done(), "it waits for the verdict"
+        pair.leader.close()
         assert pair.followed.result(WAIT_S) is None
         assert pair.there.inner.plans == pair.here.inner.plans
         assert pair.leader._book.agreed == len(pair.here.inner.plans) - 1
