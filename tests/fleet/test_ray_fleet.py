@@ -78,6 +78,8 @@ def test_a_fleet_serves_survives_a_kill_and_is_whole_again(fleet: Fleet, expecte
     """One test, since starting Ray is most of the time it takes."""
     with grpc.insecure_channel(fleet.address) as channel:
         _check_the_client(fleet, expected)
+        found: set[str] = set()  # the application is there when one replica is, and an ingress hears of the other later
+        wait_until(lambda: len(found.update(_replicas_of_new_prompts(channel)) or found) == 2, "both replicas answer")
         replicas = _check_affinity(channel)
         killed = _check_a_kill_under_load(fleet, channel, expected)
         wait_until(lambda: len(fleet.engine_pids() - {killed}) == 2, "Ray starts another replica")
