@@ -10,7 +10,7 @@ from typing import Self
 
 from jaxserve.api import SamplingParams
 from jaxserve.assemble import Assembly, SchedulerChoice, assemble
-from jaxserve.config import ResolvedConfig, load_config
+from jaxserve.config import ResolvedConfig, get_value, load_config
 from jaxserve.console import StartBar
 from jaxserve.errors import ConfigError
 from jaxserve.text import Tokenizer
@@ -119,11 +119,12 @@ class FrontDoor:
         return door
 
     def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
-        if resolved.config.hosts.coordinator is not None:
-            raise ConfigError(
-                f"hosts.coordinator is set ({resolved.sources['hosts.coordinator']}), but LLM and AsyncLLM use the "
-                "devices of this host alone: unset it, or serve with `python -m jaxserve.run` on every host"
-            )
+        for name in ("hosts.coordinator", "hosts.num_processes"):
+            if get_value(resolved.config, name) not in (None, 1):
+                raise ConfigError(
+                    f"{name} is set by {resolved.sources[name]}, but LLM and AsyncLLM use the devices of this host "
+                    "alone: unset it, or serve with `python -m jaxserve.run` on every host"
+                )
         with StartBar() as bar:
             self._assembly: Assembly = assemble(resolved, scheduler=scheduler, on_compiled=bar.update)
         self._engine = self._assembly.engine

@@ -1,7 +1,7 @@
 """One service of several processes: how each of them starts, and how each of them ends.
 
-Owns the order of both, and what of a config several processes cannot do. Refuses the channel itself (`hosts`) and
-everything that one process does alone (`assemble`, `serve`).
+Owns the order of both. Refuses the channel itself (`hosts`) and everything that one process does alone (`assemble`,
+`serve`).
 
 Why an end is more than a return: a device may wait for ever for a process that is gone, and JAX would wait for it at
 the exit of the interpreter. So a process that has failed tells whoever must know and then leaves without asking.
@@ -22,8 +22,8 @@ from jaxserve.assemble import Assembly, Device, OnCompiled
 from jaxserve.config import ResolvedConfig
 from jaxserve.config_schema import Config, HostsConfig
 from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError, EngineStopped, UserError
-from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, config_facts, device_facts, follow
+from jaxserve.errors import EngineStopped, UserError
+from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, check_hosts, config_facts, device_facts, follow
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
 from jaxserve.models import resolve_model_path
 from jaxserve.runtime.build import BuildHooks
@@ -32,30 +32,6 @@ logger = logging.getLogger(__name__)
 
 _FINISH_S = 30.0  # for the last steps of all processes
 _LOOPBACK = ("localhost", "127.", "[::1]")
-
-
-def check_hosts(config: Config) -> None:
-    """Raises ConfigError for settings that several processes cannot run."""
-    hosts, parallel = config.hosts, config.parallel
-    if hosts.num_processes < 2:
-        raise ConfigError("hosts.coordinator is set, but hosts.num_processes is 1; set both, or neither")
-    if hosts.process_id >= hosts.num_processes:
-        raise ConfigError(
-            f"hosts.process_id is {hosts.process_id}, but hosts.num_processes is {hosts.num_processes}: numbers go "
-            f"from 0 to {hosts.num_processes - 1}"
-        )
-    _, colon, port = (hosts.coordinator or "").rpartition(":")
-    if not colon or not port.isdigit():
-        raise ConfigError(f"hosts.coordinator is {hosts.coordinator!r}, but must be HOST:PORT of process 0")
-    if int(port) == hosts.plan_port:
-        raise ConfigError(f"hosts.plan_port is {port}, which hosts.coordinator uses for JAX itself; take another")
-    for name in ("data", "pipeline"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(
-                f"parallel.{name} is {getattr(parallel, name)}, but over several processes this version has tensor "
-                "parallelism alone: set it to 1 and parallel.tensor to the number of all devices; for more replicas "
-                "start more services behind `jaxserve route`"
-            )
 
 
 @contextlib.contextmanager

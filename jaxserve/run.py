@@ -21,6 +21,7 @@ import typer
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import ResolvedConfig, load_config
+from jaxserve.config_schema import HostsConfig
 from jaxserve.console import BatchBar, StartBar, TextWriter, complain, set_up_logging
 from jaxserve.engine import AnyEngine
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, JaxserveError, UserError
@@ -54,7 +55,11 @@ def run_command(
     """Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."""
     resolved = load_config(config, set_ or ())
     set_up_logging(resolved.config.runtime)
-    if resolved.config.hosts.coordinator is not None and resolved.config.hosts.process_id > 0:
+    if resolved.config.hosts != HostsConfig():
+        from jaxserve.hosts import check_hosts  # gRPC: not needed by one process that answers prompts
+
+        check_hosts(resolved.config)
+    if resolved.config.hosts.process_id > 0:
         return _attend(resolved)  # the same command on every host: prompts and ports are for process 0
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in flags.items() if value is not None}

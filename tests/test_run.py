@@ -309,7 +309,8 @@ def test_process_user_error_needs_no_jax() -> None:
     assert not {"jax", "flax", "grpc"} & imported
     rest = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
-    assert rest == ["error: --set: unknown key 'a.b'; known here: model, cache, sched, kernels, parallel, hosts, runtime, serve, route"]
+    sections = "model, cache, sched, kernels, parallel, hosts, runtime, serve, route"
+    assert rest == [f"error: --set: unknown key 'a.b'; known here: {sections}"]
 
 
 def test_process_json_is_all_there_is_on_stdout() -> None:

@@ -9,6 +9,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from jaxserve.config import ResolvedConfig, load_config
 from jaxserve.config_schema import Config
+from jaxserve.errors import ConfigError
 from jaxserve.fleet.options import FleetOptions
 from jaxserve.fleet.ray_engine import EngineReplica
 from jaxserve.fleet.ray_ingress import Ingress
@@ -21,8 +22,13 @@ _MANY = 100_000  # streams cost an ingress little; the engine is the one who ref
 
 
 def build_app(options: FleetOptions) -> Application:
-    """Reads the engine's config, once for all replicas. Raises ConfigError."""
+    """Reads the engine's config, once for all replicas. Raises ConfigError, also for a model over several hosts."""
     resolved = load_config(options.config, options.overrides)
+    if resolved.config.hosts.num_processes > 1:
+        raise ConfigError(
+            f"hosts.num_processes is {resolved.config.hosts.num_processes}, but a replica of a fleet is one process; "
+            "set it to 1, or run the hosts without Ray (deploy/k8s/tpu-multi-host.yaml)"
+        )
     engine = build_engine_deployment(options, resolved)
     ingress = serve.deployment(
         name=INGRESS,

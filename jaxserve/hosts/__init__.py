@@ -31,7 +31,7 @@ How the package is cut:
     frames, link, fingerprint, digest   the values: bytes of a message, liveness, what is compared
     leader, follower                    the two ends of the connection
     execution, running                  plans on a device, and the loops of both kinds of process
-    distributed                         the one call of `jax.distributed`
+    distributed, settings               the one call of `jax.distributed`; what a config may ask for
 """
 
 from jaxserve.hosts.digest import StepDigest
@@ -39,5 +39,15 @@ from jaxserve.hosts.fingerprint import config_facts, device_facts
 from jaxserve.hosts.follower import Follower
 from jaxserve.hosts.leader import Leader
 from jaxserve.hosts.running import LeaderRunner, follow
+from jaxserve.hosts.settings import check_hosts
 
-__all__ = ["Follower", "Leader", "LeaderRunner", "StepDigest", "config_facts", "device_facts", "follow"]
+__all__ = [
+    "Follower",
+    "Leader",
+    "LeaderRunner",
+    "StepDigest",
+    "check_hosts",
+    "config_facts",
+    "device_facts",
+    "follow",
+]

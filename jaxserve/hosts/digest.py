@@ -9,7 +9,7 @@ damaged plan; and equal plans do not prove that a device computed right.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.sched import StepResult
@@ -103,8 +103,3 @@ class DigestBook:
         for seq in range(self._oldest, self.agreed):
             del self._own[seq]
             self._oldest = seq + 1
-
-
-def describe(digests: Sequence[bytes]) -> str:
-    """Short hexadecimal forms, for messages."""
-    return ", ".join(d.hex()[:8] for d in digests)

@@ -34,7 +34,8 @@ class Follower:
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._hearing = Hearing(heartbeat_s)
         self._is_serving = False
-        self._leaving = False  # the end of the connection is expected
+        self._said_bye = False  # process 0 has: the end of the stream is expected
+        self._closing = False  # so is any end
         self._stopped = threading.Event()
         self._next_seq = 0
         self._channel = grpc.insecure_channel(address, options=transport_options(heartbeat_s))
@@ -84,6 +85,14 @@ class Follower:
         """The digest of all steps up to `seq`."""
         self._send(Frame(Kind.REPORT, seq, digest))
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """After the last report: waits until process 0 has compared it. Raises what it found, or HostLost."""
+        self._threads[0].join(timeout_s)
+        if self.failure is None and self._threads[0].is_alive():
+            self._fail(HostLost(f"{self._leader} has not ended within {timeout_s:g} s after its last plan"))
+        if self.failure is not None:
+            raise self.failure
+
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         """`callback` gets the failure, once, on any thread; at once when it has happened already."""
         with self._lock:
@@ -99,7 +108,7 @@ class Follower:
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Sends what is left, then closes the connection. For process 0 a loss, unless it has said that it ends."""
-        self._leaving = True
+        self._closing = True
         self._outbox.put(None)
         self._threads[0].join(timeout_s)
         self._stopped.set()
@@ -109,17 +118,18 @@ class Follower:
     # ---- threads ---------------------------------------------------------------------------------------------------
 
     def _read(self, call: Iterator[bytes]) -> None:
-        reason = "its connection was closed"
         try:
             for raw in call:
                 self._take(decode(raw))
+            reason = None if self._said_bye else "its connection was closed"
         except PlanCorrupt as error:
             self.give_up(error)
             return
         except grpc.RpcError as error:
+            reason = "its connection broke"
             if isinstance(error, grpc.Call):
-                reason = f"its connection broke ({error.code().name}: {error.details()})"
-        if not self._leaving:
+                reason += f" ({error.code().name}: {error.details()})"
+        if reason is not None and not self._closing:
             self._fail(HostLost(f"{self._leader} is lost: {reason}; see its log"))
 
     def _take(self, frame: Frame) -> None:
@@ -133,7 +143,7 @@ class Follower:
             self._fail(HostLost(f"{self._leader} has ended the service: {frame.text}"))
         else:
             if frame.kind is Kind.BYE:
-                self._leaving = True
+                self._said_bye = True
             elif frame.kind is Kind.PLAN:
                 if frame.seq != self._next_seq:
                     raise PlanCorrupt(f"plan {frame.seq} arrived, but {self._next_seq} was due")

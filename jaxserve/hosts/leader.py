@@ -252,9 +252,15 @@ class Leader:
             member.gone = True
             self._changed.notify_all()
             expected = self._saying_bye or self.failure is not None or self._stopped.is_set()
+            silence_s = self._hearing.silence_s(member.peer.process_id)
         member.outbox.put(None)
         if not expected:
-            self._fail(HostLost(f"{member.peer} is lost: its connection broke; see its log on {member.peer.host}"))
+            self._fail(
+                HostLost(
+                    f"{member.peer} is lost: its connection broke, {silence_s:.1f} s after its last sign of life; see "
+                    f"its log on {member.peer.host}"
+                )
+            )
 
     # ---- failures --------------------------------------------------------------------------------------------------
 

@@ -32,19 +32,19 @@ class Peer(NamedTuple):
 
 def transport_options(heartbeat_s: float) -> list[tuple[str, int]]:
     """gRPC options of both ends: pings by its own threads, so that they come even while Python is busy loading."""
-    half_ms = max(1, int(heartbeat_s * 500))
+    quarter_ms = max(1, int(heartbeat_s * 250))  # silence until a ping is sent; its answer may take the other three
     return [
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),  # hosts of one service reach each other directly
-        ("grpc.keepalive_time_ms", half_ms),
-        ("grpc.keepalive_timeout_ms", half_ms),
-        ("grpc.http2.ping_timeout_ms", half_ms),  # without it the default of 60 s holds
+        ("grpc.keepalive_time_ms", quarter_ms),
+        ("grpc.keepalive_timeout_ms", 3 * quarter_ms),
+        ("grpc.http2.ping_timeout_ms", 3 * quarter_ms),  # without it the default of 60 s holds
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", max(1, half_ms // 2)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", max(1, quarter_ms // 2)),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -62,6 +62,11 @@ class Hearing:
 
     def heard(self, process_id: int) -> None:
         self._last_s[process_id] = self._clock()
+
+    def silence_s(self, process_id: int) -> float:
+        """Seconds since it was last heard; 0 when nobody was listening yet."""
+        now_s = self._clock()
+        return now_s - self._last_s.get(process_id, now_s)
 
     def silent(self) -> list[tuple[int, float]]:
         """(process, seconds) of each that has not been heard for longer than the limit.

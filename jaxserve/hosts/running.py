@@ -75,7 +75,7 @@ class _Awaited:
 def follow(
     runner: Runner, link: Follower, digest: StepDigest, *, heartbeat_s: float, check_every: int, finish_s: float
 ) -> None:
-    """Runs every plan that process 0 sends, until it says that there are no more.
+    """Runs every plan that process 0 sends, until it says that there are no more and has found all digests equal.
 
     Reports the digest after each `check_every` steps and whenever nothing more has come. Raises HostLost, PlanCorrupt
     or what the device raised; the device may then still be waiting on a thread of its own.
@@ -100,8 +100,7 @@ def follow(
         execution.submit(seq, plan).add_done_callback(lambda future: _tell_failure(future, link))
     if not execution.close(finish_s):
         raise StepStalled(f"the last step has not ended within {finish_s:g} s after process 0 has")
-    if link.failure is not None:
-        raise link.failure
+    link.wait_for_end(finish_s)
 
 
 def _tell_failure(future: "Future[StepResult]", link: Follower) -> None:

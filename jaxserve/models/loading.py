@@ -12,9 +12,10 @@ in a loop costs tens of milliseconds a step on large models.
 import dataclasses
 import functools
 import logging
+import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 
@@ -25,6 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.byte_budget import ByteBudget
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
@@ -40,6 +42,8 @@ from jaxserve.models.weights import Path, Piece, check_names, plan_weights
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
+_BAND_BYTES = 4 * 2**20  # read, rearranged and converted at once
+_IN_FLIGHT = 0.05  # part of a process's share that may be on its way from the files to the devices
 _RANDOM_STD = 0.02  # the initial spread of most published checkpoints
 
 
@@ -188,16 +192,24 @@ class _Filler:
         tensors = checked_tensors(self.checkpoint, self.family, config, plan)
         sizes, placed = axis_sizes(config), dict(nnx.to_flat_state(self.shardings))
 
+        share = {path: _share_bytes(param, placed[path].get_raw_value()) for path, param in params.items()}
+        budget = ByteBudget(int(sum(share.values()) * _IN_FLIGHT))
+
         def load(path: Path) -> jax.Array:
             param, source = params[path], self._source_path(path)
             reader = shard_reader(plan[source], tensors, sizes, shapes[source], param.dtype)
             if param.shape != shapes[source]:
                 reader = block_reader(reader, self._blocks(path, shapes[source]), param.shape, param.dtype)
-            return jax.make_array_from_callback(param.shape, placed[path].get_raw_value(), reader)
+            with budget.of(share[path]):
+                array = jax.make_array_from_callback(param.shape, placed[path].get_raw_value(), reader)
+                return jax.block_until_ready(array)  # until then the host's copy is held
 
+        largest_first = sorted(
+            params, key=lambda path: -share[path]
+        )  # what is on its way comes on top of what is there
         # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            arrays = dict(zip(params, pool.map(load, params), strict=True))
+            arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
         return nnx.map_state(lambda path, param: with_value(param, arrays[path]), self.abstract)
 
     def restore(self) -> nnx.State:
@@ -300,10 +312,25 @@ def shard_reader(
                     continue
                 cuts[axis] = slice(start - piece.part.start, stop - piece.part.start)
                 into[axis] = slice(start - want.start, stop - want.start)
-            out[tuple(into)] = read_target(tensors[piece.source].read, piece.pattern, sizes, tuple(cuts))
+            for band, target in _bands(piece, cuts, out[tuple(into)]):
+                target[...] = read_target(tensors[piece.source].read, piece.pattern, sizes, band)
         return out
 
     return read_shard
+
+
+def _bands(piece: Piece, cuts: list[slice], out: np.ndarray) -> Iterator[tuple[Index, np.ndarray]]:
+    """A share of a piece in parts of some megabytes: where to read each, and the window of `out` that it fills.
+
+    They are cut along the axis that is outermost in the file, so that each is read in as long runs as the whole.
+    """
+    axis = piece.pattern.target.index(piece.pattern.source[0][0])
+    size, start = out.shape[axis], cuts[axis].start
+    step = max(1, _BAND_BYTES * size // max(1, out.nbytes))
+    for low in range(0, size, step):
+        high = min(low + step, size)
+        before = (slice(None),) * axis
+        yield (*cuts[:axis], slice(start + low, start + high), *cuts[axis + 1 :]), out[(*before, slice(low, high))]
 
 
 def block_reader(
@@ -326,6 +353,12 @@ def block_reader(
         return out
 
     return read_shard
+
+
+def _share_bytes(param: nnx.Variable, sharding: jax.sharding.Sharding) -> int:
+    """Bytes of a parameter that the devices of this process hold."""
+    shard = math.prod(sharding.shard_shape(tuple(param.shape))) * np.dtype(param.dtype).itemsize
+    return shard * len(sharding.addressable_devices)
 
 
 @functools.cache

@@ -2,13 +2,19 @@
 
 Owns finding and opening the files, the index, and slices of tensors. Refuses to know what a tensor is for.
 
-Why slices: a device that holds an eighth of a matrix must read an eighth of it from disk.
+Why slices: a device that holds an eighth of a matrix must read an eighth of it from disk. Why plain reads and not the
+library's memory map: what was touched of a map counts as memory of the process, for all tensors together, and a page
+fault on a slow disk stops every thread of Python.
 """
 
 import dataclasses
+import itertools
+import json
+import math
+import os
 from pathlib import Path
-from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -21,20 +27,43 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """One tensor of a checkpoint. `read` takes one slice per axis and returns a fresh array of its own dtype."""
+    """One tensor of a checkpoint. `start` is where its bytes begin in the file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    handle: Any  # safetensors' slice object
+    start: int
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Raises CheckpointError when the file stops short (it was cut while being read)."""
-        try:
-            return self.handle[index] if index else self.handle[...]
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.file}: tensor {self.name} cannot be read: {error}") from error
+        """A fresh array of its own dtype; one slice of step 1 per axis.
+
+        Raises CheckpointError when the file stops short (it was cut while being read).
+        """
+        dtype = jnp.dtype(self.dtype)
+        bounds = [range(*cut.indices(size)) for cut, size in zip(index, self.shape, strict=True)]
+        steps = [math.prod(self.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(self.shape))]
+        # Behind the last axis that is cut all lies together, in the file and in the result.
+        cut_axes = [axis for axis, bound in enumerate(bounds) if len(bound) < self.shape[axis]]
+        last = max(cut_axes, default=0)
+        out = np.empty(math.prod(len(bound) for bound in bounds) * dtype.itemsize, np.uint8)
+        run_bytes, first = out.size, self.start
+        if bounds:
+            run_bytes, first = len(bounds[last]) * steps[last], self.start + bounds[last].start * steps[last]
+        view, at = out.data, 0
+        with self.file.open("rb", buffering=0) as file:
+            for position in itertools.product(*bounds[:last]):
+                offset = first + sum(i * step for i, step in zip(position, steps, strict=False))
+                self._read_run(file.fileno(), view[at : at + run_bytes], offset)
+                at += run_bytes
+        return out.view(dtype).reshape([len(bound) for bound in bounds])
+
+    def _read_run(self, descriptor: int, into: memoryview, offset: int) -> None:
+        while into:
+            count = os.preadv(descriptor, [into], offset)
+            if count == 0:
+                raise CheckpointError(f"{self.file}: tensor {self.name} cannot be read: the file stops short")
+            into, offset = into[count:], offset + count
 
 
 def open_tensors(directory: Path) -> dict[str, TensorSource]:
@@ -73,19 +102,26 @@ def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
 
 def _open_file(file: Path) -> dict[str, TensorSource]:
     try:
-        # Stays open for as long as a slice of it lives: it is a memory map, and slices are read later.
-        opened = safe_open(str(file), framework="numpy")
-        handles = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        with safe_open(str(file), framework="numpy"):  # proves the header and the length of the file
+            pass
+        with file.open("rb") as opened:
+            header_len = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(header_len))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is truncated, corrupt or no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
     tensors = {}
-    for name, handle in handles.items():
-        if handle.get_dtype() not in _DTYPES:
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
             raise CheckpointError(
-                f"{file}: tensor {name} has element type {handle.get_dtype()}; known: {', '.join(_DTYPES)} "
+                f"{file}: tensor {name} has element type {entry['dtype']}; known: {', '.join(_DTYPES)} "
                 "(quantized checkpoints are not supported)"
             )
         tensors[name] = TensorSource(
-            name=name, file=file, shape=tuple(handle.get_shape()), dtype=_DTYPES[handle.get_dtype()], handle=handle
+            name=name,
+            file=file,
+            shape=tuple(entry["shape"]),
+            dtype=_DTYPES[entry["dtype"]],
+            start=8 + header_len + entry["data_offsets"][0],
         )
     return tensors

@@ -33,10 +33,24 @@ ALLOWED: dict[str, set[str]] = {
     "client": {*_F0, "serve"},
     "telemetry": {*_F0, "config_schema", "engine"},
     "top": {"errors"},
+    "hosts": {*_F0, "config_schema", "sched"},
     "serve": {*_F0, "config_schema", "engine", "routing", "sched", "text"},
 }
 # Put the parts together: may import all.
-_TOP = {"assemble", "bench", "front_door", "llm", "async_llm", "run", "cli", "console", "offline", "fleet", "__init__"}
+_TOP = {
+    "many_hosts",
+    "assemble",
+    "bench",
+    "front_door",
+    "llm",
+    "async_llm",
+    "run",
+    "cli",
+    "console",
+    "offline",
+    "fleet",
+    "__init__",
+}
 
 # Parts that must not load heavy libraries, and what they may use from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
@@ -113,6 +127,12 @@ def test_environment_is_read_in_config_only(path: Path) -> None:
             assert node.attr not in {"environ", "getenv", "putenv"}, f"{path.name}:{node.lineno} reads the environment"
 
 
+@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_ray_is_imported_where_its_name_says_so(path: Path) -> None:
+    if path.parent.name != "fleet" or not path.name.startswith("ray_"):
+        assert not [name for name in _imports(path) if name.split(".")[0] == "ray" or ".fleet.ray_" in name]
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
@@ -121,6 +141,7 @@ def test_environment_is_read_in_config_only(path: Path) -> None:
         ("jaxserve.sched", {"jax", "numpy", "flax", "pydantic"}),
         ("jaxserve.routing", {"jax", "numpy", "flax", "pydantic", "grpc"}),
         ("jaxserve.engine", {"jax", "flax", "pydantic"}),
+        ("jaxserve.hosts", {"jax", "flax"}),
         ("jaxserve.testing", {"jax", "flax", "pydantic"}),
         ("jaxserve.top", {"jax", "numpy", "flax", "pydantic", "grpc", "fastapi"}),
         ("jaxserve.client", {"jax", "numpy", "flax", "pydantic", "jaxserve.engine", "jaxserve.sched", "jaxserve.text"}),

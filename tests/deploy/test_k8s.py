@@ -9,7 +9,7 @@ import pytest
 from command_lines import parse_jaxserve, parse_run
 from manifests import CONFIG_FOLDER, FILES, ROOT, Workload, documents, of_kind, workloads
 
-from jaxserve.config import ENVIRONMENT
+from jaxserve.config import ENVIRONMENT, load_config
 from jaxserve.config_schema import HostsConfig
 from jaxserve.serve import service
 from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
@@ -140,6 +140,22 @@ def test_as_many_devices_as_the_config_wants(found: list[Workload]) -> None:
         if "google.com/tpu" in limits:
             topology = w.pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
             assert prod(int(side) for side in topology.split("x")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("file", "planned"),
+    [
+        ("cuda.yaml", "llama3.1-8b-h200.yaml"),
+        ("tpu-single-host.yaml", "llama3.1-8b-v5e-4.yaml"),
+        ("tpu-multi-host.yaml", "llama3.3-70b-v5e-16.yaml"),
+    ],
+)
+def test_sizes_are_those_that_the_planner_has_seen(file: str, planned: str, tmp_path: Path) -> None:
+    shipped = load_config(ROOT / "configs" / planned, environ={}).config
+    for w in workloads(ROOT / "deploy/k8s" / file, tmp_path):
+        mine = w.config.config
+        assert (mine.cache, mine.sched, mine.parallel) == (shipped.cache, shipped.sched, shipped.parallel)
+        assert mine.model.model_copy(update={"path": shipped.model.path}) == shipped.model
 
 
 def test_services_lead_somewhere(path: Path, found: list[Workload]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from jaxserve.config import load_config
+from jaxserve.errors import ConfigError
 from jaxserve.fleet.options import FleetOptions
 
 pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
@@ -98,6 +99,15 @@ def test_wrong_options_are_refused() -> None:
         FleetOptions(config="x", min_replicas=3, max_replicas=2)
     with pytest.raises(ValueError, match="replicas_min"):
         FleetOptions.model_validate({"config": "x", "replicas_min": 3})
+
+
+def test_a_model_over_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxserve.fleet.ray_app import build_app
+
+    monkeypatch.chdir(ROOT)
+    overrides = {"hosts.num_processes": 2, "hosts.coordinator": "a:1"}
+    with pytest.raises(ConfigError, match=r"hosts\.num_processes is 2"):
+        build_app(FleetOptions(config="configs/ray-demo.yaml", overrides=overrides))
 
 
 def test_the_pods_of_the_rayservice_are_pods() -> None:

@@ -13,7 +13,7 @@ import pytest
 from whole import build, run
 
 from jaxserve.api import SamplingParams
-from jaxserve.engine import Engine
+from jaxserve.engine import AnyEngine, Engine, EngineGroup
 
 UNEVEN = {
     "architectures": ["Qwen2ForCausalLM"],  # has biases, which must be padded too
@@ -22,7 +22,7 @@ UNEVEN = {
     "intermediate_size": 82,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "vocab_size": 131,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
@@ -35,8 +35,10 @@ CUTS = {
     "tensor 4": {"parallel__tensor": 4},
     "tensor 8": {"parallel__tensor": 8},
     "pipeline 2 x tensor 4": {"parallel__pipeline": 2, "parallel__tensor": 4},
+    "data 2 x tensor 4": {"parallel__data": 2, "parallel__tensor": 4, "route__policy": "round_robin"},
     "pipeline 3, 4 parts": {"parallel__pipeline": 3, "parallel__microbatches": 4},
 }
+QUICK = ("pipeline 2 x tensor 4",)
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 131, n)] for i, n in enumerate((5, 90, 33, 1, 17))]
 
 
@@ -47,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def engine_of(checkpoint: Path, **overrides: object) -> Engine:
+def engine_of(checkpoint: Path, **overrides: object) -> AnyEngine:
     # A wide spread of the random weights would be unlike any model, a narrow one gives logits that hardly differ.
     return build(
         checkpoint,
@@ -56,8 +58,7 @@ def engine_of(checkpoint: Path, **overrides: object) -> Engine:
         model__max_len=256,
         cache__page_size=16,
         sched__max_step_tokens=64,
-        runtime__token_buckets=[16, 64],
-        runtime__row_buckets=[2, 8],
+        runtime__token_buckets=[64],
         **overrides,
     )
 
@@ -88,9 +89,12 @@ def expected(checkpoint: Path) -> list:
     return run(engine_of(checkpoint), ASKED, stagger=2)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut in QUICK else pytest.mark.slow) for cut in CUTS])
 def test_a_cut_model_gives_the_tokens_of_one_device(cut: str, checkpoint: Path, expected: list) -> None:
-    found = run(engine_of(checkpoint, **CUTS[cut]), ASKED, stagger=2)
+    engine = engine_of(checkpoint, **CUTS[cut])
+    found = run(engine, ASKED, stagger=2)
+    if isinstance(engine, EngineGroup):
+        assert all(replica._scheduler.num_prefix_queried_tokens for replica in engine.replicas), "one had all the work"
     for one, other in zip(expected, found, strict=True):
         for want, got in zip(one, other, strict=True):
             assert got.error is None
@@ -109,8 +113,9 @@ def check_logprobs(want, got) -> None:
     np.testing.assert_allclose(got.top_logprobs, want.top_logprobs, atol=1e-4)
 
 
-def compiled_texts(engine: Engine) -> dict[str, str]:
+def compiled_texts(engine: AnyEngine) -> dict[str, str]:
     """Optimised HLO of every executable of the first stage."""
+    assert isinstance(engine, Engine)
     executables = engine._runner._stages[0].executables
     steps = {f"{b.tokens}x{b.rows}": step.as_text() for b, step in executables.steps.items()}
     return steps | {name: getattr(executables, name).as_text() for name in ("copy_pages", "configure_row")}

@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.api import FinishReason, PromptInfo, SamplingParams, TokenLogprobs
 from jaxserve.assemble import assemble
 from jaxserve.config import load_config
-from jaxserve.engine import Engine, Prompt
+from jaxserve.engine import AnyEngine, EngineGroup, Prompt
 from jaxserve.sched import ContinuousScheduler
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -35,20 +35,20 @@ class Result:
     error: Exception | None = None
 
 
-def build(path: Path | str, **overrides: Any) -> Engine:
+def build(path: Path | str, **overrides: Any) -> AnyEngine:
     """An engine without a thread. Override names use `__` for the dot: `cache__num_pages=20`."""
     named = {name.replace("__", "."): value for name, value in overrides.items()}
     return assemble(load_config(None, {"model.path": str(path), **SMALL, **named})).engine
 
 
-def scheduler(engine: Engine) -> ContinuousScheduler:
+def scheduler(engine: AnyEngine) -> ContinuousScheduler:
     """The scheduler inside, for its counters."""
     found = engine._scheduler
     assert isinstance(found, ContinuousScheduler)
     return found
 
 
-def run(engine: Engine, asked: Sequence[tuple[Prompt, SamplingParams]], *, stagger: int = 0) -> list[list[Result]]:
+def run(engine: AnyEngine, asked: Sequence[tuple[Prompt, SamplingParams]], *, stagger: int = 0) -> list[list[Result]]:
     """Results [request][sequence]. With `stagger`, that many steps pass between two arrivals."""
     results: list[list[Result]] = []
     for prompt, sampling in asked:
@@ -68,6 +68,7 @@ def run(engine: Engine, asked: Sequence[tuple[Prompt, SamplingParams]], *, stagg
         for _ in range(stagger):
             engine.step()
     engine.run_until_idle()
-    scheduler(engine).check()
-    assert scheduler(engine).num_held_pages == 0
+    for replica in engine.replicas if isinstance(engine, EngineGroup) else (engine,):
+        scheduler(replica).check()
+        assert scheduler(replica).num_held_pages == 0
     return results

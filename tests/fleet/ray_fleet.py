@@ -22,7 +22,7 @@ from jaxserve.client import Client
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-WAIT_S = 120.0  # for anything that must happen; far more than it takes, for the sake of busy machines
+WAIT_S = 300.0  # for anything that must happen; far more than it takes, for the sake of busy machines
 ENGINE_TITLE = "ray::ServeReplica:jaxserve:Engine"
 
 

@@ -25,6 +25,7 @@ from jaxserve.sched import InFlight, Limits, Runner, StepPlan, StepResult
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
 WAIT_S = 60.0  # for anything that must happen; far more than it takes, for the sake of busy machines
+COMPILE_S = 240.0
 
 
 class ObservedRunner:
@@ -113,9 +114,9 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"process {self.popen.pid} does not end: {self.log}") from None
 
-    def wait_for(self, text: str) -> str:
+    def wait_for(self, text: str, timeout_s: float = WAIT_S) -> str:
         """The first line on stdout or stderr that holds `text`."""
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + timeout_s
         while True:
             for line in (self.out + self.log).splitlines():
                 if text in line:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts_parts import WAIT_S, Service, service
+from hosts_parts import COMPILE_S, WAIT_S, Service, service
 
 from jaxserve import LLM
 from jaxserve.api import SamplingParams
@@ -26,6 +26,8 @@ SIZES: dict[str, Any] = {
     "cache.page_size": 4,
     "cache.num_pages": 40,
     "model.max_len": 96,
+    "runtime.row_buckets": [2],
+    "runtime.token_buckets": [16],
 }
 REAL = {"real": True}
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -39,8 +41,14 @@ CASES = [
 ]
 
 
-def sharded(tmp_path: Path, *behaviours: dict[str, Any], door: tuple[str, ...]) -> Any:
-    settings = {**SIZES, "parallel.tensor": len(behaviours), "runtime.compile_cache": str(tmp_path)}
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled once for all of these tests, as far as JAX lets a process reuse it."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+def sharded(compiled: Path, *behaviours: dict[str, Any], door: tuple[str, ...]) -> Any:
+    settings = {**SIZES, "parallel.tensor": len(behaviours), "runtime.compile_cache": str(compiled)}
     arguments = [item for name, value in settings.items() for item in ("--set", f"{name}={json.dumps(value)}")]
     return service(
         *behaviours,
@@ -82,12 +90,13 @@ def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[
     except RequestFailed as error:
         told = error
     code = served.processes[1 - victim].wait_for_exit()
+    print(f"the other ended {time.monotonic() - start_s:.2f} s after the kill of process {victim}")
     return code, time.monotonic() - start_s, told
 
 
-def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(tmp_path: Path) -> None:
-    with sharded(tmp_path, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
-        served.processes[0].wait_for("compiled 6 of 6")
+def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(compiled: Path) -> None:
+    with sharded(compiled, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
+        served.processes[0].wait_for("serving gRPC on", COMPILE_S)
         with Client(served.address) as client:
             assert [ask(client, *case) for case in CASES] == expected()
             code, took_s, told = kill_while_streaming(served, client, victim=1)
@@ -100,8 +109,9 @@ def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(tmp_p
         assert "Traceback" not in log
 
 
-def test_the_death_of_process_0_ends_the_other(tmp_path: Path) -> None:
-    with sharded(tmp_path, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
+def test_the_death_of_process_0_ends_the_other(compiled: Path) -> None:
+    with sharded(compiled, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
+        served.processes[0].wait_for("serving gRPC on", COMPILE_S)
         with Client(served.address) as client:
             code, took_s, _ = kill_while_streaming(served, client, victim=0)
         # JAX itself may abort the process a moment after our line is written, before our exit.
@@ -110,13 +120,13 @@ def test_the_death_of_process_0_ends_the_other(tmp_path: Path) -> None:
         assert "process 0 (127.0.0.1, " in served.processes[1].log
 
 
-def test_a_damaged_plan_is_caught_by_the_checksum(tmp_path: Path) -> None:
+def test_a_damaged_plan_is_caught_by_the_checksum(tmp_path: Path, compiled: Path) -> None:
     """Both processes draw the same wrong tokens, since they draw together; what they were fed differs."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": [3, 5, 7, 9], "max_tokens": 40, "ignore_eos": True}))
     door = ("--input", str(prompts))
-    with sharded(tmp_path / "cache", REAL, {**REAL, "corrupt_at": 0}, door=door) as served:
-        assert [process.wait_for_exit() for process in served.processes] == [1, 1], served.processes[0].log
+    with sharded(compiled, REAL, {**REAL, "corrupt_at": 0}, door=door) as served:
+        assert [process.wait_for_exit(COMPILE_S) for process in served.processes] == [1, 1], served.processes[0].log
         last = served.processes[0].log.splitlines()[-1]
         assert last.startswith("error: process 1 (")
         assert "computed something else than process 0: their checksums differ after step" in last

@@ -62,6 +62,7 @@ def test_a_killed_process_ends_the_service_and_is_named() -> None:
     assert 1 <= len(replies) < 150
 
 
+@pytest.mark.slow
 def test_health_is_red_before_the_end() -> None:
     with service(SLOW, SLOW) as served, streaming(served), grpc.insecure_channel(served.address) as channel:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -72,6 +73,7 @@ def test_health_is_red_before_the_end() -> None:
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+@pytest.mark.slow
 def test_an_idle_service_notices_as_well() -> None:
     with service({}, {}) as served:
         assert served.address
@@ -93,6 +95,7 @@ def test_a_stopped_process_is_noticed_by_its_silence() -> None:
     assert len(ends) == 1
 
 
+@pytest.mark.slow
 def test_a_device_that_hangs_with_a_lost_process_does_not_keep_the_service() -> None:
     with service({"hang_at": 30, **SLOW}, SLOW) as served, streaming(served) as (_, _, ends):
         served.processes[1].wait_for("follows")
@@ -113,6 +116,7 @@ def test_the_death_of_process_0_ends_the_others() -> None:
         assert "process 0 (127.0.0.1, " in served.processes[1].wait_for("is lost: its connection broke")
 
 
+@pytest.mark.slow
 def test_process_0_falls_silent() -> None:
     with service(SLOW, SLOW, heartbeat_s=2.0) as served:
         assert served.address
@@ -143,6 +147,7 @@ def test_prompts_are_answered_and_all_end_with_0() -> None:
         assert "ERROR" not in served.processes[0].log + served.processes[1].log
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_drains() -> None:
     """What an orchestrator does: the others must live until process 0 has answered everything."""
     with service(SLOW, SLOW) as served, streaming(served) as (_, replies, ends):
@@ -155,6 +160,7 @@ def test_sigterm_to_all_drains() -> None:
     assert len(replies) == 150
 
 
+@pytest.mark.slow
 def test_the_smallest_pool_is_that_of_all() -> None:
     with service({"num_pages": 40}, {"num_pages": 30}, arguments=("--prompt", "a" * 130)) as served:
         assert served.processes[0].wait_for_exit() == 2
@@ -162,6 +168,7 @@ def test_the_smallest_pool_is_that_of_all() -> None:
         assert served.processes[1].wait_for_exit() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviours", "own", "text"),
     [
@@ -181,6 +188,7 @@ def test_processes_that_differ_refuse_to_start(behaviours, own, text: str) -> No
             assert process.log.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_process_does_not_have() -> None:
     with service({}, {}, own_arguments={1: ("--set", "model.path=/nowhere")}) as served:
         assert [process.wait_for_exit() for process in served.processes] == [1, 2]

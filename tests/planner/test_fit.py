@@ -56,7 +56,7 @@ def test_too_large_is_said_within_seconds_with_the_smallest_that_fits(name, on, 
     plan = make_plan(shipped(name), on, PlanOptions(tensor="auto"), compiles)
     assert not plan.fits and plan.problem and plan.memory.headroom_bytes < 0
     assert plan.predictions == () and plan.steps == ()
-    assert plan.seconds < 30
+    assert plan.seconds < 60, "two or three on an idle machine"
     assert plan.suggestion is not None
     assert (plan.suggestion.topology, plan.suggestion.tensor) == (wanted, tensor)
     assert not make_plan(shipped(name), wanted, PlanOptions(tensor=tensor // 2, compile=False)).fits
