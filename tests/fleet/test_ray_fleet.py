@@ -15,8 +15,8 @@ import pytest
 from ray_fleet import ROOT, WAIT_S, Fleet, environment, run_fleet, wait_until
 
 from jaxserve.api import SamplingParams
-from jaxserve.errors import Status
 from jaxserve.client import Client, RequestFailed
+from jaxserve.errors import Status
 from jaxserve.serve.convert import request_to_proto
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.status import status_of_grpc

@@ -11,8 +11,8 @@ import pytest
 from hosts_parts import WAIT_S, Service, service
 
 from jaxserve.api import SamplingParams
-from jaxserve.errors import Status
 from jaxserve.client import Client, RequestFailed
+from jaxserve.errors import Status
 from jaxserve.serve.gen import inference_pb2 as pb
 
 LIMIT_S = 10.0  # from the death of a process to the end of the others, as the issue asks
