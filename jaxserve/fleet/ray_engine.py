@@ -9,6 +9,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 
+from google.protobuf.message_factory import GetMessageClass
 from ray import serve
 
 from jaxserve.assemble import assemble
@@ -18,7 +19,7 @@ from jaxserve.engine import AsyncEngine
 from jaxserve.errors import EngineStopped, Status
 from jaxserve.fleet.messages import Accepted, Refusal
 from jaxserve.serve.gen import inference_pb2 as pb
-from jaxserve.serve.grpc_service import generate_replies
+from jaxserve.serve.grpc_service import InferenceService, generate_replies
 from jaxserve.serve.status import public_message, status_of
 from jaxserve.telemetry import observe_requests
 
@@ -37,6 +38,7 @@ class EngineReplica:
         self._ending.enter_context(observe_requests(self._engine, resolved.config.runtime))
         self._async_engine = AsyncEngine(self._engine, resolved.config.serve.encode_threads)
         self._ending.callback(self._async_engine.close)
+        self._service = InferenceService(self._async_engine)
         self._engine.start()
         self._ending.callback(self._engine.stop)
         logger.info("replica %s serves %s", self._replica, self._engine.model.name)
@@ -57,11 +59,16 @@ class EngineReplica:
                 async for reply in replies:
                     yield reply.SerializeToString()
         except Exception as error:
-            reference = f"error {uuid.uuid4().hex[:12]}"
-            status = status_of(error)
-            if status is Status.INTERNAL:
-                logger.exception("a request failed, %s", reference)
-            yield Refusal(status=status, text=public_message(error, reference))
+            yield _refusal(error)
+
+    async def answer(self, method: str, message: bytes) -> bytes | Refusal:
+        """The serialised answer of a method that streams nothing. `message` is its serialised request."""
+        kind = pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name[method].input_type
+        try:
+            request = GetMessageClass(kind).FromString(message)
+            return (await getattr(self._service, method)(request, None)).SerializeToString()
+        except Exception as error:
+            return _refusal(error)
 
     async def is_alive(self) -> bool:
         """True while new requests are taken."""
@@ -75,3 +82,11 @@ class EngineReplica:
     def __del__(self) -> None:
         """Ray calls it once no request is left, or when their time is up."""
         self._ending.close()
+
+
+def _refusal(error: Exception) -> Refusal:
+    reference = f"error {uuid.uuid4().hex[:12]}"
+    status = status_of(error)
+    if status is Status.INTERNAL:
+        logger.exception("a request failed, %s", reference)
+    return Refusal(status=status, text=public_message(error, reference))

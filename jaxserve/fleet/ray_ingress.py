@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.grpc_util import RayServegRPCContext
@@ -42,6 +43,7 @@ class Ingress:
     def __init__(self, engines: DeploymentHandle, max_attempts: int) -> None:
         self._generate = engines.options(method_name="generate", stream=True)
         self._is_alive = engines.options(method_name="is_alive")
+        self._answer = engines.options(method_name="answer")
         self._max_attempts = max_attempts
 
     async def Generate(
@@ -97,6 +99,48 @@ class Ingress:
             if not ended:  # the client left, and what nobody reads must not be generated
                 stream.cancel()
 
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        """By any replica: they have one tokenizer."""
+        return pb.TokenizeResponse.FromString(await self._ask_one("Tokenize", request, grpc_context))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
+    ) -> pb.DetokenizeResponse:
+        """By any replica."""
+        return pb.DetokenizeResponse.FromString(await self._ask_one("Detokenize", request, grpc_context))
+
+    async def GetModel(self, request: pb.GetModelRequest, grpc_context: RayServegRPCContext) -> pb.GetModelResponse:
+        """By any replica: they serve one model."""
+        return pb.GetModelResponse.FromString(await self._ask_one("GetModel", request, grpc_context))
+
+    async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.GetLoadResponse:
+        """Refused: no single replica knows it, and Ray's own status does."""
+        raise _unimplemented(grpc_context, "GetLoad", "look at `serve status` or at Ray's metrics")
+
+    async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
+        """Refused: an ingress does not know which replica has a request that came through another."""
+        raise _unimplemented(grpc_context, "Abort", "cancel the call that asked")
+
+    async def _ask_one(self, method: str, request: Message, grpc_context: RayServegRPCContext) -> bytes:
+        """The answer of a replica; of another one when the first has died, since nothing of it was heard."""
+        for attempt in range(1, self._max_attempts + 1):
+            try:
+                answer: Any = await self._answer.remote(method, request.SerializeToString())
+            except (RayTaskError, TaskCancelledError):
+                raise
+            except RayError as error:
+                logger.warning("a replica is lost on attempt %d of %s: %s", attempt, method, error)
+                continue
+            if isinstance(answer, Refusal):
+                grpc_context.set_code(GRPC_CODES[answer.status])
+                grpc_context.set_details(answer.text)
+                raise CallFailed(answer.text)
+            return answer
+        text = f"{self._max_attempts} replicas died before one answered; try again"
+        grpc_context.set_code(GRPC_CODES[Status.UNAVAILABLE])
+        grpc_context.set_details(text)
+        raise CallFailed(text)
+
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthCheckResponse:
@@ -140,6 +184,13 @@ class _Call:
         self.num_attempts = 0
         self.num_streamed = 0
         self.refusal: Refusal | None = None
+
+
+def _unimplemented(grpc_context: RayServegRPCContext, method: str, remedy: str) -> CallFailed:
+    text = f"a fleet on Ray does not answer {method}; {remedy}"
+    grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+    grpc_context.set_details(text)
+    return CallFailed(text)
 
 
 def _failed(grpc_context: RayServegRPCContext, call: _Call, refusal: Refusal) -> CallFailed:

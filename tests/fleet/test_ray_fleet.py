@@ -89,6 +89,11 @@ def test_a_fleet_serves_survives_a_kill_and_is_whole_again(fleet: Fleet, expecte
 
 def _check_the_client(fleet: Fleet, expected: dict[str, str]) -> None:
     with Client(fleet.address) as client:
+        ids = client.tokenize("a fox", timeout_s=WAIT_S)
+        assert "a fox" in client.detokenize(ids, timeout_s=WAIT_S)
+        assert client.model(timeout_s=WAIT_S).max_model_len > 0
+        with pytest.raises(RequestFailed, match="does not answer GetLoad"):
+            client.load(timeout_s=WAIT_S)
         replies = list(client.generate(PROMPTS[0], SAMPLING, timeout_s=WAIT_S))
         assert len(replies) > 100, "streamed, and not sent at the end"
         assert "".join(r.text for r in replies) == expected[PROMPTS[0]]
