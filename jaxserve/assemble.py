@@ -113,11 +113,6 @@ def assemble(
     return Assembly(engine=engine, sampling_defaults=devices[0].sampling_defaults, config=config)
 
 
-def build_engine(resolved: ResolvedConfig) -> AnyEngine:
-    """The engine of `assemble` alone."""
-    return assemble(resolved).engine
-
-
 def build_router(config: Config) -> Router:
     """The policy of `route:`. Raises ConfigError."""
     route = config.route

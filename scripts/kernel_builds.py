@@ -26,7 +26,8 @@ from kernel_runs import attend_layers, find_body, on_host, prepare
 from jaxserve.kernels.cases import Case, make_batch
 from jaxserve.kernels.oracle import relative_error
 from jaxserve.kernels.paged_attention import Device, KVScales, PagedAttention
-from jaxserve.runtime.topology import absent_devices, device_of_topology, single_device_mesh
+from jaxserve.models.loading import one_device_mesh
+from jaxserve.runtime.topology import absent_devices, device_of_topology
 
 # What makes Mosaic GPU print ptxas' report, and the launch with its shared memory.
 ENVIRONMENT = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
@@ -59,7 +60,7 @@ def compile_for(case: Case, body_name: str, topology: str) -> dict[str, Any]:
 def compile_attend(case: Case, body: PagedAttention, topology: str, layers: int = 1) -> tuple[Any, float]:
     """The executable of `attend_layers`, its caches donated, and the seconds that lowering and compiling took."""
     device = absent_devices(topology)[0]
-    sharding = NamedSharding(single_device_mesh(device), PartitionSpec())
+    sharding = NamedSharding(one_device_mesh(device), PartitionSpec())
     cache, args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_inputs(case, body)
     )

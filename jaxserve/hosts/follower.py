@@ -36,6 +36,7 @@ class Follower:
         self._is_serving = False
         self._said_bye = False  # process 0 has: the end of the stream is expected
         self._closing = False  # so is any end
+        self._over = threading.Event()  # nothing more is to be expected: it has failed, or the stream has ended
         self._stopped = threading.Event()
         self._next_seq = 0
         self._channel = grpc.insecure_channel(address, options=transport_options(heartbeat_s))
@@ -87,8 +88,7 @@ class Follower:
 
     def wait_for_end(self, timeout_s: float) -> None:
         """After the last report: waits until process 0 has compared it. Raises what it found, or HostLost."""
-        self._threads[0].join(timeout_s)
-        if self.failure is None and self._threads[0].is_alive():
+        if not self._over.wait(timeout_s):
             self._fail(HostLost(f"{self._leader} has not ended within {timeout_s:g} s after its last plan"))
         if self.failure is not None:
             raise self.failure
@@ -131,6 +131,7 @@ class Follower:
                 reason += f" ({error.code().name}: {error.details()})"
         if reason is not None and not self._closing:
             self._fail(HostLost(f"{self._leader} is lost: {reason}; see its log"))
+        self._over.set()
 
     def _take(self, frame: Frame) -> None:
         if self._is_serving:
@@ -180,5 +181,6 @@ class Follower:
             callbacks = list(self._callbacks)
         logger.error("%s", error)
         self._inbox.put(None)
+        self._over.set()
         for callback in callbacks:
             callback(error)

@@ -148,11 +148,6 @@ class Plan:
     notes: tuple[str, ...]
     seconds: float
 
-    @property
-    def num_kernel_calls(self) -> int:
-        """Pallas kernels inside the compiled steps."""
-        return sum(sum(step.kernels.values()) for step in self.steps)
-
     def as_json(self) -> dict[str, Any]:
         """Plain values, names as above."""
         tree = dataclasses.asdict(self)

@@ -31,6 +31,11 @@ def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[M
                 f"parallel.{name} is {getattr(parallel, name)}, but no model of this version is cut along that axis; "
                 "set it to 1 and use parallel.tensor"
             )
+    if parallel.microbatches is not None and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.microbatches is {parallel.microbatches}, but parallel.pipeline is 1: a step is cut only where "
+            "there are stages; leave it out, or set parallel.pipeline"
+        )
     per_replica = parallel.pipeline * parallel.tensor
     needed = parallel.data * per_replica
     if needed > len(devices):

@@ -11,7 +11,6 @@ import importlib.metadata
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 from jaxserve.chips import Chip, Topology, parse_topology
@@ -104,8 +103,3 @@ def _need(package: str, extra: str) -> None:
         raise ConfigError(
             f"compiling for a device that is not here needs the package {package}: pip install '{extra}'"
         ) from None
-
-
-def single_device_mesh(device: Any) -> jax.sharding.Mesh:
-    """A mesh of one device, whose abstract form tells Pallas what it lowers for."""
-    return jax.sharding.Mesh(np.array([device]), ("device",))

@@ -129,7 +129,7 @@ def sizes_of(line: str) -> list[int]:
 
 def test_no_gathered_logits_and_no_copied_cache(checkpoint: Path) -> None:
     """What travels are hidden states and numbers per row; the cache is updated in place."""
-    num_pages, kv_heads_per_device, vocab, devices = 200, 1, 131, 4
+    num_pages, kv_heads_per_device, devices = 200, 1, 4
     engine = engine_of(checkpoint, parallel__tensor=devices, cache__num_pages=num_pages)
     cache_size = (num_pages + 1) * kv_heads_per_device * 16 * 8  # of keys, or of values, on one device
     num_reduced = {}
@@ -144,9 +144,9 @@ def test_no_gathered_logits_and_no_copied_cache(checkpoint: Path) -> None:
             kind = found.group(1)
             if kind == "copy":
                 assert max(sizes_of(line)) < cache_size, f"{name}: {line}"
-            elif kind == "all-gather":  # the best 20 of each device
-                assert max(sizes_of(line)) <= 64 * 20 * devices and f",{vocab}" not in line, f"{name}: {line}"
-                assert "192" not in line.split(" = ")[1].split("(")[0], f"{name} gathers the vocabulary: {line}"
+            elif kind == "all-gather":  # the best 20 of each device; logits have 256 columns
+                best = {rows * 20 * devices for rows in (8, 64)}
+                assert set(sizes_of(line)) <= best, f"{name} gathers more than candidates: {line}"
             else:
                 assert kind == "all-reduce", f"{name}: {line}"
                 num_reduced[name] = num_reduced.get(name, 0) + (max(sizes_of(line)) >= 8 * 48)

@@ -277,6 +277,19 @@ def test_another_token_is_caught() -> None:
             pair.followed.result(WAIT_S)
 
 
+def test_a_failure_after_the_last_plan_is_told_at_once() -> None:
+    """Whoever waits for the verdict hears of a failure while the connection still stands."""
+    with contextlib.ExitStack() as stack:
+        pair = Pair(stack)
+        pair.run(max_tokens=3)
+        pair.runner.close(WAIT_S)
+        pair.leader.finish(WAIT_S)
+        assert not pair.followed.done(), "it waits for the verdict"
+        pair.leader.give_up(RuntimeError("while all say goodbye"))
+        with pytest.raises(HostLost, match="while all say goodbye"):
+            pair.followed.result(WAIT_S / 3)
+
+
 def test_a_lost_process_ends_a_step_that_would_hang() -> None:
     with contextlib.ExitStack() as stack:
         pair = Pair(stack)

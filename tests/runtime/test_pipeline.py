@@ -89,6 +89,8 @@ def test_meshes_are_cut_from_the_list_of_devices_in_order() -> None:
         make_meshes(ParallelConfig(data=2, pipeline=2, tensor=4), list("abcdefgh"))
     with pytest.raises(ConfigError, match=r"parallel\.expert is 2, but no model"):
         make_meshes(ParallelConfig(expert=2), list("abcdefgh"))
+    with pytest.raises(ConfigError, match=r"parallel\.microbatches is 2, but parallel\.pipeline is 1"):
+        make_meshes(ParallelConfig(microbatches=2), list("abcdefgh"))
 
 
 def test_layers_are_shared_out_evenly() -> None:
