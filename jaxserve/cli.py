@@ -17,6 +17,7 @@ from jaxserve import __version__
 from jaxserve.bench.cli import app as bench_app
 from jaxserve.config import format_config, load_config
 from jaxserve.console import complain, set_up_logging
+from jaxserve.errors import ConfigError
 from jaxserve.run import ConfigOption, SetOption, run_app, run_command
 
 app = typer.Typer(add_completion=False, help="LLM inference on JAX.")
@@ -101,11 +102,22 @@ def health_command(
     address: Annotated[str, typer.Argument(help="HOST:PORT of a server or a router.")],
     service: Annotated[str, typer.Option(help="Name of the health service; 'live': worth keeping.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
+    ca: Annotated[
+        Path | None, typer.Option(help="Asks over TLS: PEM file of authorities that may have signed its certificate.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file to show a server that asks for one.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
+    server_name: Annotated[
+        str | None, typer.Option(help="Name in the server's certificate, where it is not that of the address.")
+    ] = None,
 ) -> int:
     """Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer."""
-    from jaxserve.client import Client  # gRPC: not needed elsewhere
+    from jaxserve.client import Client, Tls  # gRPC: not needed elsewhere
 
-    with Client(address) as client:
+    if ca is None and (certificate, key, server_name) != (None, None, None):
+        raise ConfigError("--certificate, --key and --server-name are for servers with TLS; add --ca FILE")
+    tls = Tls(ca=ca, certificate=certificate, key=key, server_name=server_name) if ca is not None else None
+    with Client(address, tls=tls) as client:
         serving = client.is_serving(service, timeout_s=timeout)
     print("SERVING" if serving else "NOT_SERVING")
     return 0 if serving else 1
@@ -115,13 +127,16 @@ def health_command(
 def top_command(
     url: Annotated[str, typer.Argument(help="HOST:PORT of a server's HTTP door, or a whole URL.")] = "127.0.0.1:8000",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key, where the server wants one.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="PEM file of authorities for https.")] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
 ) -> int:
     """Watch a running server: rates, pages, latencies."""
-    from jaxserve.top import read_key, show
+    from jaxserve.serve.keys import read_keys
+    from jaxserve.top import show
 
-    return show(url, read_key(api_key_file), every_s=every, once=once)
+    key = read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None
+    return show(url, key, every_s=every, once=once, tls_ca=tls_ca)
 
 
 @app.command("version")

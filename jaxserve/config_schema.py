@@ -213,6 +213,14 @@ class HttpConfig(Section):
     port: int | None = pydantic.Field(
         default=None, ge=0, le=65535, description="0 takes a free port; null: no HTTP service."
     )
+    tls_cert: str | None = pydantic.Field(
+        default=None,
+        description="PEM file of the server's certificate and those between it and its root; null: no TLS.",
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_client_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
+    )
     api_keys_file: str | None = pydantic.Field(
         default=None, description="File of keys, one a line; every route but health then needs one. Null: open to all."
     )
@@ -221,7 +229,9 @@ class HttpConfig(Section):
     )
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1, description="Bytes of a request's body.")
     header_timeout_s: float = pydantic.Field(
-        default=10.0, gt=0, description="Seconds in which the headers of a request must arrive."
+        default=10.0,
+        gt=0,
+        description="Seconds in which the headers of a request must arrive, and before them the handshake of TLS.",
     )
     body_timeout_s: float = pydantic.Field(
         default=30.0, gt=0, description="Seconds in which the body of a request must arrive."

@@ -26,12 +26,18 @@ _REFRESH_S = 0.1
 
 
 def set_up_logging(config: RuntimeConfig) -> None:
-    """Shows what the package logs, as `config` says. For programs; a library leaves logging to its user."""
+    """Shows what the package logs, as `config` says. For programs; a library leaves logging to its user.
+
+    In JSON, the warnings of other packages are lines of JSON, too: what collects them reads nothing else.
+    """
     console = rich.console.Console(stderr=True)
     handler: logging.Handler
+    root = logging.getLogger()
+    root.handlers[:] = [other for other in root.handlers if not isinstance(other.formatter, JsonFormatter)]
     if config.log_format == "json":
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
+        root.addHandler(handler)
     elif console.is_terminal:
         handler = rich.logging.RichHandler(console=console, show_path=False, markup=False)
         handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))

@@ -89,7 +89,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
             "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve, "
             "such as --set serve.grpc.port=8500"
         )
-    check_serve_config(serve)
+    check_serve_config(serve)  # a wrong file is told before minutes are spent on loading
     with _built(resolved) as (engine, _), observe_requests(engine, resolved.config.runtime):
         return serve_forever(engine, serve)
 

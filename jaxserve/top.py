@@ -5,17 +5,18 @@ anywhere, with nothing of an engine loaded. Rates and percentiles are those betw
 shows them since the server's start, and says so.
 """
 
+import http.client
+import ssl
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,11 +26,11 @@ from jaxserve.errors import ConfigError
 
 _PREFIX = "jaxserve:"
 _TIMEOUT_S = 10.0
-_COLUMNS = 3  # of figures with their names
+_PAIR_WIDTH = 26  # of a figure with its name, in characters
 _LATENCIES = {
     "TTFT": "time_to_first_token_seconds",
     "ITL": "inter_token_latency_seconds",
-    "TPOT": "time_per_output_token_seconds",
+    "TPOT": "request_time_per_output_token_seconds",
     "queue": "request_queue_time_seconds",
     "end to end": "e2e_request_latency_seconds",
 }
@@ -47,6 +48,11 @@ class Scrape(NamedTuple):
         """Over all replicas, of the samples with these labels."""
         wanted = labels.items()
         return sum(value for (n, found), value in self.samples.items() if n == name and wanted <= found)
+
+    def continues(self, before: "Scrape") -> bool:
+        """False when a sum has become smaller: the server was started anew in between."""
+        sums = ((key, value) for key, value in before.samples.items() if key[0].endswith(("_total", "_count")))
+        return all(self.samples.get(key, 0.0) >= value for key, value in sums)
 
     def values(self, name: str, label: str) -> Mapping[str, float]:
         """By one label, over all replicas."""
@@ -73,32 +79,52 @@ def parse_scrape(text: str, time_s: float) -> Scrape:
     return Scrape(time_s, samples)
 
 
-def fetch(url: str, api_key: str | None) -> Scrape:
-    """One scrape of `url`, a server's address with or without /metrics. Raises ConfigError, saying what is wrong."""
+def fetch(url: str, api_key: str | None, tls_ca: str | None = None) -> Scrape:
+    """One scrape of `url`, a server's address with or without /metrics.
+
+    `tls_ca`: PEM file of the authorities of an https server; without it those of the system. Raises ConfigError,
+    saying what is wrong.
+    """
     address = metrics_url(url)
     request = urllib.request.Request(address)
     if api_key is not None:
-        request.add_header("authorization", f"Bearer {api_key}")
+        # The bytes of the file: servers compare bytes, and http.client writes each character as one.
+        request.add_header("authorization", f"Bearer {api_key}".encode().decode("latin-1"))
+    context = _tls_context(tls_ca) if address.startswith("https://") else None
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
             return parse_scrape(answer.read().decode(), time.monotonic())
     except urllib.error.HTTPError as error:
         with error:
             hint = "; give the key's file with --api-key-file" if error.code == 401 else ""
         raise ConfigError(f"{address} answers {error.code} {error.reason}{hint}") from error
-    except (OSError, UnicodeError) as error:
+    except (http.client.HTTPException, UnicodeError) as error:
+        raise ConfigError(f"what {address} answers is no HTTP; is it the HTTP port of jaxserve?") from error
+    except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ConfigError(
             f"{address} does not answer: {reason}; is serve.http.port set, and is it this one?"
         ) from error
 
 
+def _tls_context(tls_ca: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=tls_ca)
+    except OSError as error:
+        raise ConfigError(f"--tls-ca: cannot read {tls_ca}: {error}") from error
+
+
 def metrics_url(given: str) -> str:
     """'localhost:8000' -> 'http://localhost:8000/metrics'. Raises ConfigError for what is no address of a server."""
     url = given if "://" in given else f"http://{given}"
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"{given!r} is no address; give HOST:PORT or http://HOST:PORT")
+    problem = ConfigError(f"{given!r} is no address; give HOST:PORT or http://HOST:PORT")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # such as a port that is no number
+        raise problem from error
+    if not is_address or any(character <= " " for character in url):
+        raise problem
     return url if parts.path.endswith("/metrics") else url.rstrip("/") + "/metrics"
 
 
@@ -125,15 +151,19 @@ def _differences(now: Scrape, before: Scrape | None, name: str) -> list[tuple[fl
     return sorted((float(bound), count - old.get(bound, 0.0)) for bound, count in new.items())
 
 
-def render(now: Scrape, before: Scrape | None, source: str) -> Group:
-    """The view, as something that rich prints."""
-    return Group(_head(now, before, source), "", _rates(now, before), "", _pages(now), _latencies(now, before))
+def render(now: Scrape, before: Scrape | None, source: str, width: int = 80) -> Group:
+    """The view, as something that rich prints. `width`: of the terminal, in characters."""
+    rates = _rates(now, before, max(1, width // _PAIR_WIDTH))
+    return Group(_head(now, before, source), "", rates, "", *_pages(now), _latencies(now, before))
 
 
 def _head(now: Scrape, before: Scrape | None, source: str) -> Text:
     model = ", ".join(now.values("engine_accepting", "model_name"))
     span = "since start" if before is None else f"over {now.time_s - before.time_s:.1f} s"
     text = Text.assemble(("jaxserve top", "bold"), f"  {source}  ", (model, "cyan"), f"  rates {span}")
+    replicas = now.values("engine_alive", "engine")
+    if dead := [engine for engine, alive in replicas.items() if not alive]:
+        text.append(f"  {len(dead)} of {len(replicas)} replicas dead", "bold red")
     if not now.sum("engine_accepting"):
         text.append("  takes no new requests", "bold yellow")
     if (stalled_s := now.sum("engine_stalled_seconds")) > 5:
@@ -143,7 +173,7 @@ def _head(now: Scrape, before: Scrape | None, source: str) -> Text:
     return text
 
 
-def _rates(now: Scrape, before: Scrape | None) -> Table:
+def _rates(now: Scrape, before: Scrape | None, columns: int) -> Table:
     def gain(name: str) -> float:
         return now.sum(name) - (before.sum(name) if before is not None else 0.0)
 
@@ -164,12 +194,12 @@ def _rates(now: Scrape, before: Scrape | None) -> Table:
         "host": _share(total_s - parts["wait"], total_s),
     }
     table = Table.grid(padding=(0, 1))
-    for _ in range(_COLUMNS):
-        table.add_column(style="dim")
-        table.add_column(justify="right", min_width=12)
+    for _ in range(columns):
+        table.add_column(style="dim", no_wrap=True, min_width=11)
+        table.add_column(justify="right", no_wrap=True, min_width=11)
     pairs = list(cells.items())
-    for start in range(0, len(pairs), _COLUMNS):
-        table.add_row(*(text for pair in pairs[start : start + _COLUMNS] for text in pair))
+    for start in range(0, len(pairs), columns):
+        table.add_row(*(text for pair in pairs[start : start + columns] for text in pair))
     return table
 
 
@@ -183,23 +213,23 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole > 0 else "-"
 
 
-def _pages(now: Scrape) -> Table:
+def _pages(now: Scrape) -> list[RenderableType]:
     states = now.values("kv_cache_pages", "state")
     total = sum(states.values())
+    if not total:
+        return []
+    held = total - states.get("free", 0.0) - states.get("cached", 0.0)
     table = Table.grid(padding=(0, 2))
-    if total:
-        held = total - states.get("free", 0.0) - states.get("cached", 0.0)
-        numbers = "  ".join(f"{count:.0f} {state}" for state, count in states.items())
-        table.add_row("pages", ProgressBar(total=total, completed=held, width=30), f"{100 * held / total:.1f} % held")
-        table.add_row("", "", Text(numbers, "dim"))
-    return table
+    table.add_row("pages", ProgressBar(total=total, completed=held, width=30), f"{100 * held / total:.1f} % held")
+    numbers = "  ".join(f"{count:.0f} {state}" for state, count in states.items())
+    return [table, Text(f"       {numbers}", "dim"), ""]
 
 
 def _latencies(now: Scrape, before: Scrape | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("latency")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("latency", no_wrap=True)
     for name in ("count", "mean", "p50", "p90", "p99"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=7)
     for title, name in _LATENCIES.items():
         count, total = (
             now.sum(f"{name}_{kind}") - (before.sum(f"{name}_{kind}") if before is not None else 0.0)
@@ -214,40 +244,58 @@ def _latencies(now: Scrape, before: Scrape | None) -> Table:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def read_key(path: Path | None) -> str | None:
-    """The first key of a file such as serve.http.api_keys_file. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--api-key-file: cannot read {path}: {error}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"--api-key-file: {path} holds no key; write one into a line of its own")
-    return keys[0]
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1000 * seconds:.{0 if seconds >= 0.1 else 1}f} ms"
 
 
 def show(
-    url: str, api_key: str | None, *, every_s: float, once: bool, sleep: Callable[[float], None] = time.sleep
+    url: str,
+    api_key: str | None,
+    *,
+    every_s: float,
+    once: bool,
+    tls_ca: str | None = None,
+    console: Console | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Prints one view, or keeps one up to date until it is interrupted. A server that goes away ends it with an error.
+    """Prints one view, or keeps one up to date until it is interrupted; where there is no terminal, prints each.
 
-    Returns the exit code. Raises ConfigError when the server cannot be read.
+    A server that goes away is asked until it comes back. Returns the exit code. Raises ConfigError when the first
+    reading fails.
     """
-    source, console = metrics_url(url), Console()
-    now = fetch(url, api_key)
-    if once:
-        console.print(render(now, None, source))
-        return 0
-    with Live(render(now, None, source), console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        try:
-            while True:
-                sleep(every_s)
-                before, now = now, fetch(url, api_key)
-                live.update(render(now, before, source), refresh=True)
-        except KeyboardInterrupt:
-            return 0
+    source, console = metrics_url(url), console or Console()
+    views = _views(source, lambda: fetch(source, api_key, tls_ca), lambda: console.width, lambda: sleep(every_s))
+    try:
+        if once:
+            console.print(next(views))
+        elif console.is_terminal:
+            with Live(next(views), console=console, auto_refresh=False, screen=True) as live:
+                for view in views:
+                    live.update(view, refresh=True)
+        else:
+            for view in views:
+                console.print(view)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _views(
+    source: str, read: Callable[[], Scrape], width: Callable[[], int], wait: Callable[[], None]
+) -> Iterator[RenderableType]:
+    """A view for each reading, without end. Raises ConfigError when the first one fails."""
+    now, before = read(), None
+    while True:
+        view = render(now, before, source, width())
+        yield view
+        before = now
+        while True:
+            wait()
+            try:
+                now = read()
+                break
+            except ConfigError as error:  # it may only be starting anew: what was last seen stays
+                yield Group(Text(f"{error}; asking again", "bold red"), "", view)
+        if not now.continues(before):
+            before = None

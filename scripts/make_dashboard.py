@@ -47,14 +47,22 @@ def _latency(title: str, name: str, text: str) -> Panel:
 
 ROWS: dict[str, list[Panel]] = {
     "Now": [
-        Panel(title="Running", kind="stat", width=4, queries={"": "sum(jaxserve:num_requests_runningSELECT)"}),
-        Panel(title="Waiting", kind="stat", width=4, queries={"": "sum(jaxserve:num_requests_waitingSELECT)"}),
+        Panel(title="Running", kind="stat", width=3, queries={"": "sum(jaxserve:num_requests_runningSELECT)"}),
+        Panel(title="Waiting", kind="stat", width=3, queries={"": "sum(jaxserve:num_requests_waitingSELECT)"}),
         Panel(
             title="KV cache held",
             kind="stat",
-            width=4,
+            width=3,
             unit="percentunit",
-            queries={"": "avg(jaxserve:kv_cache_usage_percSELECT)"},
+            text="Of the replicas that live.",
+            queries={"": "avg(jaxserve:kv_cache_usage_percSELECT and jaxserve:engine_aliveSELECT == 1)"},
+        ),
+        Panel(
+            title="Replicas dead",
+            kind="stat",
+            width=3,
+            queries={"": "count(jaxserve:engine_aliveSELECT) - sum(jaxserve:engine_aliveSELECT)"},
+            colours={"0": "green", "1": "red"},
         ),
         Panel(title="Generated tokens/s", kind="stat", width=4, queries={"": _rate("generation_tokens_total")}),
         Panel(
@@ -78,7 +86,7 @@ ROWS: dict[str, list[Panel]] = {
     "Latency": [
         _latency("Time to first token", "time_to_first_token_seconds", "From arrival to the first token."),
         _latency("Inter-token latency", "inter_token_latency_seconds", "Between two tokens of one sequence."),
-        _latency("Time per output token", "time_per_output_token_seconds", "One value a request, after its first."),
+        _latency("Time per output token", "request_time_per_output_token_seconds", "One value a request."),
         _latency("End to end", "e2e_request_latency_seconds", "From arrival to the end."),
         _latency("Queue", "request_queue_time_seconds", "From submission to the first step."),
         _latency("Prefill", "request_prefill_time_seconds", "From the first step to the first token."),

@@ -1,4 +1,4 @@
-"""What a result belongs to: machine, versions, commit.
+"""What a result belongs to: command, machine, versions, commit.
 
 Owns the facts about this machine and this copy of jaxserve. Refuses to guess: what is not known is None.
 """
@@ -7,7 +7,9 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _GIT_S = 10.0
 def about_machine() -> dict[str, Any]:
     """Of the process that measures."""
     return {
+        "command": shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -14,7 +14,7 @@ import rich.progress
 import typer
 
 from jaxserve.bench.arrivals import ArrivalOptions, Ramp
-from jaxserve.bench.datasets import DATASET_NAMES, DatasetOptions
+from jaxserve.bench.datasets import DATASET_NAMES, DatasetOptions, check_dataset
 from jaxserve.bench.metrics import Goodput
 from jaxserve.bench.plot import check_plot, plot_serve
 from jaxserve.bench.report import OfflineReport, check_writable, write_json
@@ -177,6 +177,7 @@ def throughput_command(
         length_scale=length_scale,
         seed=seed,
     )
+    check_dataset(options)  # a wrong option is told before a model is loaded
     from jaxserve.bench.offline import bench_throughput
 
     return _finish(bench_throughput(_load(config, set_), options, vocab_size), json_)

@@ -5,8 +5,10 @@ tokens (`prompts`). Everything is drawn from one seed.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +56,15 @@ class DatasetOptions:
     speed: float = 1.0
     seed: int = 0
 
+    def as_json(self) -> dict[str, Any]:
+        """Every option as a plain value, the name under "dataset"."""
+        tree = dataclasses.asdict(self)
+        return {"dataset": tree.pop("name"), **tree, "path": None if self.path is None else str(self.path)}
+
 
 def make_samples(options: DatasetOptions, maker: PromptMaker) -> list[Sample]:
     """The requests of a dataset, in order. Raises ConfigError for options or a file that cannot be used."""
-    _check(options)
+    check_dataset(options)
     if options.name == "custom":
         assert options.path is not None, "checked above"
         samples = read_custom(options.path, options.output_len, options.num_prompts)
@@ -70,7 +77,7 @@ def make_samples(options: DatasetOptions, maker: PromptMaker) -> list[Sample]:
 
 def make_shapes(options: DatasetOptions) -> list[Shape]:
     """The shapes of any dataset but 'custom'. Raises ConfigError."""
-    _check(options)
+    check_dataset(options)
     if options.name in _TRACES:
         assert options.path is not None, "checked above"
         trace = _TRACES[options.name](options.path, options.num_prompts, options.length_scale)
@@ -138,7 +145,8 @@ _TRACES: Mapping[str, Callable[[Path, int | None, float], list[Shape]]] = {
 DATASET_NAMES = (*_SYNTHETIC, *_TRACES, "custom")
 
 
-def _check(options: DatasetOptions) -> None:
+def check_dataset(options: DatasetOptions) -> None:
+    """Raises ConfigError for options that cannot be, without a look into files."""
     if options.name not in DATASET_NAMES:
         raise ConfigError(f"there is no dataset {options.name!r}; there are {', '.join(DATASET_NAMES)}")
     from_file = options.name not in _SYNTHETIC
@@ -156,5 +164,5 @@ def _check(options: DatasetOptions) -> None:
     if not 0 <= options.range_ratio < 1:
         raise ConfigError(f"--range-ratio is {options.range_ratio}, but must be in [0, 1)")
     for name in ("length_scale", "speed"):
-        if not getattr(options, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be more than 0")
+        if not 0 < getattr(options, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be a number above 0")

@@ -15,6 +15,7 @@ from jaxserve.bench.serve_options import Endpoint
 from jaxserve.client import AsyncClient, ClientPrompt, Tls
 from jaxserve.client import RequestFailed as CallFailed
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.serve.gen import inference_pb2 as pb
 
 
 class GrpcClient:
@@ -39,14 +40,23 @@ class GrpcClient:
             raise ConfigError(f"{self._address} does not say what it serves: {error}") from error
         return {"model": model.name, "version": model.version}
 
+    async def count_tokens(self, text: str, *, with_added: bool, timeout_s: float) -> int | None:
+        """See `LoadClient.count_tokens`."""
+        try:
+            return len(await self._client.tokenize(text, add_special_tokens=with_added, timeout_s=timeout_s))
+        except CallFailed:  # a server of token ids
+            return None
+
     async def send(self, sample: Sample, recording: Recording) -> None:
         """See `LoadClient.send`."""
         prompt = sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt)
-        sampling = SamplingParams.from_dict({**self._options, "max_tokens": sample.output_len})
-        recording.start()
         try:
+            sampling = SamplingParams.from_dict({**self._options, "max_tokens": sample.output_len})
+            recording.start()
             async with contextlib.aclosing(self._client.generate(cast(ClientPrompt, prompt), sampling)) as replies:
                 async for reply in replies:
+                    if reply.finish_reason == pb.FINISH_REASON_ABORT:
+                        raise RequestFailed("aborted", "the server ended the request before its end")
                     recording.output_times_s.append(time.perf_counter())
                     if reply.HasField("usage"):
                         recording.prompt_tokens = reply.usage.num_prompt_tokens

@@ -25,6 +25,10 @@ class LoadClient(Protocol):
         """Model and version of the server, as far as it says. Raises ConfigError when it does not answer."""
         ...
 
+    async def count_tokens(self, text: str, *, with_added: bool, timeout_s: float) -> int | None:
+        """Tokens of a text as the server counts, with what it adds to a prompt of text; None when it does not say."""
+        ...
+
     async def send(self, sample: Sample, recording: Recording) -> None:
         """Asks and reads the whole answer. Raises RequestFailed."""
         ...
@@ -34,11 +38,17 @@ class LoadClient(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """Outcomes in the order of the samples; `start_s` of the run, on the clock of the outcomes."""
+    """Outcomes in the order of the samples.
+
+    Attributes:
+      start_s: of the run, on the clock of the outcomes.
+      num_waited: requests that were due while `max_concurrency` were open, and left later.
+    """
 
     outcomes: tuple[Outcome, ...]
     start_s: float
     duration_s: float
+    num_waited: int
     lag: ClientLag
 
 
@@ -56,10 +66,13 @@ async def run_load(
     A request's own time begins when it is sent, not when it is due. `timeout_s` is for one request.
     """
     assert len(samples) == len(due_s), (len(samples), len(due_s))
-    places = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
+    places = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
+    num_waited = 0
 
     async def ask(sample: Sample) -> Outcome:
-        async with places:
+        nonlocal num_waited
+        num_waited += places is not None and places.locked()
+        async with places or contextlib.nullcontext():
             outcome = await _ask(client, sample, timeout_s)
         on_done(outcome)
         return outcome
@@ -76,7 +89,7 @@ async def run_load(
         outcomes = tuple([await task for task in tasks])
         end_s = time.perf_counter()
         lag = probe.result()
-    return LoadResult(outcomes=outcomes, start_s=start_s, duration_s=end_s - start_s, lag=lag)
+    return LoadResult(outcomes=outcomes, start_s=start_s, duration_s=end_s - start_s, num_waited=num_waited, lag=lag)
 
 
 async def _ask(client: LoadClient, sample: Sample, timeout_s: float) -> Outcome:

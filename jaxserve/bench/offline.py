@@ -36,7 +36,7 @@ def bench_throughput(llm: LLM, dataset: DatasetOptions, vocab_size: int | None) 
     return OfflineReport(
         title=f"{llm.model_name}: {len(samples)} requests at once",
         about=about_machine() | {"device": about_device()},
-        load={"model": llm.model_name, "dataset": dataset.name, "num_prompts": len(samples), "seed": dataset.seed},
+        load={"model": llm.model_name, **dataset.as_json(), "num_prompts": len(samples)},
         figures={
             "elapsed_time": elapsed_s,
             "num_requests": len(outputs),

@@ -49,21 +49,34 @@ class OpenAIClient:
         known: dict[str, str] = {}
         if self._model is None:
             try:
-                self._model = str((await self._get("/v1/models", timeout_s))["data"][0]["id"])
+                self._model = str((await self._ask("/v1/models", timeout_s))["data"][0]["id"])
             except (KeyError, IndexError, TypeError) as error:
                 raise ConfigError(f"{self._url}/v1/models names no model; give --model NAME") from error
         with contextlib.suppress(ConfigError, KeyError, TypeError):  # not part of OpenAI's API, and only for the record
-            known["version"] = str((await self._get("/version", timeout_s))["version"])
+            known["version"] = str((await self._ask("/version", timeout_s))["version"])
         return {"model": self._model, **known}
 
-    async def _get(self, path: str, timeout_s: float) -> Any:
-        url = self._url + path
+    async def count_tokens(self, text: str, *, with_added: bool, timeout_s: float) -> int | None:
+        """See `LoadClient.count_tokens`. OpenAI's API has no such route; several servers have vLLM's.
+
+        A chat has nothing added but what its template writes, and how much that is depends on the chat.
+        """
+        body = {"model": self._model, "prompt": text, "add_special_tokens": with_added and not self._chat}
         try:
-            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
-                body = await response.read()
+            count = (await self._ask("/tokenize", timeout_s, body))["count"]
+        except (ConfigError, KeyError, TypeError):
+            return None
+        return count if isinstance(count, int) and count > 0 else None
+
+    async def _ask(self, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
+        url, timeout = self._url + path, aiohttp.ClientTimeout(total=timeout_s)
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._session.request(method, url, json=body, timeout=timeout) as response:
+                answer = await response.read()
                 if response.status != 200:
-                    raise ConfigError(f"{url} answers with HTTP {response.status}: {_message(body)}")
-                return json.loads(body)
+                    raise ConfigError(f"{url} answers with HTTP {response.status}: {_message(answer)}")
+                return json.loads(answer)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ConfigError(
                 f"{url} does not answer: {error or 'time is up'}; is the server running there?"
@@ -127,27 +140,43 @@ class EventReader:
             line = line.rstrip(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                yield b"\n".join(self._data)
-                self._data.clear()
+            elif not line:
+                yield from self._take()
+
+    def close(self) -> Iterator[bytes]:
+        """The data of an event that the end of the stream has ended: not every server writes the last empty line."""
+        yield from self.feed(b"\n")
+        yield from self._take()
+
+    def _take(self) -> Iterator[bytes]:
+        if self._data:
+            yield b"\n".join(self._data)
+            self._data.clear()
 
 
 async def _read_stream(response: aiohttp.ClientResponse, recording: Recording) -> None:
     reader = EventReader()
-    complete = False
+    complete, now_s = False, recording.start_s
     async for chunk in response.content.iter_any():
         now_s = time.perf_counter()
         for data in reader.feed(chunk):
-            complete |= data == b"[DONE]" or _take_event(data, now_s, recording)
+            complete |= _take_event(data, now_s, recording)
+    for data in reader.close():
+        try:
+            complete |= _take_event(data, now_s, recording)
+        except RequestFailed as error:
+            raise (RequestFailed("cut off", error.detail) if error.kind == "bad event" else error) from error
     if not complete:
         raise RequestFailed("cut off", "the stream ended without a finish reason and without [DONE]")
 
 
 def _take_event(data: bytes, now_s: float, recording: Recording) -> bool:
-    """Records one event. True when it has a finish reason."""
+    """Records one event. True when it ends the answer: a finish reason, or [DONE]."""
+    if data == b"[DONE]":
+        return True
     try:
         event = json.loads(data)
-        if error := event.get("error"):
+        if error := event.get("error") or (event if event.get("object") == "error" else None):
             raise RequestFailed("error in stream", json.dumps(error)[:_DETAIL])
         if usage := event.get("usage"):
             recording.prompt_tokens = usage.get("prompt_tokens")
@@ -157,6 +186,8 @@ def _take_event(data: bytes, now_s: float, recording: Recording) -> bool:
         if not choices:
             return False
         choice = choices[0]
+        if choice.get("finish_reason") == "abort":  # vLLM's word
+            raise RequestFailed("aborted", "the server ended the request before its end")
         if not _names_role_only(choice):
             recording.output_times_s.append(now_s)
         return choice.get("finish_reason") is not None

@@ -100,6 +100,7 @@ def _plot_sweep(runs: Sequence[Run], axes: Any) -> None:
         _plot_lines(axis, x, lines)
         axis.set(ylabel=f"{field.removesuffix('_ms').upper()}, ms")
     for axis in axes.flat:
+        axis.axhline(0, color="none")  # so that the scale is chosen with zero in it, and leaves room above the highest
         axis.set(xlabel=label, ylim=(0, None))
 
 

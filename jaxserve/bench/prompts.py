@@ -1,7 +1,8 @@
 """From shapes to prompts: token ids, text of a tokenizer, or words.
 
 Owns the contents, which are random and repeatable: a part is a function of the seed and of its key, so that what two
-requests share they share in tokens too. Refuses lengths (`datasets`).
+requests share they share in tokens too. Refuses lengths (`datasets`). What a tokenizer puts around a text of its own,
+such as a beginning-of-sequence id, is part of the length, since the server counts it, too.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ _MAX_TRIES = 8
 _MAX_CANDIDATES = 8192  # ids of a vocabulary that are looked at; the largest vocabularies have thirty times as many
 _MIN_STABLE = 32
 
-_WORDS = tuple(
+WORDS = tuple(
     "time year people way day man thing woman life child world school state family student group country problem "  # noqa: SIM905
     "hand part place case week company system program question work number night point home water room mother area "
     "money story fact month lot right study book eye job word business issue side kind head house service friend "
@@ -69,9 +70,10 @@ class TextPrompts:
         self._tokenizer = tokenizer
         self._seed = seed
         self._ids = np.array(_stable_ids(tokenizer, seed), dtype=np.int64)
+        self._num_added = len(tokenizer.encode("", add_special_tokens=True))
 
     def make(self, parts: Sequence[Part]) -> tuple[str, int]:
-        wanted = sum(part.length for part in parts)
+        wanted = max(1, sum(part.length for part in parts) - self._num_added)
         text = "".join(self._tokenizer.decode(self._draw(part.key, part.length)) for part in parts)
         ids = self._encode(text)
         for attempt in range(_MAX_TRIES):
@@ -82,7 +84,7 @@ class TextPrompts:
             else:
                 text += self._tokenizer.decode(self._draw(parts[-1].key + 1 + attempt, wanted - len(ids)))
             ids = self._encode(text)
-        return text, len(ids)
+        return text, len(ids) + self._num_added
 
     def _draw(self, key: int, length: int) -> list[int]:
         numbers = np.random.default_rng((self._seed, key)).integers(len(self._ids), size=length)
@@ -93,18 +95,26 @@ class TextPrompts:
 
 
 class WordPrompts:
-    """Common English words, one for each token asked for: about right for most vocabularies, and needs none."""
+    """Common English words, one for each token asked for: about right for most vocabularies, and needs none.
 
-    def __init__(self, seed: int) -> None:
+    It is exact where all of `words` are known to be one token each, the first one behind `lead`, and `num_added` what
+    the server adds to a text.
+    """
+
+    def __init__(self, seed: int, words: tuple[str, ...] = WORDS, lead: str = "", num_added: int = 0) -> None:
         self._seed = seed
+        self._words = words
+        self._lead = lead
+        self._num_added = num_added
 
     def make(self, parts: Sequence[Part]) -> tuple[str, int]:
         words = [
-            _WORDS[number]
+            self._words[number]
             for part in parts
-            for number in np.random.default_rng((self._seed, part.key)).integers(len(_WORDS), size=part.length)
+            for number in np.random.default_rng((self._seed, part.key)).integers(len(self._words), size=part.length)
         ]
-        return " ".join(words), len(words)
+        words = words[: max(1, len(words) - self._num_added)]
+        return self._lead + " ".join(words), len(words) + self._num_added
 
 
 def _stable_ids(tokenizer: Tokenizer, seed: int) -> list[int]:

@@ -16,16 +16,18 @@ from jaxserve.bench.about import about_machine
 from jaxserve.bench.arrivals import ArrivalOptions, arrival_times
 from jaxserve.bench.datasets import DatasetOptions, make_samples
 from jaxserve.bench.lag import judge
-from jaxserve.bench.load import LoadClient, run_load
+from jaxserve.bench.load import LoadClient, LoadResult, run_load
 from jaxserve.bench.metrics import Metrics, compute_metrics
 from jaxserve.bench.outcome import Outcome
 from jaxserve.bench.prompts import IdPrompts, PromptMaker, TextPrompts, WordPrompts
 from jaxserve.bench.report import Run, ServeReport
 from jaxserve.bench.samples import Sample
 from jaxserve.bench.serve_options import Endpoint, ServeOptions
+from jaxserve.bench.words import Words, learn_words
 from jaxserve.errors import ConfigError
 
 _ASK_S = 10.0
+_MAX_LEN_ERROR = 0.05  # of the prompts, beyond which a result says so
 
 Say = Callable[[str], None]  # a line for a person
 OnDone = Callable[[str, int, int], None]  # a request has ended: label of the run, how many, of how many
@@ -59,11 +61,15 @@ def bench_serve(options: ServeOptions, say: Say, on_done: OnDone) -> ServeReport
 
 async def measure(options: ServeOptions, say: Say, on_done: OnDone) -> ServeReport:
     """`bench_serve` on the running loop."""
-    points = _make_points(options)
+    words = Words()
+    points = _make_points(options, words)  # what is wrong with the options is told before anybody is asked
     client, server = await _connect(options.endpoint)
     runs = []
     try:
-        await _warm_up(client, points[0].samples[0], options, say)
+        if _spells_words(options):
+            words = await learn_words(client, _ASK_S)
+            points = _make_points(options, words)
+        await _warm_up(client, points[0].samples[0], options, words, say)
         for point in points:
             say(f"{point.label}: {len(point.samples)} requests")
             runs.append(await _run(client, point, options, on_done))
@@ -77,7 +83,13 @@ async def measure(options: ServeOptions, say: Say, on_done: OnDone) -> ServeRepo
     )
 
 
-def _make_points(options: ServeOptions) -> list[_Point]:
+def _spells_words(options: ServeOptions) -> bool:
+    """Also of a custom dataset the warm-up."""
+    needs_any = options.dataset.name != "custom" or options.warmup > 0
+    return needs_any and options.prompts.tokenizer is None and options.prompts.vocab_size is None
+
+
+def _make_points(options: ServeOptions, words: Words) -> list[_Point]:
     """Draws all samples before the first is sent. Raises ConfigError."""
     arrivals, limit = options.arrivals, options.max_concurrency
     if options.sweep_rates:
@@ -88,7 +100,7 @@ def _make_points(options: ServeOptions) -> list[_Point]:
         each = [(arrivals, limit)]
     points = []
     for number, (arrivals, limit) in enumerate(each):
-        samples = make_samples(options.dataset, make_prompts(options, number))
+        samples = make_samples(options.dataset, make_prompts(options, number, words))
         _check_prompts(samples, options.endpoint.backend)
         points.append(
             _Point(
@@ -102,7 +114,7 @@ def _make_points(options: ServeOptions) -> list[_Point]:
     return points
 
 
-def make_prompts(options: ServeOptions, run: int) -> PromptMaker:
+def make_prompts(options: ServeOptions, run: int, words: Words) -> PromptMaker:
     """What spells the prompts of a run; -1 is the warm-up. Equal seeds draw equal prompts, different runs never do."""
     seed = options.dataset.seed * 1000 + run + 1
     if options.prompts.tokenizer is not None:
@@ -111,7 +123,7 @@ def make_prompts(options: ServeOptions, run: int) -> PromptMaker:
         return TextPrompts(load_tokenizer(options.prompts.tokenizer), seed)
     if options.prompts.vocab_size is not None:
         return IdPrompts(options.prompts.vocab_size, seed)
-    return WordPrompts(seed)
+    return WordPrompts(seed, words.words, words.lead, words.num_added)
 
 
 def _check_prompts(samples: Sequence[Sample], backend: str) -> None:
@@ -165,12 +177,13 @@ async def _connect(endpoint: Endpoint) -> tuple[LoadClient, dict[str, Any]]:
         raise
 
 
-async def _warm_up(client: LoadClient, like: Sample, options: ServeOptions, say: Say) -> None:
+async def _warm_up(client: LoadClient, like: Sample, options: ServeOptions, words: Words, say: Say) -> None:
     """Requests of the size of the first one, of other tokens. Raises ConfigError when none is answered."""
     if not options.warmup:
         return
-    dataset = DatasetOptions(num_prompts=options.warmup, input_len=like.prompt_len, output_len=like.output_len)
-    samples = make_samples(dataset, make_prompts(options, -1))
+    input_len = max(1, like.prompt_len)  # a prompt of blanks has no word
+    dataset = DatasetOptions(num_prompts=options.warmup, input_len=input_len, output_len=like.output_len)
+    samples = make_samples(dataset, make_prompts(options, -1, words))
     say(f"warm-up: {len(samples)} requests")
     result = await run_load(
         client, samples, np.zeros(len(samples)), max_concurrency=options.max_concurrency, timeout_s=options.timeout_s
@@ -208,12 +221,35 @@ async def _run(client: LoadClient, point: _Point, options: ServeOptions, on_done
         outcomes=result.outcomes,
         start_s=result.start_s,
         warnings=tuple(judge(result.lag, metrics)),
-        notes=tuple(_notes(metrics, options)),
+        notes=(*_notes(metrics, options, _asked_len(point.samples, result.outcomes)), *_note_waits(point, result)),
     )
 
 
-def _notes(metrics: Metrics, options: ServeOptions) -> list[str]:
+def _note_waits(point: _Point, result: LoadResult) -> list[str]:
+    """With a rate the limit hides how long requests queue; a closed loop has nothing to hide."""
+    if not result.num_waited or point.rate == math.inf:
+        return []
+    return [
+        f"{result.num_waited} of {len(point.samples)} requests were due while {point.max_concurrency} were open, and "
+        "left later: --max-concurrency bounds the load, and no time here includes that wait"
+    ]
+
+
+def _asked_len(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> int:
+    """Tokens of the prompts that were answered, as the dataset has them."""
+    return sum(s.prompt_len for s, outcome in zip(samples, outcomes, strict=True) if outcome.failure is None)
+
+
+def _notes(metrics: Metrics, options: ServeOptions, asked_len: int) -> list[str]:
     notes = []
+    off = metrics.input_tokens - asked_len
+    if options.dataset.name != "custom" and abs(off) > _MAX_LEN_ERROR * asked_len:
+        is_chat = options.endpoint.backend == "openai-chat" and off > 0
+        hint = "a chat template adds its own" if is_chat else "--tokenizer DIR, or --vocab-size, makes them exact"
+        notes.append(
+            f"prompts have {metrics.input_tokens / metrics.completed:.1f} tokens on average as the server counts, "
+            f"{asked_len / metrics.completed:.1f} were asked for: {hint}"
+        )
     if metrics.num_short:
         hint = "" if options.endpoint.ignore_eos else "; --ignore-eos, where the server knows it, keeps them going"
         notes.append(f"{metrics.num_short} of {metrics.completed} answers are shorter than asked for{hint}")

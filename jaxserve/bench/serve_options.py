@@ -97,16 +97,14 @@ class ServeOptions:
             raise ConfigError(f"a concurrency is 1 or more, got {min(limits)}")
         if any(not 0 < percent < 100 for percent in self.percentiles):
             raise ConfigError(f"percentiles are between 0 and 100, got {list(self.percentiles)}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"--timeout is {self.timeout_s}, but must be more than 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"--timeout is {self.timeout_s}, but must be a number above 0")
 
     def as_json(self) -> dict[str, Any]:
         """Every option that shapes the load, as plain values."""
         prompts = self.prompts
-        dataset = dataclasses.asdict(self.dataset)
         return {
-            "dataset": dataset.pop("name"),
-            **dataset,
+            **self.dataset.as_json(),
             "prompts": "text"
             if prompts.tokenizer is not None
             else "ids"

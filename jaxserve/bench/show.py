@@ -83,11 +83,11 @@ def _figures(metrics: Metrics) -> list[tuple[str, str]]:
 def _spread_table(spreads: Sequence[tuple[str, Spread]]) -> rich.table.Table:
     table = _table()
     table.add_column("")
-    percents = list(spreads[0][1].percentiles)
+    percents = [percent for percent in spreads[0][1].percentiles if percent != 50]  # that is the median
     for heading in ("mean", "median", "std", *(f"p{percent:g}" for percent in percents)):
         table.add_column(heading, justify="right")
     for name, spread in spreads:
-        values = (spread.mean, spread.median, spread.std, *spread.percentiles.values())
+        values = (spread.mean, spread.median, spread.std, *(spread.percentiles[percent] for percent in percents))
         table.add_row(name, *(_number(value) for value in values))
     return table
 

@@ -14,6 +14,7 @@ an error with its number, because half a trace is another load.
 import csv
 import datetime
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def _after(path: Path, number: int, time_s: float, first_s: float) -> float:
+    if not math.isfinite(time_s):
+        raise _bad(path, number, f"its time is {time_s}")
     if time_s < first_s:
         raise _bad(path, number, "it is earlier than the first request; sort the trace by time")
     return time_s - first_s

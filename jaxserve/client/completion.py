@@ -50,11 +50,12 @@ def collect_replies(replies: Sequence[pb.GenerateResponse]) -> Completion:
     """Joins all messages of one call, in the order in which they came."""
     assert replies, "a call that ends well has at least one message"
     last = replies[-1]
+    by_index: dict[int, list[pb.GenerateResponse]] = {}
+    for reply in replies:
+        by_index.setdefault(reply.index, []).append(reply)
     return Completion(
         request_id=last.request_id,
-        outputs=tuple(
-            _join(index, [r for r in replies if r.index == index]) for index in sorted({r.index for r in replies})
-        ),
+        outputs=tuple(_join(index, of_index) for index, of_index in sorted(by_index.items())),
         num_prompt_tokens=last.usage.num_prompt_tokens,
         num_cached_tokens=last.usage.num_cached_tokens,
         num_generated_tokens=last.usage.num_generated_tokens,

@@ -13,7 +13,15 @@ from jaxserve.errors import ConfigError, JaxserveError, Status
 from jaxserve.serve.retry_info import retry_after_s
 from jaxserve.serve.status import status_of_grpc
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)  # prompt log-probabilities exceed gRPC's 4 MiB
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # prompt log-probabilities exceed gRPC's 4 MiB
+    # A server whose machine vanished sends no farewell, and a call without a deadline would wait for ever. gRPC servers
+    # that are not told otherwise, such as Ray's proxy, send clients away that ask more often than every five minutes.
+    ("grpc.keepalive_time_ms", 330_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

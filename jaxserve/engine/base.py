@@ -10,6 +10,7 @@ from jaxserve.api import Request, SamplingParams
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
+from jaxserve.errors import JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
 
@@ -28,6 +29,13 @@ class Load(NamedTuple):
     num_waiting_tokens: int
     max_waiting: int
     max_waiting_tokens: int
+
+
+def reason_of(failure: BaseException | None) -> str:
+    """Why an engine takes nothing, to end a sentence. `failure`: of the engine; many exceptions have no text."""
+    if failure is None:
+        return "it is shutting down"
+    return str(failure) if isinstance(failure, JaxserveError) else repr(failure)
 
 
 class AnyEngine(Protocol):

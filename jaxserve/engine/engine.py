@@ -1,26 +1,26 @@
 """The loop: drain the inbox, schedule, dispatch, commit the step before.
 
-Owns the order of a step, the live requests and the loop thread. Refuses policy (the scheduler's), shapes (the
-runner's) and protocols (serve's).
+Owns the order of a step, the inbox and the loop thread. Refuses what becomes of a request once it is taken (`live`),
+policy (the scheduler's), shapes (the runner's) and protocols (serve's).
 """
 
 import itertools
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.api import FinishReason, Request, SamplingParams, TokenEvent
-from jaxserve.engine.base import Load
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.engine.base import Load, reason_of
 from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
 from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
-from jaxserve.engine.outputs import LiveRequest, Sink
-from jaxserve.engine.stats import EngineStats, RequestTimes
+from jaxserve.engine.live import LiveRequests
+from jaxserve.engine.outputs import Sink
+from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.structured import Grammars, RowMasks
-from jaxserve.engine.waiting import Waiting, deadline_error
+from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 from jaxserve.sched import uses_priority
 from jaxserve.sched.base import InFlight, Runner, Scheduler
@@ -73,8 +73,7 @@ class Engine:
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._live: dict[str, LiveRequest] = {}
-        self._next_deadline_s = math.inf  # no live request has an earlier one
+        self._live = LiveRequests(scheduler, self._waiting, self._stats, model.eos_token_ids)
         # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
         self._gate = threading.Lock()
         self._launched: _Launched | None = None
@@ -146,7 +145,7 @@ class Engine:
             check_echo(request, self.tokenizer)
         with self._gate:
             if not self.accepting:
-                raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
+                raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
             self._waiting.enter(request, bounded=not accepted)
             if self._idle.is_set():
                 self._turned_s = self._clock()
@@ -180,7 +179,7 @@ class Engine:
     @property
     def num_live(self) -> int:
         """Requests that the loop has taken and that have not ended."""
-        return len(self._live)
+        return len(self._live.by_id)
 
     @property
     def load(self) -> Load:
@@ -205,12 +204,11 @@ class Engine:
         """One turn: launch the next step, then finish the one before. False when there is nothing to do."""
         self._turned_s = self._clock()
         self._drain_inbox()
-        if self._turned_s >= self._next_deadline_s:
-            self._end_late(self._turned_s)
+        self._live.end_late(self._turned_s)
         stats = self._stats
         stats.start_turn()
-        plan = self._masks.put(self._scheduler.schedule(), self._live)
-        stats.note_plan(plan, self._live)
+        plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
+        stats.note_plan(plan, self._live.by_id)
         launched = _Launched(plan, self._runner.dispatch(plan)) if plan is not None else None
         stats.add_time("dispatch")
         previous, self._launched = self._launched, launched
@@ -283,6 +281,7 @@ class Engine:
         """
         with self._gate:
             self.failure = error
+        self._stats.note_death()
         told = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has died: {error!r}")
         self._end_all(told, FinishReason.ERROR)
 
@@ -295,21 +294,16 @@ class Engine:
         result = step.handle.result()
         self._stats.note_result()
         events = self._scheduler.commit(step.plan, result)
-        self._emit(events)
+        self._live.emit(events)
         self._stats.note_commit(step.plan, len(events))
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
-        ending = list(self._live.items())
+        unheard: list[Submit] = []
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, Submit):
-                ending.append((command.request.request_id, self._make_silent(command)))
-        for request_id, live in ending:
-            if self.failure is None:
-                self._scheduler.abort(request_id)
-            live.fail(error, reason)
-        self._live.clear()
-        self._waiting.clear()
+                unheard.append(command)
+        self._live.end_all(unheard, error, reason, in_order=self.failure is None)
         self._idle.set()
 
     def _drain_inbox(self) -> None:
@@ -318,82 +312,8 @@ class Engine:
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self._add(command)
+            self._live.add(command, self.tokenizer)
         elif isinstance(command, Interrupt):
             raise command.error
         elif isinstance(command, Abort):
-            live = self._live.get(command.request_id)
-            if live is not None and command.request in (None, live.request):
-                self._end(live, None, FinishReason.ABORT)
-
-    def _end(self, live: LiveRequest, error: JaxserveError | None, reason: FinishReason) -> None:
-        request = live.request
-        del self._live[request.request_id]
-        self._scheduler.abort(request.request_id)
-        if not live.started:
-            self._waiting.leave(request, started=False)
-        live.fail(error, reason)
-
-    def _end_late(self, now_s: float) -> None:
-        """Ends what has passed its deadline. Looks at every live request, so only when one of them may have."""
-        for live in [one for one in self._live.values() if one.request.deadline_s <= now_s]:
-            self._end(live, deadline_error(live.request, live.started), FinishReason.ERROR)
-        self._next_deadline_s = min((one.request.deadline_s for one in self._live.values()), default=math.inf)
-
-    def _make_silent(self, command: Submit) -> LiveRequest:
-        """One that will produce no text: all it can do is tell its client that it ended."""
-        return self._make(command, None, False)
-
-    def _make(self, command: Submit, tokenizer: Tokenizer | None, echo: bool) -> LiveRequest:
-        request, times = command.request, RequestTimes(command.request, command.submitted_s)
-        eos_token_ids = self.model.eos_token_ids
-        return LiveRequest(request, command.sink, tokenizer, eos_token_ids, echo, stats=self._stats, times=times)
-
-    def _add(self, command: Submit) -> None:
-        refused = self._try_add(command)
-        self._waiting.take()
-        if refused is not None:
-            self._waiting.leave(command.request, started=False)
-            self._make_silent(command).fail(refused)
-
-    def _try_add(self, command: Submit) -> JaxserveError | None:
-        """None when the scheduler has taken it, else why not."""
-        request_id = command.request.request_id
-        try:
-            live = self._make(command, self.tokenizer, command.echo)
-        except Exception as error:  # a defect of the tokenizer costs the request that met it
-            logger.exception("request %s failed", request_id)
-            return JaxserveError(f"the prompt could not be decoded: {error!r}")
-        if request_id in self._live:
-            return InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
-        try:
-            self._scheduler.add(command.request)
-        except JaxserveError as error:
-            return error
-        self._live[request_id] = live
-        self._next_deadline_s = min(self._next_deadline_s, command.request.deadline_s)
-        return None
-
-    def _emit(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            live = self._live.get(event.request_id)
-            if live is None:
-                self._stats.dropped += 1
-                continue
-            if not live.started:
-                live.started = True
-                self._waiting.leave(live.request, started=True)
-            try:
-                update = live.push(event)
-                if update is None:
-                    self._stats.dropped += 1
-                    continue
-                if update.finish_reason is not None and event.finish_reason is None:
-                    self._scheduler.abort(event.request_id, event.index)
-                live.sink(update)
-            except Exception as error:  # a defect in one request's text or sink must not end the others
-                logger.exception("request %s failed", event.request_id)
-                self._scheduler.abort(event.request_id)
-                live.fail(JaxserveError(f"the output could not be processed: {error!r}"))
-            if live.done:
-                del self._live[event.request_id]
+            self._live.abort(command)

@@ -111,7 +111,8 @@ class LiveRequest:
         """Takes one token and returns the news, or None when the sequence has already ended.
 
         When a stop string ended the sequence the update says so while `event.finish_reason` did not: the caller then
-        tells the scheduler. The same holds when its grammar cannot go on; then it ends with an error.
+        tells the scheduler. The same holds when its grammar is complete before min_tokens, and when it cannot go on;
+        then it ends with an error.
         """
         sequence = self._sequences[event.index]
         if sequence.done:  # a stop string ended it one step ago; the token in flight is dropped
@@ -127,6 +128,8 @@ class LiveRequest:
         sequence.last_s = stats.now_s
         first = sequence.num_tokens == 0
         sequence.num_tokens += 1
+        if self.matchers and event.finish_reason is None and event.token_id in self._eos_token_ids:
+            event = event._replace(finish_reason=FinishReason.STOP)  # complete, though min_tokens asks for more
         text, finish_reason, stop_reason = self._read_text(sequence, event)
         error: InvalidRequest | None = None
         if self.matchers and finish_reason is None and (error := self._accept(event)) is not None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from jaxserve.api import FinishReason, Request, SamplingParams
-from jaxserve.engine.base import Load
+from jaxserve.engine.base import Load, reason_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink, Update
@@ -165,7 +165,7 @@ class EngineGroup:
         routed = _Routed(request, sink, echo, key)
         with self._lock:
             if not self.accepting:
-                raise EngineStopped(f"the engine takes no more requests: {self.failure or 'it is shutting down'}")
+                raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
             if request.request_id in self._routed:
                 raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
             self._place(routed)
@@ -265,7 +265,7 @@ class EngineGroup:
                 self._balancer.start(routed.key, number)
                 return
             candidates.remove(number)
-        raise full or EngineStopped(f"no replica takes requests: {self.failure or 'the others are shutting down'}")
+        raise full or EngineStopped(f"no replica takes requests: {reason_of(self.failure)}")
 
     def _mourn(self, number: int) -> None:
         failure = self._replicas[number].failure

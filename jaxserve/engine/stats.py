@@ -11,7 +11,8 @@ shown, and to keep anything without bound. The definitions are vLLM's, so that f
 
 Why the sums cost so little: a token of a sequence that also got one in the step before has the same ITL as all such
 tokens of its step, so they are counted and not measured; only the others are looked at one by one. The loop thread
-alone writes. Others read copies: a copy of a bounded queue is one uninterrupted operation of the interpreter.
+alone writes. Others read copies: `deque.copy` is one uninterrupted operation of the interpreter. `tuple(deque)` is not:
+making the tuple may collect garbage, which runs Python code and lets the loop append in between.
 """
 
 import collections
@@ -144,11 +145,13 @@ class EngineStats:
       now_s: when the tokens that are being handed out reached the host.
       previous_s: the same of the step before.
       dropped: tokens of the step that nobody waits for any more. Added to by whoever drops them.
+      alive: False once the loop has died; its requests have ended or moved, and its rows and pages are gone.
     """
 
     def __init__(self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float]) -> None:
         self.now_s = self.previous_s = math.nan  # equal to nothing, not even to itself
         self.dropped = 0
+        self.alive = True
         self._scheduler = scheduler
         self._count_compiles: Callable[[], int] = lambda: 0
         self._buckets = sorted(limits.buckets, key=lambda b: (b.tokens, b.rows, not b.decode_only))
@@ -173,8 +176,11 @@ class EngineStats:
 
     @property
     def counts(self) -> SchedulerCounts | None:
-        """What the scheduler holds now; None for one that does not tell."""
-        return counts_of(self._scheduler)
+        """What the scheduler holds now; None for one that does not tell. Of a dead loop the sums alone are left."""
+        counts = counts_of(self._scheduler)
+        if self.alive or counts is None:
+            return counts
+        return counts._replace(waiting=0, running=0, free_pages=0, cached_pages=0, held_pages=0, shared_pages=0)
 
     @property
     def clock_s(self) -> float:
@@ -195,20 +201,23 @@ class EngineStats:
         self._watchers.append(watcher)
 
     def page_states(self) -> bytes:
-        """One letter a page: f free, c cached, u used, s shared. Takes time in proportion to the pool."""
-        return page_states_of(self._scheduler)
+        """One letter a page: f free, c cached, u used, s shared. Takes time in proportion to the pool.
+
+        Empty for a scheduler that does not tell, and for a dead loop.
+        """
+        return page_states_of(self._scheduler) if self.alive else b""
 
     def steps(self) -> tuple[StepStats, ...]:
         """The latest steps, oldest first."""
-        return tuple(self._steps)
+        return tuple(self._steps.copy())
 
     def first_tokens(self) -> tuple[FirstToken, ...]:
         """The latest requests to get their first token, oldest first."""
-        return tuple(self._firsts)
+        return tuple(self._firsts.copy())
 
     def requests(self) -> tuple[RequestStats, ...]:
         """The latest requests to end, oldest first."""
-        return tuple(self._requests)
+        return tuple(self._requests.copy())
 
     def totals(self) -> Totals:
         """Sums since the start."""
@@ -371,3 +380,7 @@ class EngineStats:
                 watcher(times, stats)
             except Exception:  # what watches must not end what it watches
                 logger.exception("a watcher of requests failed")
+
+    def note_death(self) -> None:
+        """The loop has died. Nothing is planned any more."""
+        self.alive = False

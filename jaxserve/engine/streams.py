@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jaxserve.api import Request
-from jaxserve.engine.base import AnyEngine
+from jaxserve.engine.base import AnyEngine, reason_of
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
@@ -33,10 +33,12 @@ class AsyncEngine:
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
 
-        Raises what `work` raises, EngineStopped after `close`, and QueueFull when as much waits as may wait at all.
+        Raises what `work` raises, EngineStopped after `close` or once the engine has died, and QueueFull when as much
+        waits as may wait at all.
         """
-        if self._closed:
-            raise EngineStopped(f"no more requests are taken: {self.engine.failure or 'the engine is shutting down'}")
+        failure = self.engine.failure
+        if self._closed or failure is not None:
+            raise EngineStopped(f"the engine takes no more requests: {reason_of(failure)}")
         if self._num_pending >= self.engine.load.max_waiting:
             raise QueueFull(f"{self._num_pending} prompts wait to be encoded; try again later", retry_after_s=1.0)
         self._num_pending += 1

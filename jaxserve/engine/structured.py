@@ -31,10 +31,10 @@ class Grammars:
     def compile(
         self, sampling: SamplingParams, prompt_ids: Sequence[int], tokenizer: Tokenizer | None
     ) -> Grammar | None:
-        """The grammar of a request; None when it asks for none. Takes milliseconds, the first one up to a second.
+        """The grammar of a request; None when it asks for none. Takes milliseconds, at worst some seconds.
 
-        Raises InvalidRequest for a schema or grammar that cannot be compiled, UnsupportedOption for a model that has
-        no text, or no end of it.
+        Raises InvalidRequest for a schema or grammar that cannot be compiled, UnsupportedOption for one that takes too
+        much to compile, and for a model that has no text, or no end of it.
         """
         if sampling.structured is None:
             return None
@@ -86,6 +86,8 @@ class RowMasks:
 
     def put(self, plan: StepPlan | None, live: Mapping[str, Matched]) -> StepPlan | None:
         """The plan with a mask for each row that needs one; the very plan when none does."""
+        if not live:
+            self._places.clear()  # whoever sat there has ended, perhaps before the last plan that could say so
         if plan is None or not (plan.setups or self._places):
             return plan
         for row in plan.freed_rows:

@@ -105,4 +105,4 @@ def deadline_error(request: Request, started: bool) -> DeadlineExceeded:
     """What the sender of a request is told that was not done in time."""
     has = "had begun to answer" if started else "was waiting"
     allowed_s = request.deadline_s - request.arrival_s
-    return DeadlineExceeded(f"the request {has} when its {allowed_s:g} s were over; allow more (timeout_s)")
+    return DeadlineExceeded(f"the request {has} when its {round(allowed_s, 2):g} s were over; allow more (timeout_s)")

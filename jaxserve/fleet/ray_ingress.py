@@ -122,7 +122,7 @@ class Ingress:
         raise _unimplemented(grpc_context, "Abort", "cancel the call that asked")
 
     async def _ask_one(self, method: str, request: Message, grpc_context: RayServegRPCContext) -> bytes:
-        """The answer of a replica; of another one when the first has died, since nothing of it was heard."""
+        """The answer of a replica; of another one when it, or its engine, has died: nothing of it was heard."""
         for attempt in range(1, self._max_attempts + 1):
             try:
                 answer: Any = await self._answer.remote(method, request.SerializeToString())
@@ -132,6 +132,9 @@ class Ingress:
                 logger.warning("a replica is lost on attempt %d of %s: %s", attempt, method, error)
                 continue
             if isinstance(answer, Refusal):
+                if answer.status is Status.UNAVAILABLE:
+                    logger.warning("a replica refuses attempt %d of %s: %s", attempt, method, answer.text)
+                    continue
                 grpc_context.set_code(GRPC_CODES[answer.status])
                 grpc_context.set_details(answer.text)
                 raise CallFailed(answer.text)

@@ -49,6 +49,9 @@ class CallOptions:
 
 
 NO_OPTIONS = CallOptions()
+
+# Ids of one Abort. Millions of them fit into one message, and each is work for the event loop and for the engine's.
+MAX_ABORT_IDS = 4096
 _DEFAULTS = SamplingParams()
 
 
@@ -64,7 +67,8 @@ def refuse_unknown_fields(message: Message) -> None:
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Options that are not set keep their defaults. Raises InvalidRequest or UnsupportedOption."""
-    refuse_unknown_fields(message)
+    for part in (message, message.allowed_token_ids):
+        refuse_unknown_fields(part)
     options: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if options.pop("no_max_tokens", False):
         options["max_tokens"] = None
@@ -78,6 +82,16 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     if "structured" in options:
         options["structured"] = _structured_from_proto(message.structured)
     return SamplingParams(**options)
+
+
+def abort_from_proto(message: pb.AbortRequest) -> tuple[str, ...]:
+    """The ids, each once. Raises InvalidRequest or UnsupportedOption."""
+    refuse_unknown_fields(message)
+    if len(message.request_ids) > MAX_ABORT_IDS:
+        raise InvalidRequest(
+            f"one call aborts at most {MAX_ABORT_IDS} requests, this one names {len(message.request_ids)}; send several"
+        )
+    return tuple(dict.fromkeys(message.request_ids))
 
 
 def _structured_from_proto(message: pb.StructuredOutput) -> StructuredOutput:
@@ -210,11 +224,10 @@ def logprobs_from_proto(entries: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogpr
 
 
 def prompt_info_to_proto(prompt_token_ids: Sequence[int], info: PromptInfo | None, echo: bool) -> pb.PromptInfo:
-    """`info` is None when the request ended before its prompt had run."""
+    """Without log-probabilities, of which there may be many. `info` None: it ended before its prompt had run."""
     message = pb.PromptInfo(num_prompt_tokens=len(prompt_token_ids))
     if echo:
         message.token_ids.extend(prompt_token_ids)
     if info is not None:
         message.num_cached_tokens = info.num_cached_tokens
-        message.prompt_logprobs.extend(logprobs_to_proto(info.logprobs or ()))
     return message

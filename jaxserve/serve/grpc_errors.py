@@ -58,7 +58,8 @@ def _parse(parse: Callable[[bytes], Any], raw: bytes) -> Any:
 
 async def _report(error: Exception, method: str, context: grpc.aio.ServicerContext) -> None:
     """Ends the call with the status of `error`. Always raises, unless the client has left already."""
-    if context.done():  # a write to a client that has just gone fails in ways of its own; nobody is there to be told
+    # A write to a client that has just gone fails in ways of its own, at times before the context has heard of it.
+    if context.done() or isinstance(error, grpc.aio.InternalError):
         logger.debug("%s: the client left: %r", method, error)
         return
     status = status_of(error)

@@ -14,7 +14,7 @@ from jaxserve.config_schema import GrpcConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
-from jaxserve.serve.grpc_access import BearerTokens, check_access, server_credentials
+from jaxserve.serve.grpc_access import BearerTokens, server_credentials
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.keys import KnownKeys, read_keys
 
@@ -58,7 +58,6 @@ class GrpcServer:
     def __init__(self, service: CountedService, *, host: str, config: GrpcConfig) -> None:
         """Reads certificates and tokens. Raises ConfigError."""
         assert config.port is not None, "no port, no service"
-        check_access(config)
         self._address = f"[{host}]:{config.port}" if ":" in host else f"{host}:{config.port}"
         self._credentials = server_credentials(config)
         self._service = service

@@ -5,6 +5,7 @@ Owns the way from a message to a call of the engine and back. Refuses statuses (
 """
 
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 
@@ -13,8 +14,8 @@ import grpc
 from jaxserve import __version__
 from jaxserve.api import FinishReason, Request
 from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update
-from jaxserve.errors import DeadlineExceeded, InvalidRequest
-from jaxserve.serve.convert import refuse_unknown_fields, sampling_from_proto
+from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError
+from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.replies import Chunks, Replies
@@ -23,13 +24,20 @@ from jaxserve.text import Tokenizer, encode_chat
 MAX_REQUEST_ID_CHARS = 256
 
 
+class _Early:
+    """A request that is being encoded. Mutated on the event loop."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+
 class InferenceService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._num_live = 0
-        self._preparing: dict[str, bool] = {}  # id that the engine does not know yet -> whether it was aborted
+        self._early: dict[str, _Early] = {}  # requests that have an id and that the engine does not know yet
 
     @property
     def num_live(self) -> int:
@@ -38,9 +46,12 @@ class InferenceService(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams one request. A cancel from whatever cause arrives as CancelledError."""
+        request_id, early = request.request_id, _Early()
+        if request_id in self._early:
+            raise InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+        if request_id:
+            self._early[request_id] = early
         self._num_live += 1
-        if request.request_id:
-            self._preparing.setdefault(request.request_id, False)
         try:
             replies = generate_replies(
                 self._engine,
@@ -48,14 +59,20 @@ class InferenceService(pb_grpc.InferenceServicer):
                 # None where the client set no deadline, whatever the signature says.
                 remaining_s=context.time_remaining(),
                 traceparent=_traceparent(context),
-                is_aborted=lambda: self._preparing.pop(request.request_id, False),
+                is_aborted=lambda: self._hand_over(request_id, early),
             )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
                     await context.write(reply)
         finally:
             self._num_live -= 1
-            self._preparing.pop(request.request_id, None)
+            self._hand_over(request_id, early)
+
+    def _hand_over(self, request_id: str, early: _Early) -> bool:
+        """Whether it has been aborted; from now on the engine is told. Its id may be another request's by now."""
+        if self._early.get(request_id) is early:
+            del self._early[request_id]
+        return early.aborted
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Ids of a text or a chat, as `Generate` would encode it."""
@@ -96,10 +113,9 @@ class InferenceService(pb_grpc.InferenceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ends requests by id; within one step their memory is free."""
-        refuse_unknown_fields(request)
-        for request_id in request.request_ids:
-            if request_id in self._preparing:
-                self._preparing[request_id] = True
+        for request_id in abort_from_proto(request):
+            if request_id in self._early:
+                self._early[request_id].aborted = True
             self._engine.engine.abort(request_id)
         return pb.AbortResponse()
 
@@ -119,33 +135,38 @@ async def generate_replies(
     request at once. Raises the typed errors of `AsyncEngine.stream`, and InvalidRequest or its kin for a message that
     cannot be taken.
     """
-    prepared = await async_engine.run(lambda: _prepare(async_engine.engine, message, remaining_s, traceparent))
+    arrived_s = time.monotonic()
+    prepared = await async_engine.run(
+        lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent)
+    )
     replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
     if is_aborted():
         count = prepared.sampling.n
         for k in range(count):
             reason = FinishReason.ABORT
-            yield replies.build(Update(prepared.request_id, k, finish_reason=reason, last=k == count - 1))
+            yield await replies.build(Update(prepared.request_id, k, finish_reason=reason, last=k == count - 1))
         return
     # Closed here and not by the garbage collector: closing is what aborts, and pages must not wait for it.
     async with contextlib.aclosing(async_engine.stream(prepared, echo=message.echo)) as updates:
-        async for update in updates:
-            if (ready := chunks.take(update)) is not None:
-                yield replies.build(ready)
+        try:
+            async for update in updates:
+                if (ready := chunks.take(update)) is not None:
+                    yield await replies.build(ready)
+        except JaxserveError:
+            for ready in chunks.take_rest():  # it was generated, and the client may keep it
+                yield await replies.build(ready)
+            raise
 
 
-def _prepare(engine: AnyEngine, message: pb.GenerateRequest, remaining_s: float | None, traceparent: str) -> Request:
+def _prepare(
+    engine: AnyEngine, message: pb.GenerateRequest, arrived_s: float, remaining_s: float | None, traceparent: str
+) -> Request:
     """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
     refuse_unknown_fields(message)
     if len(message.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(
             f"request_id has {len(message.request_id)} characters, at most {MAX_REQUEST_ID_CHARS} are taken"
         )
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceeded("the deadline of the call was over before its request was read; allow more")
-    timeouts_s = [
-        s for s in (message.timeout_s if message.HasField("timeout_s") else None, remaining_s) if s is not None
-    ]
     return engine.prepare(
         _prompt(engine, message),
         sampling_from_proto(message.sampling),
@@ -153,9 +174,25 @@ def _prepare(engine: AnyEngine, message: pb.GenerateRequest, remaining_s: float 
         priority=message.priority,
         cache_salt=message.cache_salt,
         tenant=message.tenant,
-        timeout_s=min(timeouts_s) if timeouts_s else None,
+        timeout_s=_time_left_s(message, arrived_s, remaining_s),
         traceparent=traceparent,
     )
+
+
+def _time_left_s(message: pb.GenerateRequest, arrived_s: float, remaining_s: float | None) -> float | None:
+    """Of both limits the nearer one, None without either. The wait for a thread to encode on counts, too."""
+    own_s = message.timeout_s if message.HasField("timeout_s") else None
+    if own_s is not None and not own_s > 0:
+        return own_s  # which `prepare` refuses in its own words
+    limits_s = [limit_s for limit_s in (own_s, remaining_s) if limit_s is not None]
+    if not limits_s:
+        return None
+    left_s = min(limits_s) - (time.monotonic() - arrived_s)
+    if left_s <= 0:
+        raise DeadlineExceeded(
+            f"the {min(limits_s):g} s of the request were over before its prompt was read; allow more"
+        )
+    return left_s
 
 
 def _prompt(engine: AnyEngine, message: pb.GenerateRequest) -> Prompt:

@@ -4,8 +4,7 @@ Owns the names and what each of them means. Refuses to measure: every number is 
 of a scrape, so that the loop pays nothing for a system that looks at it now and then.
 
 Names, labels and meanings are vLLM's with `jaxserve:` in place of `vllm:`, wherever vLLM has the figure; then a
-dashboard moves over by changing the prefix. `jaxserve:time_per_output_token_seconds` is one value a request, as in
-vLLM's benchmark; between two tokens it is `jaxserve:inter_token_latency_seconds`.
+dashboard moves over by changing the prefix.
 """
 
 import itertools
@@ -28,7 +27,7 @@ _LABELS = ("model_name", "engine")
 HISTOGRAMS: dict[str, tuple[str, str]] = {
     "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
     "inter_token_latency_seconds": ("itl", "Between two tokens of one sequence."),
-    "time_per_output_token_seconds": ("tpot", "Of one request: (last token - first token) / (tokens - 1)."),
+    "request_time_per_output_token_seconds": ("tpot", "Of one request: (last token - first token) / (tokens - 1)."),
     "e2e_request_latency_seconds": ("e2e", "From a request's arrival to its end."),
     "request_queue_time_seconds": ("queue", "From a request's submission to its first step."),
     "request_prefill_time_seconds": ("prefill", "From a request's first step to its first token."),
@@ -80,6 +79,7 @@ class EngineCollector(Collector):
         yield from _page_metrics(readings)
         yield from _step_metrics(readings)
         yield from _histograms(readings)
+        yield _alive(readings)
         yield from self._engine_metrics(name)
 
     def _engine_metrics(self, name: str) -> Iterator[Metric]:
@@ -107,10 +107,11 @@ class _Reading(NamedTuple):
     totals: Totals
     counts: SchedulerCounts | None
     shares: Shares
+    alive: bool
 
     @classmethod
     def of(cls, model_name: str, number: int, stats: EngineStats) -> "_Reading":
-        return cls([model_name, str(number)], stats.totals(), stats.counts, shares_of(stats.steps()))
+        return cls([model_name, str(number)], stats.totals(), stats.counts, shares_of(stats.steps()), stats.alive)
 
 
 def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
@@ -122,7 +123,7 @@ def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         PREFIX + "request_success", "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason")
     )
-    for labels, totals, counts, _ in readings:
+    for labels, totals, counts, *_ in readings:
         prompt.add_metric(labels, totals.prompt_tokens)
         new.add_metric(labels, totals.new_tokens)
         for reason, number in totals.ended.items():
@@ -143,7 +144,7 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
         PREFIX + "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_LABELS
     )
     hits = CounterMetricFamily(PREFIX + "prefix_cache_hits", "Prompt tokens found there.", labels=_LABELS)
-    for labels, _, counts, _ in readings:
+    for labels, _, counts, *_ in readings:
         if counts is None:
             continue
         usage.add_metric(labels, counts.held_pages / counts.pages)
@@ -168,7 +169,7 @@ def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     )
     host = GaugeMetricFamily(PREFIX + "host_share", "Of the loop's time, not waiting; latest steps.", labels=_LABELS)
     padding = GaugeMetricFamily(PREFIX + "padding_waste", "Padding in the slots; latest steps.", labels=_LABELS)
-    for labels, totals, _, shares in readings:
+    for labels, totals, _, shares, _ in readings:
         steps.add_metric(labels, totals.steps)
         tokens.add_metric(labels, totals.computed_tokens)
         slots.add_metric(labels, totals.slots)
@@ -182,10 +183,17 @@ def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
 def _histograms(readings: list[_Reading]) -> Iterator[Metric]:
     for name, (key, text) in HISTOGRAMS.items():
         family = HistogramMetricFamily(PREFIX + name, text, labels=_LABELS)
-        for labels, totals, _, _ in readings:
+        for labels, totals, *_ in readings:
             snapshot = totals.histograms[key]
             family.add_metric(labels, _buckets(snapshot), snapshot.total)
         yield family
+
+
+def _alive(readings: list[_Reading]) -> Metric:
+    family = GaugeMetricFamily(PREFIX + "engine_alive", "0 once this replica has died.", labels=_LABELS)
+    for reading in readings:
+        family.add_metric(reading.labels, float(reading.alive))
+    return family
 
 
 def _buckets(snapshot: HistogramSnapshot) -> list[tuple[str, float]]:

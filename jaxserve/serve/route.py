@@ -59,7 +59,7 @@ async def route(
         await server.report_not_serving()
         await _drain(server, service, config.serve.drain_s, shutdown)
         service.end_all()
-        await server.wait_idle(_FAREWELL_S)
+        await shutdown.wait_for(server.wait_idle(_FAREWELL_S), _FAREWELL_S)
     finally:
         reporting.cancel()
         await server.stop(_LINGER_S)

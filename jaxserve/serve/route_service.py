@@ -14,15 +14,16 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import Message
 
-from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
+from jaxserve.errors import DeadlineExceeded, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.routing import PromptKey, key_of_text, key_of_tokens
-from jaxserve.serve.convert import refuse_unknown_fields
+from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.retry_info import retry_after_s
 from jaxserve.serve.route_pool import Backend, Pool
 
 _ASK_S = 30.0  # for calls that compute nothing
+_LOAD_S = 2.0  # one that has just fallen silent must not hold up the sum of the others
 _SUMS = (
     "num_running", "num_waiting", "num_waiting_tokens", "max_waiting", "max_waiting_tokens", "num_pages",
     "num_used_pages",
@@ -90,7 +91,7 @@ class RouteService(pb_grpc.InferenceServicer):
         """The sums over the replicas that answer in time."""
         refuse_unknown_fields(request)
         answers = await asyncio.gather(
-            *(b.stub.GetLoad(request, timeout=_ASK_S, metadata=self._pool.metadata) for b in self._pool.well),
+            *(b.stub.GetLoad(request, timeout=_LOAD_S, metadata=self._pool.metadata) for b in self._pool.well),
             return_exceptions=True,
         )
         loads = [answer for answer in answers if isinstance(answer, pb.GetLoadResponse)]
@@ -102,8 +103,7 @@ class RouteService(pb_grpc.InferenceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ends requests that came through this router."""
-        refuse_unknown_fields(request)
-        forwards = [self._live[request_id] for request_id in request.request_ids if request_id in self._live]
+        forwards = [self._live[request_id] for request_id in abort_from_proto(request) if request_id in self._live]
         await asyncio.gather(*(forward.abort() for forward in forwards))
         return pb.AbortResponse()
 
@@ -119,6 +119,8 @@ class RouteService(pb_grpc.InferenceServicer):
                 return await method(backend.stub)(request, timeout=_ASK_S, metadata=self._pool.metadata)
             except grpc.aio.AioRpcError as error:
                 failure = error
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise QueueFull(error.details() or "", retry_after_s=retry_after_s(error)) from error
                 if error.code() not in _DEATHS:
                     await context.abort(error.code(), error.details() or "")
                 self._pool.suspect(backend, error.details() or error.code().name)
@@ -144,6 +146,8 @@ class _Forward:
         self._aborted = False
         self._backend: Backend | None = None
         self._retry_after_s: float | None = None
+        self._arrived_s = asyncio.get_running_loop().time()
+        self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
         self._metadata = (*pool.metadata, *trace)
 
@@ -171,6 +175,8 @@ class _Forward:
             backend = self._pool.choose(self._key, tried)
             if backend is None or len(deaths) > self._retries or len(full) > 1:
                 self._give_up(tried, deaths, full)
+            if tried:
+                self._shorten_timeout()
             tried.append(backend.address)
             with self._pool.carrying(self._key, backend):
                 failure = await self._attempt(backend)
@@ -241,6 +247,16 @@ class _Forward:
             self._backend = None
             call.cancel()
         return None
+
+    def _shorten_timeout(self) -> None:
+        """`timeout_s` counts from the arrival here: what earlier attempts took is gone. Raises DeadlineExceeded."""
+        given_s = self._timeout_s
+        if given_s is None or not given_s > 0:  # what is no time is for a replica to refuse
+            return
+        left_s = given_s - (asyncio.get_running_loop().time() - self._arrived_s)
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the {given_s:g} s of the request were over before a replica had begun to answer")
+        self._request.timeout_s = left_s
 
 
 def _is_cut_off(reply: pb.GenerateResponse) -> bool:

@@ -18,7 +18,9 @@ from jaxserve.errors import ConfigError, EngineStopped
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.http import HttpDoor
+from jaxserve.serve.keys import read_keys
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
+from jaxserve.serve.tls import read_tls
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,21 @@ def serve_forever(engine: AnyEngine, serve_config: ServeConfig) -> int:
 
 
 def check_serve_config(serve_config: ServeConfig) -> None:
-    """Raises ConfigError when no door is asked for."""
-    if serve_config.grpc.port is None and serve_config.http.port is None:
+    """Raises ConfigError when no door is asked for, or when a door's files cannot be used.
+
+    Doors read the files themselves; here it is told before minutes are spent on loading.
+    """
+    grpc, http = serve_config.grpc, serve_config.http
+    if grpc.port is None and http.port is None:
         raise ConfigError("there is nothing to serve: set serve.grpc.port or serve.http.port (0 takes a free port)")
+    if grpc.port is not None:
+        read_tls(grpc, "serve.grpc")
+        if grpc.tokens_file is not None:
+            read_keys(grpc.tokens_file, "serve.grpc.tokens_file")
+    if http.port is not None:
+        read_tls(http, "serve.http")
+        if http.api_keys_file is not None:
+            read_keys(http.api_keys_file, "serve.http.api_keys_file")
 
 
 async def serve(
@@ -101,13 +115,12 @@ async def serve(
             logger.info("serving %s over %s on %s", engine.model.name, protocol, address)
             print(f"serving {protocol} on {address}", flush=True)
         on_ready(Addresses(ports.get(GrpcServer.protocol), ports.get(HttpDoor.protocol)))
-        await _until_shutdown_or_death(async_engine, doors, serve_config.stall_s, shutdown)
-        for door in doors:
-            await door.report_not_serving()
-        if engine.failure is None:
-            await _drain(engine, serve_config.drain_s, shutdown)
-        await _stop_engine(engine)
-        await asyncio.gather(*(door.wait_idle(_FAREWELL_S) for door in doors))
+        watching = asyncio.create_task(_watch(async_engine, doors, serve_config.stall_s))
+        try:
+            await _until_shutdown_or_death(watching, shutdown)
+            await _end(engine, doors, serve_config, shutdown)
+        finally:
+            watching.cancel()
     finally:
         await asyncio.gather(*(door.stop(_LINGER_S) for door in doors))
         async_engine.close()
@@ -124,23 +137,45 @@ def _make_doors(async_engine: AsyncEngine, serve_config: ServeConfig) -> list[Fr
     return doors
 
 
-async def _until_shutdown_or_death(
-    async_engine: AsyncEngine, doors: Sequence[FrontServer], stall_s: float, shutdown: Shutdown
-) -> None:
+async def _watch(async_engine: AsyncEngine, doors: Sequence[FrontServer], stall_s: float) -> None:
+    """Tells doors and clients of a loop that stands still, in a drain too; returns when the engine has died."""
     engine, was_live = async_engine.engine, True
-    while engine.failure is None and not shutdown.drain.is_set():
+    while engine.failure is None:
         live = engine.stalled_s < stall_s
         if live != was_live:
             was_live = live
             await _report(doors, live)
         if not live:  # those that have come since the last look, too
             async_engine.end_streams(EngineStopped(f"a step has not ended for {stall_s:g} s; the device may be stuck"))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(shutdown.drain.wait(), _WATCH_S)
-    if engine.failure is not None:
-        logger.error("the engine has died, so serving ends: %r", engine.failure)
-        for door in doors:
-            await door.report_live(False)
+        await asyncio.sleep(_WATCH_S)
+    logger.error("the engine has died, so serving ends: %r", engine.failure)
+    for door in doors:
+        await door.report_live(False)
+
+
+async def _until_shutdown_or_death(watching: asyncio.Task[None], shutdown: Shutdown) -> None:
+    asked = asyncio.ensure_future(shutdown.drain.wait())
+    try:
+        await asyncio.wait({watching, asked}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        asked.cancel()
+    if watching.done():
+        watching.result()  # what only a defect raises must not leave a service that nobody watches
+
+
+async def _end(engine: AnyEngine, doors: Sequence[FrontServer], serve_config: ServeConfig, shutdown: Shutdown) -> None:
+    now_s = asyncio.get_running_loop().time
+    over_s = now_s()
+    for door in doors:
+        await door.report_not_serving()
+    if engine.failure is None:
+        over_s += serve_config.drain_s
+        await _drain(engine, serve_config, shutdown)
+    if not await shutdown.wait_for(_in_thread(engine.stop), _STOP_S):
+        logger.error("the engine did not stop in time; its device does not answer")
+    # A client that reads slowly has not got its answer when the engine is done with it: the drain is for it as well.
+    farewell_s = max(_FAREWELL_S, over_s - now_s())
+    await shutdown.wait_for(asyncio.gather(*(door.wait_idle(farewell_s) for door in doors)), farewell_s)
 
 
 async def _report(doors: Sequence[FrontServer], live: bool) -> None:
@@ -154,20 +189,18 @@ async def _report(doors: Sequence[FrontServer], live: bool) -> None:
         await door.report(live)
 
 
-async def _drain(engine: AnyEngine, drain_s: float, shutdown: Shutdown) -> None:
-    logger.info("draining %d requests, at most %.1f s", engine.num_live, drain_s)
-    drained = _in_thread(lambda: engine.drain(drain_s))
+async def _drain(engine: AnyEngine, serve_config: ServeConfig, shutdown: Shutdown) -> None:
+    """Until nothing runs, the time is over, a second signal comes, or a stall has ended every stream anyway."""
+    logger.info("draining %d requests, at most %.1f s", engine.num_live, serve_config.drain_s)
+    drained = _in_thread(lambda: engine.drain(serve_config.drain_s))
     hurried = asyncio.ensure_future(shutdown.now.wait())
-    await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    ends = {drained, hurried}
+    while engine.stalled_s < serve_config.stall_s:
+        if (await asyncio.wait(ends, timeout=_WATCH_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            break
     hurried.cancel()
     if engine.num_live:
         logger.warning("%d requests are cut off", engine.num_live)
-
-
-async def _stop_engine(engine: AnyEngine) -> None:
-    stopped = _in_thread(engine.stop)
-    if not (await asyncio.wait({stopped}, timeout=_STOP_S))[0]:
-        logger.error("the engine did not stop within %.0f s; its device does not answer", _STOP_S)
 
 
 def _in_thread(work: Callable[[], object]) -> asyncio.Future[None]:

@@ -1,4 +1,4 @@
-"""How a server is asked to end: two flags, and the signals that set them.
+"""How a server is asked to end: two flags, the signals that set them, and a wait that the second one cuts short.
 
 Owns nothing else. What a drain means is for each server to say (`service`, `route`).
 """
@@ -6,6 +6,8 @@ Owns nothing else. What a drain means is for each server to say (`service`, `rou
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+
+_HURRY_S = 2.0  # for a step to end and for farewells to leave, once somebody has asked twice
 
 
 class Shutdown:
@@ -19,6 +21,25 @@ class Shutdown:
         if self.drain.is_set():
             self.now.set()
         self.drain.set()
+
+    async def wait_for(self, work: Awaitable[object], timeout_s: float) -> bool:
+        """Waits for `work`: at most `timeout_s`, and little longer once an end at once is asked for.
+
+        True when it has ended; what has not is cancelled. Raises what it raises.
+        """
+        task, hurried = asyncio.ensure_future(work), asyncio.ensure_future(self.now.wait())
+        try:
+            await asyncio.wait({task, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if hurried.done() and not task.done():
+                await asyncio.wait({task}, timeout=min(timeout_s, _HURRY_S))
+            if not task.done():
+                return False
+            task.result()
+            return True
+        finally:
+            hurried.cancel()
+            task.cancel()
+            await asyncio.gather(task, hurried, return_exceptions=True)
 
 
 def run_with_signals(work: Callable[[Shutdown], Awaitable[int]]) -> int:

@@ -13,11 +13,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.structured_output import StructuredOutput
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.trial import Trial
 
 _CACHED_GRAMMARS = 64
 # Without a bound a model at a high temperature can fill all its tokens with white space.
@@ -27,8 +28,10 @@ _ANCHORS = ("\n", "a", ".")  # many tokenizers put a space before the first word
 _LONGEST_PIECE = 128
 _SPELLED_CHARS = 200
 _PUNCTUATION = frozenset("\\.+*?()|[]{}^$#&-~/")
-_MAX_ITEMS_IN_ROW = 10_000  # an object of 2000 optional members needs about 8000
+# An object of 1000 optional members needs 3999. The worst grammars take the loop 70 ms a token then; with 10,000, 750.
+_MAX_ITEMS_IN_ROW = 4000
 _MAX_LEXER_STATES = 50_000  # about 2 kB each, for every running sequence
+_TRIAL_S = 3.0  # of processor time; the largest schemas that people have take half a second
 
 
 class Vocabulary:
@@ -157,7 +160,9 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None  # made by the first request that needs it
-        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar] = collections.OrderedDict()
+        self._trial = Trial(seconds=_TRIAL_S, max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES)
+        # A text says why this one must not be compiled: finding that out again would hold up others.
+        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar | str] = collections.OrderedDict()
 
     def compile(
         self,
@@ -167,10 +172,10 @@ class GrammarCompiler:
         allowed_token_ids: Sequence[int] | None = None,
         skip_special_tokens: bool = True,
     ) -> TextGrammar:
-        """The grammar of one request. Takes milliseconds, for bad schemas up to a second.
+        """The grammar of one request. Takes milliseconds, at worst some seconds.
 
         Raises InvalidRequest with llguidance's words for what cannot be compiled or begins with no token that is
-        allowed, UnsupportedOption for a vocabulary that cannot be constrained.
+        allowed, UnsupportedOption for what takes too much to compile and for a vocabulary that cannot be constrained.
         """
         vocabulary = self._find_vocabulary()
         grammar = self._find(structured, vocabulary)
@@ -193,39 +198,51 @@ class GrammarCompiler:
 
     def _find(self, structured: StructuredOutput, vocabulary: Vocabulary) -> TextGrammar:
         with self._lock:
-            if (known := self._cache.get(structured)) is not None:
+            known = self._cache.get(structured)
+            if known is not None:
                 self._cache.move_to_end(structured)
-                return known
+        if known is None:
+            try:
+                known = self._compile(structured, vocabulary)
+            except UnsupportedOption as error:
+                known = str(error)
+            with self._lock:
+                self._cache[structured] = known
+                if len(self._cache) > _CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+        if isinstance(known, str):
+            raise UnsupportedOption(known)
+        return known
+
+    def _compile(self, structured: StructuredOutput, vocabulary: Vocabulary) -> TextGrammar:
+        source = self._source(structured)
         limits = LLParserLimits(
             max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
         )
-        backend = LLMatcher(vocabulary.backend, _source(structured), log_level=0, limits=limits)
+        backend = LLMatcher(vocabulary.backend, source, log_level=0, limits=limits)
         if backend.is_error():
             raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {backend.get_error()}")
-        compiled = TextGrammar(
-            backend=backend, first_mask=_read_mask(backend, vocabulary.num_words * 4, "at its beginning")
-        )
-        with self._lock:
-            self._cache[structured] = compiled
-            if len(self._cache) > _CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        return compiled
+        first_mask = _read_mask(backend, vocabulary.num_words * 4, "at its beginning")
+        return TextGrammar(backend=backend, first_mask=first_mask)
 
-
-def _source(structured: StructuredOutput) -> str:
-    """What llguidance compiles. Raises InvalidRequest when it is not even read."""
-    try:
-        if structured.regex is not None:
-            return LLMatcher.grammar_from_regex(structured.regex)
+    def _source(self, structured: StructuredOutput) -> str:
+        """What llguidance compiles, known to come to an end. Raises InvalidRequest when it is not even read."""
+        kind = _kind(structured)
         if structured.choice:
             # One expression, which becomes one automaton; as alternatives of a grammar, thousands would be too many.
-            return LLMatcher.grammar_from_regex("|".join(map(_escaped, structured.choice)))
+            return LLMatcher.grammar_from_regex("|".join(map(_escaped, structured.choice)))  # takes as long as it is
+        if structured.regex is not None:
+            return self._trial.check(kind, LLMatcher.grammar_from_regex(structured.regex))
         if structured.grammar is not None:
-            return grammar_from("grammar" if "::=" in structured.grammar else "lark", structured.grammar)
+            if "::=" in structured.grammar:
+                return self._trial.check(kind, structured.grammar, is_gbnf=True)
+            return self._trial.check(kind, LLMatcher.grammar_from_lark(structured.grammar))
         schema = structured.json_schema or _ANY_OBJECT
-        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the {_kind(structured)} cannot be read: {error}") from error
+        try:
+            source = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise InvalidRequest(f"the {kind} cannot be read: {error}") from error
+        return source if structured.json_object else self._trial.check(kind, source)
 
 
 def _escaped(text: str) -> str:

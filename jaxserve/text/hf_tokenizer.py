@@ -86,7 +86,9 @@ class HfTokenizer:
         if token_id in self._added_ids:
             return piece.encode()
         if self._decoded_by == ["ByteLevel"]:
-            return bytes(_BYTE_OF[character] for character in piece)
+            spelled = [_BYTE_OF.get(character) for character in piece]
+            # A piece with another character in it stands for itself, as in the library's decoder.
+            return piece.encode() if None in spelled else bytes(spelled)  # pyright: ignore[reportArgumentType]
         if self._decoded_by == ["Metaspace"]:
             return piece_bytes(piece)
         raise UnsupportedOption(

@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 WAIT_S = 30.0
+NUM_ADDED = 2  # tokens around a prompt of text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,13 @@ class Script:
       waits_s: before each piece of output; the first begins with the request.
       tokens_each: tokens of a piece.
       status: other than 200: refused so.
-      ending: "done"; "cut": neither finish reason nor [DONE]; "error": an error event; "garbage": no JSON;
+      ending: "done"; "cut": neither finish reason nor [DONE]; "half": within an event; "error": an error event;
+        "object": an error event of older servers; "abort": with that finish reason; "garbage": no JSON;
         "silent": no output at all; "hang": never ends.
       role_first: an event of a chat that names the role, at once.
       count: say the usage.
+      line_end: of every line.
+      whole_end: the last event is [DONE] and has its empty line; False: it is the usage, and has none.
     """
 
     waits_s: Sequence[float] = (0.0,)
@@ -41,13 +45,16 @@ class Script:
     ending: str = "done"
     role_first: bool = False
     count: bool = True
+    line_end: str = "\n"
+    whole_end: bool = True
 
 
 class ScriptedServer:
-    """Mutated by the server's thread; read by tests after the load."""
+    """Mutated by the server's thread; read by tests after the load. `count` is its tokenizer; None: it has none."""
 
-    def __init__(self, scripts: Sequence[Script]) -> None:
+    def __init__(self, scripts: Sequence[Script], count: Callable[[str], int] | None = None) -> None:
         self.scripts = list(scripts)
+        self.count = count
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.sent_s: dict[int, list[float]] = {}
@@ -56,6 +63,8 @@ class ScriptedServer:
         self.app = FastAPI()
         self.app.get("/v1/models")(self._models)
         self.app.get("/version")(self._version)
+        if count is not None:
+            self.app.post("/tokenize")(self._tokenize)
         self.app.post("/v1/completions")(self._completions)
         self.app.post("/v1/chat/completions")(self._chat)
         self.url = ""
@@ -66,11 +75,18 @@ class ScriptedServer:
     async def _version(self) -> dict[str, str]:
         return {"version": "1.2.3"}
 
+    async def _tokenize(self, request: Request) -> dict[str, int]:
+        body = await request.json()
+        assert self.count is not None
+        return {"count": self.count(body["prompt"]) + NUM_ADDED * body["add_special_tokens"]}
+
     async def _completions(self, request: Request) -> Response:
         body = await request.json()
         prompt = body["prompt"]
-        number = prompt[-1] if isinstance(prompt, list) else _last_number(prompt)
-        return self._answer(request, body, number, len(prompt))
+        if isinstance(prompt, list):
+            return self._answer(request, body, prompt[-1], len(prompt))
+        prompt_len = len(prompt.split()) if self.count is None else self.count(prompt) + NUM_ADDED
+        return self._answer(request, body, _last_number(prompt), prompt_len)
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
@@ -82,11 +98,10 @@ class ScriptedServer:
         script = self.scripts[number % len(self.scripts)]
         if script.status != 200:
             return JSONResponse({"error": {"message": f"scripted {script.status}"}}, status_code=script.status)
-        return StreamingResponse(
-            self._stream(script, number, prompt_len, "messages" in body), media_type="text/event-stream"
-        )
+        pieces = self._stream(script, number, prompt_len, "messages" in body)
+        return StreamingResponse(_spell(script, pieces), media_type="text/event-stream")
 
-    async def _stream(self, script: Script, number: int, prompt_len: int, chat: bool) -> AsyncIterator[str]:
+    async def _stream(self, script: Script, number: int, prompt_len: int, chat: bool) -> AsyncGenerator[str]:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -113,6 +128,12 @@ class ScriptedServer:
             await asyncio.sleep(WAIT_S)
         elif script.ending == "error":
             yield _event({"error": {"message": "scripted error", "code": 500}})
+        elif script.ending == "object":
+            yield _event({"object": "error", "message": "scripted error", "code": 500}) + "data: [DONE]\n\n"
+        elif script.ending == "abort":
+            yield _event({"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}) + "data: [DONE]\n\n"
+        elif script.ending == "half":
+            yield 'data: {"choices": [{"ind'
         elif script.ending == "garbage":
             yield "data: {not json\n\n"
         elif script.ending == "done":
@@ -123,8 +144,16 @@ class ScriptedServer:
                     "completion_tokens": tokens,
                     "prompt_tokens_details": {"cached_tokens": 2},
                 }
-                yield _event({"choices": [], "usage": usage})
-            yield "data: [DONE]\n\n"
+                event = _event({"choices": [], "usage": usage})
+                yield event if script.whole_end else event.rstrip("\n")
+            if script.whole_end:
+                yield "data: [DONE]\n\n"
+
+
+async def _spell(script: Script, pieces: AsyncGenerator[str]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            yield piece.replace("\n", script.line_end)
 
 
 def _event(value: dict[str, Any]) -> str:
@@ -138,14 +167,25 @@ def _last_number(text: str) -> int:
 
 
 @contextlib.contextmanager
-def scripted(scripts: Sequence[Script]) -> Iterator[ScriptedServer]:
-    """Serves on a free port on a thread of its own, until the block ends."""
-    parts = ScriptedServer(scripts)
+def scripted(
+    scripts: Sequence[Script], count: Callable[[str], int] | None = None, *, pair: tuple[str, str] | None = None
+) -> Iterator[ScriptedServer]:
+    """Serves on a free port on a thread of its own, until the block ends; over TLS with `pair`, certificate and key."""
+    parts = ScriptedServer(scripts, count)
+    certificate, key = pair or (None, None)
     # Without log_config=None uvicorn closes the handlers of everybody else, and absl's takes stderr with it.
-    config = uvicorn.Config(parts.app, log_config=None, ws="none", lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        parts.app,
+        log_config=None,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
-    parts.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    parts.url = f"{'http' if pair is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

@@ -48,6 +48,7 @@ def test_one_run_with_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run["client"]["loop_p99_ms"] >= 0
     assert tree["target"]["model"] == "scripted"
     assert tree["about"]["versions"]["jaxserve"]
+    assert tree["about"]["command"]
     assert tree["load"]["dataset"] == "random"
     assert png_size(png_path) == (1210, 770)
 
@@ -110,6 +111,7 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--url http://h --json /none/x.json", "no directory"),
         ("--url http://h --backend openai-chat --vocab-size 9", "no token ids"),
         ("--url http://h --timeout 0", "--timeout"),
+        ("--url http://h --timeout inf", "--timeout"),
         ("--url http://127.0.0.1:9 --num-prompts 1", "does not answer"),
     ],
 )
@@ -131,6 +133,14 @@ def test_throughput(fakes: Fakes, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert tree["output_tokens_per_second"] == pytest.approx(72 / tree["elapsed_time"])
     assert tree["tokens_per_second"] == pytest.approx(252 / tree["elapsed_time"])
     assert tree["about"]["device"]["platform"] == "cpu"
+
+
+def test_a_wrong_dataset_is_told_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.bench.cli._load", lambda *_: pytest.fail("loaded"))
+    assert main(["bench", "throughput", "--dataset", "shakespeare"]) == 2
+    assert "no dataset 'shakespeare'" in capsys.readouterr().err
 
 
 def test_latency(fakes: Fakes, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_text_has_the_length_asked_for(name: str) -> None:
     exact = 0
     for key in range(20):
         text, length = maker.make([Part(key, 30 + key), Part(100, 12)])
-        assert length == len(tokenizer.encode(text, add_special_tokens=False))
+        assert length == len(tokenizer.encode(text, add_special_tokens=True))  # as a server counts
         exact += length == 42 + key
     assert exact >= 18
 
@@ -93,6 +93,16 @@ def test_words_need_no_vocabulary() -> None:
     text, length = WordPrompts(0).make([Part(0, 6), Part(1, 4)])
     assert length == len(text.split()) == 10
     assert WordPrompts(0).make([Part(0, 3)])[0] == " ".join(text.split()[:3])
+
+
+def test_words_leave_room_for_what_the_server_adds() -> None:
+    maker = WordPrompts(0, ("time", "day"), " ", 2)
+    text, length = maker.make([Part(0, 6), Part(1, 4)])
+    assert length == 10
+    assert text.startswith(" ")
+    assert len(text.split()) == 8
+    assert set(text.split()) <= {"time", "day"}
+    assert len(maker.make([Part(0, 1)])[0].split()) == 1  # a prompt is never empty
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -179,6 +189,8 @@ BAD_FILES = [
     ("mooncake", '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}', "not 1 blocks"),
     ("mooncake", '{"timestamp": 0, "input_length": 600}', "expected timestamp"),
     ("mooncake", "nonsense", "expected timestamp"),
+    ("mooncake", '{"timestamp": NaN, "input_length": 6, "output_length": 1, "hash_ids": [1]}', "its time is nan"),
+    ("burstgpt", "Timestamp,Request tokens,Response tokens\n9,2,3\ninf,2,3", ":3: its time is inf"),
     ("burstgpt", "Timestamp,Request tokens\n1,2", "no column Response tokens"),
     ("burstgpt", "Timestamp,Request tokens,Response tokens\n1,2,x", ":2: "),
     ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,2,3", ":2: "),
@@ -213,6 +225,7 @@ def test_a_bad_file_is_told_by_its_line(tmp_path: Path, name: str, text: str, wo
         ({"input_len": 0}, "--input-len is 0"),
         ({"range_ratio": 1.0}, "--range-ratio"),
         ({"length_scale": 0.0}, "--length-scale"),
+        ({"length_scale": float("inf")}, "--length-scale"),
         ({"speed": float("nan")}, "--speed"),
         ({"name": "custom", "path": Path("/does/not/exist")}, "cannot read"),
     ],

@@ -1,6 +1,6 @@
 """`bench serve` against jaxserve's own gRPC service on a fake device."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from serve_parts import Served, serve_bytes, served
@@ -9,7 +9,9 @@ from jaxserve.bench.datasets import DatasetOptions
 from jaxserve.bench.report import ServeReport
 from jaxserve.bench.serve import bench_serve
 from jaxserve.bench.serve_options import Endpoint, PromptOptions, ServeOptions
+from jaxserve.client import AsyncClient
 from jaxserve.errors import ConfigError
+from jaxserve.serve.gen import inference_pb2 as pb
 
 
 @pytest.fixture
@@ -18,9 +20,9 @@ def server() -> Iterator[Served]:
         yield parts
 
 
-def bench(address: str, **options: object) -> ServeReport:
+def bench(address: str, *, temperature: float = 0.0, **options: object) -> ServeReport:
     chosen = ServeOptions(
-        endpoint=Endpoint(backend="grpc", url=address, ignore_eos=True),
+        endpoint=Endpoint(backend="grpc", url=address, ignore_eos=True, temperature=temperature),
         **({"dataset": DatasetOptions(num_prompts=20, input_len=32, output_len=12)} | options),
     )
     return bench_serve(chosen, lambda line: None, lambda label, done, total: None)
@@ -33,8 +35,8 @@ def test_tokens_are_counted_and_timed(server: Served, vocab_size: int | None) ->
     assert report.target["model"] == "fake"
     assert (run.metrics.completed, run.metrics.failed, run.metrics.num_short) == (20, 0, 0)
     assert run.metrics.output_tokens == 20 * 12
-    if vocab_size is not None:
-        assert run.metrics.input_tokens == 20 * 32
+    assert run.metrics.input_tokens == 20 * 32 or vocab_size is None
+    assert any("prompts have" in note for note in run.notes) == (vocab_size is None)  # no word is one byte
     assert run.metrics.max_concurrency == 4
     assert run.metrics.itl_ms.count <= 20 * 11
     assert run.metrics.e2el_ms.median is not None
@@ -55,6 +57,23 @@ def test_a_refused_request_is_a_failure_with_its_status(server: Served) -> None:
     [run] = bench(server.address, dataset=dataset, prompts=PromptOptions(vocab_size=100), warmup=0).runs
     assert run.metrics.failures == {"gRPC invalid": 3}
     assert "512" in run.outcomes[0].detail
+
+
+def test_an_option_that_cannot_be_is_told_as_a_failure(server: Served) -> None:
+    dataset = DatasetOptions(num_prompts=2, input_len=8, output_len=4)
+    [run] = bench(server.address, dataset=dataset, temperature=-1.0, warmup=0).runs
+    assert run.metrics.failures == {"cannot be sent": 2}
+    assert "temperature is -1.0" in run.outcomes[0].detail
+
+
+def test_what_the_server_ended_is_no_answer(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def generate(*arguments: object) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(token_ids=[5])
+        yield pb.GenerateResponse(finish_reason=pb.FINISH_REASON_ABORT, usage=pb.Usage(num_generated_tokens=1))
+
+    monkeypatch.setattr(AsyncClient, "generate", generate)
+    [run] = bench(server.address, dataset=DatasetOptions(num_prompts=2, input_len=8), warmup=0).runs
+    assert run.metrics.failures == {"aborted": 2}
 
 
 def test_a_timeout_frees_the_request(server: Served) -> None:

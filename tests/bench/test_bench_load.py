@@ -26,6 +26,9 @@ class FakeClient:
     async def describe(self, timeout_s: float) -> dict[str, str]:
         return {"model": "fake"}
 
+    async def count_tokens(self, text: str, *, with_added: bool, timeout_s: float) -> int | None:
+        return None
+
     async def send(self, sample: Sample, recording: Recording) -> None:
         recording.start()
         self.open += 1
@@ -72,6 +75,7 @@ async def test_waiting_for_a_place_is_not_time_of_the_request() -> None:
     assert starts[3] >= 0.3
     assert result.outcomes[3].output_times_s[0] - result.outcomes[3].start_s < 0.25
     assert result.duration_s >= 0.4
+    assert result.num_waited == 3
 
 
 async def test_nothing_is_sent_before_it_is_due() -> None:
@@ -80,6 +84,16 @@ async def test_nothing_is_sent_before_it_is_due() -> None:
     starts = np.array([outcome.start_s - result.start_s for outcome in result.outcomes])
     assert (starts >= np.array(due_s) - 1e-4).all()
     assert (starts - due_s).max() * 1e3 < result.lag.send_p99_ms + result.lag.loop_max_ms + 50
+
+
+async def test_slow_answers_hold_up_no_request() -> None:
+    due_s = np.arange(10) * 0.03
+    client = FakeClient(answer_s=0.5)
+    result = await load(client, samples(*"abcdefghij"), due_s)
+    late_s = np.array([outcome.start_s - result.start_s for outcome in result.outcomes]) - due_s
+    assert late_s.max() * 1e3 < result.lag.send_p99_ms + result.lag.loop_max_ms + 50
+    assert client.most_open == 10  # all were sent before the first was answered
+    assert result.num_waited == 0
 
 
 async def test_every_end_has_a_name() -> None:

@@ -1,11 +1,15 @@
 """`bench serve` against an OpenAI server that answers by a script of times."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scripted_server import Script, ScriptedServer, scripted
+from certificates import Authority
+from scripted_server import NUM_ADDED, Script, ScriptedServer, scripted
 
+from jaxserve.bench.arrivals import ArrivalOptions
 from jaxserve.bench.datasets import DatasetOptions
 from jaxserve.bench.openai_client import EventReader
 from jaxserve.bench.report import Run, ServeReport
@@ -111,6 +115,9 @@ def test_failures_are_counted_by_name_and_hurt_nobody_else(tmp_path: Path) -> No
         Script(status=500),
         Script(ending="cut"),
         Script(ending="error"),
+        Script(ending="object"),
+        Script(ending="abort"),
+        Script(ending="half"),
         Script(ending="garbage"),
         Script(ending="silent"),
         Script(ending="hang"),
@@ -123,8 +130,9 @@ def test_failures_are_counted_by_name_and_hurt_nobody_else(tmp_path: Path) -> No
     assert run.metrics.failures == {
         "HTTP 429": 2,
         "HTTP 500": 1,
-        "cut off": 1,
-        "error in stream": 1,
+        "cut off": 2,
+        "error in stream": 2,
+        "aborted": 1,
         "bad event": 1,
         "no output": 1,
         "timeout": 1,
@@ -132,6 +140,65 @@ def test_failures_are_counted_by_name_and_hurt_nobody_else(tmp_path: Path) -> No
     details = {outcome.failure: outcome.detail for outcome in run.outcomes}
     assert details["HTTP 429"] == "scripted 429"
     assert "scripted error" in details["error in stream"]
+
+
+def test_streams_of_other_servers(tmp_path: Path) -> None:
+    scripts = [
+        Script(waits_s=(0.0, 0.01), tokens_each=3, line_end="\r\n"),
+        Script(waits_s=(0.0, 0.01), tokens_each=3, whole_end=False),
+    ]
+    with scripted(scripts) as server:
+        [run] = ask(server, tmp_path).runs
+    assert (run.metrics.completed, run.metrics.num_uncounted, run.metrics.output_tokens) == (2, 0, 12)
+    assert run.metrics.itl_ms.count == 2
+
+
+def small_vocabulary(text: str) -> int:
+    """Words of four letters are a token with the blank before them; all else is a token a letter."""
+    return sum(1 if len(word) == 5 and word[0] == " " else len(word) for word in re.findall(r" ?[^ ]+", text))
+
+
+@pytest.mark.parametrize("dataset", [{"name": "random"}, {"name": "prefix-repetition", "num_prefixes": 2}])
+def test_words_are_tokens_of_the_server(dataset: dict[str, Any]) -> None:
+    options = {"num_prompts": 4, "input_len": 24, "prefix_len": 16, "output_len": 2, **dataset}
+    with scripted([Script()], small_vocabulary) as server:
+        [run] = words_of(server, options).runs
+    asked = 24 + (16 if "num_prefixes" in dataset else 0)
+    assert [outcome.prompt_tokens for outcome in run.outcomes] == [asked] * 4
+    assert not [note for note in run.notes if "prompts have" in note]
+
+
+def test_a_warm_up_is_as_long_as_the_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps({"prompt": [0] * 30}) + "\n")
+    with scripted([Script()], small_vocabulary) as server:
+        words_of(server, {"name": "custom", "path": path, "num_prompts": None})
+        warm_up, asked = (body["prompt"] for body in server.bodies)
+    assert small_vocabulary(warm_up) + NUM_ADDED == len(asked) == 30
+
+
+def test_prompts_of_another_length_are_told() -> None:
+    with scripted([Script()], len) as server:  # a token a letter: no word is one
+        [run] = words_of(server, {"num_prompts": 4, "input_len": 24, "output_len": 2}).runs
+    [note] = [note for note in run.notes if "prompts have" in note]
+    assert "24.0 were asked for" in note
+    with scripted([Script()]) as server:  # words are all that it knows
+        [run] = words_of(server, {"num_prompts": 4, "input_len": 24, "output_len": 2}).runs
+    assert [outcome.prompt_tokens for outcome in run.outcomes] == [24] * 4
+
+
+def words_of(server: ScriptedServer, dataset: dict[str, Any]) -> ServeReport:
+    options = ServeOptions(endpoint=Endpoint(backend="openai", url=server.url), dataset=DatasetOptions(**dataset))
+    return bench_serve(options, lambda line: None, lambda label, done, total: None)
+
+
+def test_a_server_of_a_private_authority(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    with scripted([Script()], pair=authority.issue("server")) as server:
+        [run] = ask(server, tmp_path, endpoint={"ca_file": Path(authority.path)}).runs
+        assert run.metrics.completed == 1
+        with pytest.raises(ConfigError, match="certificate verify failed"):
+            ask(server, tmp_path)
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
@@ -178,6 +245,27 @@ def test_a_closed_loop_keeps_its_limit(tmp_path: Path) -> None:
     assert run.metrics.duration_s >= 4 * 0.05
 
 
+def test_a_limit_that_holds_a_rate_back_is_told() -> None:
+    with scripted([Script(waits_s=(0.3,))]) as server:
+        reports = [
+            bench_serve(
+                ServeOptions(
+                    endpoint=Endpoint(backend="openai", url=server.url),
+                    dataset=DatasetOptions(num_prompts=4, input_len=4, output_len=1),
+                    arrivals=ArrivalOptions(rate=rate),
+                    max_concurrency=1,
+                    warmup=0,
+                ),
+                lambda line: None,
+                lambda label, done, total: None,
+            )
+            for rate in (40.0, None)
+        ]
+    limited, closed = (report.runs[0].notes for report in reports)
+    assert any("3 of 4 requests were due while 1 were open" in note for note in limited)
+    assert not any("were due" in note for note in closed)
+
+
 def test_a_sweep_draws_new_prompts_for_each_run() -> None:
     with scripted([Script()]) as server:
         options = ServeOptions(
@@ -205,7 +293,7 @@ def test_a_warm_up_that_fails_ends_it() -> None:
             bench_serve(options, lambda line: None, lambda label, done, total: None)
 
 
-STREAM = b': hi\n\ndata: {"a": "x"}\r\n\r\nevent: y\ndata: one\ndata: two\n\ndata:[DONE]\n\ndata: lost'
+STREAM = b': hi\n\ndata: {"a": "x"}\r\n\r\nevent: y\ndata: one\ndata: two\n\ndata:[DONE]\n\ndata: last'
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, len(STREAM)])
@@ -213,3 +301,5 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
     reader = EventReader()
     found = [data for i in range(0, len(STREAM), size) for data in reader.feed(STREAM[i : i + size])]
     assert found == [b'{"a": "x"}', b"one\ntwo", b"[DONE]"]
+    assert list(reader.close()) == [b"last"]
+    assert not list(reader.close())

@@ -32,9 +32,10 @@ def test_every_task() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_task_on_many_items(dtype: str) -> None:
-    assert not _shortfall(evaluate(_llm(dtype), 128, seed=12))
+@pytest.mark.parametrize(("dtype", "num_items"), [("float32", 128), ("bfloat16", 64)])
+def test_every_task_on_many_items(dtype: str, num_items: int) -> None:
+    """Fewer in bfloat16, which a CPU computes seven times slower."""
+    assert not _shortfall(evaluate(_llm(dtype), num_items, seed=12))
 
 
 @pytest.mark.slow

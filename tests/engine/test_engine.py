@@ -189,6 +189,22 @@ def test_a_broken_device_ends_every_stream(where) -> None:
     parts.engine.stop()
 
 
+def test_a_scheduler_that_breaks_on_a_request_leaves_no_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts()
+
+    def broken(request) -> None:
+        raise RuntimeError("the policy is broken")
+
+    monkeypatch.setattr(parts.scheduler, "add", broken)
+    ids = [parts.submit("a"), parts.submit("b")]
+    with pytest.raises(RuntimeError, match="policy is broken"):
+        parts.engine.run_until_idle()
+    for request_id in ids:
+        assert isinstance(parts.end(request_id).error, EngineStopped)
+        assert "policy is broken" in str(parts.end(request_id).error)
+    assert parts.engine.num_live == parts.engine.num_unstarted == 0
+
+
 def test_queue_is_bounded() -> None:
     parts = Parts(max_waiting=2)
     parts.submit("a")

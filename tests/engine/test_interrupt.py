@@ -34,6 +34,15 @@ def test_an_idle_loop_wakes_and_ends() -> None:
         engine.submit(engine.prepare([1], SamplingParams(detokenize=False)), lambda update: None)
 
 
+def test_a_reason_without_a_text_is_named() -> None:
+    engine = make_engine()
+    engine.interrupt(AssertionError())
+    with pytest.raises(AssertionError):
+        engine.run_until_idle()
+    with pytest.raises(EngineStopped, match=r"takes no more requests: AssertionError\(\)"):
+        engine.submit(engine.prepare([1], SamplingParams(detokenize=False)), lambda update: None)
+
+
 def test_streams_end_with_the_reason_itself() -> None:
     engine = make_engine()
     updates: list[Update] = []

@@ -187,6 +187,10 @@ def test_the_group_has_failed_when_all_have() -> None:
     assert not parts.group.accepting
     with pytest.raises(EngineStopped, match="takes no more requests: replica 0 has died"):
         parts.submit()
+    streams = AsyncEngine(parts.group)
+    with pytest.raises(EngineStopped, match="takes no more requests: replica 0 has died"):
+        asyncio.run(streams.run(lambda: parts.group.prepare("x", GREEDY)))
+    streams.close()
     parts.check_idle()
 
 

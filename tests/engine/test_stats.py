@@ -1,5 +1,6 @@
 """The statistics against what clients saw: every definition by hand, then by an oracle on crowds of requests."""
 
+import gc
 import itertools
 import random
 import threading
@@ -268,6 +269,48 @@ def test_read_from_another_thread_while_the_loop_runs() -> None:
     reader.join(20)
     assert not reader.is_alive()
     assert not problems
+
+
+def test_a_copy_is_whole_although_garbage_is_collected_meanwhile() -> None:
+    """A collection may run Python code, JAX's for one, in which the interpreter may switch to the loop's thread."""
+    parts = Parts([0.001])
+    parts.submit("abc", max_tokens=20)
+    parts.engine.run_until_idle()
+    stats = parts.stats
+    queues, thresholds, first = (stats._steps, stats._firsts, stats._requests), gc.get_threshold(), stats._steps[0]
+
+    def loop_goes_on(phase: str, info: dict[str, int]) -> None:
+        for queue in queues:
+            queue.rotate()
+
+    gc.callbacks.append(loop_goes_on)
+    gc.set_threshold(1)
+    try:
+        for _ in range(50):
+            assert stats.steps() and stats.first_tokens() and stats.requests()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(loop_goes_on)
+    assert stats._steps[0] != first, "nothing was collected"
+
+
+def test_a_dead_replica_holds_nothing_and_keeps_its_sums() -> None:
+    engines = [Parts([0.1]).engine, Parts([0.1]).engine]
+    group = EngineGroup(engines, create_router("least_load", RouterOptions(slack=8, table_blocks=16, seed=0)))
+    for _ in range(4):
+        group.submit(group.prepare("ab", SamplingParams(max_tokens=6)), lambda update: None)
+    for _ in range(4):
+        group.step()
+    dead, well = group.stats
+    assert dead.counts is not None and dead.counts.running == 2
+    group.replicas[0].fail(RuntimeError("the device is lost"))
+    group.run_until_idle()
+    assert (dead.alive, well.alive) == (False, True)
+    assert dead.counts is not None
+    assert dead.counts._replace(pages=0, queried_tokens=0) == (0,) * 10
+    assert dead.counts.pages > 0 and dead.counts.queried_tokens == 6
+    assert dead.page_states() == b"" != well.page_states()
+    assert dead.totals().ended[FinishReason.ERROR] == 2 and dead.totals().new_tokens > 0
 
 
 def test_a_group_has_one_for_each_replica() -> None:

@@ -126,6 +126,29 @@ def test_max_tokens_and_stop_strings_cut_and_say_so() -> None:
     assert (parts.end(other).stop_reason, parts.text(other)) == (ord("b"), "a")
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_a_complete_text_ends_though_min_tokens_asks_for_more(skip_special_tokens: bool) -> None:
+    parts = Parts()
+    more = {"min_tokens": 9, "skip_special_tokens": skip_special_tokens}
+    name, both = parts.submit("x", bound(regex="abc", **more)), parts.submit("y", bound(regex="abc", n=2, **more))
+    parts.run()
+    for ended in (parts.end(name), parts.end(both, 0), parts.end(both, 1)):
+        assert (ended.finish_reason, ended.stop_reason, ended.error) == (FinishReason.STOP, None, None)
+    assert [parts.text(name), parts.text(both, 0), parts.text(both, 1)] == ["abc"] * 3
+    assert [i for u in parts.updates[name] for i in u.token_ids] == [*b"abc", 257]
+
+
+def test_nothing_is_kept_of_what_has_ended() -> None:
+    parts = Parts()
+    done, gone = parts.submit("x", bound(regex="[a-z]{3}")), parts.submit("y", bound(regex="[a-z]{30}"))
+    for _ in range(12):
+        parts.engine.step()
+    assert parts.updates[done][-1].last
+    parts.engine.abort(gone)
+    parts.run()
+    assert not parts.engine._masks._places
+
+
 def test_an_abort_leaves_others_alone() -> None:
     parts = Parts()
     gone, kept = parts.submit("x", bound(regex="[a-z]{30}")), parts.submit("y", bound(regex="[a-z]{5}"))

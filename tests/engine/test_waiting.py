@@ -144,7 +144,7 @@ def test_many_deadlines_that_never_come_leave_nothing_behind() -> None:
     timed.clock.advance(2e6)
     timed.submit("next", max_tokens=2)
     timed.engine.run_until_idle()
-    assert timed.engine._next_deadline_s == math.inf
+    assert timed.engine._live.next_deadline_s == math.inf
     assert all(updates[-1].finish_reason is FinishReason.LENGTH for updates in timed.updates.values())
 
 

@@ -105,6 +105,16 @@ async def test_a_dead_engine_is_unavailable_and_unhealthy(replica: EngineReplica
         await replica.check_health()
 
 
+async def test_questions_are_answered_as_by_a_single_server(replica: EngineReplica) -> None:
+    asked = pb.TokenizeRequest(text="ab").SerializeToString()
+    answer = await replica.answer("Tokenize", asked)
+    assert isinstance(answer, bytes)
+    assert list(pb.TokenizeResponse.FromString(answer).token_ids) == [256, 97, 98]
+    refusal = await replica.answer("Detokenize", pb.DetokenizeRequest(token_ids=[-1]).SerializeToString())
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, "outside the vocabulary" in refusal.text) == (Status.INVALID, True)
+
+
 async def test_ray_may_end_it_twice(replica: EngineReplica) -> None:
     replica.__del__()
     replica.__del__()

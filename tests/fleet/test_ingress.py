@@ -66,29 +66,34 @@ class Stream:
 
 
 class Handle:
-    """Ray's handle of the engines. `alive` answers `is_alive`; an exception is raised."""
+    """Ray's handle of the engines. `alive` answers `is_alive`, `answers` one after the other; exceptions are raised."""
 
-    def __init__(self, *scripts: Sequence[Any], alive: bool | Exception = True) -> None:
+    def __init__(self, *scripts: Sequence[Any], alive: bool | Exception = True, answers: Sequence[Any] = ()) -> None:
         self.streams = [Stream(script) for script in scripts]
         self.calls: list[dict[str, Any]] = []
+        self.answers = list(answers)
         self.alive = alive
         self._method = ""
 
     def options(self, *, method_name: str, stream: bool = False) -> "Handle":
         bound = Handle(alive=self.alive)
         bound.streams, bound.calls, bound._method = self.streams, self.calls, method_name
+        bound.answers = self.answers
         return bound
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         if self._method == "is_alive":
-            return self._answer()
+            return self._say(self.alive)
+        if self._method == "answer":
+            self.calls.append({"method": args[0], "message": args[1]})
+            return self._say(self.answers.pop(0))
         self.calls.append({"message": args[0], **kwargs})
         return self.streams[len(self.calls) - 1]
 
-    async def _answer(self) -> bool:
-        if isinstance(self.alive, Exception):
-            raise self.alive
-        return self.alive
+    async def _say(self, answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def _text(text: str) -> bytes:
@@ -200,6 +205,39 @@ async def test_a_client_that_leaves_cancels_the_stream() -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
     assert handle.streams[0].cancelled
+
+
+DEAD = Refusal(status=Status.UNAVAILABLE, text="the engine has died")
+
+
+@pytest.mark.parametrize("deaths", [(), (ActorDiedError(),), (DEAD,), (ActorDiedError(), DEAD)])
+async def test_a_question_is_answered_by_any_replica_that_lives(deaths: tuple[Any, ...]) -> None:
+    handle = Handle(answers=[*deaths, pb.DetokenizeResponse(text="a fox").SerializeToString()])
+    context = Context()
+    request = pb.DetokenizeRequest(token_ids=[1, 2])
+    answer = await Ingress(handle, 3).Detokenize(request, context)  # type: ignore[arg-type]
+    assert (answer.text, context.code) == ("a fox", None)
+    assert [call["method"] for call in handle.calls] == ["Detokenize"] * (len(deaths) + 1)
+    assert pb.DetokenizeRequest.FromString(handle.calls[-1]["message"]) == request
+
+
+async def test_questions_are_asked_a_bounded_number_of_times_and_refusals_once() -> None:
+    context, handle = Context(), Handle(answers=[DEAD] * 5)
+    with pytest.raises(CallFailed, match="2 replicas died"):
+        await Ingress(handle, 2).GetModel(pb.GetModelRequest(), context)  # type: ignore[arg-type]
+    assert (context.code, len(handle.calls)) == (grpc.StatusCode.UNAVAILABLE, 2)
+    context, handle = Context(), Handle(answers=[Refusal(status=Status.INVALID, text="no text")])
+    with pytest.raises(CallFailed, match="no text"):
+        await Ingress(handle, 3).Tokenize(pb.TokenizeRequest(), context)  # type: ignore[arg-type]
+    assert (context.code, len(handle.calls)) == (grpc.StatusCode.INVALID_ARGUMENT, 1)
+
+
+async def test_what_no_single_replica_knows_is_unimplemented() -> None:
+    ingress, context = Ingress(Handle(), 3), Context()  # type: ignore[arg-type]
+    for ask in (ingress.GetLoad(pb.GetLoadRequest(), context), ingress.Abort(pb.AbortRequest(), context)):  # type: ignore[arg-type]
+        with pytest.raises(CallFailed, match="does not answer"):
+            await ask
+        assert context.code is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize(("alive", "status"), [(True, SERVING), (False, NOT_SERVING), (ActorDiedError(), NOT_SERVING)])

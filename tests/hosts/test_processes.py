@@ -1,6 +1,7 @@
 """`python -m jaxserve.run` in several processes that are killed, stopped and damaged. All is real but the device."""
 
 import contextlib
+import re
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ import grpc
 import pytest
 from hosts_parts import WAIT_S, Service, service
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.client import Client, RequestFailed
 from jaxserve.errors import Status
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -60,6 +61,15 @@ def test_a_killed_process_ends_the_service_and_is_named() -> None:
     assert error.status is Status.UNAVAILABLE
     assert "process 2 (" in str(error), "the client is told, too"
     assert 1 <= len(replies) < 150
+
+
+def test_masks_reach_every_process() -> None:
+    """A fake device without the mask of a row, or with one too many, ends its process."""
+    bound = SamplingParams(temperature=0.0, max_tokens=20, structured=StructuredOutput(regex="[0-9]{3}[x-z]"))
+    with service({}, {}) as served, Client(served.address) as client:
+        for _ in range(2):
+            text = "".join(reply.text for reply in client.generate("ab", bound, timeout_s=WAIT_S))
+            assert re.fullmatch("[0-9]{3}[x-z]", text)
 
 
 @pytest.mark.slow

@@ -5,10 +5,14 @@ import math
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from serve_parts import Parts
 from watched import ask, http, until, until_idle, watched
 
+from jaxserve.api import SamplingParams
+from jaxserve.engine import EngineGroup
 from jaxserve.engine.stats import StepStats
-from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, shares_of
+from jaxserve.routing import RouterOptions, create_router
+from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
 
 # vLLM's names, without the prefix: what a dashboard of vLLM asks for.
 CONVENTIONAL = {
@@ -23,7 +27,7 @@ CONVENTIONAL = {
     "request_success",
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
-    "time_per_output_token_seconds",
+    "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
@@ -61,7 +65,7 @@ def test_values_after_known_requests() -> None:
     assert found["prefix_cache_hits_total"] == 4 * 16  # two pages of eight, by all but the first
     assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 5
     assert found["inter_token_latency_seconds_count"] == 5 * 7
-    assert found["time_per_output_token_seconds_count"] == 5
+    assert found["request_time_per_output_token_seconds_count"] == 5
     assert found["request_prompt_tokens_sum"] == 85 and found["request_generation_tokens_sum"] == 40
     assert found["steps_total"] == 5 * 8 + 1  # the first prompt is cut at the edge of a bucket
     assert found["step_tokens_total"] == (17 + 4 * 1) + 35
@@ -110,6 +114,54 @@ def test_gauges_show_what_runs_and_waits() -> None:
         assert found["kv_cache_usage_perc"] == pytest.approx(8 / 256)
         parts.runner.release()
         until_idle(parts)
+
+
+def test_a_replica_that_died_shows_and_holds_nothing() -> None:
+    parts = [Parts(), Parts()]
+    group = EngineGroup(
+        [p.engine for p in parts], create_router("least_load", RouterOptions(slack=8, table_blocks=16, seed=0))
+    )
+    for number in range(4):
+        request = group.prepare([1, 2, 3], SamplingParams(max_tokens=9), request_id=f"r{number}")
+        group.submit(request, lambda update: None)
+    for _ in range(3):
+        group.step()
+    before = _by_engine(EngineCollector(group))
+    assert [before["num_requests_running", k] for k in "01"] == [2, 2]
+    parts[0].engine.fail(RuntimeError("the device is lost"))
+    after = _by_engine(EngineCollector(group))
+    assert [after["engine_alive", k] for k in "01"] == [0, 1]
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert [after[name, k] > 0 for k in "01"] == [False, before[name, "1"] > 0], name
+    for name, engine in before:
+        if name.endswith(("_total", "_count", "_sum")):
+            assert after[name, engine] >= before[name, engine], f"{name} went back"
+
+
+def _by_engine(collector: EngineCollector) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for family in collector.collect():
+        for sample in family.samples:
+            key = (sample.name.removeprefix(PREFIX), sample.labels.get("engine", ""))
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def test_labels_do_not_grow_with_what_clients_send() -> None:
+    """Whatever ids, tenants and models are named, the number of series stays."""
+    with watched() as parts:
+        before = http.get(f"{parts.http_url}/metrics").text
+        for number in range(5):
+            body = {"prompt": "ab", "max_tokens": 2, "request_id": f"id-{number}", "user": f"user-{number}"}
+            assert http.post(f"{parts.http_url}/v1/completions", json=body).status_code == 200
+            http.post(f"{parts.http_url}/v1/completions", json={**body, "model": f"model-{number}"})
+            http.get(f"{parts.http_url}/nowhere/{number}")
+        after = http.get(f"{parts.http_url}/metrics").text
+    assert _series(after) == _series(before)
+
+
+def _series(text: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    return {(s.name, frozenset(s.labels.items())) for family in parse_plain(text) for s in family.samples}
 
 
 def test_metrics_need_a_key_where_keys_are_needed(tmp_path) -> None:

@@ -3,14 +3,22 @@
 Skipped where no Chromium is installed (Debian: apt-get install chromium); the reason says so.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-from serve_parts import Served
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from serve_parts import Parts, Served, served
 from watched import WAIT_S, ask, until, until_idle, watched
+
+from jaxserve.api import SamplingParams
+from jaxserve.config_schema import GrpcConfig, HttpConfig
+from jaxserve.engine import EngineGroup
+from jaxserve.routing import RouterOptions, create_router
+from jaxserve.testing import ByteTokenizer
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -48,9 +56,11 @@ def page(browser: Browser) -> Iterator[Page]:
     expect.set_options(timeout=WAIT_MS)
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"script: {error}"))
-    # A refusal that a test wants is logged, too, but not by a script.
+    # A refusal that a test wants is logged, too, but not by a script; and so is a server that has gone.
+    wanted = (" status of 4", "net::ERR_CONNECTION_REFUSED", "net::ERR_FAILED")
     page.on(
-        "console", lambda m: problems.append(m.text) if m.type == "error" and " status of 4" not in m.text else None
+        "console",
+        lambda m: problems.append(m.text) if m.type == "error" and not any(w in m.text for w in wanted) else None,
     )
     page.on("request", lambda r: None if r.url.startswith("http://127.0.0.1:") else problems.append(f"to {r.url}"))
     yield page
@@ -113,8 +123,8 @@ def test_chat_streams_and_remembers(page: Page) -> None:
         parts.runner.delay_s = 0.0
         _ask(page, "and now?")
         expect(page.locator(".messages .facts")).to_have_count(2)
-        bodies = page.evaluate("performance.getEntriesByType('resource').map((e) => e.name)")
-        assert sum(url.endswith("/v1/chat/completions") for url in bodies) == 2
+        names = "performance.getEntriesByType('resource').map((e) => e.name)"
+        until(lambda: sum(url.endswith("/chat/completions") for url in page.evaluate(names)) == 2, "two whole streams")
         expect(page.locator(".messages .user")).to_have_text(["hi", "and now?"])
         page.click("#clear")
         expect(page.locator(".messages li")).to_have_count(0)
@@ -131,13 +141,151 @@ def test_stop_ends_the_request_and_frees_its_pages(page: Page) -> None:
         expect(page.locator("#stop")).to_be_hidden()
 
 
-def test_text_of_the_model_is_never_markup(page: Page) -> None:
+MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b>"
+
+
+def _piece(text: str, reason: str | None = None) -> dict[str, object]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason}]}
+
+
+def _answer(page: Page, *events: object) -> None:
+    """What the model says from now on."""
+    body = "".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events)
+    page.route("**/v1/chat/completions", lambda r: r.fulfill(body=body, content_type="text/event-stream"))
+
+
+def test_no_text_is_ever_markup(page: Page) -> None:
+    """A user's, a model's, an error's, and the name of the model."""
     with watched() as parts:
         _open(page, parts)
-        _ask(page, "<img src=x onerror=alert(1)><b>bold</b>")
+        _answer(page, _piece(MARKUP, MARKUP), "[DONE]")
+        _ask(page, MARKUP)
+        expect(page.locator(".messages .assistant .text")).to_have_text(MARKUP)
+        expect(page.locator(".messages .user")).to_have_text(MARKUP)
+        _answer(page, {"error": {"message": MARKUP}})
+        _ask(page, "and?")
+        expect(page.locator("#chat-error")).to_have_text(MARKUP)
+        page.route("**/events", lambda r: r.fulfill(status=429, json={"error": {"message": MARKUP}}))
+        page.press("#key", "Enter")
+        expect(page.locator("#state-text")).to_have_text(MARKUP)
+        assert page.locator("main img, main script, main b, #state img").count() == 0
+
+
+def test_half_an_answer_is_kept_and_said_to_be_half(page: Page) -> None:
+    with watched() as parts:
+        _open(page, parts)
+        _answer(page, _piece("once upon"))
+        _ask(page, "tell")
+        expect(page.locator("#chat-error")).to_contain_text("ended before the answer did")
+        expect(page.locator(".messages .assistant .text")).to_have_text("once upon")
+        _answer(page, _piece(" a time", "stop"), "[DONE]")
+        with page.expect_request("**/v1/chat/completions") as request:
+            _ask(page, "go on")
+        roles = [(m["role"], m["content"]) for m in request.value.post_data_json["messages"]]
+        assert roles == [("user", "tell"), ("assistant", "once upon"), ("user", "go on")]
         expect(page.locator(".messages .facts")).to_have_count(1)
-        expect(page.locator(".messages .user")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
-        assert page.locator(".messages img, .messages b").count() == 0
+        expect(page.locator("#chat-error")).to_be_hidden()
+
+
+def test_a_wrong_setting_is_shown_even_when_folded_away(page: Page) -> None:
+    with watched() as parts:
+        _open(page, parts)
+        page.locator("#temperature").evaluate("(field) => { field.value = '7'; }")
+        expect(page.locator("#temperature")).to_be_hidden()
+        page.fill("#prompt", "hi")
+        page.press("#prompt", "Enter")
+        expect(page.locator("#temperature")).to_be_focused()
+        check = "(field, value) => { field.value = value; return field.checkValidity(); }"
+        assert [page.locator("#top_p").evaluate(check, value) for value in ("0.92", "1.5")] == [True, False]
+
+
+def test_chat_by_keyboard_alone(page: Page) -> None:
+    with watched(delay_s=0.05) as parts:
+        _open(page, parts)
+        page.locator("#max_tokens").evaluate("(field) => { field.value = '400'; }")
+        page.focus("#prompt")
+        page.keyboard.type("go")
+        while page.evaluate("document.activeElement.id") != "send":
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.locator("#stop")).to_be_focused()
+        expect(page.locator(".messages .assistant .text")).not_to_be_empty()
+        assert page.locator(".messages .assistant").get_attribute("aria-busy") == "true"
+        page.keyboard.press("Enter")
+        expect(page.locator("#send")).to_be_focused()
+        expect(page.locator(".messages [aria-busy]")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_of_it(browser: Browser, scheme: Literal["light", "dark"]) -> None:
+    with watched() as parts:
+        page = browser.new_page(viewport={"width": 375, "height": 700}, color_scheme=scheme)
+        _open(page, parts)
+        ask(parts, max_tokens=20)
+        _ask(page, "a_word_without_any_space_" * 10)
+        expect(page.locator(".messages .facts")).to_have_count(1)
+        page.locator("details").evaluate("(element) => { element.open = true; }")
+        too_wide = page.evaluate(
+            """() => [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() &&
+                !e.matches(".skip, .hidden") && e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML)"""
+        )
+        assert too_wide == []
+        assert page.evaluate("document.documentElement.scrollWidth") == 375
+        page.close()
+
+
+def test_several_replicas_and_one_that_dies(page: Page) -> None:
+    parts, second = Served(tokenizer=ByteTokenizer()), Parts(tokenizer=ByteTokenizer())
+    first = parts.engine
+    router = create_router("least_load", RouterOptions(slack=8, table_blocks=16, seed=0))
+    parts.engine = EngineGroup([first, second.engine], router)  # pyright: ignore[reportAttributeAccessIssue]
+    with served(parts, grpc_config=GrpcConfig(), http_config=HttpConfig(port=0)):
+        _open(page, parts)
+        menu = page.locator("#replica")
+        expect(menu.locator("option")).to_have_text(["0", "1"])
+        second.engine.submit(
+            second.engine.prepare("abc", SamplingParams(max_tokens=300, ignore_eos=True)), lambda update: None
+        )
+        menu.select_option(index=1)
+        expect(page.locator("#step-now")).to_contain_text("latest")
+        second.engine.interrupt(RuntimeError("the device is lost"))
+        expect(page.locator("#state-text")).to_have_text("1 of 2 replicas dead")
+        expect(menu.locator("option")).to_have_text(["0", "1, dead"])
+        expect(page.locator("#pool-legend")).to_contain_text("0 used")
+        _ask(page, "hi")  # the other one answers
+        expect(page.locator(".messages .facts")).to_have_count(1)
+
+
+def test_a_server_that_falls_silent_is_not_live(page: Page) -> None:
+    with watched() as parts:
+        page.clock.install()
+        _open(page, parts)
+        held: list[Route] = []  # taken, never answered
+        page.route("**/events", lambda route: held.append(route))
+        with page.expect_request("**/events"):
+            page.press("#key", "Enter")
+        page.clock.fast_forward(15_000)
+        expect(page.locator("#state-text")).to_have_text("the server has fallen silent")
+        for route in held:
+            route.abort()
+        page.unroute("**/events")
+        page.clock.fast_forward(15_000)
+        expect(page.locator("#state")).to_have_attribute("data-state", "live")
+
+
+def test_a_drain_is_told_until_the_end(page: Page) -> None:
+    with watched(drain_s=60.0) as parts:
+        _open(page, parts)
+        parts.runner.hold()
+        ask(parts, max_tokens=3)
+        until(lambda: parts.runner.is_held, "work")
+        parts.request_shutdown()
+        expect(page.locator("#state-text")).to_have_text("draining: no new requests")
+        page.wait_for_timeout(300)  # for the end of the stream of events
+        expect(page.locator("#state-text")).to_have_text("draining: no new requests")
+        parts.runner.release()
+        assert parts.wait_for_exit() == 0
+        expect(page.locator("#state-text")).to_have_text("the server does not answer")
 
 
 def test_errors_are_shown_and_the_question_is_kept(page: Page) -> None:

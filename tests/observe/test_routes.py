@@ -9,6 +9,7 @@ import pytest
 from serve_parts import Served
 from watched import ask, http, until, until_idle, watched
 
+from jaxserve.serve.http import observe
 from jaxserve.serve.http.live import run_lengths
 
 
@@ -80,6 +81,28 @@ def test_events_need_a_key_and_the_page_does_not(tmp_path) -> None:
         assert len(_messages(parts.http_url, 1, authorization="Bearer other-key")) == 1
 
 
+def test_a_view_that_is_left_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "MAX_VIEWERS", 2)
+    with watched() as parts:
+        url = f"{parts.http_url}/events"
+        with http.stream("GET", url) as first:
+            lines = first.iter_lines()
+            next(lines)
+            with http.stream("GET", url) as second:
+                others = second.iter_lines()
+                next(others)
+                with http.stream("GET", url) as third:
+                    assert third.status_code == 429 and third.headers["retry-after"]
+                    assert "2 live views" in json.loads(third.read())["error"]["message"]
+            until(lambda: _is_taken(url), "room after the second has left")
+            next(lines)  # which harmed nobody
+
+
+def _is_taken(url: str) -> bool:
+    with http.stream("GET", url) as answer:
+        return answer.status_code == 200
+
+
 def test_an_open_view_does_not_delay_the_end() -> None:
     with watched(drain_s=30.0) as parts, concurrent.futures.ThreadPoolExecutor(1) as pool:
         reading = pool.submit(_messages, parts.http_url, 10_000)
@@ -128,6 +151,14 @@ def test_profile_refuses_wrong_times(tmp_path) -> None:
             assert answer.status_code == 400, seconds
             assert answer.json()["error"]["type"] == "invalid_request_error"
     assert not any(tmp_path.iterdir())
+
+
+def test_a_profile_that_cannot_be_written_says_why(tmp_path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with watched(profile_dir=str(tmp_path / "file")) as parts:
+        answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": 0.1})
+    assert answer.status_code == 500
+    assert "serve.http.profile_dir" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -231,13 +231,16 @@ def test_another_directory_can_be_planned_with_the_same_config(tmp_path, capsys)
         ("llama3.1-8b-h200", "h200:1", False),
         ("llama3.3-70b-v5e-16", "v5e:4x4", False),
         ("llama3.3-70b-h200-2", "h200:2", False),
-        ("qwen3-32b-v6e-4", "v6e:2x2", False),
         ("mistral-7b-gpu", "h100:1", False),
         ("qwen3-0.6b-cpu", "cpu:1", True),
     ],
 )
 def test_shipped_configs_compile_where_they_are_meant_to_run(name, topology, exact):
-    """Decode alone: a mixed step takes a minute more for each. 70B on v6e-8 is left to its twin on v5e-16."""
+    """Decode alone: a mixed step takes a minute more for each.
+
+    Two compile for minutes and say what others say: 70B on v6e-8 is left to its twin on v5e-16, Qwen3-32B on v6e-4 to
+    Llama-3.1-8B on v5e-4. That both fit is the arithmetic of the quick tests.
+    """
     config = shipped(name)
     rows = config.sched.max_rows
     plan = make_plan(config, topology, PlanOptions(buckets=(f"decode {rows}x{rows}",), exact=exact))

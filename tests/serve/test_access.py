@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from route_parts import routed
 from serve_parts import WAIT_S, Served, serve_bytes, served
 
+from jaxserve import cli
 from jaxserve.api import SamplingParams
 from jaxserve.client import AsyncClient, Client, RequestFailed, Tls
 from jaxserve.config_schema import Config, GrpcConfig, RouteConfig
@@ -121,6 +122,19 @@ def test_old_protocols_and_noise_are_refused(mutual: Served, ours: Tls) -> None:
         assert client.complete("a", SHORT, timeout_s=WAIT_S).text == "bcd"
 
 
+def test_the_health_command_asks_over_tls(mutual: Served, ours: Tls, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = ["--ca", str(ours.ca), "--certificate", str(ours.certificate), "--key", str(ours.key)]
+    assert cli.main(["health", mutual.address, *mine]) == 0
+    assert cli.main(["health", mutual.address, *mine, "--server-name", "elsewhere"]) == 1
+    assert cli.main(["health", mutual.address, "--ca", str(ours.ca), "--timeout", "1"]) == 1
+    assert cli.main(["health", mutual.address, *mine[2:]]) == 2
+    assert cli.main(["health", mutual.address, *mine[:4]]) == 2
+    out, err = capsys.readouterr()
+    assert out.split() == ["SERVING", "NOT_SERVING", "NOT_SERVING"]
+    assert "add --ca FILE" in err
+    assert "needs its key" in err
+
+
 async def test_the_asyncio_client_shows_its_certificate_and_token(mutual: Served, ours: Tls) -> None:
     async with AsyncClient(mutual.address, tls=ours, token="beta-2") as client:
         assert (await client.complete("a", SHORT, timeout_s=WAIT_S)).text == "bcd"
@@ -203,6 +217,18 @@ def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authori
         with pytest.raises(ConfigError, match=text):
             GrpcServer(None, host="127.0.0.1", config=GrpcConfig(port=0, **options))
     assert read_keys(str(folder / "tokens"), "x") == ("alpha-1", "beta-2")
+
+
+@pytest.mark.parametrize(
+    "setting", ["serve.grpc.tokens_file", "serve.http.api_keys_file", "serve.grpc.tls_cert", "serve.http.tls_cert"]
+)
+def test_a_wrong_file_is_told_before_anything_is_loaded(
+    setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jaxserve.run._built", lambda *_: pytest.fail("it loads"))
+    ports = ["--set", "serve.grpc.port=0", "--set", "serve.http.port=0"]
+    assert cli.main(["run", *ports, "--set", f"{setting}=/nowhere"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {setting}")
 
 
 def test_a_client_certificate_needs_its_key() -> None:

@@ -48,6 +48,12 @@ NOT_DEFAULT = {
 }
 
 
+def test_a_field_of_the_future_is_refused_in_parts_too() -> None:
+    newer = pb.TokenIds.FromString(b"\x98\x06\x01")  # field 99
+    with pytest.raises(UnsupportedOption, match=r"jaxserve\.v1\.TokenIds has no field 99"):
+        sampling_from_proto(pb.SamplingParams(allowed_token_ids=newer))
+
+
 def test_the_message_has_exactly_the_options_of_the_api() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == names | {"no_max_tokens"}

@@ -185,6 +185,30 @@ def test_an_abort_while_the_prompt_is_being_encoded_is_not_lost(
     assert server.runner.inner.num_steps == steps, "it never ran"
 
 
+def test_two_calls_with_one_id_are_told_apart_while_they_are_encoded(
+    client: Client, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    prepare = server.engine.prepare
+
+    def slow(*args, **options):
+        entered.set()
+        assert go_on.wait(WAIT_S)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(server.engine, "prepare", slow)
+    with grpc.insecure_channel(server.address) as channel:
+        request = pb.GenerateRequest(request_id="twin", text="a", sampling=pb.SamplingParams(max_tokens=3))
+        first = pb_grpc.InferenceStub(channel).Generate(request, timeout=WAIT_S)
+        assert entered.wait(WAIT_S)
+        with pytest.raises(RequestFailed, match="'twin' is live already") as caught:
+            client.complete("m", GREEDY, CallOptions(request_id="twin"), timeout_s=WAIT_S)
+        assert caught.value.status is Status.INVALID
+        client.abort("twin")
+        go_on.set()
+        assert [reply.finish_reason for reply in first] == [pb.FINISH_REASON_ABORT]
+
+
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +228,16 @@ def test_chunks_of_several_sequences_do_not_mix(client: Client) -> None:
     chunked = client.complete("a", sampling, CallOptions(chunk_tokens=4), timeout_s=WAIT_S)
     assert [o.text for o in chunked.outputs] == [o.text for o in plain.outputs]
     assert chunked.num_generated_tokens == plain.num_generated_tokens == 30
+
+
+def test_tokens_that_wait_come_before_an_error() -> None:
+    with served(serve_bytes(delay_s=0.01)) as server, connect(server) as client:
+        replies: list[pb.GenerateResponse] = []
+        with pytest.raises(RequestFailed, match="were over"):
+            replies.extend(client.generate("a", LONG, CallOptions(chunk_tokens=300, timeout_s=0.5), timeout_s=WAIT_S))
+        token_ids = [token_id for reply in replies for token_id in reply.token_ids]
+        assert token_ids == [(98 + k) % 128 for k in range(len(token_ids))]
+        assert len(token_ids) > 1
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------

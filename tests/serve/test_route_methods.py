@@ -1,7 +1,9 @@
 """The router's methods beside Generate: answered by any replica, by all, or by the one that has the request."""
 
 import contextlib
+import signal
 import threading
+import time
 
 import pytest
 from route_parts import fake_server, routed
@@ -10,6 +12,7 @@ from serve_parts import WAIT_S, connect, serve_bytes, served, wait_until
 from jaxserve.api import SamplingParams
 from jaxserve.client import CallOptions, Client, RequestFailed
 from jaxserve.errors import Status
+from jaxserve.serve import route_service
 from jaxserve.serve.gen import inference_pb2 as pb
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400)
@@ -116,3 +119,80 @@ def test_the_time_to_wait_comes_through() -> None:
         with pytest.raises(RequestFailed, match=r"sched\.max_waiting is 1") as caught:
             client.complete([1], LONG, timeout_s=WAIT_S)
         assert caught.value.retry_after_s == 1.0
+
+
+def test_a_full_replica_says_when_to_come_again_to_a_question_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        served(serve_bytes(max_waiting=1)) as server,
+        routed(server.address) as router,
+        Client(router.address) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        entered, go_on, tokenizer = threading.Event(), threading.Event(), server.engine.tokenizer
+        assert tokenizer is not None
+        encode = tokenizer.encode
+
+        def slow(*args, **options):
+            entered.set()
+            assert go_on.wait(WAIT_S)
+            return encode(*args, **options)
+
+        monkeypatch.setattr(tokenizer, "encode", slow)
+        thread = threading.Thread(target=lambda: client.tokenize("a", timeout_s=WAIT_S))
+        thread.start()
+        stack.callback(thread.join, WAIT_S)
+        stack.callback(go_on.set)
+        assert entered.wait(WAIT_S)
+        with pytest.raises(RequestFailed, match="wait to be encoded") as caught:
+            client.tokenize("a")
+        assert (caught.value.status, caught.value.retry_after_s) == (Status.OVERLOADED, 1.0)
+
+
+def test_a_replica_that_has_just_fallen_silent_does_not_hold_up_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_service, "_LOAD_S", 0.3)
+    with (
+        fake_server() as (silent, address),
+        served(serve_bytes()) as well,
+        routed(address, well.address) as router,
+        Client(router.address) as client,
+    ):
+        wait_until(lambda: client.load().num_replicas == 2, "both are well")
+        silent.send_signal(signal.SIGSTOP)
+        load = client.load(timeout_s=WAIT_S)
+        assert (load.num_replicas, load.num_pages) == (1, 256)
+
+
+def test_the_time_of_a_request_does_not_begin_again_when_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        served(serve_bytes()) as one,
+        served(serve_bytes()) as two,
+        routed(one.address, two.address, policy="round_robin") as router,
+        Client(router.address) as client,
+    ):
+        wait_until(lambda: client.load().num_replicas == 2, "both are well")
+        given: list[float] = []
+        for server in (one, two):
+            prepare = server.engine.prepare
+
+            def note(*args, prepare=prepare, **options):
+                given.append(options["timeout_s"])
+                return prepare(*args, **options)
+
+            monkeypatch.setattr(server.engine, "prepare", note)
+            server.runner.hold()
+        answers: list[str] = []
+        options = CallOptions(timeout_s=30.0)
+        sampling = SamplingParams(temperature=0.0, max_tokens=3)
+        thread = threading.Thread(target=lambda: answers.append(client.complete("a", sampling, options).text))
+        thread.start()
+        wait_until(lambda: one.engine.num_unstarted + two.engine.num_unstarted == 1, "it is at one of them")
+        first, second = (one, two) if one.engine.num_unstarted else (two, one)
+        time.sleep(0.3)
+        first.runner.broken = True
+        first.runner.release()
+        wait_until(lambda: second.engine.num_unstarted == 1, "it has moved")
+        second.runner.release()
+        thread.join(WAIT_S)
+        assert answers == ["bcd"]
+        assert 29.0 < given[0] <= 30.0
+        assert given[1] <= given[0] - 0.3

@@ -35,10 +35,12 @@ def _run(engine: Engine, request_id: str = "r-1", *, sampling: SamplingParams | 
 
 @pytest.fixture
 def own_logger() -> Iterator[logging.Logger]:
-    """The package's logger as it was, afterwards."""
-    logger = logging.getLogger("jaxserve")
+    """The package's logger as it was, afterwards; and the root's handlers."""
+    logger, root = logging.getLogger("jaxserve"), logging.getLogger()
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    roots = root.handlers[:]
     yield logger
+    root.handlers[:] = roots
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate
@@ -85,6 +87,17 @@ def test_the_program_logs_json_when_asked(own_logger: logging.Logger, capsys: py
     assert (parsed["level"], parsed["request_id"], parsed["finish_reason"]) == ("info", "r-1", "length")
     assert (parsed["prompt_tokens"], parsed["new_tokens"], parsed["tenant"]) == (8, 3, "t")
     assert parsed["e2e_ms"] >= parsed["ttft_ms"] >= parsed["queue_ms"] >= 0
+
+
+def test_other_packages_warn_in_json_too(own_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # the second takes the place of the first
+        set_up_logging(RuntimeConfig(log_format="json"))
+    logging.getLogger("another.package").warning("a\nb")
+    own_logger.warning("c")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["logger"], line["message"]) for line in lines] == [("another.package", "a\nb"), ("jaxserve", "c")]
+    set_up_logging(RuntimeConfig(log_format="text"))
+    assert not [h for h in logging.getLogger().handlers if isinstance(h.formatter, JsonFormatter)]
 
 
 def test_no_prompt_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> None:

@@ -74,6 +74,17 @@ def test_bytes_of_tokens_are_exact(tokenizer: Tokenizer, text: str) -> None:
     assert joined.removeprefix(" ") == tokenizer.decode(ids, skip_special_tokens=False).removeprefix(" ")
 
 
+def test_a_byte_level_piece_that_is_no_bytes_stands_for_itself(tmp_path: Path) -> None:
+    written = json.loads((FIXTURES / "qwen" / "tokenizer.json").read_text())
+    model = written["model"]
+    last = model["merges"].pop()
+    token_id = model["vocab"].pop("".join(last.split() if isinstance(last, str) else last))
+    model["vocab"]["日本 x"] = token_id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.token_bytes(token_id).decode() == tokenizer.decode([token_id]) == "日本 x"
+
+
 def test_a_walk_matches_the_regex(tokenizer: Tokenizer) -> None:
     pattern = r"(é|日本| x){2,4}-[0-9a-f]{3}\."
     grammar = compiler_of(tokenizer, spare=70).compile(StructuredOutput(regex=pattern), prompt_ids=(5,))
@@ -138,6 +149,15 @@ def test_what_is_long_or_looks_special_is_spelled_in_plain_tokens(kind: str) -> 
             written = text_of(tokenizer, ids)
             assert ended and (written if form.choice else json.loads(written)) == text
             assert not tokenizer.special_ids.intersection(ids)
+
+
+def test_an_object_of_a_thousand_optional_members() -> None:
+    members = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    asked = {"type": "object", "properties": members, "additionalProperties": False}
+    matcher = compiler_of(ByteTokenizer()).compile(StructuredOutput(json_schema=json.dumps(asked))).start()
+    for byte in b'{"p7": 1, "p500": -2, "p999": 3}':
+        matcher.accept(byte)
+    assert bits_of(matcher.mask) == [257]
 
 
 def test_thousands_of_choices() -> None:

@@ -1,6 +1,6 @@
 """The HTTP door: the API of OpenAI with vLLM's further fields, and what operators ask.
 
-    connection ─ server    one port; headers in time and of bounded size
+    connection ─ server    one port, with TLS or without; headers in time and of bounded size
                  keys      a known key on every route but health
                  guard     bodies in time and of bounded size; a client that leaves cancels its handler
                  bodies    JSON of bounded depth into the frozen models of `requests`

@@ -47,21 +47,26 @@ def completions_router(door: Door) -> APIRouter:
     return router
 
 
-def list_prompts(given: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], name: str) -> list[Prompt]:
-    """One or several, as text or as ids. Raises InvalidRequest for none."""
+def list_prompts(
+    given: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], name: str, door: Door
+) -> list[Prompt]:
+    """One or several, as text or as ids. Raises InvalidRequest for none, and for more than the queue can ever hold."""
+    if isinstance(given, str):
+        return [given]  # empty or not: a tokenizer may add a token that begins a text
     if not given:
         raise InvalidRequest(f"{name} is empty; send at least one token")
-    if isinstance(given, str):
-        return [given]
     if isinstance(given[0], int):
         return [given]  # pyright: ignore[reportReturnType]  (a list of ids, as the model of the body has checked)
+    most = door.engine.engine.load.max_waiting
+    if len(given) > most:
+        raise InvalidRequest(f"{name} has {len(given)} prompts; at most {most} fit (sched.max_waiting); send fewer")
     return list(given)  # pyright: ignore[reportReturnType]  (texts, or lists of ids)
 
 
 def _makers(
     door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str
 ) -> list[Callable[[], Request]]:
-    prompts = list_prompts(body.prompt, "prompt")
+    prompts = list_prompts(body.prompt, "prompt", door)
     return [
         functools.partial(
             door.engine.engine.prepare,

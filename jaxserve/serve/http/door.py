@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,14 +14,16 @@ from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.api import FinishReason, Request
 from jaxserve.config_schema import HttpConfig
-from jaxserve.engine import AsyncEngine, Prompt, Update
+from jaxserve.engine import AsyncEngine, Prompt, Update, embedding_of, pooling_params
 from jaxserve.errors import EngineStopped
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.guard import time_is_up
 from jaxserve.serve.http.tool_parsers import ToolParser
 from jaxserve.text import Tokenizer
+
+_BITE = 32  # requests of one call that are submitted before others have their turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,13 @@ async def run_requests(door: Door, requests: Sequence[Request], *, echo: bool = 
 
     limit_s = door.config.request_timeout_s
     alarm = asyncio.get_running_loop().call_later(limit_s, inbox.put_nowait, _Failure(time_is_up(limit_s)))
-    pumps = [asyncio.ensure_future(pump(number, request)) for number, request in enumerate(requests)]
-    left = len(pumps)
+    pumps: list[asyncio.Future[None]] = []
+    left = len(requests)
     try:
+        for number, request in enumerate(requests):
+            pumps.append(asyncio.ensure_future(pump(number, request)))
+            if number % _BITE == _BITE - 1:
+                await asyncio.sleep(0)
         while left:
             item = await inbox.get()
             if isinstance(item, _Failure):
@@ -146,29 +151,21 @@ async def prepare(door: Door, makers: Sequence[Callable[[], Request]]) -> list[R
 class Vector(NamedTuple):
     """An embedding: `values` [D], of length 1."""
 
-    values: tuple[float, ...]
+    values: list[float]
     num_prompt_tokens: int
 
 
 async def embed_prompts(
-    door: Door, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None, *, tenant: str
+    door: Door, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None, *, tenant: str, traceparent: str
 ) -> list[Vector]:
     """One vector for each prompt. Raises as `run_requests` and `AnyEngine.prepare` do."""
-    sampling = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
-    make = functools.partial(door.engine.engine.prepare, sampling=sampling, tenant=tenant, pooling=True)
+    sampling = pooling_params(truncate_prompt_tokens)
+    make = functools.partial(
+        door.engine.engine.prepare, sampling=sampling, tenant=tenant, traceparent=traceparent, pooling=True
+    )
     requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts])
-    sums: list[tuple[float, ...]] = [()] * len(requests)
+    found: dict[int, list[float]] = {}
     async with contextlib.aclosing(run_requests(door, requests)) as news:
         async for item in news:
-            prompt = item.update.prompt
-            assert prompt is not None and prompt.hidden_sum is not None, item
-            sums[item.prompt] = prompt.hidden_sum
-    return [
-        Vector(_normalised(total), len(request.prompt_token_ids)) for total, request in zip(sums, requests, strict=True)
-    ]
-
-
-def _normalised(total: Sequence[float]) -> tuple[float, ...]:
-    """The mean differs from the sum by a factor, which the division by the length takes out."""
-    length = math.sqrt(sum(value * value for value in total)) or 1.0
-    return tuple(value / length for value in total)
+            found[item.prompt] = embedding_of(item.update.prompt)
+    return [Vector(found[k], len(request.prompt_token_ids)) for k, request in enumerate(requests)]

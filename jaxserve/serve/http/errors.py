@@ -32,6 +32,8 @@ _TYPES: Mapping[int, str] = {
     503: "service_unavailable_error",
 }
 _RETRY_S = 1.0  # when the engine does not know better
+_MEMBERS = frozenset({"str", "NamedTool"})  # of unions, as pydantic writes them
+_MAX_PARAM = 200  # characters of a name that a client made up
 _MAX_PROBLEMS = 5  # of a body with many mistakes, that a message names
 
 
@@ -115,17 +117,30 @@ def invalid_body(problems: Sequence[Any]) -> HttpRefusal:
     """One sentence on pydantic's list of problems. Values are not repeated: they are the client's, and may be long."""
     texts: dict[str, str] = {}
     for problem in problems:
-        # A union reports each member; its names, which stand in the location, are ours and mean nothing to a client.
-        location = [str(part) for part in problem["loc"] if part != "body"]
-        name = ".".join(location[:1] or ["body"])
+        location = problem["loc"]
+        name = _place(location) or "body"
         if problem["type"] == "extra_forbidden":
-            name = ".".join(location)
+            name = ".".join(part for part in (_place(location[:-1]), str(location[-1])) if part)
             texts.setdefault(name, f"{name} is not a field that this server knows; leave it out")
+        elif problem["type"] == "too_long":
+            texts[name] = f"{name}: {problem['msg']}"
         else:
             texts.setdefault(name, f"{name}: {problem['msg']}")
     shown = list(texts.items())[:_MAX_PROBLEMS]
     more = "" if len(shown) == len(texts) else f"; and {len(texts) - len(shown)} more"
-    return HttpRefusal(400, "; ".join(text for _, text in shown) + more, param=shown[0][0])
+    return HttpRefusal(400, "; ".join(text for _, text in shown) + more, param=shown[0][0][:_MAX_PARAM])
+
+
+def _place(location: Sequence[str | int]) -> str:
+    """Such as `messages[0].role`. A union names its members within the location, which mean nothing to a client."""
+    place, previous = "", None
+    for part in location[1:]:  # the first says body or query
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part not in (*_MEMBERS, previous) and not any(character in part for character in "[("):
+            place += f".{part}" if place else part
+        previous = part
+    return place
 
 
 def error_event(error: Exception) -> str:

@@ -63,19 +63,17 @@ class Guard:
         limit_s = self._request_timeout_s + _GRACE_S if scope["method"] == "POST" else None
         work = asyncio.ensure_future(self._app(scope, _replay(body), watched_send))
         gone = asyncio.ensure_future(_until_gone(receive))
+        done: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.wait(
-                {work, gone},
-                timeout=limit_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            done, _ = await asyncio.wait({work, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
             if not work.done():
                 work.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await work
-        if not work.cancelled() and (error := work.exception()) is not None and not begun:
+        error = time_is_up(self._request_timeout_s) if not done else None if work.cancelled() else work.exception()
+        if error is not None and not begun:
             assert isinstance(error, Exception), error
             await error_response(error)(scope, receive, send)
 

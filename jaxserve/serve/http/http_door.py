@@ -10,6 +10,7 @@ from jaxserve.engine import AsyncEngine
 from jaxserve.serve.http import observe
 from jaxserve.serve.http.app import make_app
 from jaxserve.serve.http.server import HttpServer
+from jaxserve.serve.tls import read_tls
 
 _POLL_S = 0.01
 
@@ -20,12 +21,17 @@ class HttpDoor:
     protocol = "HTTP"
 
     def __init__(self, engine: AsyncEngine, config: ServeConfig) -> None:
-        """Raises ConfigError for keys that cannot be read."""
+        """Raises ConfigError for keys or certificates that cannot be used."""
         assert config.http.port is not None, "no port, no service"
+        tls = read_tls(config.http, "serve.http")
         views = observe.router(engine.engine, web_page=config.http.web_page, profile_dir=config.http.profile_dir)
         self._app = make_app(engine, config, (views,))
         self._server = HttpServer(
-            self._app.asgi, host=config.host, port=config.http.port, header_timeout_s=config.http.header_timeout_s
+            self._app.asgi,
+            host=config.host,
+            port=config.http.port,
+            header_timeout_s=config.http.header_timeout_s,
+            tls=None if tls is None else tls.context,
         )
 
     async def start(self) -> int:

@@ -74,6 +74,7 @@ class LiveFeed:
         counts, totals, shares = stats.counts, stats.totals(), shares_of(recent)
         return {
             "t": _ms(stats.clock_s),
+            "alive": stats.alive,
             "counts": None if counts is None else counts._asdict(),
             "prompt_tokens": totals.prompt_tokens,
             "new_tokens": totals.new_tokens,

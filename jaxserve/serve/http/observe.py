@@ -63,7 +63,7 @@ def _add_metrics(routes: APIRouter, engine: AnyEngine) -> None:
 
 
 def _add_profile(routes: APIRouter, profiles: ProfileCapture) -> None:
-    refusals: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (400, 404, 409)}
+    refusals: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (400, 404, 409, 500)}
 
     @routes.post("/debug/profile", responses=refusals)
     async def profile(

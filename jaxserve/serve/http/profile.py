@@ -22,7 +22,8 @@ class ProfileCapture:
     async def capture(self, seconds: float) -> Path:
         """Records for `seconds` and returns the directory of the files.
 
-        A client that leaves does not end the capture. Raises HttpRefusal: 404 when it is off, 409 when one runs.
+        A client that leaves does not end the capture. Raises HttpRefusal: 404 when it is off, 409 when one runs, 500
+        when the directory cannot be written to.
         """
         if self._directory is None:
             raise HttpRefusal(404, "profiling is off; start the server with serve.http.profile_dir set to a directory")
@@ -36,8 +37,14 @@ class ProfileCapture:
 async def _capture(target: Path, seconds: float) -> Path:
     import jax  # a server on a fake device needs none
 
-    target.mkdir(parents=True)
-    await asyncio.to_thread(jax.profiler.start_trace, target)
+    try:
+        target.mkdir(parents=True)
+    except OSError as error:
+        raise HttpRefusal(500, f"serve.http.profile_dir cannot be written to: {error}") from error
+    try:
+        await asyncio.to_thread(jax.profiler.start_trace, target)
+    except RuntimeError as error:  # somebody else in this process profiles: a notebook, say
+        raise HttpRefusal(409, f"JAX cannot record now: {error}") from error
     try:
         await asyncio.sleep(seconds)
     finally:

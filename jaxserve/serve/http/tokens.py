@@ -8,13 +8,13 @@ import functools
 import struct
 from collections.abc import Sequence
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.chat import render_chat, shown_tools
 from jaxserve.serve.http.completions import list_prompts
-from jaxserve.serve.http.door import Door, embed_prompts
+from jaxserve.serve.http.door import Door, embed_prompts, trace_of
 from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxserve.serve.http.responses import (
@@ -43,11 +43,15 @@ def tokens_router(door: Door) -> APIRouter:
         return _card(door)
 
     @router.post("/v1/embeddings", response_model=EmbeddingResponse, tags=["OpenAI"])
-    async def create_embeddings(body: EmbeddingRequest) -> Response:
+    async def create_embeddings(body: EmbeddingRequest, call: Request) -> Response:
         """The mean of the final hidden states of each input, of length 1."""
         door.check_model(body.model)
         vectors = await embed_prompts(
-            door, list_prompts(body.input, "input"), body.truncate_prompt_tokens, tenant=body.user or ""
+            door,
+            list_prompts(body.input, "input", door),
+            body.truncate_prompt_tokens,
+            tenant=body.user or "",
+            traceparent=trace_of(call),
         )
         data = []
         for index, vector in enumerate(vectors):

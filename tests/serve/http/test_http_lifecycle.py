@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def server() -> Iterator[Served]:
 def assert_all_free(server: Served, most_steps: int = 490) -> None:
     wait_until(lambda: not server.scheduler.has_work() and server.scheduler.num_held_pages == 0, "pages are free")
     assert server.runner.inner.num_steps < most_steps, "it ran to its end"
-    assert server.engine.num_live == 0
+    wait_until(lambda: server.engine.num_live == 0, "nobody is left")
     server.scheduler.check()
 
 
@@ -75,6 +76,25 @@ def test_leaving_before_an_answer_in_one_piece_frees_its_pages(server: Served, p
         client.post(path, json=body)
         pytest.fail("it ended before its client left")
     assert_all_free(server)
+
+
+@pytest.mark.parametrize("ahead", ["GET /live HTTP/1.1\r\nHost: x\r\n\r\n", "GET /live HT"])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_request_before_its_turn_changes_nothing_for_the_first(ahead: str, leaves: bool) -> None:
+    """It is not taken; the first is answered, or its end is noticed, and the connection is closed."""
+    body = json.dumps(LONG if leaves else {**SHORT, "max_tokens": 100})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\nContent-Length: {len(body)}"
+    with http_served(serve_bytes(delay_s=0.005), header_timeout_s=0.2) as server:
+        host, port = server.http_url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+            raw.sendall(f"{head}\r\n\r\n{body}{ahead}".encode())
+            wait_until(lambda: server.engine.num_live == 1, "it runs")
+            if not leaves:
+                answer = b"".join(iter(lambda: raw.recv(65536), b""))
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert answer.count(b"HTTP/1.1") == 1
+                assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 100
+        assert_all_free(server)
 
 
 def test_an_end_is_seen_within_a_step(server: Served) -> None:

@@ -347,7 +347,7 @@ def test_a_demanded_call_is_constrained(client: openai.OpenAI, choice: Any, stre
         ({"tools": [WEATHER, WEATHER]}, "two functions of one name"),
         ({"tools": [WEATHER], "response_format": SCHEMA}, "no tool can be called"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": SCHEMA}, "give one of them"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools: String should match"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "function.name: String should match"),
         ({"top_logprobs": 2}, "logprobs is not true"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "two names of one limit"),
         ({"stream_options": {"include_usage": True}}, "stream is not true"),

@@ -221,7 +221,9 @@ def test_a_second_request_has_its_own_time(server: Served, client: httpx.Client)
 def test_what_is_no_http(server: Served, client: httpx.Client) -> None:
     with connect(server) as raw:
         raw.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-        assert read_all(raw).startswith(b"HTTP/1.1 400")
+        head, _, body = read_all(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_an_answer_that_takes_too_long() -> None:
@@ -240,20 +242,21 @@ def test_an_answer_that_takes_too_long() -> None:
 
 
 def test_a_full_queue() -> None:
-    with http_served(serve_bytes(max_rows=1, max_waiting=1)) as parts, browse(parts) as client:
+    with http_served(serve_bytes(max_rows=1, max_waiting=2)) as parts, browse(parts) as client:
         parts.runner.hold()
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
             first = pool.submit(client.post, "/v1/completions", json=ASK)
             wait_until(lambda: parts.runner.is_held, "the first has begun, and has no token")
+            second = pool.submit(client.post, "/v1/completions", json=ASK)
+            wait_until(lambda: parts.engine.load.num_waiting == 2, "both wait for their first token")
             for stream in (False, True):
                 response = client.post("/v1/completions", json={**ASK, "stream": stream})
                 assert response.status_code == 429
                 assert int(response.headers["retry-after"]) >= 1
                 assert error_of(response)["type"] == "rate_limit_error"
-            # Of a batch nothing is kept when not all of it is taken.
-            assert client.post("/v1/completions", json={**ASK, "prompt": ["a", "b", "c"]}).status_code == 429
+            assert client.post("/v1/completions", json={**ASK, "prompt": ["a", "b"]}).status_code == 429
             parts.runner.release()
-            assert first.result(WAIT_S).status_code == 200
+            assert [post.result(WAIT_S).status_code for post in (first, second)] == [200, 200]
         assert client.post("/v1/completions", json=ASK).status_code == 200
         wait_until(lambda: not parts.scheduler.has_work(), "nothing of the batch runs on")
 

@@ -23,7 +23,7 @@ function body(model) {
   const number = (id) => (by(id).value === "" ? undefined : Number(by(id).value));
   const system = by("system").value.trim();
   return {
-    model,
+    model: model || undefined, // not known yet: the server has only one
     messages: system ? [{ role: "system", content: system }, ...history] : history,
     stream: true,
     stream_options: { include_usage: true },
@@ -38,10 +38,11 @@ function body(model) {
 async function answer(model, item) {
   const text = item.querySelector(".text");
   const started = performance.now();
-  let first = null, usage = null, reason = null, content = "";
+  let first = null, usage = null, reason = null, content = "", whole = false;
   const list = by("messages");
   for await (const data of events("v1/chat/completions", { body: body(model), signal: abort.signal })) {
-    if (data === "[DONE]") break;
+    whole = data === "[DONE]";
+    if (whole) continue; // to the end of the stream: leaving it before would cost the connection
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
     usage = chunk.usage ?? usage;
@@ -55,6 +56,7 @@ async function answer(model, item) {
     text.textContent = content;
     if (follow) list.scrollTop = list.scrollHeight;
   }
+  if (!whole) throw new Error("the connection ended before the answer did");
   history.push({ role: "assistant", content });
   addFacts(item, { started, first, ended: performance.now(), usage, reason });
 }
@@ -73,9 +75,13 @@ function addFacts(item, { started, first, ended, usage, reason }) {
   item.scrollIntoView({ block: "end" });
 }
 
+// Whoever pressed one button by keyboard stands on the other one then, not at the top of the page.
 function setBusy(busy) {
-  by("send").disabled = busy;
-  by("stop").hidden = !busy;
+  const [send, stop] = [by("send"), by("stop")];
+  const follow = document.activeElement === (busy ? send : stop);
+  send.disabled = busy;
+  stop.hidden = !busy;
+  if (follow) (busy ? stop : send).focus();
 }
 
 export function startChat(getModel) {
@@ -89,6 +95,7 @@ export function startChat(getModel) {
     by("prompt").value = "";
     const item = add("assistant", "");
     item.classList.add("writing");
+    item.setAttribute("aria-busy", "true"); // so that a screen reader speaks once, not at every token
     const mine = (abort = new AbortController());
     setBusy(true);
     try {
@@ -96,7 +103,7 @@ export function startChat(getModel) {
     } catch (error) {
       if (mine !== abort) return; // another chat has begun meanwhile
       const text = item.querySelector(".text").textContent;
-      if (error.name === "AbortError" && text) {
+      if (text) { // half an answer is worth keeping, whatever ended it
         history.push({ role: "assistant", content: text });
       } else { // nothing was said: the question may be changed and asked again
         history.pop();
@@ -110,12 +117,15 @@ export function startChat(getModel) {
       }
     } finally {
       item.classList.remove("writing");
+      item.removeAttribute("aria-busy");
       if (mine === abort) {
         abort = null;
         setBusy(false);
       }
     }
   });
+  // A field that is hidden cannot say what is wrong with it.
+  by("chat-form").addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
   by("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();

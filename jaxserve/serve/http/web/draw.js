@@ -4,7 +4,7 @@ let colours = {};
 
 export function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["free", "cached", "used", "shared", "decode", "prefill", "padding", "dots", "line", "muted", "ink"];
+  const names = ["free", "cached", "used", "shared", "decode", "prefill", "dots", "line", "muted", "ink"];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
@@ -96,18 +96,19 @@ function axis({ context, width, height }, top, format, bottom = 4) {
 
 const BAR = 4;
 
-// Stacked bars, the newest step at the right. `steps`: {decode, prefill, padding} in the same unit.
+// Stacked bars, the newest step at the right. `steps`: rows by {decode, prefill}.
 export function drawSteps(canvas, steps) {
   const frame = open(canvas);
   const { context, width } = frame;
   const shown = steps.slice(-Math.floor((width - LEFT) / BAR));
-  const top = ceiling(Math.max(1, ...shown.map((s) => s.decode + s.prefill + s.padding)));
+  const most = Math.max(1, ...shown.map((s) => s.decode + s.prefill));
+  const top = 2 * (most <= 20 ? Math.ceil(most / 2) : ceiling(most / 2)); // half of it is a number of rows, too
   const y = axis(frame, top, short);
-  for (const [name, below] of [["decode", []], ["prefill", ["decode"]], ["padding", ["decode", "prefill"]]]) {
+  for (const name of ["decode", "prefill"]) {
     context.fillStyle = colours[name];
     context.beginPath();
     shown.forEach((step, i) => {
-      const base = below.reduce((sum, other) => sum + step[other], 0);
+      const base = name === "prefill" ? step.decode : 0;
       if (step[name] <= 0) return;
       const x = width - (shown.length - i) * BAR;
       context.rect(x, y(base + step[name]), BAR - 1, y(base) - y(base + step[name]));

@@ -6,6 +6,7 @@ import { events } from "./sse.js";
 const SPAN_MS = 60000;
 const KEPT_STEPS = 600;
 const RETRY_MS = [1000, 2000, 5000, 10000];
+const SILENCE_MS = 10000; // the server sends two events a second
 const by = (id) => document.getElementById(id);
 
 let model = "";
@@ -83,12 +84,13 @@ function showPool(counts, pages) {
   const numbers = [["used", counts.held_pages - counts.shared_pages], ["shared", counts.shared_pages],
     ["cached", counts.cached_pages], ["free", counts.free_pages]];
   const text = numbers.map(([name, count]) => `${count} ${name}`);
-  const parts = numbers.flatMap(([name], i) => {
-    const swatch = document.createElement("i");
+  const parts = numbers.map(([name], i) => {
+    const entry = document.createElement("span"), swatch = document.createElement("i");
     swatch.className = `k ${name}`;
-    return [swatch, text[i]];
+    entry.append(swatch, text[i]);
+    return entry;
   });
-  by("pool-legend").replaceChildren(...parts, each > 1 ? ` · a cell is ${each} pages` : "");
+  by("pool-legend").replaceChildren(...parts, each > 1 ? `a cell is ${each} pages` : "");
   by("pool").setAttribute("aria-label", `Page pool of ${counts.pages}: ${text.join(", ")}`);
 }
 
@@ -98,10 +100,10 @@ function draw() {
   const { news, steps, firsts, itls } = kept;
   showTiles(tiles(kept));
   showPool(news.counts, news.pages);
-  drawSteps(by("steps"), steps.map(([, , decode, chunks]) => ({ decode, prefill: chunks, padding: 0 })));
+  drawSteps(by("steps"), steps.map(([, , decode, chunks]) => ({ decode, prefill: chunks })));
   const last = steps.at(-1);
   by("step-now").textContent = last
-    ? `latest: ${last[2] + last[3]} rows, ${last[2] + last[4]} tokens in ${last[5]} slots` : "";
+    ? `latest: rows ${last[2] + last[3]}, tokens ${last[2] + last[4]}, slots ${last[5]}` : "";
   drawTimes(by("ttft"), firsts, news.t, SPAN_MS);
   drawTimes(by("itl"), itls, news.t, SPAN_MS);
   const [ttft, itl] = [median(firsts), median(itls)];
@@ -116,10 +118,13 @@ function take(message) {
   chosen = Math.min(chosen, replicas.length - 1);
   const menu = by("replica");
   by("replica-label").hidden = replicas.length < 2;
-  while (menu.options.length < replicas.length) menu.add(new Option(String(menu.options.length)));
+  while (menu.options.length < replicas.length) menu.add(new Option());
   menu.options.length = replicas.length;
+  message.replicas.forEach(({ alive }, k) => (menu.options[k].text = alive ? `${k}` : `${k}, dead`));
+  const dead = message.replicas.filter(({ alive }) => !alive).length;
   if (!message.accepting) setState("warn", "draining: no new requests");
   else if (message.stalled_s > 5) setState("bad", `no step for ${message.stalled_s.toFixed(0)} s`);
+  else if (dead) setState("warn", `${dead} of ${replicas.length} replicas dead`);
   else setState("live", "live");
   compiles = message.compiles;
   if (!paused) draw();
@@ -127,19 +132,35 @@ function take(message) {
 
 async function follow() {
   for (let failures = 0; ; ) {
-    reading = new AbortController();
+    const mine = (reading = new AbortController());
     let fresh = true; // a connection begins with all that the server has kept, and it may be another server
+    let accepting = true, silent = false, alarm = 0;
+    const listen = () => {
+      clearTimeout(alarm);
+      alarm = setTimeout(() => {
+        silent = true;
+        mine.abort();
+      }, SILENCE_MS);
+    };
     try {
-      for await (const data of events("events", { signal: reading.signal })) {
+      listen();
+      for await (const data of events("events", { signal: mine.signal })) {
+        listen();
         failures = 0;
         if (fresh) replicas = [];
         fresh = false;
-        take(JSON.parse(data));
+        const message = JSON.parse(data);
+        accepting = message.accepting;
+        take(message);
       }
-      setState("warn", "the server has closed the view");
+      if (accepting) setState("warn", "the server has closed the view"); // or it is draining, and has said so
     } catch (error) {
-      if (error.status === 401) setState("warn", "an API key is needed");
-      else if (error.name !== "AbortError") setState("bad", error.status ? error.message : "the server does not answer");
+      if (silent) setState("bad", "the server has fallen silent");
+      else if (error.name === "AbortError") continue; // a new key: at once
+      else if (error.status === 401) setState("warn", "an API key is needed");
+      else setState("bad", error.status ? error.message : "the server does not answer");
+    } finally {
+      clearTimeout(alarm);
     }
     const pause = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
     failures += 1;

@@ -1,0 +1,184 @@
+"""HTTP over TLS with real certificates: who gets in, who does not, and that nobody holds the port."""
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from certificates import Authority, Pair
+from http_parts import http_served
+from serve_parts import WAIT_S, Served, serve_bytes, wait_until
+
+from jaxserve import cli
+from jaxserve.config_schema import HttpConfig, ServeConfig
+from jaxserve.errors import ConfigError
+from jaxserve.serve.http import HttpDoor
+
+ASK = {"prompt": "a", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def authority(folder: Path) -> Authority:
+    return Authority(folder, "ours")
+
+
+@pytest.fixture(scope="module")
+def stranger(folder: Path) -> Authority:
+    return Authority(folder, "theirs")
+
+
+@pytest.fixture(scope="module")
+def pair(authority: Authority) -> Pair:
+    return authority.issue("server")
+
+
+@pytest.fixture(scope="module")
+def server(pair: Pair) -> Iterator[Served]:
+    with http_served(serve_bytes(), tls_cert=pair.certificate, tls_key=pair.key, header_timeout_s=0.5) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def mutual(pair: Pair, authority: Authority) -> Iterator[Served]:
+    with http_served(serve_bytes(), tls_cert=pair.certificate, tls_key=pair.key, tls_client_ca=authority.path) as parts:
+        yield parts
+
+
+def browse(parts: Served, trusted: Authority, shown: Pair | None = None) -> httpx.Client:
+    context = ssl.create_default_context(cafile=trusted.path)
+    if shown is not None:
+        context.load_cert_chain(shown.certificate, shown.key)
+    return httpx.Client(base_url=secure_url(parts), verify=context, timeout=WAIT_S)
+
+
+def secure_url(parts: Served) -> str:
+    return parts.http_url.replace("http://", "https://")
+
+
+def ask(parts: Served, trusted: Authority, shown: Pair | None = None) -> str:
+    with browse(parts, trusted, shown) as client:
+        return client.post("/v1/completions", json=ASK).json()["choices"][0]["text"]
+
+
+def connect(parts: Served) -> socket.socket:
+    host, port = parts.http_url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+
+def until_closed(raw: socket.socket) -> float:
+    """Reads what comes; returns the seconds until the other end closed."""
+    start_s = time.monotonic()
+    with contextlib.suppress(ConnectionResetError):
+        while raw.recv(4096):
+            pass
+    return time.monotonic() - start_s
+
+
+def test_who_trusts_the_authority_is_answered(server: Served, authority: Authority) -> None:
+    assert ask(server, authority) == "bcd"
+    with (
+        openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=authority.path)) as web,
+        openai.OpenAI(base_url=f"{secure_url(server)}/v1", api_key="none", http_client=web, max_retries=0) as client,
+    ):
+        chunks = client.completions.create(model="fake", prompt="a", max_tokens=4, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "bcde"
+
+
+def test_leaving_a_stream_frees_its_pages(authority: Authority, pair: Pair) -> None:
+    slow = http_served(serve_bytes(delay_s=0.005), tls_cert=pair.certificate, tls_key=pair.key)
+    with slow as parts, browse(parts, authority) as client:
+        body = {"prompt": "a", "max_tokens": 500, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            assert parts.scheduler.num_held_pages > 0
+        wait_until(lambda: parts.scheduler.num_held_pages == 0, "pages are free")
+        assert parts.runner.inner.num_steps < 490, "it ran to its end"
+
+
+def test_others_are_not(server: Served, authority: Authority, stranger: Authority) -> None:
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        ask(server, stranger)
+    with pytest.raises(httpx.TransportError):  # in the clear
+        httpx.post(f"{server.http_url}/v1/completions", json=ASK, timeout=WAIT_S)
+    with connect(server) as raw:
+        raw.sendall(b"\x00" * 4096)
+        until_closed(raw)
+    assert ask(server, authority) == "bcd"
+
+
+def test_old_versions_are_refused(server: Served) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    with connect(server) as raw, pytest.raises(OSError):  # noqa: PT011  (an SSLError, or a reset)
+        context.wrap_socket(raw)
+
+
+def test_the_handshake_agrees_on_http1(server: Served, authority: Authority) -> None:
+    context = ssl.create_default_context(cafile=authority.path)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with connect(server) as raw, context.wrap_socket(raw, server_hostname="localhost") as secure:
+        assert secure.selected_alpn_protocol() == "http/1.1"
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silence", "the beginning of a handshake"])
+def test_a_handshake_that_stalls_is_ended(server: Served, authority: Authority, sent: bytes) -> None:
+    stalled = [connect(server) for _ in range(20)]
+    for raw in stalled:
+        raw.sendall(sent)
+    assert ask(server, authority) == "bcd", "others are served meanwhile"
+    for raw in stalled:
+        with raw:
+            assert until_closed(raw) < WAIT_S / 2
+
+
+def test_headers_that_stall_after_the_handshake(server: Served, authority: Authority) -> None:
+    context = ssl.create_default_context(cafile=authority.path)
+    with connect(server) as raw, context.wrap_socket(raw, server_hostname="localhost") as secure:
+        secure.sendall(b"GET /health HTTP/1.1\r\n")
+        assert secure.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("who", ["nobody", "stranger", "expired"])
+def test_mutual_tls_refuses_bad_peers(mutual: Served, authority: Authority, stranger: Authority, who: str) -> None:
+    shown = {"nobody": None, "stranger": stranger.issue("x"), "expired": authority.issue("old", age_days=9)}[who]
+    with pytest.raises(httpx.TransportError):
+        ask(mutual, authority, shown)
+    assert ask(mutual, authority, authority.issue("client")) == "bcd"
+    assert mutual.engine.num_live == 0
+
+
+def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authority) -> None:
+    (folder / "noise").write_text("no PEM")
+    noise, other = str(folder / "noise"), authority.issue("other")
+    for options, text in (
+        ({"tls_cert": pair.certificate}, r"serve\.http\.tls_cert and serve\.http\.tls_key go together"),
+        ({"tls_key": pair.key}, "go together"),
+        ({"tls_client_ca": authority.path}, r"needs serve\.http\.tls_cert"),
+        ({"tls_cert": pair.certificate, "tls_key": str(folder / "none")}, "PEM files"),
+        ({"tls_cert": pair.certificate, "tls_key": other.key}, "belong together"),
+        ({"tls_cert": noise, "tls_key": pair.key}, "PEM files"),
+        ({"tls_cert": pair.certificate, "tls_key": pair.key, "tls_client_ca": noise}, "PEM files"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            HttpDoor(None, ServeConfig(http=HttpConfig(port=0, **options)))  # pyright: ignore[reportArgumentType]
+
+
+def test_top_says_whom_it_trusts(server: Served, authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
+    url = secure_url(server)
+    assert cli.main(["top", url, "--once", "--tls-ca", authority.path]) == 0
+    assert "fake" in capsys.readouterr().out
+    assert cli.main(["top", url, "--once"]) == 2
+    assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err
