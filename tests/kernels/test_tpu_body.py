@@ -17,7 +17,18 @@ from jaxserve.kernels.pallas.tpu_body import make_body
 from jaxserve.kernels.tuning import entry_name
 from jaxserve.kernels.xla_attention import BODY as REFERENCE
 from tests.kernels.ragged import bucketed, ragged_rows
-from tests.kernels.tpu_interpreter import BODY, INTERPRETER, NO_TABLE, V5E, Watch, body_with, run, watched
+from tests.kernels.tpu_interpreter import (
+    BODY,
+    INTERPRETER,
+    NO_TABLE,
+    V5E,
+    Watch,
+    body_with,
+    inputs_of,
+    plain_write,
+    run,
+    watched,
+)
 
 attend = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3)
 # Every kind of batch, option and dtype once; the others run with `-m slow`.
@@ -40,7 +51,7 @@ def watch():
 
 
 def check(case: Case, watch: Watch, seed: int = 0, room: Room | None = None) -> None:
-    inputs = make_inputs(case, BODY, seed=seed, poison=True, room=room)
+    inputs = inputs_of(case, seed=seed, room=room)
     out, _ = run(attend, case, inputs)
     assert relative_error(case, inputs, out) <= TOLERANCE[case.query_dtype]
     assert not watch.found_races()
@@ -53,8 +64,7 @@ def test_named_case_matches_the_oracle(name, watch):
 
 @pytest.mark.slow
 def test_a_whole_row_of_128k(watch):
-    """Pages of 256: the interpreter's time goes with the number of copies (ids in pieces: see the test of those)."""
-    check(dataclasses.replace(REAL["llama3-8b-tp8/row128k/64/bfloat16"], page_size=256), watch)
+    check(REAL["llama3-8b-tp8/row128k/64/bfloat16"], watch)
 
 
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
@@ -73,7 +83,7 @@ def test_random_ragged_batches_among_poison(page_size, window, watch, data):
 
 def test_a_batch_of_padding_alone_gives_zeros():
     batch, room = bucketed(((1, 5),), 16, SPEC, "float32", "float32")
-    inputs = make_inputs(batch, BODY, poison=True, room=room)
+    inputs = inputs_of(batch, room=room)
     empty = dataclasses.replace(
         inputs.batch,
         token_rows=jnp.full_like(inputs.batch.token_rows, len(inputs.batch.context_lens)),
@@ -89,7 +99,7 @@ def test_shared_prefix_pages_serve_two_rows():
     batch = dataclasses.replace(
         case("demo", "crumbs", page), rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0
     )
-    inputs = make_inputs(batch, BODY, poison=True)
+    inputs = inputs_of(batch)
     tables = inputs.batch.block_tables
     shared = dataclasses.replace(inputs.batch, block_tables=tables.at[1, :2].set(tables[0, :2]))
     keys, values = (
@@ -116,6 +126,17 @@ def test_the_write_stores_what_the_reference_stores_and_nothing_else(dtype):
     assert (cache[:, :, 24:] == 0).all() and (cache[..., 96:128] == 0).all()
 
 
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (24, 96)])
+def test_the_write_among_poison_is_the_scatter_that_fills_caches_here(page_size, head_dim):
+    rows = ((1, 1), (1, 33), (17, 17), (40, 75))
+    batch, room = bucketed(rows, page_size, dataclasses.replace(SPEC, head_dim=head_dim), "bfloat16", "bfloat16")
+    inputs = inputs_of(batch, room=room)
+    kernel, scatter = (
+        jax.jit(write)(inputs.k, inputs.v, inputs.cache, inputs.batch, None) for write in (BODY.write, plain_write)
+    )
+    np.testing.assert_array_equal(*(np.asarray(cache.astype(jnp.float32)) for cache in (kernel, scatter)))
+
+
 def test_any_tuned_sizes_give_the_same_answer(watch):
     use = small(REAL["llama3-8b-tp8/busy/64/bfloat16"])
     use = dataclasses.replace(use, page_size=16)
@@ -124,7 +145,7 @@ def test_any_tuned_sizes_give_the_same_answer(watch):
         entry_name("mosaic_tpu", "prefill", use.use): {"block_q": 32, "pages": 4},
     }
     tuned = body_with(entries)
-    inputs = make_inputs(use, tuned, poison=True)
+    inputs = inputs_of(use, tuned)
     out, _ = run(jax.jit(tuned.attend, static_argnums=5), use, inputs)
     assert relative_error(use, inputs, out) <= TOLERANCE["bfloat16"]
     assert not watch.found_races()
@@ -167,7 +188,7 @@ def test_a_missing_wait_would_be_seen(wait, watch, monkeypatch):
     monkeypatch.setattr(tpu_attention._Copies, "wait_block", wait)
     broken = make_body(V5E, NO_TABLE, INTERPRETER)
     batch = small(REAL["llama3-8b-tp8/decode64/64/bfloat16"])
-    inputs = make_inputs(batch, broken, poison=True)
+    inputs = inputs_of(batch, broken)
     out, _ = run(jax.jit(broken.attend, static_argnums=5), batch, inputs)
     assert watch.found_races() or relative_error(batch, inputs, out) > TOLERANCE["bfloat16"]
 
