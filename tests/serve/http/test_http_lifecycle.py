@@ -20,6 +20,7 @@ from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
 from jaxserve.api import SamplingParams
 from jaxserve.config_schema import Config, GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serve.http.server import HttpServer
 from jaxserve.serve.route import route
 from jaxserve.serve.service import Shutdown, check_serve_config, serve
 
@@ -257,6 +258,25 @@ def test_sigterm_ends_both_doors(signals: int) -> None:
 
 def _ready(url: str) -> int:
     return httpx.get(f"{url}/ready", timeout=WAIT_S).status_code
+
+
+async def test_an_event_does_not_wait_for_the_acknowledgement_of_the_one_before() -> None:
+    """Nagle's algorithm is off: clients that acknowledge late (40 ms on Linux) would get their tokens in clumps."""
+
+    async def nothing(scope: Any, receive: Any, send: Any) -> None: ...
+
+    server = HttpServer(nothing, host="127.0.0.1", port=0, header_timeout_s=WAIT_S)
+    _, writer = await asyncio.open_connection("127.0.0.1", await server.start())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not (connections := server._server.server_state.connections):
+                await asyncio.sleep(0.001)
+        (connection,) = connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    finally:
+        writer.close()
+        await server.stop(0)
 
 
 def test_a_port_in_use_is_a_config_error(server: Served) -> None:
