@@ -260,9 +260,11 @@ class Request:
       request_id: unique among live requests.
       prompt_token_ids: at least one id.
       arrival_s: monotonic seconds; orders requests, never shown.
-      priority: smaller is served first (vLLM's convention); 0 unless the policy reads it, as `priority` does.
+      priority: smaller is served first (vLLM's convention); 0 unless the policy reads it: `priority`, `preemptive`.
       cache_salt: requests share prefix pages only with the same salt.
-      tenant: for policies that share between tenants; no built-in policy reads it yet.
+      tenant: for policies that share between tenants, as `fair` does.
+      ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
+        does; None: those of the engine. Set by whoever builds requests (a trace, a notebook); no wire format has them.
       deadline_s: monotonic seconds at which it ends with DeadlineExceeded, finished or not; infinity: never.
       traceparent: the caller's span in the form of W3C, for traces; empty: none.
       grammar: the compiled form of `sampling.structured`; None without one.
@@ -280,6 +282,8 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
     deadline_s: float = math.inf
     traceparent: str = ""
     grammar: Grammar | None = dataclasses.field(default=None, repr=False, compare=False)

@@ -14,9 +14,11 @@ import jax
 from jaxserve.config import ResolvedConfig
 from jaxserve.config_schema import Config
 from jaxserve.engine import AnyEngine, Engine, EngineGroup, ModelInfo
+from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.models import LoadedModel, load_model, read_decoder_config, resolve_model_path
 from jaxserve.models.decoder_config import RopeScaling
+from jaxserve.replay.header import open_step_log
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, build_runner
 from jaxserve.runtime.compile_events import CompileCounter
@@ -83,6 +85,8 @@ def assemble(
     num_replicas = config.parallel.data
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
+    if config.runtime.step_log is not None:
+        check_step_log(config.runtime.step_log)
     router = build_router(config)
     tokenizer = build_tokenizer(config)
     make_device = build_device if make_device is None else make_device
@@ -94,17 +98,24 @@ def assemble(
             scheduler=create_scheduler(
                 choice,
                 device.runner.limits,
-                chunked_prefill=config.sched.chunked_prefill,
-                prefix_caching=config.cache.prefix_caching,
-                ageing_s=config.sched.ageing_s,
+                options=scheduler_options(config),
             ),
             tokenizer=tokenizer,
             model=model,
             max_waiting=config.sched.max_waiting,
             max_waiting_tokens=config.sched.max_waiting_tokens,
             seed=config.model.seed,
+            step_log=open_step_log(
+                config,
+                limits=device.runner.limits,
+                model=model.name,
+                policy=choice,
+                vocab_size=device.vocab_size,
+                replica=number,
+                device_facts=device.facts,
+            ),
         )
-        for device in devices
+        for number, device in enumerate(devices)
     ]
     compiles = CompileCounter()
     for stats in (stats for replica in replicas for stats in replica.stats):
@@ -113,11 +124,32 @@ def assemble(
     return Assembly(engine=engine, sampling_defaults=devices[0].sampling_defaults, config=config)
 
 
+def scheduler_options(config: Config) -> SchedulerOptions:
+    """What `sched:` and `cache:` say to the scheduler. Raises ConfigError."""
+    sched = config.sched
+    return SchedulerOptions(
+        chunked_prefill=sched.chunked_prefill,
+        prefix_caching=config.cache.prefix_caching,
+        watermark=sched.watermark,
+        growth=sched.growth,
+        lengths=sched.lengths,
+        ageing_s=sched.ageing_s,
+        input_weight=sched.input_weight,
+        output_weight=sched.output_weight,
+        ttft_target_s=sched.ttft_target_s,
+        tpot_target_s=sched.tpot_target_s,
+    )
+
+
 def build_router(config: Config) -> Router:
     """The policy of `route:`. Raises ConfigError."""
+    return create_router(config.route.policy, router_options(config))
+
+
+def router_options(config: Config) -> RouterOptions:
+    """What `route:` says to the policy. Raises ConfigError."""
     route = config.route
-    options = RouterOptions(slack=route.slack, table_blocks=route.table_blocks, seed=route.seed)
-    return create_router(route.policy, options)
+    return RouterOptions(slack=route.slack, table_blocks=route.table_blocks, seed=route.seed)
 
 
 def describe_model(config: Config, replicas: Sequence[Device], tokenizer: Tokenizer | None) -> ModelInfo:
@@ -193,7 +225,11 @@ def build_device(
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         sampling_defaults=loaded.checkpoint.default_sampling,
         private_prompts_above=rope.original_max_position if rope.scaling is RopeScaling.DYNAMIC else None,
-        facts={"model": repr(loaded.config), "weights": _describe_weights(stages)},
+        facts={
+            "device": jax.devices()[0].device_kind,
+            "model": repr(loaded.config),
+            "weights": _describe_weights(stages),
+        },
     )
 
 

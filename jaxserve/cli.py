@@ -18,11 +18,13 @@ from jaxserve.bench.cli import app as bench_app
 from jaxserve.config import format_config, load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
+from jaxserve.lab.cli import simulate_command
 from jaxserve.run import ConfigOption, SetOption, run_app, run_command
 
 app = typer.Typer(add_completion=False, help="LLM inference on JAX.")
 app.command("run")(run_command)
 app.add_typer(bench_app, name="bench")
+app.command("simulate")(simulate_command)
 
 
 @app.command("config")
@@ -95,6 +97,28 @@ def route_command(
     resolved = load_config(config, [*(set_ or ()), *flags])
     set_up_logging(resolved.config.runtime)
     return route_forever(resolved.config)
+
+
+@app.command("replay")
+def replay_command(
+    log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")],
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Run the steps of a log again and compare every token. Exit code 3: one differs, and which is the first."""
+    from jaxserve.replay.command import replay_and_print  # JAX takes seconds to import
+
+    resolved = load_config(config, set_ or ())
+    set_up_logging(resolved.config.runtime)
+    return replay_and_print(log, resolved)
+
+
+@app.command("steps")
+def steps_command(log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")]) -> None:
+    """Say where the time of a step log went, by kind of step."""
+    from jaxserve.replay.summary import summarize_and_print
+
+    summarize_and_print(log)
 
 
 @app.command("health")

@@ -35,6 +35,7 @@ _PATHS = (
     "model.path",
     "model.tokenizer",
     "runtime.compile_cache",
+    "runtime.step_log",
     "serve.http.api_keys_file",
     "serve.http.tls_cert",
     "serve.http.tls_key",

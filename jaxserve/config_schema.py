@@ -79,8 +79,27 @@ class SchedConfig(Section):
         default=2**22, ge=1, description="Tokens of prompts that may wait before new requests are refused."
     )
     ageing_s: float = pydantic.Field(
-        default=10.0, gt=0, description="priority policy: seconds of waiting that are worth one priority level."
+        default=10.0,
+        gt=0,
+        description="priority, preemptive: seconds of waiting worth one level; sjf: worth 256 tokens of work.",
     )
+    watermark: float = pydantic.Field(
+        default=0.03, ge=0, lt=1, description="Share of all pages that an admission leaves free."
+    )
+    growth: float = pydantic.Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="How much of the expected growth of running sequences an admission leaves room for; 0: none.",
+    )
+    lengths: str = pydantic.Field(
+        default="learned",
+        description="Who expects how long outputs are: learned, asked (max_tokens), or 'package.module:Class'.",
+    )
+    input_weight: float = pydantic.Field(default=1.0, gt=0, description="fair: what a token of a prompt is charged.")
+    output_weight: float = pydantic.Field(default=2.0, gt=0, description="fair: what a generated token is charged.")
+    ttft_target_s: float = pydantic.Field(default=1.0, gt=0, description="slo: seconds to the first token.")
+    tpot_target_s: float = pydantic.Field(default=0.1, gt=0, description="slo: seconds for each token after it.")
 
 
 class KernelsConfig(Section):
@@ -165,6 +184,10 @@ class RuntimeConfig(Section):
     )
     log_prompts: bool = pydantic.Field(
         default=False, description="Add the ids of the prompt to that line. Prompts are never logged otherwise."
+    )
+    step_log: str | None = pydantic.Field(
+        default=None,
+        description="File for a record of each step, prompts included: see `jaxserve steps` and `replay`; null: none.",
     )
     trace_endpoint: str | None = pydantic.Field(
         default=None,

@@ -49,6 +49,10 @@ class CapacityError(UserError):
     """The configured sizes cannot fit the device. The message names the setting to change."""
 
 
+class StepLogError(UserError):
+    """A step log cannot be read, is damaged, or does not fit the device that shall replay it."""
+
+
 class InvalidRequest(UserError):
     """A request has a value outside what this server takes."""
 

@@ -62,6 +62,7 @@ def make_request(
     arrival_s: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    tenant: str = "",
 ) -> Request:
     """A request of token ids. `sampling` defaults to one greedy sequence."""
     return Request(
@@ -74,6 +75,7 @@ def make_request(
         arrival_s=arrival_s,
         priority=priority,
         cache_salt=salt,
+        tenant=tenant,
     )
 
 

@@ -21,19 +21,22 @@ from jaxserve.testing import make_request
 class NoStats(EngineStats):
     """Keeps nothing. For the loop that is compared with."""
 
-    def start_turn(self) -> None: ...
+    def start_turn(self) -> float:
+        return 0.0
 
     def add_time(self, part: str) -> float:
         return 0.0
 
-    def note_plan(self, plan: StepPlan | None, live: object) -> None: ...
+    def note_plan(self, plan: StepPlan | None, live: object) -> float:
+        return 0.0
 
     def note_result(self) -> None:
         self.previous_s = self.now_s = -1.0  # what every sequence begins with, so that none asks
 
     def take(self, sequence: SequenceTimes, times: RequestTimes, prompt: PromptInfo | None) -> None: ...
 
-    def note_commit(self, plan: StepPlan, num_events: int) -> None: ...
+    def note_commit(self, plan: StepPlan, num_events: int) -> float:
+        return 0.0
 
 
 class _Nothing:

@@ -24,6 +24,8 @@ STRESS = {
     "cache.num_pages": 264,  # one sequence of 1024 tokens takes 256; 32 chats of a short task want more
     "sched.max_rows": 32,
     "sched.max_step_tokens": 48,
+    "sched.watermark": 0.0,
+    "sched.growth": 0.0,  # so that rows are preempted
     "runtime.token_buckets": [32, 48],
     "runtime.row_buckets": [1, 32],
 }

@@ -13,39 +13,51 @@ import rich.console
 import rich.progress
 import typer
 
-from jaxserve.bench.arrivals import ArrivalOptions, Ramp
-from jaxserve.bench.datasets import DATASET_NAMES, DatasetOptions, check_dataset
-from jaxserve.bench.metrics import Goodput
-from jaxserve.bench.plot import check_plot, plot_serve
+from jaxserve.bench.plot import plot_serve
 from jaxserve.bench.report import OfflineReport, check_writable, write_json
 from jaxserve.bench.serve import bench_serve
-from jaxserve.bench.serve_options import BACKENDS, Endpoint, PromptOptions, ServeOptions
+from jaxserve.bench.serve_options import BACKENDS, Endpoint, PromptOptions, ServeOptions, check_has_no_sessions
 from jaxserve.bench.show import show_offline, show_serve
 from jaxserve.bench.startup import StartupOptions, bench_startup
 from jaxserve.config import load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
 from jaxserve.run import ConfigOption, SetOption
+from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
+from jaxserve.workloads.datasets import DatasetOptions, check_dataset
+from jaxserve.workloads.flags import (
+    BurstinessOption,
+    DatasetOption,
+    DiurnalOption,
+    GoodputOption,
+    InputLenOption,
+    JsonOption,
+    NumPromptsOption,
+    OutputLenOption,
+    PathOption,
+    PercentilesOption,
+    PlotOption,
+    PrefixesOption,
+    PrefixLenOption,
+    RampOption,
+    RangeOption,
+    RateOption,
+    ScaleOption,
+    SeedOption,
+    SpeedOption,
+    default_count,
+    parse_counts,
+    parse_numbers,
+)
+from jaxserve.workloads.metrics import Goodput
+from jaxserve.workloads.pictures import check_plot
+from jaxserve.workloads.tables import make_console
 
 ALL_FAILED = 3
-_WIDTH = 110
 
 app = typer.Typer(add_completion=False, help="Measure an endpoint, or a model in this process.")
 
-DatasetOption = Annotated[str, typer.Option("--dataset", help=f"One of {', '.join(DATASET_NAMES)}.")]
-PathOption = Annotated[Path | None, typer.Option("--dataset-path", help="File of a trace, or JSONL of prompts.")]
-NumPromptsOption = Annotated[
-    int | None, typer.Option("--num-prompts", help="Requests; of a file the first so many. Default: 100, or the file.")
-]
-InputLenOption = Annotated[int, typer.Option("--input-len", help="Tokens of a prompt, after its prefix if any.")]
-OutputLenOption = Annotated[int, typer.Option("--output-len", help="Tokens to ask for.")]
-RangeOption = Annotated[float, typer.Option("--range-ratio", help="random: lengths vary by this share, both ways.")]
-PrefixesOption = Annotated[int, typer.Option("--num-prefixes", help="prefix-repetition: how many there are.")]
-PrefixLenOption = Annotated[int, typer.Option("--prefix-len", help="prefix-repetition: tokens of each.")]
-ScaleOption = Annotated[float, typer.Option("--length-scale", help="sharegpt, traces: multiply every length.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of everything that is random.")]
 VocabOption = Annotated[int | None, typer.Option("--vocab-size", help="Send token ids below this.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="File for the result.")]
 
 
 @app.command("serve")
@@ -64,12 +76,13 @@ def serve_command(
     num_prefixes: PrefixesOption = 10,
     prefix_len: PrefixLenOption = 256,
     length_scale: ScaleOption = 1.0,
-    speed: Annotated[float, typer.Option(help="Traces: replay so many times faster.")] = 1.0,
+    speed: SpeedOption = 1.0,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory; send text of exact lengths.")] = None,
     vocab_size: VocabOption = None,
-    rate: Annotated[float | None, typer.Option(help="Requests a second; inf: all at once.")] = None,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursty; inf: even.")] = 1.0,
-    ramp: Annotated[str | None, typer.Option(help="linear:START:END or exponential:START:END.")] = None,
+    rate: RateOption = None,
+    burstiness: BurstinessOption = 1.0,
+    ramp: RampOption = None,
+    diurnal: DiurnalOption = None,
     max_concurrency: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
     sweep_rate: Annotated[str | None, typer.Option(help="Rates, such as 1,2,4,inf: a run for each.")] = None,
     sweep_concurrency: Annotated[str | None, typer.Option(help="Requests at once, such as 1,4,16.")] = None,
@@ -78,12 +91,12 @@ def serve_command(
     extra_body: Annotated[str | None, typer.Option(help="JSON object, merged into every request.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
-    goodput: Annotated[list[str] | None, typer.Option(help="ttft:MS, tpot:MS or e2el:MS. Repeatable.")] = None,
-    percentiles: Annotated[str, typer.Option(help="Of every distribution.")] = "90,95,99",
+    goodput: GoodputOption = None,
+    percentiles: PercentilesOption = "90,95,99",
     seed: SeedOption = 0,
     json_: JsonOption = None,
     save_requests: Annotated[bool, typer.Option("--save-requests", help="Times of each request in the file.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.")] = None,
+    plot: PlotOption = None,
 ) -> int:
     """Send a load to an endpoint and measure it. Exit code 3: every request failed."""
     if save_requests and json_ is None:
@@ -102,7 +115,7 @@ def serve_command(
         dataset=DatasetOptions(
             name=dataset,
             path=dataset_path,
-            num_prompts=100 if num_prompts is None and dataset_path is None else num_prompts,
+            num_prompts=default_count(num_prompts, dataset_path),
             input_len=input_len,
             output_len=output_len,
             range_ratio=range_ratio,
@@ -113,14 +126,19 @@ def serve_command(
             seed=seed,
         ),
         prompts=PromptOptions(tokenizer=tokenizer, vocab_size=vocab_size),
-        arrivals=ArrivalOptions(rate=rate, burstiness=burstiness, ramp=None if ramp is None else Ramp.parse(ramp)),
+        arrivals=ArrivalOptions(
+            rate=rate,
+            burstiness=burstiness,
+            ramp=None if ramp is None else Ramp.parse(ramp),
+            diurnal=None if diurnal is None else Diurnal.parse(diurnal),
+        ),
         max_concurrency=max_concurrency,
-        sweep_rates=tuple(_numbers(sweep_rate, "--sweep-rate")),
-        sweep_concurrencies=tuple(_counts(sweep_concurrency, "--sweep-concurrency")),
+        sweep_rates=tuple(parse_numbers(sweep_rate, "--sweep-rate")),
+        sweep_concurrencies=tuple(parse_counts(sweep_concurrency, "--sweep-concurrency")),
         warmup=warmup,
         timeout_s=timeout,
         goodput=Goodput.parse(goodput or ()),
-        percentiles=tuple(_numbers(percentiles, "--percentiles")),
+        percentiles=tuple(parse_numbers(percentiles, "--percentiles")),
     )
     return _serve(options, json_, plot, save_requests)
 
@@ -129,7 +147,7 @@ def _serve(options: ServeOptions, json_: Path | None, plot: Path | None, save_re
     check_writable(json_, "--json")
     check_writable(plot, "--plot")
     if plot is not None:
-        check_plot()
+        check_plot("bench")
     bar = rich.progress.Progress(console=rich.console.Console(stderr=True), transient=True)
     task = bar.add_task("", total=None)
     with bar:
@@ -138,7 +156,7 @@ def _serve(options: ServeOptions, json_: Path | None, plot: Path | None, save_re
             complain,
             lambda label, done, total: bar.update(task, description=label, completed=done, total=total),
         )
-    show_serve(report, _console())
+    show_serve(report, make_console())
     if json_ is not None:
         write_json(json_, report.as_json(with_requests=save_requests))
     if plot is not None:
@@ -168,7 +186,7 @@ def throughput_command(
     options = DatasetOptions(
         name=dataset,
         path=dataset_path,
-        num_prompts=100 if num_prompts is None and dataset_path is None else num_prompts,
+        num_prompts=default_count(num_prompts, dataset_path),
         input_len=input_len,
         output_len=output_len,
         range_ratio=range_ratio,
@@ -177,6 +195,7 @@ def throughput_command(
         length_scale=length_scale,
         seed=seed,
     )
+    check_has_no_sessions(options)
     check_dataset(options)  # a wrong option is told before a model is loaded
     from jaxserve.bench.offline import bench_throughput
 
@@ -236,17 +255,10 @@ def _load(config: Path | None, overrides: list[str] | None) -> Any:
 
 
 def _finish(report: OfflineReport, json_: Path | None) -> int:
-    show_offline(report, _console())
+    show_offline(report, make_console())
     if json_ is not None:
         write_json(json_, report.as_json())
     return 0
-
-
-def _console() -> rich.console.Console:
-    console = rich.console.Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:  # a file or a pipe: tables of one width, wherever they are looked at
-        console.width = _WIDTH
-    return console
 
 
 def _read_key(path: Path | None) -> str | None:
@@ -269,17 +281,3 @@ def _read_object(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--extra-body must be a JSON object, got {text}")
     return value
-
-
-def _numbers(text: str | None, option: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")] if text else []
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}; write numbers with commas between them") from error
-
-
-def _counts(text: str | None, option: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}; write whole numbers with commas between them") from error

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import cast
 
 from jaxserve.api import SamplingParams
-from jaxserve.bench.outcome import Recording, RequestFailed
-from jaxserve.bench.samples import Sample
+from jaxserve.bench.recording import Recording, RequestFailed
 from jaxserve.bench.serve_options import Endpoint
 from jaxserve.client import AsyncClient, ClientPrompt, Tls
 from jaxserve.client import RequestFailed as CallFailed
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.workloads.samples import Sample
 
 
 class GrpcClient:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.bench.metrics import Metrics
+from jaxserve.workloads.metrics import Metrics
 
 _PERIOD_S = 0.01
 _MIN_LAG_MS = 2.0  # timers of event loops are no finer than one millisecond

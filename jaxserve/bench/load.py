@@ -14,8 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.bench.lag import ClientLag, LagProbe
-from jaxserve.bench.outcome import Outcome, Recording, RequestFailed
-from jaxserve.bench.samples import Sample
+from jaxserve.bench.recording import Recording, RequestFailed
+from jaxserve.workloads.outcome import Outcome
+from jaxserve.workloads.samples import Sample
 
 
 class LoadClient(Protocol):

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from jaxserve.api import SamplingParams
 from jaxserve.bench.about import about_device, about_machine
-from jaxserve.bench.datasets import DatasetOptions, make_samples
-from jaxserve.bench.metrics import spread_ms
-from jaxserve.bench.prompts import IdPrompts
 from jaxserve.bench.report import OfflineReport
-from jaxserve.bench.samples import Sample
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM, RequestOutput
+from jaxserve.workloads.datasets import DatasetOptions, make_samples
+from jaxserve.workloads.metrics import spread_ms
+from jaxserve.workloads.prompts import IdPrompts
+from jaxserve.workloads.samples import Sample
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WARMUP_TOKENS = 8

@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 
-from jaxserve.bench.outcome import Recording, RequestFailed
-from jaxserve.bench.samples import Sample
+from jaxserve.bench.recording import Recording, RequestFailed
 from jaxserve.bench.serve_options import Endpoint
 from jaxserve.errors import ConfigError
+from jaxserve.workloads.samples import Sample
 
 _IDLE_S = 4.0  # servers commonly close idle connections after 5 s; a request on one of those is lost
 _DETAIL = 300

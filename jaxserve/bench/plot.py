@@ -11,22 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.bench.metrics import Spread, request_times
 from jaxserve.bench.report import Run, ServeReport
-from jaxserve.errors import ConfigError
+from jaxserve.workloads.metrics import Spread, request_times
+from jaxserve.workloads.pictures import PALETTE, plot_shares, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_PALETTE = ("#1b6ca8", "#d1495b", "#edae49", "#00798c")
-
-
-def check_plot() -> None:
-    """Raises ConfigError when matplotlib is not there, before anything has been measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: install jaxserve[bench]") from error
 
 
 def plot_serve(report: ServeReport, path: Path) -> None:
@@ -42,39 +32,28 @@ def plot_serve(report: ServeReport, path: Path) -> None:
         _plot_sweep(report.runs, axes)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    try:
-        figure.savefig(path, format="png", dpi=110)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+    save_figure(figure, path)
 
 
 def _plot_run(run: Run, axes: Any) -> None:
     answered = [o for o in run.outcomes if o.failure is None]
     times = [request_times(o) for o in answered]
-    _plot_shares(axes[0, 0], {"TTFT": [t.ttft_s for t in times], "E2EL": [t.e2el_s for t in times]})
-    _plot_shares(
+    plot_shares(axes[0, 0], {"TTFT": [t.ttft_s for t in times], "E2EL": [t.e2el_s for t in times]})
+    plot_shares(
         axes[0, 1],
         {"ITL": [s for t in times for s in t.itls_s], "TPOT": [t.tpot_s for t in times if t.tpot_s is not None]},
     )
     outputs_s = np.array([t - run.start_s for o in answered for t in o.output_times_s])
     num_bins = max(1, min(200, int(np.ceil(run.metrics.duration_s))))
     counts, edges = np.histogram(outputs_s, bins=num_bins, range=(0.0, max(run.metrics.duration_s, 1e-9)))
-    axes[1, 0].stairs(counts / np.diff(edges), edges, color=_PALETTE[0], fill=True, alpha=0.6)
+    axes[1, 0].stairs(counts / np.diff(edges), edges, color=PALETTE[0], fill=True, alpha=0.6)
     axes[1, 0].set(xlabel="seconds", ylabel="outputs / s", title="output over time")
     starts = sorted((o.start_s - run.start_s, 1) for o in run.outcomes)
     edges_s = sorted(starts + [(o.end_s - run.start_s, -1) for o in run.outcomes])
     axes[1, 1].step(
-        [time_s for time_s, _ in edges_s], np.cumsum([change for _, change in edges_s]), where="post", color=_PALETTE[1]
+        [time_s for time_s, _ in edges_s], np.cumsum([change for _, change in edges_s]), where="post", color=PALETTE[1]
     )
     axes[1, 1].set(xlabel="seconds", ylabel="requests", title="open requests")
-
-
-def _plot_shares(axis: "Axes", series: dict[str, Sequence[float]]) -> None:
-    for (name, seconds), color in zip(series.items(), _PALETTE, strict=False):
-        values = np.sort(np.asarray(seconds)) * 1e3
-        axis.plot(values, (np.arange(len(values)) + 1) / max(len(values), 1), label=name, color=color)
-    axis.set(xlabel="milliseconds", ylabel="share of values below", title=" and ".join(series), ylim=(0, 1.02))
-    axis.legend()
 
 
 def _plot_sweep(runs: Sequence[Run], axes: Any) -> None:
@@ -105,6 +84,6 @@ def _plot_sweep(runs: Sequence[Run], axes: Any) -> None:
 
 
 def _plot_lines(axis: "Axes", x: list[Any], lines: dict[str, Any]) -> None:
-    for (name, values), color in zip(lines.items(), _PALETTE * 2, strict=False):
+    for (name, values), color in zip(lines.items(), PALETTE * 2, strict=False):
         axis.plot(x, [np.nan if value is None else value for value in values], marker="o", label=name, color=color)
     axis.legend()

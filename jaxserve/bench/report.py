@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.lag import ClientLag
-from jaxserve.bench.metrics import Metrics, Spread
-from jaxserve.bench.outcome import Outcome
 from jaxserve.errors import ConfigError
+from jaxserve.workloads.metrics import Metrics, Spread
+from jaxserve.workloads.outcome import Outcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.about import about_machine
-from jaxserve.bench.arrivals import ArrivalOptions, arrival_times
-from jaxserve.bench.datasets import DatasetOptions, make_samples
 from jaxserve.bench.lag import judge
 from jaxserve.bench.load import LoadClient, LoadResult, run_load
-from jaxserve.bench.metrics import Metrics, compute_metrics
-from jaxserve.bench.outcome import Outcome
-from jaxserve.bench.prompts import IdPrompts, PromptMaker, TextPrompts, WordPrompts
 from jaxserve.bench.report import Run, ServeReport
-from jaxserve.bench.samples import Sample
 from jaxserve.bench.serve_options import Endpoint, ServeOptions
 from jaxserve.bench.words import Words, learn_words
 from jaxserve.errors import ConfigError
+from jaxserve.workloads.arrivals import ArrivalOptions, arrival_times
+from jaxserve.workloads.datasets import DatasetOptions, make_samples
+from jaxserve.workloads.metrics import Metrics, compute_metrics
+from jaxserve.workloads.outcome import Outcome
+from jaxserve.workloads.prompts import IdPrompts, PromptMaker, TextPrompts, WordPrompts
+from jaxserve.workloads.samples import Sample
 
 _ASK_S = 10.0
 _MAX_LEN_ERROR = 0.05  # of the prompts, beyond which a result says so
@@ -138,24 +138,17 @@ def _check_prompts(samples: Sequence[Sample], backend: str) -> None:
 
 
 def _rate(arrivals: ArrivalOptions, first: Sample) -> float | None:
-    if arrivals.ramp is not None or (arrivals.rate is None and first.arrival_s is not None):
+    if arrivals.ramp is not None or arrivals.diurnal is not None or (arrivals.recorded and first.arrival_s is not None):
         return None
     return math.inf if arrivals.rate is None else arrivals.rate
 
 
 def _label(arrivals: ArrivalOptions, limit: int | None, first: Sample) -> str:
     rate = _rate(arrivals, first)
-    if arrivals.ramp is not None:
-        label = f"{arrivals.ramp.kind} ramp from {arrivals.ramp.start:g} to {arrivals.ramp.end:g} requests / s"
-    elif rate is None:
-        label = "as recorded"
-    elif rate == math.inf:
-        label = "all at once" if limit is None else ""
-    else:
-        label = f"rate {rate:g}"
-    if limit is not None:
-        label += f"{', ' if label else ''}concurrency {limit}"
-    return label
+    at_once = ["all at once"] if limit is None else []
+    words = at_once if rate == math.inf else [arrivals.label or "as recorded"]
+    words += [] if limit is None else [f"concurrency {limit}"]
+    return ", ".join(words)
 
 
 async def _connect(endpoint: Endpoint) -> tuple[LoadClient, dict[str, Any]]:

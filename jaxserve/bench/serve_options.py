@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.arrivals import ArrivalOptions
-from jaxserve.bench.datasets import DatasetOptions
-from jaxserve.bench.metrics import Goodput
 from jaxserve.errors import ConfigError
+from jaxserve.workloads.arrivals import ArrivalOptions
+from jaxserve.workloads.datasets import DatasetOptions
+from jaxserve.workloads.metrics import Goodput, check_percentiles
 
 BACKENDS = ("openai", "openai-chat", "grpc")
 
@@ -88,15 +88,15 @@ class ServeOptions:
             raise ConfigError("give --tokenizer for text or --vocab-size for token ids, not both")
         if self.sweep_rates and self.sweep_concurrencies:
             raise ConfigError("give --sweep-rate or --sweep-concurrency, not both")
-        if self.sweep_rates and (self.arrivals.ramp is not None or self.arrivals.rate is not None):
-            raise ConfigError("--sweep-rate takes the place of --rate and --ramp: leave them out")
+        if self.sweep_rates and not self.arrivals.recorded:
+            raise ConfigError("--sweep-rate takes the place of --rate, --ramp and --diurnal: leave them out")
+        check_has_no_sessions(self.dataset)
         if self.sweep_concurrencies and self.max_concurrency is not None:
             raise ConfigError("--sweep-concurrency takes the place of --max-concurrency: leave it out")
         limits = [*self.sweep_concurrencies, *([] if self.max_concurrency is None else [self.max_concurrency])]
         if any(limit < 1 for limit in limits):
             raise ConfigError(f"a concurrency is 1 or more, got {min(limits)}")
-        if any(not 0 < percent < 100 for percent in self.percentiles):
-            raise ConfigError(f"percentiles are between 0 and 100, got {list(self.percentiles)}")
+        check_percentiles(self.percentiles)
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"--timeout is {self.timeout_s}, but must be a number above 0")
 
@@ -110,8 +110,7 @@ class ServeOptions:
             else "ids"
             if prompts.vocab_size is not None
             else "words",
-            "burstiness": "inf" if self.arrivals.burstiness == math.inf else self.arrivals.burstiness,
-            "ramp": None if self.arrivals.ramp is None else dataclasses.asdict(self.arrivals.ramp),
+            **self.arrivals.as_json(),
             "temperature": self.endpoint.temperature,
             "ignore_eos": self.endpoint.ignore_eos,
             "extra_body": dict(self.endpoint.extra),
@@ -119,3 +118,12 @@ class ServeOptions:
             "timeout_s": self.timeout_s,
             "goodput": None if self.goodput is None else dataclasses.asdict(self.goodput),
         }
+
+
+def check_has_no_sessions(dataset: DatasetOptions) -> None:
+    """Raises ConfigError for conversations, which no command here can hold."""
+    if dataset.name == "agent":
+        raise ConfigError(
+            "the dataset agent is for jaxserve simulate: its prompts repeat answers, which are not known before a "
+            "server has given them; prefix-repetition shares beginnings, mooncake replays recorded sessions"
+        )

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.about import about_machine
-from jaxserve.bench.metrics import Spread, spread_ms
 from jaxserve.bench.report import OfflineReport
 from jaxserve.errors import ConfigError
+from jaxserve.workloads.metrics import Spread, spread_ms
 
 PHASES = ("import", "build", "first_token")
 _PERCENTILES = (50, 90)

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 
 from jaxserve.bench.load import LoadClient
-from jaxserve.bench.prompts import WORDS
+from jaxserve.workloads.prompts import WORDS
 
 _MIN_WORDS = 16  # with fewer, prompts of one run would look much alike
 

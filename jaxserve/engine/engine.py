@@ -19,6 +19,7 @@ from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_reques
 from jaxserve.engine.live import LiveRequests
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.step_log import StepLogWriter, StepMarks
 from jaxserve.engine.structured import Grammars, RowMasks
 from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
@@ -36,6 +37,9 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of successive requests walk thr
 class _Launched(NamedTuple):
     plan: StepPlan
     handle: InFlight
+    begun_s: float
+    planned_s: float
+    launched_s: float
 
 
 class Engine:
@@ -57,7 +61,9 @@ class Engine:
         max_waiting_tokens: int = 2**22,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        step_log: StepLogWriter | None = None,
     ) -> None:
+        """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies."""
         self.model = model
         self.tokenizer = tokenizer
         self.failure: BaseException | None = None
@@ -68,6 +74,7 @@ class Engine:
         self._seed = seed
         self._clock = clock
         self._stats = EngineStats(scheduler, runner.limits, clock)
+        self._step_log = step_log
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
         self._masks = RowMasks()
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
@@ -206,11 +213,14 @@ class Engine:
         self._drain_inbox()
         self._live.end_late(self._turned_s)
         stats = self._stats
-        stats.start_turn()
+        begun_s = stats.start_turn()
         plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
-        stats.note_plan(plan, self._live.by_id)
-        launched = _Launched(plan, self._runner.dispatch(plan)) if plan is not None else None
-        stats.add_time("dispatch")
+        planned_s = stats.note_plan(plan, self._live.by_id)
+        handle = self._runner.dispatch(plan) if plan is not None else None
+        launched_s = stats.add_time("dispatch")
+        launched = None
+        if plan is not None and handle is not None:
+            launched = _Launched(plan, handle, begun_s, planned_s, launched_s)
         previous, self._launched = self._launched, launched
         if previous is not None:
             self._commit(previous)
@@ -253,6 +263,7 @@ class Engine:
             self._thread = None
         else:
             self._end_all(None, FinishReason.ABORT)
+        self._close_log()
 
     def _run(self) -> None:
         try:
@@ -284,6 +295,7 @@ class Engine:
         self._stats.note_death()
         told = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has died: {error!r}")
         self._end_all(told, FinishReason.ERROR)
+        self._close_log()
 
     def _finish_flight(self) -> None:
         previous, self._launched = self._launched, None
@@ -291,11 +303,22 @@ class Engine:
             self._commit(previous)
 
     def _commit(self, step: _Launched) -> None:
+        stats = self._stats
+        asked_s = stats.mark_s
         result = step.handle.result()
-        self._stats.note_result()
+        stats.note_result()
         events = self._scheduler.commit(step.plan, result)
         self._live.emit(events)
-        self._stats.note_commit(step.plan, len(events))
+        ended_s = stats.note_commit(step.plan, len(events))
+        if self._step_log is not None:
+            times = StepMarks(
+                step.begun_s, step.planned_s, step.launched_s, asked_s, stats.now_s, stats.previous_s, ended_s
+            )
+            self._step_log.add(step.plan, result.token_ids, times)
+
+    def _close_log(self) -> None:
+        if self._step_log is not None:
+            self._step_log.close()
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
         unheard: list[Submit] = []

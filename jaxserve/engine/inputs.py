@@ -185,7 +185,8 @@ def _check_priority(priority: int, uses_priority: bool) -> None:
         )
     if priority and not uses_priority:
         raise InvalidRequest(
-            f"priority is {priority}, which this engine's policy ignores: priority needs sched.policy: priority"
+            f"priority is {priority}, which this engine's policy ignores: priority needs sched.policy: priority or "
+            "preemptive"
         )
 
 

@@ -234,9 +234,15 @@ class EngineStats:
 
     # ---- the loop's thread -----------------------------------------------------------------------------------------
 
-    def start_turn(self) -> None:
-        """A turn begins; what came before it was sleep."""
+    @property
+    def mark_s(self) -> float:
+        """When the latest part of a turn ended and the next one began."""
+        return self._mark_s
+
+    def start_turn(self) -> float:
+        """A turn begins; what came before it was sleep. Returns the mark."""
         self._mark_s = self._clock()
+        return self._mark_s
 
     def add_time(self, part: str) -> float:
         """The time since the last mark belongs to `part`. Returns the new mark."""
@@ -245,16 +251,17 @@ class EngineStats:
         self._mark_s = now_s
         return now_s
 
-    def note_plan(self, plan: StepPlan | None, live: Mapping[str, Timed]) -> None:
-        """A step was planned; those that it sets up have left the queue."""
+    def note_plan(self, plan: StepPlan | None, live: Mapping[str, Timed]) -> float:
+        """A step was planned; those that it sets up have left the queue. Returns the new mark."""
         now_s = self.add_time("schedule")
         if plan is None or not plan.setups:
-            return
+            return now_s
         for setup in plan.setups:
             timed = live.get(setup.request_id)
             if timed is not None and timed.times.scheduled_s is None:
                 timed.times.scheduled_s = now_s
                 self._histograms["queue"].add(now_s - timed.times.submitted_s)
+        return now_s
 
     def note_result(self) -> None:
         """The tokens of a step are on the host and will now be handed out."""
@@ -290,9 +297,9 @@ class EngineStats:
         self._num_firsts += 1
         self._firsts.append(FirstToken(self._num_firsts, self.now_s, ttft_s))
 
-    def note_commit(self, plan: StepPlan, num_events: int) -> None:
-        """All tokens of the step have been handed out."""
-        self.add_time("commit")
+    def note_commit(self, plan: StepPlan, num_events: int) -> float:
+        """All tokens of the step have been handed out. Returns the new mark."""
+        ended_s = self.add_time("commit")
         new_tokens = num_events - self.dropped
         add_itl = self._histograms["itl"].add
         steady = new_tokens - self._num_begun - len(self._odd_gaps)
@@ -304,6 +311,7 @@ class EngineStats:
         self._add_step(plan, new_tokens, itl_s)
         self.dropped = self._num_begun = 0
         self._odd_gaps.clear()
+        return ended_s
 
     def _add_step(self, plan: StepPlan, new_tokens: int, itl_s: float) -> None:
         decode_rows, chunks = len(plan.decode_rows), plan.chunks

@@ -18,7 +18,7 @@ from jaxserve.sched import Limits
 _LOCAL_FIELDS = {
     "hosts": {"coordinator", "process_id"},
     "model": {"path", "tokenizer", "name"},
-    "runtime": {"compile_cache", "compile_threads", "log_level"},
+    "runtime": {"compile_cache", "compile_threads", "log_level", "step_log"},
 }
 _LOCAL_SECTIONS = {"serve", "route"}
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")

@@ -16,9 +16,10 @@ from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import choose_dtype, decoder_config
 from jaxserve.planner.fit import Fit, fit_memory, memory_use, smallest_fitting, with_settings
-from jaxserve.planner.predict import Assumptions, Roofline, Work
+from jaxserve.planner.predict import Roofline
 from jaxserve.planner.report import Plan, Prediction, StepFacts
 from jaxserve.planner.steps import choose_buckets, compile_steps
+from jaxserve.roofline import Assumptions, Work
 from jaxserve.runtime.ahead import AbsentModel, place_ahead
 
 _CONTEXT = 2048  # tokens a row, where nobody says how long sequences are

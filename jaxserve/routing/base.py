@@ -70,5 +70,6 @@ class Router(abc.ABC):
 
 def least_loaded(loads: Sequence[Load], first: int) -> int:
     """The position of the least load; among equals the next at or after position `first`, around the end."""
-    count = len(loads)
-    return min(range(count), key=lambda i: (loads[i].load, (i - first) % count))
+    values = [load for _, load in loads]
+    least, start = min(values), first % len(values)
+    return values.index(least, start) if least in values[start:] else values.index(least)

@@ -28,9 +28,12 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.sched.admission import check_fits, max_sequence_len
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.draft import Draft, Flight, row_setup
+from jaxserve.sched.headroom import Headroom
+from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.memory import Placement, SequenceMemory
+from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits, PageGrant, StepPlan, StepResult
-from jaxserve.sched.policy import Policy, SchedulerOptions
+from jaxserve.sched.policy import Policy
 from jaxserve.sched.queue import WaitingQueue
 from jaxserve.sched.running import RunningSet
 from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
@@ -62,7 +65,10 @@ class ContinuousScheduler:
         self._last_committed = -1
         self._flights: collections.deque[Flight] = collections.deque()
         self._running = RunningSet(limits.max_rows)
-        self._blocked: tuple[Sequence | None, int] = (None, 0)  # who did not fit, and the pages there were
+        self._blocked: tuple[Sequence | None, int] = (None, 0)  # who did not fit, and how many had left by then
+        self._lengths = create_lengths(options.lengths)
+        self._headroom = Headroom(self.memory, options, self._lengths)
+        policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
 
@@ -94,7 +100,7 @@ class ContinuousScheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
         assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
-        draft = Draft(self._step_id)
+        draft = Draft(self._step_id, self._budget, self._chunked)
         running = self._running
         running.refresh()
         due = [seq for seq in running.decoding if seq.num_fed == seq.next_stop]
@@ -111,18 +117,27 @@ class ContinuousScheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Takes the result of the oldest plan in flight. One event for each token of a live sequence."""
+        return self._commit(plan, result, True)
+
+    def commit_quietly(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """As `commit`, but tokens that neither begin nor end an answer need not have an event: for simulations."""
+        return self._commit(plan, result, False)
+
+    def _commit(self, plan: StepPlan, result: StepResult, tell_all: bool) -> list[TokenEvent]:
         flight = self._flights.popleft()
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
         assert len(result.token_ids) == len(flight.sampled), (len(result.token_ids), len(flight.sampled))
         self._last_committed = plan.step_id
+        self.policy.on_served(plan, flight.sampled)
         events = [self._answer_pooled(seq) for seq in flight.read_prompts(result)]
-        add_event = events.append
+        add_event, new_event = events.append, tuple.__new__  # half the time of TokenEvent(...), and there are hundreds
         logprobs = result.logprobs if result.logprobs is not None else itertools.repeat(None)
         for seq, token_id, logprob in zip(flight.sampled, result.token_ids, logprobs, strict=False):
             tokens = seq.tokens
             if len(tokens) < seq.quiet_len and token_id not in seq.stop_ids:
                 tokens.append(token_id)
-                add_event(TokenEvent(seq.request_id, seq.index, token_id, None, logprob))
+                if tell_all:
+                    add_event(new_event(TokenEvent, (seq.request_id, seq.index, token_id, None, logprob, None)))
             elif seq.state is not FINISHED:
                 add_event(self._take_token(seq, token_id, logprob))
         return events
@@ -212,7 +227,7 @@ class ContinuousScheduler:
         self.num_preemptions += 1
         self._leave_row(seq, SequenceState.PREEMPTED)
         seq.num_fed = 0
-        self._queue.push(seq, self._clock())
+        self._wait(seq)
 
     def _leave_row(self, seq: Sequence, state: SequenceState) -> None:
         self.memory.release(seq)
@@ -221,8 +236,12 @@ class ContinuousScheduler:
         seq.forkable_from = NEVER
 
     def _plan_prefills(self, draft: Draft) -> None:
+        budget = self.policy.prefill_budget(self._running.decoding) if self._chunked else None
+        if budget is not None:
+            assert budget >= 1, f"{self.policy} allows {budget} tokens of prompts, so none would ever run"
+            draft.prefill_left = budget
         for seq in self._running.prefilling:
-            if not self._add_piece(seq, self._fitting(len(seq.tokens) - seq.num_fed, draft), draft):
+            if not draft.add_piece(seq, draft.fitting(len(seq.tokens) - seq.num_fed)):
                 return
         if draft.num_preempted:
             return  # memory is short: whoever got in now would be the next victim
@@ -239,82 +258,56 @@ class ContinuousScheduler:
         seq = self._queue.first()
         if seq is None or seq.ready_after > self._last_committed:
             return False
-        if running and seq is self._blocked[0] and self.memory.pool.num_available <= self._blocked[1]:
-            return False  # nothing was freed since: do not match a long prompt again at every step
+        if running and self._blocked == (seq, running.num_left):
+            return False  # nobody has left since: do not match a long prompt again at every step
         if not self.policy.may_admit(seq, list(running)):
             return False
         while True:
-            placement = self.memory.place(seq, self._fork_source(seq, draft))
-            length = self._fitting(len(seq.tokens) - placement.start, draft)
-            if length == 0 and running.has_free_row:
+            placement = self.memory.place(seq, self._groups[seq.request_id].fork_source(seq, draft.step_id))
+            length = draft.fitting(len(seq.tokens) - placement.start)
+            if length == 0 and (running.has_free_row or draft.prefill_left <= 0):
                 return False  # the step is full
-            # Growth of the running would soon preempt whoever takes the last pages: leave them one for eight rows.
-            if running.has_free_row and self.memory.fits(placement, -(-len(running) // 8)):
+            if running.has_free_row and self._headroom.admits(seq, placement, running):
                 break
             if not self.policy.preemptive:
-                self._blocked = (seq, self.memory.pool.num_available)
+                self._blocked = (seq, running.num_left)
                 return False
-            if not self._give_way(seq, draft):
+            victim = self._victim_for(seq, draft)
+            if victim is None:
                 return False
-        self._queue.pop()
+            if running.has_free_row and self.memory.fits(placement, 0):
+                break  # only growth speaks against it, and that will be at the expense of those behind
+            self._give_way(victim, draft)
+        self._queue.pop(seq)
         self._enter_row(seq, placement, draft)
-        return self._add_piece(seq, length, draft)
+        return draft.add_piece(seq, length)
 
-    def _fork_source(self, seq: Sequence, draft: Draft) -> Sequence | None:
-        """The sequence whose prompt pages `seq` may share: index 0 of its request, if it holds them by now."""
-        leader = self._groups[seq.request_id].live.get(0)
-        if leader is None or seq.num_outputs > 0 or leader.forkable_from > draft.step_id:
-            return None
-        return leader
-
-    def _give_way(self, seq: Sequence, draft: Draft) -> bool:
-        """Lets the policy preempt one sequence for `seq`, the first in the queue."""
+    def _victim_for(self, seq: Sequence, draft: Draft) -> Sequence | None:
+        """Whom the policy would preempt for `seq`, the first in the queue."""
         if draft.copies:
-            return False  # a page that is copied in this step must not change hands in it
+            return None  # a page that is copied in this step must not change hands in it
         now_s = self._clock()
         candidates = sorted(self._preemptible(draft), key=lambda s: self._queue.rank(s, now_s))
-        victim = self.policy.victim_for_admission(seq, candidates) if candidates else None
-        if victim is None:
-            return False
+        return self.policy.victim_for_admission(seq, candidates) if candidates else None
+
+    def _give_way(self, victim: Sequence, draft: Draft) -> None:
         if victim in self._running.decoding and victim not in draft.stalled and not draft.alone:
             draft.num_rows -= 1
             draft.num_tokens -= 1
         self._preempt(victim, draft)
         self._running.refresh()
-        return True
 
     def _enter_row(self, seq: Sequence, placement: Placement, draft: Draft) -> None:
         draft.copies += self.memory.take(seq, placement)
         seq.begin(placement.start)
         self._running.enter(seq)
+        self.policy.on_run(seq)
         draft.setups.append(row_setup(seq))
         draft.grants.append(PageGrant(seq.row, 0, tuple(seq.page_ids)))
 
-    def _fitting(self, length: int, draft: Draft) -> int:
-        """Tokens of a prompt, of which `length` are left, that this step can take; 0 for none.
-
-        Without chunked prefill a prompt runs whole, and one that does not fit beside the decode rows makes them wait
-        for a step; only a recomputation longer than any step is cut, since it could not run otherwise.
-        """
-        room = self._budget.room(draft.num_tokens, draft.num_rows)
-        if self._chunked or length <= room:
-            return max(0, min(length, room))
-        return 0 if draft.pieces else min(length, self._budget.max_alone)
-
-    def _add_piece(self, seq: Sequence, length: int, draft: Draft) -> bool:
-        """Plans `length` tokens of a running prompt. False when that is none: the step is full."""
-        if length == 0:
-            return False
-        if length > self._budget.room(draft.num_tokens, draft.num_rows):
-            draft.run_alone()
-        draft.add_piece(seq, length)
-        return True
-
     def _finish_plan(self, decoding: list[Sequence], draft: Draft) -> StepPlan:
         """Turns the draft into a plan and moves every counter on."""
-        if draft.pieces and self._chunked:
-            last = draft.pieces[-1]
-            last.length -= self._budget.trim(draft.num_tokens, draft.num_rows, last.length)
+        draft.trim()
         positions = [seq.num_fed for seq in decoding]
         for seq in decoding:
             seq.num_fed += 1
@@ -356,6 +349,10 @@ class ContinuousScheduler:
     def _enqueue(self, group: Group, index: int) -> None:
         seq = Sequence(group.request, index, group.order, max_sequence_len(group.request, self.limits))
         group.live[index] = seq
+        self._wait(seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        self.policy.on_wait(seq)
         self._queue.push(seq, self._clock())
 
     # ---- results ---------------------------------------------------------------------------------------------------
@@ -363,19 +360,13 @@ class ContinuousScheduler:
     def _take_token(self, seq: Sequence, token_id: int, logprob: TokenLogprobs | None) -> TokenEvent:
         """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
         assert seq.state is not FINISHED, seq
-        seq.tokens.append(token_id)
-        reason, prompt = None, None
-        if token_id in seq.stop_ids and seq.num_outputs > seq.request.sampling.min_tokens:
-            reason = FinishReason.STOP
-        elif len(seq.tokens) > seq.max_fed:
-            reason = FinishReason.LENGTH
-        if seq.num_outputs == 1:
-            asked = seq.index == 0 and seq.request.sampling.prompt_logprobs is not None
-            prompt = PromptInfo(seq.num_cached, tuple(seq.prompt_logprobs) if asked else None)
+        reason = seq.take(token_id)
+        prompt = seq.prompt_info() if seq.num_outputs == 1 else None
         if seq.state is RUNNING:
             self.memory.publish(seq, len(seq.tokens) - 1)
             seq.quiet_len = min(seq.max_fed, self.memory.next_publish(seq))
         if reason is not None:
+            self._lengths.learn(seq)
             self._end(seq)
         return TokenEvent(seq.request_id, seq.index, token_id, reason, logprob, prompt)
 
@@ -386,6 +377,7 @@ class ContinuousScheduler:
         return TokenEvent(seq.request_id, seq.index, -1, FinishReason.STOP, None, prompt)
 
     def _end(self, seq: Sequence) -> None:
+        self.policy.on_end(seq)
         if seq.state is RUNNING:
             self._leave_row(seq, FINISHED)
         else:

@@ -1,10 +1,12 @@
 """A plan in the making, and a plan in flight.
 
-Owns the scratch values of one `schedule` and what `commit` must remember of it. Refuses every decision.
+Owns the scratch values of one `schedule`, how much more fits into it, and what `commit` must remember of it. Refuses
+every decision about who.
 """
 
+from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.plan import Chunk, PageCopy, PageGrant, RowSetup, StepPlan, StepResult
-from jaxserve.sched.state import Sequence, SequenceState, sequence_seed
+from jaxserve.sched.state import NEVER, Sequence, SequenceState, sequence_seed
 
 
 class Piece:
@@ -32,10 +34,12 @@ class Draft:
     """What one `schedule` has decided so far. Mutated only by the scheduler.
 
     `num_rows` and `num_tokens` count decode rows and pieces. `stalled` are decode rows that got no page. `alone` says
-    that the decode rows wait for this step.
+    that the decode rows wait for this step. `prefill_left` is what the policy still allows of prompts.
     """
 
     __slots__ = (
+        "_budget",
+        "_chunked",
         "alone",
         "copies",
         "grants",
@@ -43,16 +47,20 @@ class Draft:
         "num_rows",
         "num_tokens",
         "pieces",
+        "prefill_left",
         "setups",
         "stalled",
         "step_id",
     )
 
-    def __init__(self, step_id: int) -> None:
+    def __init__(self, step_id: int, budget: StepBudget, chunked: bool) -> None:
         self.step_id = step_id
+        self._budget = budget
+        self._chunked = chunked
         self.num_rows = 0
         self.num_tokens = 0
         self.num_preempted = 0
+        self.prefill_left = NEVER
         self.alone = False
         self.stalled: list[Sequence] = []
         self.pieces: list[Piece] = []
@@ -60,12 +68,36 @@ class Draft:
         self.grants: list[PageGrant] = []
         self.copies: list[PageCopy] = []
 
-    def add_piece(self, seq: Sequence, length: int) -> None:
-        """Takes `length` more tokens of a prompt into the step."""
-        assert length > 0, (seq, length)
+    def fitting(self, length: int) -> int:
+        """Tokens of a prompt, of which `length` are left, that this step can take; 0 for none.
+
+        Without chunked prefill a prompt runs whole, and one that does not fit beside the decode rows makes them wait
+        for a step; only a recomputation longer than any step is cut, since it could not run otherwise.
+        """
+        room = self._budget.room(self.num_tokens, self.num_rows)
+        if self._chunked:
+            return max(0, min(length, room, self.prefill_left))
+        if length <= room:
+            return length
+        return 0 if self.pieces else min(length, self._budget.max_alone)
+
+    def add_piece(self, seq: Sequence, length: int) -> bool:
+        """Takes `length` more tokens of a running prompt into the step. False when that is none: the step is full."""
+        if length == 0:
+            return False
+        if length > self._budget.room(self.num_tokens, self.num_rows):
+            self.run_alone()
         self.pieces.append(Piece(seq, length))
         self.num_rows += 1
         self.num_tokens += length
+        self.prefill_left -= length
+        return True
+
+    def trim(self) -> None:
+        """Cuts the last piece to the edge of a smaller bucket, where that is cheaper."""
+        if self.pieces and self._chunked:
+            last = self.pieces[-1]
+            last.length -= self._budget.trim(self.num_tokens, self.num_rows, last.length)
 
     def without_stalled(self, decoding: list[Sequence]) -> list[Sequence]:
         """The decode rows of the step: the very list, where all of it runs."""

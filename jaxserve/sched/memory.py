@@ -70,10 +70,36 @@ class SequenceMemory:
             chain=tuple(chain),
         )
 
-    def fits(self, placement: Placement, reserve: int) -> bool:
+    def num_taken(self, placement: Placement) -> int:
+        """Available pages that the placement uses up: those of its own, and cached ones that nobody holds."""
+        return placement.num_fresh + sum(self.pool.num_refs(page_id) == 0 for page_id in placement.shared)
+
+    def fits(self, placement: Placement, reserve: float) -> bool:
         """Whether the pool has the pages, with `reserve` left over."""
-        num_woken = sum(self.pool.num_refs(page_id) == 0 for page_id in placement.shared)
-        return placement.num_fresh + num_woken + reserve <= self.pool.num_available
+        return self.num_taken(placement) + reserve <= self.pool.num_available
+
+    def num_missing(self, seq: Sequence) -> int:
+        """Pages that the pool lacks for `seq` to be placed now; 0 when it fits."""
+        return max(0, self.num_taken(self.place(seq, None)) - self.pool.num_available)
+
+    def num_own(self, seq: Sequence) -> int:
+        """Pages that become available when `seq` gives its own back."""
+        return sum(self.pool.num_refs(page_id) == 1 for page_id in seq.page_ids)
+
+    def recompute_len(self, seq: Sequence, num_wanted: int) -> int:
+        """Tokens of `seq` to compute again if it is preempted now, and somebody takes `num_wanted` pages at once.
+
+        What the prefix cache holds of it need not be computed, except for the pages that would be taken: free pages go
+        first, and of its own the last ones.
+        """
+        refs, known = self.pool.num_refs, len(seq.chain)
+        num_unknown = sum(refs(page_id) == 1 for page_id in seq.page_ids[known:])
+        num_lost = max(0, num_wanted - self.pool.num_available - num_unknown)
+        num_kept = known
+        while num_lost and num_kept and refs(seq.page_ids[num_kept - 1]) == 1:
+            num_kept -= 1
+            num_lost -= 1
+        return len(seq.tokens) - min(num_kept, (len(seq.tokens) - 1) // self.page_size) * self.page_size
 
     def take(self, seq: Sequence, placement: Placement) -> list[PageCopy]:
         """Gives `seq` its pages. Returns the copies that the plan must carry."""

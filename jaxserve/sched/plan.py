@@ -186,7 +186,11 @@ class StepPlan:
     @classmethod
     def from_json(cls, line: str) -> "StepPlan":
         """The plan that `to_json` wrote."""
-        raw: dict[str, Any] = json.loads(line)
+        return cls.from_fields(json.loads(line))
+
+    @classmethod
+    def from_fields(cls, raw: dict[str, Any]) -> "StepPlan":
+        """The plan of a JSON object, already parsed: for lines that hold more than a plan."""
         return cls(
             step_id=raw["step_id"],
             decode_rows=tuple(raw["decode_rows"]),

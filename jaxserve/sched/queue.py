@@ -1,7 +1,8 @@
-"""The waiting queue: a heap in the order of the policy.
+"""The waiting queue: lines, each a heap in the order of the policy.
 
 Owns the order of those that wait, the preempted among them. Refuses to decide about admission. Sequences that end
-while they wait are dropped when they surface, so that an abort is O(1).
+while they wait are dropped when they surface, so that an abort is O(1). Most policies have one line; one with several
+(tenants, say) moves a whole line by changing one number, where a single heap would have to be sorted again.
 """
 
 import heapq
@@ -10,7 +11,10 @@ from typing import Any
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.state import Sequence, SequenceState
 
-Rank = tuple[Any, int, int]
+Place = tuple[Any, int, int]  # within a line
+Rank = tuple[float, Any, int, int]
+
+_FINISHED = SequenceState.FINISHED
 
 
 class WaitingQueue:
@@ -18,45 +22,72 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[Rank, Sequence]] = []
+        self._lines: dict[str, list[tuple[Place, Sequence]]] = {}
+        self._num_entries = 0
         self._num_ended = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_ended
+        return self._num_entries - self._num_ended
 
     def rank(self, seq: Sequence, now_s: float) -> Rank:
         """The place in the order, among waiting and running sequences alike; never equal for two of them."""
-        return (self._policy.key(seq, now_s), seq.order, seq.index)
+        policy = self._policy
+        return (policy.line_key(policy.line(seq)), policy.key(seq, now_s), seq.order, seq.index)
 
     def push(self, seq: Sequence, now_s: float) -> None:
         """Puts a sequence in its place."""
-        heapq.heappush(self._heap, (self.rank(seq, now_s), seq))
+        line = self._lines.setdefault(self._policy.line(seq), [])
+        heapq.heappush(line, (self._place(seq, now_s), seq))
+        self._num_entries += 1
 
     def note_end(self) -> None:
         """A sequence in the queue has become FINISHED."""
         self._num_ended += 1
-        if self._num_ended > 64 and self._num_ended * 2 > len(self._heap):
-            self._keep([entry for entry in self._heap if entry[1].state is not SequenceState.FINISHED])
+        if self._num_ended > 64 and self._num_ended * 2 > self._num_entries:
+            self._keep({name: [e for e in line if e[1].state is not _FINISHED] for name, line in self._lines.items()})
 
     def reorder(self, now_s: float) -> None:
         """Computes all keys again, for policies whose order changes with time."""
-        self._keep([(self.rank(seq, now_s), seq) for _, seq in self._heap if seq.state is not SequenceState.FINISHED])
+        self._keep(
+            {
+                name: [(self._place(seq, now_s), seq) for _, seq in line if seq.state is not _FINISHED]
+                for name, line in self._lines.items()
+            }
+        )
 
     def first(self) -> Sequence | None:
         """The next in order, which stays; None when nobody waits."""
-        while self._heap and self._heap[0][1].state is SequenceState.FINISHED:
-            heapq.heappop(self._heap)
-            self._num_ended -= 1
-        return self._heap[0][1] if self._heap else None
+        best: tuple[float, Place, Sequence] | None = None
+        empty: list[str] = []
+        for name, line in self._lines.items():
+            while line and line[0][1].state is _FINISHED:
+                heapq.heappop(line)
+                self._num_entries -= 1
+                self._num_ended -= 1
+            if not line:
+                empty.append(name)
+                continue
+            place, seq = line[0]
+            candidate = (self._policy.line_key(name), place, seq)
+            if best is None or candidate < best:  # places differ, so sequences are never compared
+                best = candidate
+        for name in empty:
+            del self._lines[name]
+        return best[2] if best is not None else None
 
-    def pop(self) -> Sequence:
-        """Takes the first out. Somebody must wait."""
-        seq = self.first()
-        assert seq is not None, "pop from an empty queue"
-        heapq.heappop(self._heap)
-        return seq
+    def pop(self, seq: Sequence) -> None:
+        """Takes `seq` out, which `first` has just given."""
+        line = self._lines[self._policy.line(seq)]
+        assert line[0][1] is seq, (seq, line[0])
+        heapq.heappop(line)
+        self._num_entries -= 1
 
-    def _keep(self, live: list[tuple[Rank, Sequence]]) -> None:
-        self._heap = live
-        heapq.heapify(live)
+    def _place(self, seq: Sequence, now_s: float) -> Place:
+        return (self._policy.key(seq, now_s), seq.order, seq.index)
+
+    def _keep(self, lines: dict[str, list[tuple[Place, Sequence]]]) -> None:
+        self._lines = {name: line for name, line in lines.items() if line}
+        for line in self._lines.values():
+            heapq.heapify(line)
+        self._num_entries = sum(map(len, self._lines.values()))
         self._num_ended = 0

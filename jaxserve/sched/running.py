@@ -16,6 +16,7 @@ class RunningSet:
       prefilling: prompt not all planned, in order of admission.
       decoding: what feeds one token in this step. Replaced and never changed in place, since plans in flight keep it.
       decode_rows: rows of `decoding`; the same tuple for as long as they stay the same.
+      num_left: how many rows have been given up so far.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -23,6 +24,7 @@ class RunningSet:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.decode_rows: tuple[int, ...] = ()
+        self.num_left = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._freed_rows: list[int] = []  # given up since the last plan
         self._by_row: dict[int, Sequence] = {}
@@ -55,6 +57,7 @@ class RunningSet:
         del self._by_row[seq.row]
         self._free_rows.append(seq.row)
         self._freed_rows.append(seq.row)
+        self.num_left += 1
         seq.row = -1
         if seq in self.prefilling:
             self.prefilling.remove(seq)

@@ -9,7 +9,7 @@ into page p // page_size, and yields the token at p + 1.
 
 import enum
 
-from jaxserve.api import Request, TokenLogprobs
+from jaxserve.api import FinishReason, PromptInfo, Request, TokenLogprobs
 from jaxserve.sched.prefix import PageEntry
 
 # An odd 63-bit constant (2**63 over the golden ratio): multiples of it are distinct modulo 2**63 and far apart.
@@ -144,6 +144,18 @@ class Sequence:
         """Takes the sum over some more tokens of the prompt."""
         self.hidden_sum = [a + b for a, b in zip(self.hidden_sum, part, strict=True)] if self.hidden_sum else part
 
+    def take(self, token_id: int) -> FinishReason | None:
+        """Appends a drawn token. Returns why the sequence ends with it, None when it goes on."""
+        self.tokens.append(token_id)
+        if token_id in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) > self.max_fed else None
+
+    def prompt_info(self) -> PromptInfo:
+        """What its first event tells of the prompt."""
+        asked = self.index == 0 and self.request.sampling.prompt_logprobs is not None
+        return PromptInfo(self.num_cached, tuple(self.prompt_logprobs) if asked else None)
+
     def move(self, state: SequenceState) -> None:
         """Changes the state along one of the arrows above."""
         assert (self.state, state) in _ARROWS, f"{self!r} cannot become {state.value}"
@@ -160,3 +172,10 @@ class Group:
         self.order = order
         self.live: dict[int, Sequence] = {}
         self.unborn = list(range(1, request.sampling.n))
+
+    def fork_source(self, seq: Sequence, step_id: int) -> Sequence | None:
+        """The sequence whose prompt pages `seq` may share in this step: index 0, if it holds them by now."""
+        leader = self.live.get(0)
+        if leader is None or seq.num_outputs > 0 or leader.forkable_from > step_id:
+            return None
+        return leader

@@ -110,6 +110,8 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--url http://h --save-requests", "needs --json"),
         ("--url http://h --json /none/x.json", "no directory"),
         ("--url http://h --backend openai-chat --vocab-size 9", "no token ids"),
+        ("--url http://h --dataset agent", "for jaxserve simulate"),
+        ("--url http://h --sweep-rate 1 --diurnal 1:2:60", "leave them out"),
         ("--url http://h --timeout 0", "--timeout"),
         ("--url http://h --timeout inf", "--timeout"),
         ("--url http://127.0.0.1:9 --num-prompts 1", "does not answer"),
@@ -141,6 +143,24 @@ def test_a_wrong_dataset_is_told_before_a_model_is_loaded(
     monkeypatch.setattr("jaxserve.bench.cli._load", lambda *_: pytest.fail("loaded"))
     assert main(["bench", "throughput", "--dataset", "shakespeare"]) == 2
     assert "no dataset 'shakespeare'" in capsys.readouterr().err
+
+
+def test_sessions_are_refused_by_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.bench.cli._load", lambda *_: pytest.fail("loaded"))
+    assert main(["bench", "throughput", "--dataset", "agent"]) == 2
+    assert "for jaxserve simulate" in capsys.readouterr().err
+
+
+def test_a_day_in_a_hurry(tmp_path: Path) -> None:
+    path = tmp_path / "day.json"
+    with scripted([Script()]) as server:
+        arguments = ["bench", "serve", "--url", server.url, "--num-prompts", "12", "--diurnal", "20:200:0.1"]
+        assert main([*arguments, "--json", str(path)]) == 0
+    tree = json.loads(path.read_text())
+    [run] = tree["runs"]
+    assert (run["completed"], run["request_rate"]) == (12, None)
+    assert run["label"] == "days of 0.1 s, 20 to 200 requests / s"
+    assert tree["load"]["diurnal"]["day_s"] == 0.1
 
 
 def test_latency(fakes: Fakes, tmp_path: Path) -> None:

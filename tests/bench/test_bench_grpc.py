@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from serve_parts import Served, serve_bytes, served
 
-from jaxserve.bench.datasets import DatasetOptions
 from jaxserve.bench.report import ServeReport
 from jaxserve.bench.serve import bench_serve
 from jaxserve.bench.serve_options import Endpoint, PromptOptions, ServeOptions
 from jaxserve.client import AsyncClient
 from jaxserve.errors import ConfigError
 from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.workloads.datasets import DatasetOptions
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from jaxserve.bench.lag import judge
 from jaxserve.bench.load import LoadResult, run_load
-from jaxserve.bench.metrics import compute_metrics
-from jaxserve.bench.outcome import Recording, RequestFailed
-from jaxserve.bench.samples import Sample
+from jaxserve.bench.recording import Recording, RequestFailed
+from jaxserve.workloads.metrics import compute_metrics
+from jaxserve.workloads.samples import Sample
 
 
 class FakeClient:

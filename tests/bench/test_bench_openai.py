@@ -9,13 +9,13 @@ import pytest
 from certificates import Authority
 from scripted_server import NUM_ADDED, Script, ScriptedServer, scripted
 
-from jaxserve.bench.arrivals import ArrivalOptions
-from jaxserve.bench.datasets import DatasetOptions
 from jaxserve.bench.openai_client import EventReader
 from jaxserve.bench.report import Run, ServeReport
 from jaxserve.bench.serve import bench_serve
 from jaxserve.bench.serve_options import Endpoint, PromptOptions, ServeOptions
 from jaxserve.errors import ConfigError
+from jaxserve.workloads.arrivals import ArrivalOptions
+from jaxserve.workloads.datasets import DatasetOptions
 
 SLACK_MS = 100.0  # beyond the lateness that both sides wrote down
 

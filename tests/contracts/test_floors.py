@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"errors", "structured_output"},
     "structured_output": {"errors"},
     "chips": {"errors"},
+    "roofline": {"chips"},
     "config_yaml": {"errors"},
     "config_schema": set(),
     "config": {"errors", "config_schema", "config_yaml"},
@@ -29,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing_parts": set(),
     "models": {*_F0, "config", "kernels"},
     "runtime": {*_F0, "chips", "config", "config_schema", "kernels", "models", "sched"},
-    "planner": {*_F0, "chips", "config", "config_schema", "kernels", "models", "runtime", "sched"},
+    "workloads": {*_F0, "text"},
+    "planner": {*_F0, "chips", "config", "config_schema", "kernels", "models", "roofline", "runtime", "sched"},
     "client": {*_F0, "serve"},
     "telemetry": {*_F0, "config_schema", "engine"},
     "top": {"errors"},
@@ -40,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
 _TOP = {
     "many_hosts",
     "assemble",
+    "replay",
     "bench",
     "front_door",
     "llm",
@@ -49,6 +52,7 @@ _TOP = {
     "console",
     "offline",
     "fleet",
+    "lab",
     "__init__",
 }
 
@@ -59,6 +63,7 @@ OUTSIDE: dict[str, set[str]] = {
     "api": set(),
     "structured_output": set(),
     "chips": set(),
+    "roofline": set(),
     "config_schema": {"pydantic"},
     "config": {"pydantic", "yaml", "pydantic_core"},
     "config_yaml": {"yaml"},
@@ -69,6 +74,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engine": set(),
     "text": {"sentencepiece", "tokenizers", "jinja2", "llguidance"},
     "top": {"prometheus_client", "rich"},
+    "workloads": {"matplotlib", "numpy", "rich", "typer"},
 }
 
 
@@ -143,6 +149,8 @@ def test_ray_is_imported_where_its_name_says_so(path: Path) -> None:
         ("jaxserve.engine", {"jax", "flax", "pydantic"}),
         ("jaxserve.hosts", {"jax", "flax"}),
         ("jaxserve.testing", {"jax", "flax", "pydantic"}),
+        ("jaxserve.lab", {"jax", "flax", "pandas", "matplotlib", "grpc"}),
+        ("jaxserve.workloads.tables", {"jax", "flax", "pydantic", "matplotlib"}),
         ("jaxserve.top", {"jax", "numpy", "flax", "pydantic", "grpc", "fastapi"}),
         ("jaxserve.client", {"jax", "numpy", "flax", "pydantic", "jaxserve.engine", "jaxserve.sched", "jaxserve.text"}),
     ],

@@ -17,7 +17,7 @@ MAX_LEN = 214
 
 
 def _engine(name: str, page_size: int) -> Engine:
-    """Its pool holds three sequences of full length."""
+    """Its pool holds three sequences of full length, and admission does not look ahead."""
     return build(
         FIXTURES / name,
         model__skip_tokenizer=True,
@@ -25,6 +25,8 @@ def _engine(name: str, page_size: int) -> Engine:
         model__max_len=MAX_LEN,
         cache__page_size=page_size,
         cache__num_pages=3 * -(-MAX_LEN // page_size),
+        sched__watermark=0.0,
+        sched__growth=0.0,
     )
 
 

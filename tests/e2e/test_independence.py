@@ -84,6 +84,8 @@ def test_cut_preempted_and_hit_by_prefix(alone: list[list[int]]) -> None:
         cache__num_pages=LONGEST // PAGE + 2,
         model__max_len=LONGEST,
         sched__max_step_tokens=11,
+        sched__watermark=0.0,
+        sched__growth=0.0,
         runtime__token_buckets=[11],
     )
     assert _tokens(engine) == alone

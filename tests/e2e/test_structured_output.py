@@ -127,7 +127,14 @@ def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine)
     [
         {"parallel__tensor": 4},
         {"parallel__pipeline": 2, "parallel__tensor": 2, "parallel__microbatches": 3},
-        {"cache__num_pages": 20, "cache__page_size": 4, "sched__max_step_tokens": 24, "runtime__token_buckets": [24]},
+        {
+            "cache__num_pages": 20,
+            "cache__page_size": 4,
+            "sched__max_step_tokens": 24,
+            "runtime__token_buckets": [24],
+            "sched__watermark": 0.0,
+            "sched__growth": 0.0,
+        },
     ],
     ids=["tensor", "pipeline", "preempted"],
 )

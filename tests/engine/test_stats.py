@@ -14,7 +14,7 @@ from jaxserve.engine import Engine, EngineGroup, ModelInfo, Update
 from jaxserve.engine.histogram import SECONDS, Histogram
 from jaxserve.engine.stats import KEPT_REQUESTS, KEPT_STEPS, EngineStats
 from jaxserve.routing import RouterOptions, create_router
-from jaxserve.sched import InFlight, StepPlan, StepResult, create_scheduler
+from jaxserve.sched import InFlight, SchedulerOptions, StepPlan, StepResult, create_scheduler
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 
 
@@ -50,7 +50,9 @@ class Parts:
     def __init__(self, seconds: list[float], *, prefix_caching: bool = True, **limits) -> None:
         self.clock = ManualClock(100.0)
         self.runner = TimedRunner(FakeRunner(make_limits(**limits), vocab_size=259), self.clock, seconds)
-        self.scheduler = create_scheduler("fcfs", self.runner.limits, prefix_caching=prefix_caching, clock=self.clock)
+        # Admission that never looks ahead, so that a small pool preempts.
+        options = SchedulerOptions(prefix_caching=prefix_caching, watermark=0.0, growth=0.0)
+        self.scheduler = create_scheduler("fcfs", self.runner.limits, options=options, clock=self.clock)
         self.engine = Engine(
             runner=self.runner,
             scheduler=self.scheduler,

@@ -9,7 +9,7 @@ from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.engine import Engine, ModelInfo, Update
 from jaxserve.engine.structured import RowMasks
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.sched import ContinuousScheduler, StepPlan, create_scheduler
+from jaxserve.sched import ContinuousScheduler, SchedulerOptions, StepPlan, create_scheduler
 from jaxserve.sched.state import Sequence
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
@@ -26,7 +26,8 @@ class Parts:
 
     def __init__(self, *, mode="context", tokenizer: bool = True, eos: tuple[int, ...] = (257,), **limits) -> None:
         self.runner = FakeRunner(make_limits(**limits), vocab_size=ByteTokenizer.vocab_size, mode=mode)
-        scheduler = create_scheduler("fcfs", self.runner.limits)
+        options = SchedulerOptions(watermark=0.0, growth=0.0)  # so that a small pool preempts
+        scheduler = create_scheduler("fcfs", self.runner.limits, options=options)
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
         self.engine = Engine(

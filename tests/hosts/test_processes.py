@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from hosts_parts import WAIT_S, Service, service
 from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.client import Client, RequestFailed
 from jaxserve.errors import Status
+from jaxserve.sched.record import StepLog
 from jaxserve.serve.gen import inference_pb2 as pb
 
 LIMIT_S = 10.0  # from the death of a process to the end of the others, as the issue asks
@@ -147,14 +149,20 @@ def test_a_damaged_plan_is_caught_although_all_tokens_are_the_same() -> None:
         assert "has computed something else" in other.log
 
 
-def test_prompts_are_answered_and_all_end_with_0() -> None:
+def test_prompts_are_answered_and_all_end_with_0(tmp_path: Path) -> None:
     arguments = ("--prompt", "a", "--prompt", "k", "--max-tokens", "5", "--json")
-    with service({}, {}, arguments=arguments) as served:
+    logs = [tmp_path / f"steps{number}.jsonl" for number in range(2)]
+    own = {number: ("--set", f"runtime.step_log={log}") for number, log in enumerate(logs)}
+    with service({}, {}, arguments=arguments, own_arguments=own) as served:
         assert [process.wait_for_exit() for process in served.processes] == [0, 0], served.processes[0].log
         assert '"text": "bcdef"' in served.processes[0].out
         assert '"text": "lmnop"' in served.processes[0].out
         assert served.processes[1].out == ""
         assert "ERROR" not in served.processes[0].log + served.processes[1].log
+    assert not logs[1].exists(), "the steps are those of process 0"
+    with StepLog(logs[0]) as log:
+        assert sum(len(record.token_ids) for record in log) == 10
+        assert log.end is not None and log.end.dropped == 0
 
 
 @pytest.mark.slow

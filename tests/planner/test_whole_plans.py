@@ -11,9 +11,10 @@ from jaxserve.cli import main
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import read_decoder_config
 from jaxserve.planner import PlanOptions, make_plan
-from jaxserve.planner.predict import Assumptions, Roofline, Work
+from jaxserve.planner.predict import Roofline
 from jaxserve.planner.report import StepFacts
 from jaxserve.planner.steps import few_layers
+from jaxserve.roofline import Assumptions, Work
 from jaxserve.runtime.collectives import Collective
 
 DECODE = ("decode 16x16",)

@@ -10,12 +10,15 @@ from collections.abc import Iterable
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.errors import UserError
-from jaxserve.sched import InFlight, Limits, Policy, Sequence, StepPlan, create_scheduler
+from jaxserve.sched import InFlight, Limits, Policy, SchedulerOptions, Sequence, StepPlan, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.state import sequence_seed
 from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_request
 
 VOCAB = 7
+# Admission that never looks ahead: for tests of what happens when the cache runs dry.
+BLIND = SchedulerOptions(watermark=0.0, growth=0.0)
+POLICIES = ("fcfs", "priority", "preemptive", "sjf", "fair", "slo")
 
 
 class Urgent(Policy):
@@ -64,16 +67,26 @@ class World:
     """Operations that a rule machine or a random loop may call in any order."""
 
     def __init__(
-        self, limits: Limits, *, policy: str | type[Policy] = "fcfs", chunked: bool = True, prefix_caching: bool = True
+        self,
+        limits: Limits,
+        *,
+        policy: str | Policy | type[Policy] = "fcfs",
+        chunked: bool = True,
+        prefix_caching: bool = True,
+        look_ahead: bool = False,
     ) -> None:
         self.clock = ManualClock()
         self.limits = limits
         scheduler = create_scheduler(
             policy,
             limits,
-            chunked_prefill=chunked,
-            prefix_caching=prefix_caching,
-            ageing_s=2.0,
+            options=SchedulerOptions(
+                chunked_prefill=chunked,
+                prefix_caching=prefix_caching,
+                ageing_s=2.0,
+                watermark=0.03 if look_ahead else 0.0,
+                growth=0.5 if look_ahead else 0.0,
+            ),
             clock=self.clock,
         )
         assert isinstance(scheduler, ContinuousScheduler)
@@ -192,4 +205,5 @@ def random_request(rng: random.Random, number: int, now_s: float) -> Request:
         arrival_s=now_s,
         priority=rng.randint(-2, 2),
         salt=rng.choice(["", "", "", "tenant"]),
+        tenant=rng.choice("abc"),
     )

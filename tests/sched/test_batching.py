@@ -1,6 +1,9 @@
 """What goes into a step: decode rows first, prompts cut to the budget, edges of buckets."""
 
+import dataclasses
+
 import pytest
+from sched_world import BLIND
 
 from jaxserve.sched import Bucket, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.budget import StepBudget
@@ -159,7 +162,10 @@ def test_requests_wait_for_rows():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_pool_run_dry_preempts_the_last_and_loses_nothing(overlap: bool):
     limits = make_limits(max_rows=3, num_pages=9, page_size=2, max_model_len=20)
-    scheduler, runner = build(limits, prefix_caching=False), FakeRunner(limits, mode="context")
+    scheduler, runner = (
+        build(limits, options=dataclasses.replace(BLIND, prefix_caching=False)),
+        FakeRunner(limits, mode="context"),
+    )
     requests = [make_request(f"r{i}", [i, 1, 2], 12, arrival_s=i) for i in range(3)]
     finished: list[str] = []
     order: list[str] = []
@@ -183,7 +189,7 @@ def test_a_pool_run_dry_preempts_the_last_and_loses_nothing(overlap: bool):
 
 def test_a_preempted_sequence_finds_its_pages_again():
     limits = make_limits(max_rows=2, num_pages=10, page_size=2, max_model_len=20)
-    scheduler, runner = build(limits), FakeRunner(limits)
+    scheduler, runner = build(limits, options=BLIND), FakeRunner(limits)
     drive(scheduler, runner, [make_request(f"r{i}", [i, 1, 2, 3, 4, 5], 10, arrival_s=i) for i in range(2)])
     assert scheduler.num_preemptions == 1
     again = [p for p in runner.plans for s in p.setups if s.request_id == "r1"][-1]

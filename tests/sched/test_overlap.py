@@ -1,6 +1,7 @@
 """The rules for a step in flight, one test each (they are listed in `jaxserve.sched.core`)."""
 
 import pytest
+from sched_world import BLIND
 
 from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.sched import StepPlan, StepResult, create_scheduler
@@ -10,7 +11,7 @@ from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 
 def build(**limits) -> ContinuousScheduler:
-    scheduler = create_scheduler("fcfs", make_limits(**limits))
+    scheduler = create_scheduler("fcfs", make_limits(**limits), options=BLIND)
     assert isinstance(scheduler, ContinuousScheduler)
     return scheduler
 
@@ -189,7 +190,7 @@ def test_a_preempted_sequence_is_not_admitted_before_its_token_is_known():
     scheduler.add(make_request("a", [1, 2, 3], 4))
     first = plan_of(scheduler)
     (seq,) = scheduler._running
-    scheduler._preempt(seq, Draft(scheduler._step_id))
+    scheduler._preempt(seq, Draft(scheduler._step_id, scheduler._budget, True))
     assert scheduler.schedule() is None, "its token is in flight"
     answer(scheduler, first, 50)
     assert plan_of(scheduler).setups[0].token_ids == (1, 2, 3, 50)
@@ -200,7 +201,7 @@ def test_a_preempted_sequence_may_end_by_the_token_in_flight():
     scheduler.add(make_request("a", [1, 2, 3], 4, stop=[7]))
     first = plan_of(scheduler)
     (seq,) = scheduler._running
-    scheduler._preempt(seq, Draft(scheduler._step_id))
+    scheduler._preempt(seq, Draft(scheduler._step_id, scheduler._budget, True))
     (event,) = answer(scheduler, first, 7)
     assert event.finish_reason == FinishReason.STOP
     assert not scheduler.has_work()

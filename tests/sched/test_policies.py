@@ -1,6 +1,9 @@
 """Order, ageing, and that a policy is a small class that somebody else can write."""
 
+import dataclasses
+
 import pytest
+from sched_world import BLIND
 
 from jaxserve.errors import ConfigError
 from jaxserve.sched import SCHEDULERS, ContinuousScheduler, Limits, Policy, SchedulerOptions, Sequence, create_scheduler
@@ -73,7 +76,8 @@ def test_nothing_starves_under_a_flood(ageing_s: float, bound: bool):
 
 def test_priority_chooses_victims_too():
     limits = make_limits(max_rows=3, num_pages=9, page_size=2, max_model_len=20)
-    scheduler, runner = create_scheduler("priority", limits, prefix_caching=False), FakeRunner(limits)
+    scheduler = create_scheduler("priority", limits, options=dataclasses.replace(BLIND, prefix_caching=False))
+    runner = FakeRunner(limits)
     requests = [make_request(f"p{p}", [p, 1, 2], 12, priority=p) for p in (2, 1, 0)]
     drive(scheduler, runner, requests)
     setups = [s.request_id for p in runner.plans for s in p.setups]

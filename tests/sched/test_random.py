@@ -5,7 +5,7 @@ import random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from sched_world import Urgent, World, random_limits, random_request
+from sched_world import POLICIES, Urgent, World, random_limits, random_request
 
 from jaxserve.sched import Policy
 
@@ -17,9 +17,10 @@ def run_world(seed: int) -> World:
     rng = random.Random(seed)
     world = World(
         random_limits(rng),
-        policy=rng.choice(["fcfs", "priority", Urgent]),
+        policy=rng.choice([*POLICIES, Urgent]),
         chunked=rng.random() < 0.7,
         prefix_caching=rng.random() < 0.8,
+        look_ahead=rng.random() < 0.3,
     )
     weights = rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)])
     for number in range(OPS_PER_WORLD):
@@ -59,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     world: World | None = None
 
-    @initialize(seed=st.integers(0, 2**32), policy=st.sampled_from(["fcfs", "priority", Urgent]), chunked=st.booleans())
+    @initialize(seed=st.integers(0, 2**32), policy=st.sampled_from([*POLICIES, Urgent]), chunked=st.booleans())
     def start(self, seed: int, policy: str | type[Policy], chunked: bool) -> None:
         self.world = World(random_limits(random.Random(seed)), policy=policy, chunked=chunked)
         self.number = 0

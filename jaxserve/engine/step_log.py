@@ -1,0 +1,203 @@
+"""Writing the step log while the loop runs.
+
+Owns the file, the queue before it and the thread that turns steps into lines. Refuses the form of a line
+(`sched.record`) and clocks: the loop measures.
+
+The loop hands over what it has anyway, and the lines are made while it waits for its device. When the disk is slower
+than the steps, the loop waits for it, since a log with a gap cannot be replayed beyond it. When the disk stands still,
+the loop goes on without: serving comes first, and what is lost is counted, in the log and in the file.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import threading
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from jaxserve.errors import ConfigError
+from jaxserve.sched.plan import Limits, StepPlan
+from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
+
+logger = logging.getLogger(__name__)
+
+QUEUED_STEPS = 1024
+PATIENCE_S = 1.0  # one halt of this length is worse than none, and better than losing the log to a short stall
+CLOSE_S = 10.0
+
+
+class StepMarks(NamedTuple):
+    """When one step came to what, in seconds on the engine's clock.
+
+    Attributes:
+      begun_s, planned_s, launched_s: planning began, it ended, `dispatch` returned.
+      asked_s, ready_s: the loop began to wait for the result, and had it.
+      previous_s: when it had the result of the step before; NaN for the first.
+      ended_s: all tokens were handed out.
+    """
+
+    begun_s: float
+    planned_s: float
+    launched_s: float
+    asked_s: float
+    ready_s: float
+    previous_s: float
+    ended_s: float
+
+
+class _Step(NamedTuple):
+    plan: StepPlan
+    token_ids: list[int]
+    times: StepMarks
+    missing: int
+
+
+class StepLogWriter:
+    """One file. `add` belongs to the loop's thread, `close` to any; the end of the program closes it, too.
+
+    Attributes:
+      path: the file. One that exists is never written over: then it is NAME.2, NAME.3, … before the ending.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        header: LogHeader,
+        *,
+        start_s: float,
+        capacity: int = QUEUED_STEPS,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`start_s`: zero of the times in the log, on the engine's clock. Raises ConfigError when it cannot write."""
+        self.path, self._file = _open_new(Path(path).expanduser())
+        self._limits: Limits = header.limits
+        self._start_s = start_s
+        self._patience_s = patience_s
+        self._queue: queue.Queue[_Step | None] = queue.Queue(capacity)
+        self._may_wait = True
+        self._missing = 0  # since the last step that was taken; the loop's
+        self._dropped = 0  # of them all, the loop's
+        self._records = self._unwritten = 0  # the writing thread's
+        self._closing = threading.Lock()
+        self._closed = False
+        self._write(header.to_json())
+        self._file.flush()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-step-log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        logger.info("steps are written to %s; it holds the prompts", self.path)
+
+    def add(self, plan: StepPlan, token_ids: list[int], times: StepMarks) -> None:
+        """Takes a step that was committed. Waits for a slow disk; for one that stands still, once."""
+        if self._closed:
+            return
+        step = _Step(plan, token_ids, times, self._missing)
+        try:
+            if self._may_wait:
+                self._queue.put(step, timeout=self._patience_s)
+            else:
+                self._queue.put_nowait(step)
+        except queue.Full:
+            if self._may_wait:
+                logger.warning("%s cannot be written fast enough; steps are missing from it", self.path)
+            self._may_wait = False
+            self._missing += 1
+            self._dropped += 1
+            return
+        self._missing = 0
+        self._may_wait = True
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Writes what is queued and the last line. Says in the log how many steps are missing, if any are."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            missing = self._dropped + self._queue.qsize()
+            logger.error("%s: the disk stands still; its end and about %d steps are missing", self.path, missing)
+        elif missing := self._dropped + self._unwritten:
+            logger.warning("%s: %d steps, and %d are missing", self.path, self._records, missing)
+        else:
+            logger.info("%s: %d steps", self.path, self._records)
+
+    def _run(self) -> None:
+        while (step := self._queue.get()) is not None:
+            if self._unwritten:
+                self._unwritten += 1
+                continue
+            try:
+                self._write(self._record(step).to_json())
+                if self._queue.empty():
+                    self._file.flush()
+                self._records += 1
+            except Exception as error:  # a full disk, or a defect: serving goes on
+                logger.error("%s cannot be written any more: %r; the steps from now on are lost", self.path, error)
+                self._unwritten = 1
+        try:
+            if not self._unwritten:
+                self._write(LogEnd(records=self._records, dropped=self._dropped).to_json())
+            self._file.close()
+        except OSError as error:
+            logger.error("%s has no end: %s", self.path, error)
+
+    def _record(self, step: _Step) -> StepRecord:
+        plan, times = step.plan, step.times
+        bucket = self._limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        assert bucket is not None, f"step {plan.step_id} was run in no bucket"
+        begun_on_device_s = times.launched_s
+        if times.previous_s > begun_on_device_s:  # not for NaN
+            begun_on_device_s = times.previous_s
+        return StepRecord(
+            plan=plan,
+            bucket=bucket,
+            token_ids=tuple(step.token_ids),
+            start_s=times.begun_s - self._start_s,
+            schedule_ms=1e3 * (times.planned_s - times.begun_s),
+            pack_ms=1e3 * (times.launched_s - times.planned_s),
+            device_ms=1e3 * (times.ready_s - begun_on_device_s),
+            wait_ms=1e3 * (times.ready_s - times.asked_s),
+            commit_ms=1e3 * (times.ended_s - times.ready_s),
+            missing=step.missing,
+        )
+
+    def _write(self, line: str) -> None:
+        self._file.write(line.encode() + b"\n")
+
+
+def check_step_log(path: str) -> None:
+    """Whether a log can be put there, told before minutes are spent on loading. Raises ConfigError."""
+    directory = Path(path).expanduser().absolute().parent
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise ConfigError(
+            f"runtime.step_log is {path}, but {directory} is no directory that can be written to; make it"
+        )
+
+
+def replica_path(path: str, replica: int, num_replicas: int) -> str:
+    """The file of one replica: its number goes before the ending where there are several."""
+    if num_replicas == 1:
+        return path
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.replica{replica}{whole.suffix}"))
+
+
+def _open_new(path: Path) -> tuple[Path, IO[bytes]]:
+    number, name = 1, path
+    while True:
+        try:
+            # Prompts are in it: for nobody but who runs the engine.
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            number += 1
+            name = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        except OSError as error:
+            raise ConfigError(f"runtime.step_log: cannot write {name}: {error.strerror}") from error
+        else:
+            return name, os.fdopen(descriptor, "wb")

@@ -1,0 +1,180 @@
+"""Seconds from bytes and flops: the arithmetic that a plan and a simulation share.
+
+Owns what a step must do at least (`Work`), the assumptions about what a device reaches, and the roofline: a step takes
+as long as the slower of two streams, bytes through the device's memory and operations through its matrix units, each at
+an assumed share of its published peak; collectives come after it, unhidden. Refuses measurements and programs: what a
+compiler adds is the planner's, what a machine really took is that of a fitted model. Needs no JAX.
+
+Why shares and not peaks: no program reaches a peak. Why the same shares for every chip: none of them was measured here,
+and a different number for each would pretend otherwise.
+"""
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+from jaxserve.chips import Topology
+
+_ACTIVATION_WIDTHS = (8, 4)  # of D and of F that a layer reads and writes for each token, in the weights' dtype
+_LOGIT_PASSES = 2  # of the logits of a row in float32: written, read
+_FLOAT32_PASSES = 6  # of bfloat16 products for one of float32, on units that have none
+
+
+class ModelShape(Protocol):
+    """The sizes of a decoder. Letters as everywhere: [D], [F], [V], [N], [K], [H]; `windows` has one entry a layer."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def ffn_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_query_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What no data sheet says.
+
+    Attributes:
+      memory_share, compute_share, link_share: of the published peak.
+      hop_seconds: from a chip to its neighbour; a collective crosses the slice and comes back.
+      switch_seconds: of one collective through a switch.
+    """
+
+    memory_share: float = 0.8
+    compute_share: float = 0.5
+    link_share: float = 0.5
+    hop_seconds: float = 1e-6
+    switch_seconds: float = 10e-6
+
+    def sentences(self, topology: Topology, context: int, dtype: str, tensor: int) -> tuple[str, ...]:
+        """One for each figure that a prediction used."""
+        chip = topology.chip
+        peak = peak_flops(topology, dtype)
+        lines = [
+            f"memory: {self.memory_share:.0%} of {chip.memory_bandwidth / 1e9:.0f} GB/s; "
+            f"compute: {self.compute_share:.0%} of {peak / 1e12:.0f} Tflop/s in {dtype}",
+            f"every row has {context} tokens of context, and asks for the dearest options of sampling",
+            "the next step is launched while one runs: no gap of the host; the batch is full",
+        ]
+        if tensor > 1:
+            wait = (
+                f"{self.hop_seconds * 1e6:.0f} us a hop" if chip.torus else f"{self.switch_seconds * 1e6:.0f} us each"
+            )
+            lines.append(
+                f"collectives: rings at {self.link_share:.0%} of {chip.link_bandwidth / 1e9:.0f} GB/s one way, "
+                f"{wait}, never hidden behind compute"
+            )
+        return tuple(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The least that a step must do on one device, counted from the sizes that the device holds.
+
+    `model` is what one device has of it; `weight_size` and `cache_size` are bytes of a number.
+    """
+
+    model: ModelShape
+    weight_size: int
+    cache_size: int
+
+    @property
+    def layer_params(self) -> int:
+        """Of the matrices of one layer."""
+        m = self.model
+        attention = m.hidden_size * m.head_dim * (2 * m.num_query_heads + 2 * m.num_kv_heads)
+        return attention + 3 * m.hidden_size * m.ffn_size
+
+    def flops(self, tokens: int, rows: int, pairs: float) -> float:
+        """`pairs`: of a token and one that it sees, over all rows (full attention)."""
+        m = self.model
+        dense = 2 * tokens * m.num_layers * self.layer_params + 2 * rows * m.hidden_size * m.vocab_size
+        # A window narrower than the context lets each token see fewer.
+        attended = sum(pairs if w is None else min(pairs, tokens * w) for w in m.windows)
+        return dense + 4 * attended * m.num_query_heads * m.head_dim
+
+    def cache_bytes(self, tokens: int, rows: int, context: float) -> float:
+        """Keys and values that the kernels read and write. `context`: tokens that a row sees, on average."""
+        m = self.model
+        of_token = 2 * m.num_kv_heads * m.head_dim * self.cache_size
+        read = sum(rows * (context if w is None else min(context, w)) for w in m.windows)
+        return of_token * (read + tokens * m.num_layers)
+
+    def other_bytes(self, tokens: int, rows: int) -> int:
+        """Weights, activations and logits: what is outside the kernels."""
+        m = self.model
+        of_d, of_f = _ACTIVATION_WIDTHS
+        weights = m.num_layers * self.layer_params + m.vocab_size * m.hidden_size
+        activations = m.num_layers * tokens * (of_d * m.hidden_size + of_f * m.ffn_size)
+        return self.weight_size * (weights + activations) + 4 * _LOGIT_PASSES * rows * m.vocab_size
+
+
+class Seconds(NamedTuple):
+    """Of one step; `total` is the longer of the first two, and the third."""
+
+    memory: float
+    compute: float
+    collective: float
+
+    @property
+    def total(self) -> float:
+        return max(self.memory, self.compute) + self.collective
+
+
+def roofline_seconds(
+    topology: Topology,
+    assumed: Assumptions,
+    dtype: str,
+    *,
+    flops: float,
+    moved_bytes: float,
+    collectives: int,
+    sent_bytes: float,
+    group: int,
+) -> Seconds:
+    """Seconds of a step on one device.
+
+    `collectives` of them are carried out in groups of `group` devices; each device sends `sent_bytes` for all of them.
+    """
+    chip = topology.chip
+    collective_s = 0.0
+    if collectives:
+        wait_s = collective_wait(topology, assumed, group)
+        collective_s = collectives * wait_s + sent_bytes / (chip.link_bandwidth * assumed.link_share)
+    return Seconds(
+        moved_bytes / (chip.memory_bandwidth * assumed.memory_share),
+        flops / (peak_flops(topology, dtype) * assumed.compute_share),
+        collective_s,
+    )
+
+
+def collective_wait(topology: Topology, assumed: Assumptions, group: int) -> float:
+    """Seconds that a collective of `group` devices takes however little it carries."""
+    chip = topology.chip
+    if not chip.torus:
+        return assumed.switch_seconds
+    fitting = [s for s in chip.shapes if chip.num_devices(s) >= group]
+    return 2 * sum(side - 1 for side in fitting[0]) * assumed.hop_seconds
+
+
+def peak_flops(topology: Topology, dtype: str) -> float:
+    """Operations a second of a matrix product in `dtype`."""
+    flops = topology.chip.flops
+    return flops[dtype] if dtype in flops else flops["bfloat16"] / _FLOAT32_PASSES

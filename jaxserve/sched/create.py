@@ -1,0 +1,85 @@
+"""From a name in a config, or a thing from a notebook, to a scheduler.
+
+Owns the registry of policies and `create_scheduler`. Refuses to hold a policy or a mechanism.
+"""
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import cast
+
+from jaxserve.errors import ConfigError
+from jaxserve.registry import Registry
+from jaxserve.sched.base import Scheduler
+from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.options import SchedulerOptions
+from jaxserve.sched.plan import Limits
+from jaxserve.sched.policy import Policy
+
+SchedulerFactory = Callable[[Limits, SchedulerOptions], Scheduler]
+
+SCHEDULERS: Registry[type[Policy] | Policy | SchedulerFactory | Scheduler] = Registry(
+    "scheduler",
+    "jaxserve.schedulers",
+    {
+        "fcfs": "jaxserve.sched.fcfs:FcfsPolicy",
+        "priority": "jaxserve.sched.priority:PriorityPolicy",
+        "preemptive": "jaxserve.sched.preemptive:PreemptivePolicy",
+        "sjf": "jaxserve.sched.sjf:SjfPolicy",
+        "fair": "jaxserve.sched.fair:FairPolicy",
+        "slo": "jaxserve.sched.slo:SloPolicy",
+    },
+)
+
+_SCHEDULER_METHODS = ("add", "abort", "schedule", "commit", "has_work")  # of the protocol
+
+
+def create_scheduler(
+    policy: str | type[Policy] | Policy | SchedulerFactory | Scheduler,
+    limits: Limits,
+    *,
+    chunked_prefill: bool = True,
+    prefix_caching: bool = True,
+    ageing_s: float = 10.0,
+    clock: Callable[[], float] = time.monotonic,
+    options: SchedulerOptions | None = None,
+) -> Scheduler:
+    """Builds the scheduler that a config or a notebook asks for.
+
+    Args:
+      policy: a name (see `SCHEDULERS.names()`), `package.module:Name`, or the thing itself: a Policy class or object,
+        a scheduler class or any function (called with `limits` and `SchedulerOptions`), or a finished scheduler
+        (returned as it is).
+      limits: of the runner.
+      chunked_prefill, prefix_caching, ageing_s: see `SchedulerOptions`.
+      clock: monotonic seconds; must be the clock that stamps `Request.arrival_s`.
+      options: all of them at once, in place of the single ones.
+
+    Raises:
+      ConfigError: nothing has this name, an option is out of range, or what was found is no scheduler or policy.
+      CapacityError: the buckets cannot hold all rows.
+    """
+    if options is None:
+        options = SchedulerOptions(chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, ageing_s=ageing_s)
+    found = SCHEDULERS.get(policy)
+    if isinstance(found, type) and issubclass(found, Policy):
+        if inspect.isabstract(found):
+            lacking = ", ".join(sorted(found.__abstractmethods__))
+            raise ConfigError(f"the policy {found.__name__} lacks the method {lacking}; add it to the class")
+        found = found(options)
+    if isinstance(found, Policy):
+        return ContinuousScheduler(limits, found, options, clock)
+    if isinstance(found, type) or (callable(found) and not callable(getattr(found, "schedule", None))):
+        found = cast(SchedulerFactory, found)(limits, options)
+    missing = [name for name in _SCHEDULER_METHODS if not callable(getattr(found, name, None))]
+    if missing:
+        raise ConfigError(
+            f"the scheduler {policy!r:.120} gives a {type(found).__name__} without {', '.join(missing)}; a scheduler "
+            f"has the methods {', '.join(_SCHEDULER_METHODS)}, a policy derives from jaxserve.sched.Policy"
+        )
+    return cast(Scheduler, found)
+
+
+def uses_priority(scheduler: Scheduler) -> bool:
+    """Whether `Request.priority` may change anything. True for a scheduler of somebody else's: nobody knows."""
+    return not isinstance(scheduler, ContinuousScheduler) or scheduler.policy.uses_priority

@@ -1,0 +1,56 @@
+"""`SchedulerOptions`: what a config or a notebook may set, for the mechanism and for the built-in policies.
+
+Owns names, defaults and bounds. Refuses meaning: what a value does is written where it is used. One value for all
+policies, so that changing the policy's name is the whole of changing a policy.
+"""
+
+import dataclasses
+import math
+
+from jaxserve.errors import ConfigError
+from jaxserve.sched.lengths import LengthPredictor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """Settings of the mechanism and of the built-in policies; the fields of `sched:` and `cache:` in a config.
+
+    Attributes:
+      chunked_prefill: cut prompts to fill steps; False runs each prompt in one piece.
+      prefix_caching: share pages of equal prompt beginnings.
+      watermark: share of all pages that an admission leaves free, beside the growth that is foreseen.
+      growth: how much of the foreseen growth of running sequences an admission leaves room for; 0: none, 1: all.
+      lengths: who foresees the length of outputs: a name (see `lengths.LENGTHS`), a path, or a predictor.
+      ageing_s: `priority` and `preemptive`: seconds of waiting that are worth one level. `sjf`: what are worth
+        `sjf.TOKENS_PER_LEVEL` tokens of work.
+      input_weight, output_weight: `fair`: what a token of a prompt and a generated one are charged.
+      ttft_target_s, tpot_target_s: `slo`: seconds to the first token and for each one after it, unless a request says
+        otherwise.
+
+    Raises ConfigError when a value is out of range.
+    """
+
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    watermark: float = 0.03
+    growth: float = 0.5
+    lengths: str | LengthPredictor | type[LengthPredictor] = "learned"
+    ageing_s: float = 10.0
+    input_weight: float = 1.0
+    output_weight: float = 2.0
+    ttft_target_s: float = 1.0
+    tpot_target_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("ageing_s", "ttft_target_s", "tpot_target_s"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"sched.{name} is {value}, but must be more than 0 seconds")
+        for name in ("input_weight", "output_weight"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"sched.{name} is {value}, but must be more than 0")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"sched.watermark is {self.watermark}, but must be at least 0 and less than 1")
+        if not 0 <= self.growth <= 1:
+            raise ConfigError(f"sched.growth is {self.growth}, but must be between 0 and 1")

@@ -1,0 +1,190 @@
+"""Simulated runs as figures: definitions by hand, tables, data frames."""
+
+import builtins
+import io
+import math
+from typing import Any
+
+import pytest
+import rich.console
+
+from jaxserve.api import FinishReason
+from jaxserve.errors import ConfigError
+from jaxserve.lab.cluster import simulate_cluster
+from jaxserve.lab.requests import Trace
+from jaxserve.lab.results import LabResult, compare_frame, outcome_of, show_results
+from jaxserve.sched import Bucket, Limits
+from jaxserve.sched.simulate import FixedCost, SimulatedRequest, SimulationResult, StepCost, simulate
+from jaxserve.workloads.arrivals import ArrivalOptions
+from jaxserve.workloads.datasets import DatasetOptions
+from jaxserve.workloads.metrics import Goodput
+
+LIMITS = Limits(
+    max_rows=4, num_pages=200, page_size=4, max_model_len=256, buckets=(Bucket(4, 4, True), Bucket(32, 4, False))
+)
+COST = FixedCost(cost=StepCost(0.0, 0.010))
+
+
+def ended(number: int, arrival_s: float, *times_s: float, **values: Any) -> SimulatedRequest:
+    fields: dict[str, Any] = {
+        "request_id": str(number),
+        "tenant": "",
+        "priority": 0,
+        "arrival_s": arrival_s,
+        "first_token_s": times_s[0],
+        "last_token_s": times_s[-1],
+        "prompt_tokens": 10,
+        "asked_tokens": len(times_s),
+        "output_tokens": len(times_s),
+        "preemptions": 0,
+        "cached_tokens": 4,
+        "finish_reason": FinishReason.LENGTH,
+        "token_times_s": times_s,
+    }
+    return SimulatedRequest(**(fields | values))
+
+
+def refused(number: int) -> SimulatedRequest:
+    error = {"first_token_s": None, "last_token_s": None, "output_tokens": 0, "token_times_s": (), "cached_tokens": 0}
+    return ended(number, 0.5, 0.5, finish_reason=FinishReason.ERROR, error="too long", **error)
+
+
+def simulated(*requests: SimulatedRequest, duration_s: float = 2.0) -> SimulationResult:
+    return SimulationResult(
+        requests=requests,
+        steps=(),
+        plans=(),
+        duration_s=duration_s,
+        num_steps=5,
+        device_s=1.5,
+        tokens=30,
+        padded_tokens=40,
+    )
+
+
+# Arrives at 0 s; tokens at 0.5, 0.7, 1.0 s. Arrives at 1.0 s; one token at 1.2 s.
+BY_HAND = simulated(ended(0, 0.0, 0.5, 0.7, 1.0), ended(1, 1.0, 1.2, preemptions=2), refused(2))
+
+
+def test_figures_are_those_of_a_measured_run() -> None:
+    result = LabResult.of("fcfs", BY_HAND, goodput=Goodput(ttft_ms=300.0), percentiles=(50,))
+    metrics = result.metrics
+    assert (metrics.completed, metrics.failed, metrics.failures) == (2, 1, {"simulated error": 1})
+    assert metrics.ttft_ms.mean == pytest.approx((500 + 200) / 2)
+    assert metrics.tpot_ms.mean == pytest.approx(250.0)
+    assert metrics.itl_ms.count == 2
+    assert metrics.e2el_ms.percentiles[50] == pytest.approx((1000 + 200) / 2)
+    assert metrics.request_throughput == pytest.approx(1.0)
+    assert metrics.request_goodput == pytest.approx(0.5)
+    assert metrics.output_throughput == pytest.approx(2.0)
+    assert metrics.max_output_tokens_per_s == 2
+    assert (result.num_preemptions, result.busy_share, result.padded_share) == (2, 0.75, 0.25)
+    assert result.cached_share == pytest.approx(8 / 20)
+
+
+def test_first_and_last_tokens_are_enough_for_all_but_itl() -> None:
+    light = simulated(*(r if r.error else _without_times(r) for r in BY_HAND.requests))
+    with_all, without = (LabResult.of("x", run).metrics for run in (BY_HAND, light))
+    assert without.itl_ms.count == 0
+    assert without.max_output_tokens_per_s is None
+    for name in ("ttft_ms", "tpot_ms", "e2el_ms", "output_throughput", "completed", "max_concurrency", "num_uncounted"):
+        assert getattr(without, name) == getattr(with_all, name), name
+
+
+def _without_times(request: SimulatedRequest) -> SimulatedRequest:
+    assert request.first_token_s is not None
+    assert request.last_token_s is not None
+    times = (request.first_token_s, request.last_token_s)
+    values = {"token_times_s": (), "output_tokens": request.output_tokens, "asked_tokens": request.asked_tokens}
+    return ended(int(request.request_id), request.arrival_s, *times, **values)
+
+
+def test_an_outcome_has_what_a_client_would_have_seen() -> None:
+    outcome = outcome_of(BY_HAND.requests[0])
+    assert (outcome.start_s, outcome.output_times_s, outcome.output_tokens) == (0.0, (0.5, 0.7, 1.0), 3)
+    failed = outcome_of(BY_HAND.requests[2])
+    assert (failed.failure, failed.detail) == ("simulated error", "too long")
+    assert outcome_of(ended(0, 0.0, 1.0, finish_reason=FinishReason.ABORT)).failure == "abort"
+
+
+def test_a_run_without_requests_says_so() -> None:
+    with pytest.raises(ConfigError, match="no requests"):
+        LabResult.of("empty", simulated())
+
+
+def printed(*results: LabResult) -> str:
+    console = rich.console.Console(file=io.StringIO(), width=110)
+    show_results(results, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_one_run_is_a_table_as_of_bench_and_several_are_a_line_each() -> None:
+    one, two = LabResult.of("fcfs", BY_HAND, goodput=Goodput(ttft_ms=300.0)), LabResult.of("sjf", BY_HAND)
+    text = printed(one)
+    for word in ("answered, failed", "TTFT (ms)", "TPOT (ms)", "ITL (ms)", "preempted", "busy", "75%", "too long"):
+        assert word in text
+    text = printed(one, two)
+    assert [line.split()[0] for line in text.splitlines() if line.strip().startswith(("fcfs ", "sjf "))] == [
+        "fcfs",
+        "sjf",
+        "fcfs",
+        "sjf",
+    ]
+    assert "goodput/s" in text
+    assert "40%" in text
+
+
+def test_data_frames() -> None:
+    result = LabResult.of("fcfs", BY_HAND)
+    frame = result.to_frame()
+    assert list(frame["request_id"]) == ["0", "1", "2"]
+    assert frame["ttft_ms"][0] == pytest.approx(500.0)
+    assert frame["tpot_ms"][0] == pytest.approx(250.0)
+    assert math.isnan(frame["tpot_ms"][1])
+    assert math.isnan(frame["ttft_ms"][2])
+    assert frame["finish_reason"][2] == "error"
+    assert "token_times_s" not in frame
+    table = compare_frame([result, LabResult.of("sjf", BY_HAND)])
+    assert list(table.index) == ["fcfs", "sjf"]
+    assert table["mean_ttft_ms"]["sjf"] == pytest.approx(350.0)
+    with pytest.raises(ConfigError, match="keep_steps"):
+        result.steps_frame()
+
+
+def test_steps_are_a_data_frame() -> None:
+    trace = Trace(dataset=DatasetOptions(num_prompts=10, input_len=20, output_len=8))
+    simulation = simulate("fcfs", trace, COST, LIMITS, keep_steps=True)
+    frame = LabResult.of("fcfs", simulation).steps_frame()
+    assert len(frame) == simulation.num_steps
+    assert frame["tokens"].sum() == simulation.tokens
+    assert set(frame["bucket"]) == {"4x4", "32x4"}
+    assert (frame["device_start_s"].diff().dropna() >= 0).all()
+
+
+def test_a_cluster_is_judged_as_a_whole() -> None:
+    trace = Trace(
+        dataset=DatasetOptions(num_prompts=40, input_len=20, output_len=8), arrivals=ArrivalOptions(rate=50.0)
+    )
+    run = simulate_cluster("fcfs", trace, COST, LIMITS, replicas=3, router="round_robin", keep_steps=True)
+    result = LabResult.of("fcfs", run, num_pages=LIMITS.num_pages)
+    assert result.metrics.completed == 40
+    assert result.num_replicas == 3
+    assert result.replica_s == pytest.approx(3 * run.total.duration_s)
+    assert result.busy_share == pytest.approx(run.total.device_s / result.replica_s)
+    assert len(result.simulation.steps) == run.total.num_steps
+    starts = [step.start_s for step in result.simulation.steps]
+    assert starts == sorted(starts)
+
+
+def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def no_pandas(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "pandas":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_pandas)
+    with pytest.raises(ConfigError, match=r"jaxserve\[lab\]"):
+        LabResult.of("fcfs", BY_HAND).to_frame()

@@ -1,0 +1,162 @@
+"""`jaxserve simulate` as a user types it: tables, files, exit codes, complaints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli import main
+from jaxserve.errors import ConfigError
+from jaxserve.lab.cli import ALL_FAILED
+from jaxserve.lab.compare import compare_policies
+from jaxserve.lab.requests import Trace
+from jaxserve.lab.world import World
+from jaxserve.routing import RouterOptions
+from jaxserve.sched import Bucket, Limits, SchedulerOptions
+from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
+from jaxserve.sched.simulate import FixedCost, StepCost, simulate
+from jaxserve.workloads.datasets import DatasetOptions
+
+SHAPE = str(Path(__file__).parents[2] / "configs" / "shapes" / "llama3.1-8b")
+SMALL = ["simulate", "--num-prompts", "20", "--input-len", "40", "--output-len", "10"]
+LIMITS = Limits(
+    max_rows=4, num_pages=200, page_size=4, max_model_len=256, buckets=(Bucket(4, 4, True), Bucket(64, 4, False))
+)
+
+
+def test_policies_beside_each_other_with_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_path, png_path = tmp_path / "run.json", tmp_path / "run.png"
+    arguments = ["simulate", "--policy", "fcfs", "--policy", "sjf", "--dataset", "sharegpt", "--rate", "4"]
+    arguments += ["--num-prompts", "100", "--device", "v5e:2x2", "--model", SHAPE, "--goodput", "ttft:200"]
+    assert main([*arguments, "--json", str(json_path), "--plot", str(png_path)]) == 0
+    out, err = capsys.readouterr()
+    for word in ("llama3.1-8b in bfloat16 on v5e:2x2, tensor 4", "fcfs", "sjf", "goodput/s", "TTFT p50", "preempted"):
+        assert word in out
+    assert "fcfs: 100 requests simulated" in err
+    tree = json.loads(json_path.read_text())
+    assert [run["label"] for run in tree["runs"]] == ["fcfs", "sjf"]
+    for run in tree["runs"]:
+        assert (run["completed"], run["failed"]) == (100, 0)
+        # 8 G parameters in two bytes on 4 devices take 5 ms to read at 4 x 819 GB/s, and longer at a share of it.
+        assert 5.0 < run["median_tpot_ms"] < 10.0
+        assert run["median_itl_ms"] > 5.0
+    assert tree["load"]["dataset"] == "sharegpt"
+    assert tree["load"]["rate"] == 4.0
+    assert tree["world"]["limits"]["page_size"] > 0
+    assert tree["about"]["versions"]["jaxserve"]
+    assert png_path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_options_it_is_the_demo_model_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    assert "demo in float32 on cpu:1" in out
+    assert "20, 0" in out
+    assert "ITL (ms)" in out
+
+
+def test_replicas_and_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--replicas", "3", "--router", "prefix", "--router", "round_robin", "--rate", "50"]
+    assert main([*SMALL, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "3 replicas of demo" in out
+    assert "fcfs, prefix" in out
+    assert "fcfs, round_robin" in out
+
+
+def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--dataset", "agent", "--turns", "3", "--session-rate", "2", "--max-session-len", "900"]) == 0
+    assert "of the input, cached" in capsys.readouterr().out
+    arguments = ["--diurnal", "1:20:10", "--tenants", "3", "--priorities", "2", "--max-tokens", "50", "--light"]
+    assert main([*SMALL, *arguments, "--policy", "fair"]) == 0
+    [itl] = [line for line in capsys.readouterr().out.splitlines() if "ITL" in line]
+    assert set(itl.split()[2:]) == {"-"}
+
+
+def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--num-prompts", "3", "--input-len", "5000"]) == ALL_FAILED
+    assert "3 failed; the first: request '0' has a prompt of 5000 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--policy nosuch", "no scheduler is called 'nosuch'"),
+        ("--router prefix", "--replicas 2 or more"),
+        ("--replicas 2 --router nosuch", "no router is called 'nosuch'"),
+        ("--device v9:1", "no topology is called 'v9:1'"),
+        ("--device v5e:2x2 --tensor 8", "8 devices"),
+        ("--model /does/not/exist", "/does/not/exist"),
+        ("--model SHAPE --device v5e:1x1", "take more devices"),
+        ("--step-log /none", "cannot read the step log"),
+        ("--step-log /none --device v5e:2x2", "leave them out"),
+        ("--light --plot x.png", "leave one of them out"),
+        ("--dataset agent --rate 3", "--session-rate"),
+        ("--dataset shakespeare", "no dataset"),
+        ("--diurnal 1:2", "--diurnal"),
+        ("--rate 1 --ramp linear:1:2", "not two"),
+        ("--percentiles 100", "between 0 and 100"),
+        ("--goodput itl:3", "--goodput"),
+        ("--json /none/x.json", "no directory"),
+        ("--set cache.memory_bytes=1000000", "set cache.num_pages"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments.replace("SHAPE", SHAPE).split(" ")]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert words in line
+
+
+def write_log(path: Path) -> None:
+    """A log of a device that takes 2 ms for a step of decodes and 20 ms for one with prompts."""
+    trace = Trace(dataset=DatasetOptions(num_prompts=40, input_len=30, output_len=12))
+    run = simulate("fcfs", trace, FixedCost(cost=StepCost(0.0, 0.01)), LIMITS, keep_plans=True)
+    lines = [LogHeader(limits=LIMITS, model="toy", policy="fcfs", vocab_size=99).to_json()]
+    for plan in run.plans:
+        bucket = LIMITS.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        assert bucket is not None
+        device_ms = 2.0 if plan.decode_only else 20.0
+        record = StepRecord(
+            plan=plan,
+            bucket=bucket,
+            token_ids=(7,) * len(plan.sampled_rows),
+            start_s=0.0,
+            schedule_ms=0.1,
+            pack_ms=0.1,
+            device_ms=device_ms,
+            wait_ms=device_ms,
+            commit_ms=0.1,
+        )
+        lines.append(record.to_json())
+    lines.append(LogEnd(records=len(run.plans), dropped=0).to_json())
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def test_costs_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, json_path = tmp_path / "steps.jsonl", tmp_path / "run.json"
+    write_log(log)
+    arguments = [*SMALL, "--rate", "1", "--step-log", str(log), "--json", str(json_path)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "toy as fitted to" in out
+    assert "off by" in out
+    [run] = json.loads(json_path.read_text())["runs"]
+    assert run["median_ttft_ms"] == pytest.approx(20.0, rel=0.1)
+    assert run["median_tpot_ms"] == pytest.approx(2.0, rel=0.2)
+
+
+def test_an_iterator_cannot_be_simulated_twice() -> None:
+    world = World(
+        limits=LIMITS,
+        cost_model=FixedCost(cost=StepCost(0.0, 0.01)),
+        options=SchedulerOptions(),
+        router_options=RouterOptions(),
+        about="by hand",
+    )
+    trace = Trace(dataset=DatasetOptions(num_prompts=5, input_len=8, output_len=2))
+    with pytest.raises(ConfigError, match="read once"):
+        compare_policies(["fcfs", "sjf"], iter(trace), world)
+    assert [r.label for r in compare_policies(["fcfs", "sjf"], trace, world)] == ["fcfs", "sjf"]
+    assert len(compare_policies(["fcfs"], iter(trace), world)) == 1

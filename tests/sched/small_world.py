@@ -1,0 +1,206 @@
+"""Small worlds, explored to the end: every order of arrival, abort, finish, preemption and delay of a step.
+
+Owns the moves, and what makes two worlds the same. A move is made on a real scheduler and a `FakeRunner` that asserts
+every rule of plans. Schedulers cannot be copied, so a world is reached by making its moves again from the beginning.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+from sched_world import BLIND
+
+from jaxserve.api import FinishReason, Request
+from jaxserve.sched import ContinuousScheduler, InFlight, SchedulerOptions, SequenceState, StepPlan, create_scheduler
+from jaxserve.sched.draft import Draft
+from jaxserve.sched.fair import FairPolicy
+from jaxserve.sched.slo import SloPolicy
+from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
+
+STOP = 99  # outside of the vocabulary: drawn only where a move says so
+LIMITS = make_limits(max_rows=2, num_pages=6, page_size=1, max_model_len=5, token_buckets=(4,))
+OPTIONS = dataclasses.replace(BLIND, ageing_s=2.0, ttft_target_s=5.0, output_weight=1.0)
+TICK_S = 10.0
+MAX_DRAIN = 60  # steps in which any of these worlds must end
+
+Move = tuple[str, int]
+
+
+REQUESTS: tuple[Request, ...] = (
+    # They need eleven pages of six, have a common beginning, and differ in tenant, class and length.
+    make_request("a", [1, 2], 2, stop=[STOP], priority=1, tenant="x"),
+    make_request("b", [1, 2, 3], 2, stop=[STOP], priority=0, tenant="y"),
+    make_request("c", [1], 4, stop=[STOP], priority=-1, tenant="x"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How often a path may make the moves that need no limit by nature."""
+
+    num_requests: int = 3
+    max_aborts: int = 1
+    max_preempts: int = 1
+    max_ticks: int = 1
+
+
+class SmallWorld:
+    """Reached by `moves` from nothing. Mutated by `move` and `drain`."""
+
+    def __init__(self, policy: str, rules: Rules, options: SchedulerOptions = OPTIONS) -> None:
+        self.rules = rules
+        self.clock = ManualClock()
+        made = create_scheduler(policy, LIMITS, options=options, clock=self.clock)
+        assert isinstance(made, ContinuousScheduler)
+        self.scheduler = made
+        self.forced: dict[tuple[str, int], dict[int, int]] = {}
+        self.runner = FakeRunner(LIMITS, mode="context", forced=self.forced, keep_plans=False, vocab_size=50)
+        self.requests = REQUESTS[: rules.num_requests]
+        self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+        self.added: list[int] = []
+        self.ended: dict[str, FinishReason | None] = {}
+        self.num_made = collections.Counter[str]()
+
+    def moves(self) -> Iterator[Move]:
+        """What may happen next. `run` plans and launches a step, whose rows draw the stop id as the bits say."""
+        scheduler, rules = self.scheduler, self.rules
+        yield from (("add", i) for i in range(len(self.requests)) if i not in self.added)
+        if self.num_made["abort"] < rules.max_aborts:
+            yield from (("abort", i) for i in self.added if self.requests[i].request_id not in self.ended)
+        if self.num_made["preempt"] < rules.max_preempts:
+            yield from (("preempt", seq.row) for seq in scheduler._running if seq.num_fed < seq.max_fed)
+        if self.num_made["tick"] < rules.max_ticks and self.added:
+            yield ("tick", 0)
+        if len(self.flights) < 2 and scheduler.has_work():
+            yield from (("run", bits) for bits in range(1 << LIMITS.max_rows))
+        if self.flights:
+            yield ("commit", 0)
+
+    def move(self, move: Move) -> bool:
+        """Makes it. False when the world is spent, since the move is none: nothing to run, or bits beyond who draws."""
+        kind, arg = move
+        self.num_made[kind] += 1
+        if kind == "add":
+            self.added.append(arg)
+            self.scheduler.add(dataclasses.replace(self.requests[arg], arrival_s=self.clock()))
+        elif kind == "abort":
+            self.ended[self.requests[arg].request_id] = None
+            assert self.scheduler.abort(self.requests[arg].request_id)
+        elif kind == "preempt":
+            scheduler = self.scheduler
+            victim = next(seq for seq in scheduler._running if seq.row == arg)
+            scheduler._preempt(victim, Draft(scheduler._step_id, scheduler._budget, True))
+        elif kind == "tick":
+            self.clock.advance(TICK_S)
+        elif kind == "commit":
+            self.commit()
+        else:
+            return self.run(arg)
+        return True
+
+    def run(self, bits: int) -> bool:
+        """Plans a step; its i-th drawing row ends by the stop id if bit i is set. False: as in `move`."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.flights or not self.scheduler.has_work(), "deadlock: work is left and nothing can ever run"
+            return False
+        sampled = self.scheduler._flights[-1].sampled
+        if bits >> len(sampled):
+            return False
+        self.forced.clear()
+        for i, seq in enumerate(sampled):
+            if bits >> i & 1:
+                num_drawn = seq.num_fed - seq.prompt_len  # the step in flight included
+                self.forced[seq.request_id, 0] = {num_drawn: STOP}
+        self.flights.append((plan, self.runner.dispatch(plan)))
+        return True
+
+    def commit(self) -> None:
+        plan, handle = self.flights.popleft()
+        for event in self.scheduler.commit(plan, handle.result()):
+            assert event.request_id not in self.ended, f"an event after the end: {event}"
+            if event.finish_reason is not None:
+                self.ended[event.request_id] = event.finish_reason
+
+    def drain(self) -> None:
+        """From here on nothing comes and nothing is cut: all must end soon, and every page come back."""
+        scheduler = self.scheduler
+        for _ in range(MAX_DRAIN):
+            if not scheduler.has_work() and not self.flights:
+                break
+            if len(self.flights) == 2 or not self.run(0):
+                self.commit()
+        assert not scheduler.has_work(), f"starved: {list(scheduler._groups)}"
+        scheduler.check()
+        assert scheduler.num_held_pages == scheduler.num_running == scheduler.num_waiting == 0
+        assert len(self.ended) == len(self.added)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Equal for worlds that nobody can tell apart from here on, up to the names of pages."""
+        scheduler = self.scheduler
+        pool, prefix = scheduler.memory.pool, scheduler.memory.prefix
+        assert prefix is not None
+        names: dict[int, int] = {}
+        name = lambda page_id: names.setdefault(page_id, len(names))  # noqa: E731
+        seqs = [seq for group in scheduler._groups.values() for seq in group.live.values()]
+        running = scheduler._running
+        return (
+            tuple(self.added),
+            tuple(sorted((k, v is None) for k, v in self.ended.items())),
+            tuple(self.num_made[kind] for kind in ("preempt", "tick", "abort")),
+            tuple(
+                (
+                    s.request_id, s.state.value, s.row, len(s.tokens), s.num_fed, len(s.chain), s.chain_open,
+                    s.ready_after - scheduler._last_committed if s.ready_after > scheduler._last_committed else 0,
+                    tuple(map(name, s.page_ids)), self.clock() - s.request.arrival_s,
+                    s.forkable_from <= scheduler._step_id,
+                )
+                for s in seqs
+            ),
+            tuple((name(p), prefix._by_page[p].token_ids) for p in pool._idle),
+            tuple(s.request_id for s in running.prefilling),
+            tuple(s.request_id for s in running.decoding if s.state is SequenceState.RUNNING),
+            tuple(running._free_rows), tuple(running._freed_rows),
+            tuple((p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows) for p, _ in self.flights),
+            _policy_state(scheduler),
+        )  # fmt: skip
+
+
+def _policy_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
+    policy = scheduler.policy
+    if isinstance(policy, FairPolicy):
+        lowest = min(policy.counters.values(), default=0.0)
+        # Far behind is far behind: no move of a world this small makes up for more than a whole job.
+        counters = tuple(sorted((k, min(v - lowest, 4.0)) for k, v in policy.counters.items()))
+        return (counters, policy._last_run, len(policy._charged))
+    if isinstance(policy, SloPolicy):
+        return (policy._longest.request_id if policy._longest else "", policy._num_rows % 8)
+    return ()
+
+
+def explore(policy: str, rules: Rules) -> tuple[int, int, int]:
+    """Makes every move in every world that can be reached.
+
+    Returns how many worlds there are, how many moves, and how many preemptions were seen that no move had asked for.
+    """
+    seen: set[int] = set()
+    num_moves = num_preempted = 0
+    todo: list[tuple[Move, ...]] = [()]
+    while todo:
+        path = todo.pop()
+        world = SmallWorld(policy, rules)
+        is_new = all(world.move(move) for move in path)
+        while is_new:  # goes on from here as long as something new comes, and leaves the other moves for later
+            world.scheduler.check()
+            state = hash(world.fingerprint())
+            moves = list(world.moves()) if state not in seen else []
+            seen.add(state)
+            if not moves:
+                world.drain()
+                num_preempted += world.scheduler.num_preemptions - world.num_made["preempt"]
+                break
+            todo.extend((*path, move) for move in moves[1:])
+            path = (*path, moves[0])
+            num_moves += len(moves)
+            is_new = world.move(moves[0])
+    return len(seen), num_moves, num_preempted

@@ -1,0 +1,247 @@
+"""The simulator against the engine's own loop, and its times against arithmetic done by hand."""
+
+import random
+
+import pytest
+
+from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.engine import Engine, ModelInfo
+from jaxserve.errors import InvalidRequest
+from jaxserve.sched import SCHEDULERS, Limits, SchedulerOptions, StepPlan, create_scheduler
+from jaxserve.sched.simulate import FixedCost, SimRequest, StepCost, VirtualClock, simulate
+from jaxserve.testing import FakeRunner, ManualClock, make_limits
+
+STOP = 7
+TURN = FixedCost(cost=StepCost(1.0, 0.0))  # a turn a second
+
+
+def sim_request(
+    number: int,
+    prompt,
+    output_len: int,
+    arrival_s: float = 0.0,
+    *,
+    max_tokens: int = 16,
+    n: int = 1,
+    token: int | None = None,
+    deadline_s: float = float("inf"),
+    priority: int = 0,
+    min_tokens: int = 0,
+) -> SimRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, detokenize=False, min_tokens=min_tokens)
+    request = Request(
+        request_id=f"r{number}",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        seed=0,
+        stop_token_ids=frozenset({STOP}),
+        arrival_s=arrival_s,
+        deadline_s=deadline_s,
+        priority=priority,
+        tenant=f"t{number % 3}",
+    )
+    return SimRequest(request=request, arrival_s=arrival_s, output_len=output_len, output_token_id=token)
+
+
+def random_trace(seed: int, count: int = 40) -> list[SimRequest]:
+    rng = random.Random(seed)
+    now, trace = 0.0, []
+    for i in range(count):
+        now += rng.choice([0.0, 0.0, rng.uniform(0, 6), rng.uniform(0, 60) if rng.random() < 0.1 else 1.0])
+        shared = [100 + rng.randint(0, 2)] * rng.choice([0, 4, 9, 12])
+        prompt = shared + [200 + i] * rng.randint(1, 9)
+        n = rng.choice([1, 1, 1, 2, 3])
+        request = sim_request(i, prompt, rng.randint(1, 20), now, n=n, token=1000 + i, priority=rng.randint(0, 3))
+        trace.append(request)
+    return trace
+
+
+def engine_plans(policy: str, trace: list[SimRequest], limits: Limits) -> tuple[list[StepPlan], dict[str, list[int]]]:
+    """The plans of the real loop on the fake runner, a turn a second, and the tokens of each request."""
+    forced = {
+        (t.request.request_id, index): {p: STOP if p == t.output_len - 1 else 1000 + i for p in range(40)}
+        for i, t in enumerate(trace)
+        for index in range(t.request.sampling.n)
+    }
+    clock = ManualClock()
+    runner = FakeRunner(limits, forced=forced, clock=clock, step_s=1.0)
+    model = ModelInfo(name="fake", vocab_size=2000, max_model_len=limits.max_model_len, eos_token_ids=(STOP,))
+    scheduler = create_scheduler(policy, limits, clock=clock)
+    engine = Engine(runner=runner, scheduler=scheduler, tokenizer=None, model=model, clock=clock)
+    tokens: dict[str, list[int]] = {t.request.request_id: [] for t in trace}
+    waiting = list(trace)
+    while True:
+        while waiting and waiting[0].arrival_s <= clock():
+            request = waiting.pop(0).request
+            engine.submit(request, lambda update, ids=tokens[request.request_id]: ids.extend(update.token_ids))
+        if engine.step():
+            continue
+        if not waiting:
+            return runner.plans, tokens
+        clock.now_s = waiting[0].arrival_s
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS.names())
+@pytest.mark.parametrize(("num_pages", "seed"), [(200, 0), (18, 1), (18, 2), (14, 3)])
+def test_plans_are_those_of_the_engine(policy: str, num_pages: int, seed: int) -> None:
+    limits = make_limits(max_rows=6, num_pages=num_pages, page_size=4, max_model_len=48)
+    trace = random_trace(seed)
+    expected, tokens = engine_plans(policy, trace, limits)
+    found = simulate(policy, trace, TURN, limits, keep_plans=True, keep_token_times=True)
+    assert list(found.plans) == expected
+    assert found.num_steps == len(expected) > 50
+    outcomes = {r.request_id: r for r in found.requests}
+    assert {name: len(ids) for name, ids in tokens.items()} == {n: r.output_tokens for n, r in outcomes.items()}
+    for outcome in outcomes.values():
+        assert len(outcome.token_times_s) == outcome.output_tokens
+        assert outcome.token_times_s[0] == outcome.first_token_s
+        assert outcome.token_times_s[-1] == outcome.last_token_s
+    assert num_pages > 14 or sum(r.preemptions for r in found.requests) > 0
+
+
+def test_times_of_one_request_by_hand() -> None:
+    limits = make_limits()
+    cost = FixedCost(cost=StepCost(0.25, 2.0, 0.5))
+    found = simulate("fcfs", [sim_request(0, [1, 2, 3], 3, 10.0)], cost, limits, keep_steps=True, keep_token_times=True)
+    # Launched at 10.25, done at 12.25, read by 12.75. The second step is launched at 10.5, runs from 12.25 to 14.25 and
+    # is read by 14.75; the third, planned at 12.75, runs to 16.25 and is read by 16.75. A fourth is wasted.
+    (outcome,) = found.requests
+    assert outcome.token_times_s == (12.75, 14.75, 16.75)
+    assert (outcome.finish_reason, outcome.output_tokens) == (FinishReason.STOP, 3)
+    assert [s.start_s for s in found.steps] == [10.0, 10.25, 12.75, 14.75]
+    assert [s.device_start_s for s in found.steps] == [10.25, 12.25, 14.25, 16.25]
+    assert found.device_s == 8.0
+
+
+def test_a_slow_host_leaves_the_device_idle() -> None:
+    cost = FixedCost(cost=StepCost(3.0, 1.0))
+    found = simulate("fcfs", [sim_request(0, [1, 2, 3], 16)], cost, make_limits(), keep_token_times=True)
+    gaps = {b - a for a, b in zip(found.requests[0].token_times_s, found.requests[0].token_times_s[1:], strict=False)}
+    # The last token is read by a turn that launches nothing.
+    assert gaps <= {3.0, 1.0}
+    assert found.requests[0].finish_reason is FinishReason.LENGTH
+
+
+def test_idle_time_is_skipped_and_not_counted_as_work() -> None:
+    trace = [sim_request(0, [1, 2], 2), sim_request(1, [1, 2], 2, 1e6)]
+    found = simulate("fcfs", trace, FixedCost(cost=StepCost(0.1, 0.2)), make_limits())
+    assert found.num_steps == 6
+    assert found.requests[1].first_token_s == pytest.approx(1e6 + 0.3)
+    assert found.duration_s == pytest.approx(1e6 + 0.7)
+
+
+def test_equal_beginnings_are_found_and_answers_too() -> None:
+    beginning = [5] * 12
+    trace = [
+        sim_request(0, [*beginning, 1], 9, 0.0, token=42),
+        sim_request(1, [*beginning, 2], 2, 100.0),
+        sim_request(2, [*beginning, 1, *[42] * 8, 3], 2, 200.0),  # the next turn of the first one's talk
+    ]
+    found = simulate("fcfs", trace, TURN, make_limits())
+    assert [r.cached_tokens for r in found.requests] == [0, 12, 20]
+
+
+def test_answers_of_equal_prompts_are_not_shared() -> None:
+    limits = make_limits()
+    trace = [sim_request(i, [5] * 8, 14, 50.0 * i) for i in range(2)]
+    trace.append(sim_request(2, [5] * 8 + [2**40] * 12, 2, 500.0))
+    found = simulate("fcfs", trace, TURN, limits)
+    assert found.requests[1].cached_tokens == 4  # its own prompt's full pages, less the last token's
+    mine = simulate("fcfs", trace, TURN, limits, keep_plans=True)
+    setups = [s for plan in mine.plans for s in plan.setups]
+    assert len({s.request_id for s in setups}) == 3
+
+
+def test_refused_and_late_requests_are_in_the_result() -> None:
+    trace = [
+        sim_request(0, range(100), 2),
+        sim_request(1, [1, 2], 16, deadline_s=5.0),
+        sim_request(2, [1, 2], 3),
+    ]
+    found = {r.request_id: r for r in simulate("fcfs", trace, TURN, make_limits()).requests}
+    assert found["r0"].finish_reason is FinishReason.ERROR and "100 tokens" in found["r0"].error
+    assert found["r1"].finish_reason is FinishReason.ERROR and "5.0 s" in found["r1"].error
+    assert found["r1"].first_token_s is not None and found["r1"].last_token_s is None
+    assert found["r2"].finish_reason is FinishReason.STOP and found["r2"].output_tokens == 3
+
+
+def test_a_trace_is_read_as_time_goes_on() -> None:
+    clock = VirtualClock()
+    read: list[float] = []
+
+    def trace():
+        for i in range(50):
+            read.append(clock())
+            yield sim_request(i, [1, 2, 3], 2, 10.0 * i)
+
+    simulate("fcfs", trace(), TURN, make_limits(), clock=clock)
+    assert read[10] >= 80.0
+
+
+def test_a_finished_scheduler_and_a_class_do() -> None:
+    limits, clock = make_limits(), VirtualClock()
+    scheduler = create_scheduler("fcfs", limits, clock=clock)
+    trace = random_trace(4)
+    found = simulate(scheduler, trace, TURN, limits, clock=clock)
+    assert not scheduler.has_work()
+    assert found.requests == simulate("fcfs", trace, TURN, limits).requests
+
+
+class Somebody:
+    """A scheduler of somebody else's: all that is known of it is the protocol."""
+
+    def __init__(self, limits: Limits, options: SchedulerOptions) -> None:
+        inner = create_scheduler("fcfs", limits, options=options)
+        self.add, self.abort, self.has_work = inner.add, inner.abort, inner.has_work
+        self.schedule, self.commit = inner.schedule, inner.commit
+
+
+def test_any_scheduler_that_keeps_the_protocol_does() -> None:
+    limits = make_limits(max_rows=6, num_pages=18, page_size=4, max_model_len=48)
+    trace = random_trace(6)
+    mine = simulate("fcfs", trace, TURN, limits, keep_steps=True)
+    other = simulate(Somebody, trace, TURN, limits, keep_steps=True)
+    assert other.requests == mine.requests
+    assert {s.held_pages for s in other.steps} == {-1}
+    assert max(s.held_pages for s in mine.steps) > 10
+
+
+def test_prompts_that_only_pool_end_with_their_prompt() -> None:
+    request = Request(
+        request_id="p",
+        prompt_token_ids=tuple(range(20)),
+        sampling=SamplingParams(),
+        max_tokens=0,
+        seed=0,
+        pooling=True,
+    )
+    limits = make_limits(token_buckets=(8,))
+    (outcome,) = simulate("fcfs", [SimRequest(request=request, arrival_s=0.0, output_len=0)], TURN, limits).requests
+    assert (outcome.output_tokens, outcome.finish_reason) == (0, FinishReason.STOP)
+    assert outcome.first_token_s == outcome.last_token_s == 3.0  # three pieces, a turn each
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"output_len": 0}, "generates 0 tokens"),
+        ({"output_len": 3, "min_tokens": 4}, "min_tokens is 4"),
+        ({"output_len": 3, "token": STOP}, "one of its stop ids"),
+    ],
+)
+def test_contradictions_are_refused(fields, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        sim_request(0, [1], **fields)
+
+
+def test_a_trace_must_be_sorted_and_can_end_only_with_a_stop_id() -> None:
+    trace = [sim_request(0, [1], 2, 5.0), sim_request(1, [1], 2, 4.0)]
+    with pytest.raises(InvalidRequest, match="sort the trace"):
+        simulate("fcfs", trace, TURN, make_limits())
+    bare = Request(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), max_tokens=9, seed=0)
+    with pytest.raises(InvalidRequest, match="no stop id"):
+        SimRequest(request=bare, arrival_s=0.0, output_len=3)
+    assert SimRequest(request=bare, arrival_s=0.0, output_len=9).output_len == 9
+    with pytest.raises(InvalidRequest, match="arrives at 1"):
+        SimRequest(request=bare, arrival_s=1.0, output_len=9)

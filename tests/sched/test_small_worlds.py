@@ -1,0 +1,49 @@
+"""Every policy in every small world: no deadlock, no leak, no starvation, no event after an end.
+
+Three requests, six pages, two rows, two steps in flight. The quick part has all orders of arrival, finish and delay,
+and all moves for two requests; the slow part has aborts, preemptions and jumps of the clock for three.
+"""
+
+import pytest
+from sched_world import POLICIES
+from small_world import OPTIONS, Rules, SmallWorld, explore
+
+TIMED = ("priority", "preemptive", "slo")  # whose order depends on when somebody came
+SLOW = {
+    "abort": (Rules(max_aborts=1, max_preempts=0, max_ticks=0), POLICIES),
+    "preempt": (Rules(max_aborts=0, max_preempts=1, max_ticks=0), POLICIES),
+    "tick": (Rules(max_aborts=0, max_preempts=0, max_ticks=1), TIMED),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
+    num_worlds, num_moves, num_preempted = explore(policy, Rules(max_aborts=0, max_preempts=0, max_ticks=0))
+    assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
+    assert num_preempted > 20, "memory must run short by itself"
+
+
+@pytest.mark.parametrize(
+    "policy", [p if p == "preemptive" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES]
+)
+def test_two_with_every_move(policy: str) -> None:
+    num_worlds, _, _ = explore(policy, Rules(num_requests=2))
+    assert num_worlds > 400, num_worlds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "policy"), [(kind, policy) for kind, (_, names) in SLOW.items() for policy in names])
+def test_three_with_every_move(kind: str, policy: str) -> None:
+    num_worlds, num_moves, num_preempted = explore(policy, SLOW[kind][0])
+    assert num_worlds > 2000 and num_moves > 8000, (num_worlds, num_moves)
+    assert num_preempted > 100, num_preempted
+
+
+def test_exploration_finds_a_leak() -> None:
+    """A page that does not come back is seen: what the other tests would say of a fault."""
+    world = SmallWorld("fcfs", Rules(), OPTIONS)
+    world.move(("add", 0))
+    world.move(("run", 0))
+    world.scheduler.memory.pool.allocate()
+    with pytest.raises(AssertionError):
+        world.drain()
