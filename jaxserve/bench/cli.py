@@ -26,6 +26,7 @@ from jaxserve.config import load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
 from jaxserve.run import ConfigOption, SetOption
+from jaxserve.serve.keys import read_keys
 
 ALL_FAILED = 3
 _WIDTH = 110
@@ -93,7 +94,7 @@ def serve_command(
             backend=backend,
             url=url,
             model=model,
-            api_key=_read_key(api_key_file),
+            api_key=read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None,
             ca_file=ca_file,
             temperature=None if math.isnan(temperature) else temperature,
             ignore_eos=ignore_eos,
@@ -247,18 +248,6 @@ def _console() -> rich.console.Console:
     if not console.is_terminal:  # a file or a pipe: tables of one width, wherever they are looked at
         console.width = _WIDTH
     return console
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --api-key-file {path}: {error}") from error
-    if not key or "\n" in key:
-        raise ConfigError(f"--api-key-file {path} must hold one key and nothing else")
-    return key
 
 
 def _read_object(text: str | None) -> dict[str, Any]:
