@@ -25,7 +25,7 @@ class ModelConfig(Section):
     )
     skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
     name: str | None = pydantic.Field(
-        default=None, description="Name in the log and of LLM.model_name; default: the directory's."
+        default=None, description="Name in the log, for clients and of LLM.model_name; default: the directory's."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
         default="auto", description="Weights and activations; auto: float32 on CPU, else the checkpoint's."

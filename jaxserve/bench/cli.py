@@ -23,6 +23,7 @@ from jaxserve.config import load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
 from jaxserve.run import ConfigOption, SetOption
+from jaxserve.serve.keys import read_keys
 from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.workloads.datasets import DatasetOptions, check_dataset
 from jaxserve.workloads.flags import (
@@ -106,7 +107,7 @@ def serve_command(
             backend=backend,
             url=url,
             model=model,
-            api_key=_read_key(api_key_file),
+            api_key=read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None,
             ca_file=ca_file,
             temperature=None if math.isnan(temperature) else temperature,
             ignore_eos=ignore_eos,
@@ -259,18 +260,6 @@ def _finish(report: OfflineReport, json_: Path | None) -> int:
     if json_ is not None:
         write_json(json_, report.as_json())
     return 0
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --api-key-file {path}: {error}") from error
-    if not key or "\n" in key:
-        raise ConfigError(f"--api-key-file {path} must hold one key and nothing else")
-    return key
 
 
 def _read_object(text: str | None) -> dict[str, Any]:

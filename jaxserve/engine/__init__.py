@@ -26,7 +26,7 @@ own, and front doors see one `AnyEngine`. A replica that dies gives its unanswer
 from jaxserve.engine.base import AnyEngine, Load
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
-from jaxserve.engine.inputs import Prompt, check_echo, prepare_request
+from jaxserve.engine.inputs import Prompt, check_echo, check_token_ids, prepare_request
 from jaxserve.engine.outputs import Sink, Update
 from jaxserve.engine.replicas import EngineGroup
 from jaxserve.engine.stats import EngineStats, RequestStats, RequestTimes
@@ -46,6 +46,7 @@ __all__ = [
     "Sink",
     "Update",
     "check_echo",
+    "check_token_ids",
     "embedding_of",
     "pooling_params",
     "prepare_request",

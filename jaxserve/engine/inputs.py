@@ -81,7 +81,7 @@ def prepare_request(
     if pooling:
         _check_pooling(len(token_ids), sampling, model)
     max_tokens = 0 if pooling else _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
-    _check_ids(token_ids, model.vocab_size)
+    check_token_ids(token_ids, model.vocab_size)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, but at most {max_tokens} tokens can be generated for a prompt of "
@@ -170,8 +170,10 @@ def _valid_text(text: str) -> str:
     return text
 
 
-def _check_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
-    if min(token_ids) >= 0 and max(token_ids) < vocab_size:  # a loop over a long prompt would hold up other threads
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for the first id that is not below `vocab_size`, or is negative."""
+    # not a loop at once: over a long prompt that would hold up other threads
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:

@@ -40,7 +40,11 @@ class AsyncEngine:
         if self._closed or failure is not None:
             raise EngineStopped(f"the engine takes no more requests: {reason_of(failure)}")
         if self._num_pending >= self.engine.load.max_waiting:
-            raise QueueFull(f"{self._num_pending} prompts wait to be encoded; try again later", retry_after_s=1.0)
+            raise QueueFull(
+                f"{self._num_pending} prompts wait to be encoded; sched.max_waiting is {self.engine.load.max_waiting}; "
+                "try again later",
+                retry_after_s=1.0,
+            )
         self._num_pending += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -80,10 +84,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        tenant: str = "",
-        add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
-        timeout_s: float | None = None,
     ) -> list[float]:
         """The embedding of a prompt: the mean of its final hidden states, of Euclidean length 1. [D] numbers.
 
@@ -92,22 +93,8 @@ class AsyncEngine:
         """
         sampling = pooling_params(truncate_prompt_tokens)
         request = await self.run(
-            lambda: self.engine.prepare(
-                prompt,
-                sampling,
-                request_id=request_id,
-                priority=priority,
-                tenant=tenant,
-                add_special_tokens=add_special_tokens,
-                timeout_s=timeout_s,
-                pooling=True,
-            )
+            lambda: self.engine.prepare(prompt, sampling, request_id=request_id, priority=priority, pooling=True)
         )
-        return await self.embed_request(request)
-
-    async def embed_request(self, request: Request) -> list[float]:
-        """The embedding of a request that was prepared with `pooling`; for doors that count its tokens first."""
-        assert request.pooling, request.request_id
         async with contextlib.aclosing(self.stream(request)) as updates:
             async for update in updates:
                 if update.prompt is not None:

@@ -105,4 +105,5 @@ def deadline_error(request: Request, started: bool) -> DeadlineExceeded:
     """What the sender of a request is told that was not done in time."""
     has = "had begun to answer" if started else "was waiting"
     allowed_s = request.deadline_s - request.arrival_s
-    return DeadlineExceeded(f"the request {has} when its {round(allowed_s, 2):g} s were over; allow more (timeout_s)")
+    shown_s = round(allowed_s, 2) or allowed_s  # what came by gRPC has lost a few milliseconds on its way
+    return DeadlineExceeded(f"the request {has} when its {shown_s:.3g} s were over; allow more (timeout_s)")

@@ -13,7 +13,7 @@ import grpc
 
 from jaxserve import __version__
 from jaxserve.api import FinishReason, Request
-from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update
+from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update, check_token_ids
 from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -230,9 +230,8 @@ def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest) -> list[int]:
 
 def _detokenize(engine: AnyEngine, message: pb.DetokenizeRequest) -> str:
     refuse_unknown_fields(message)
-    tokenizer, last = _tokenizer(engine), engine.model.vocab_size - 1
-    if wrong := [i for i in message.token_ids if not 0 <= i <= last][:1]:
-        raise InvalidRequest(f"token id {wrong[0]} is outside the vocabulary; ids are 0..{last}")
+    tokenizer = _tokenizer(engine)
+    check_token_ids(message.token_ids, engine.model.vocab_size)
     return tokenizer.decode(tuple(message.token_ids), skip_special_tokens=message.skip_special_tokens)
 
 

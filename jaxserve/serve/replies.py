@@ -1,6 +1,6 @@
 """From updates of the engine to the messages of one `Generate` call.
 
-Owns their order, and how many tokens one message has. Refuses to wait: a message is ready or it is not.
+Owns their order, and how many tokens one message has. Refuses to wait for tokens: a message is ready or it is not.
 """
 
 import asyncio

@@ -105,7 +105,7 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--url http://h --goodput itl:3", "--goodput"),
         ("--url http://h --percentiles 100", "between 0 and 100"),
         ("--url http://h --extra-body [1]", "JSON object"),
-        ("--url http://h --api-key-file /none", "cannot read --api-key-file"),
+        ("--url http://h --api-key-file /none", "--api-key-file: cannot read /none"),
         ("--url http://h --ca-file x", "not https"),
         ("--url http://h --save-requests", "needs --json"),
         ("--url http://h --json /none/x.json", "no directory"),

@@ -125,8 +125,6 @@ async def test_the_async_engine_embeds() -> None:
             asyncio.gather(*(streams.embed(f"prompt {i}", request_id=f"e{i}") for i in range(8))), 30
         )
         assert found == [pytest.approx(expected(f"prompt {i}")) for i in range(8)]
-        request = parts.engine.prepare("abc", pooling_params(), pooling=True)
-        assert await asyncio.wait_for(streams.embed_request(request), 30) == pytest.approx(expected("abc"))
         with pytest.raises(PromptTooLong):
             await streams.embed("x" * 99)
         updates: list[Update] = [u async for u in streams.stream(parts.engine.prepare("q", FREE))]

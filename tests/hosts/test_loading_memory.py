@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.slow
 
-ALLOWED = 1.3  # of one share, as the issue asks
+ALLOWED = 1.3  # of one share
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 1024, 2816, 12, 16, 4, 64, 16000
 
 

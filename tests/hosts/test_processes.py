@@ -18,7 +18,7 @@ from jaxserve.errors import Status
 from jaxserve.sched.record import StepLog
 from jaxserve.serve.gen import inference_pb2 as pb
 
-LIMIT_S = 10.0  # from the death of a process to the end of the others, as the issue asks
+LIMIT_S = 10.0  # from the death of a process to the end of the others
 LONG = SamplingParams(temperature=0.0, max_tokens=150)
 SLOW = {"step_s": 0.02}
 

@@ -1,5 +1,6 @@
 """Certificates and tokens: who may connect, who may call, and that nobody else harms the service."""
 
+import hmac
 import socket
 import ssl
 from collections.abc import Iterator
@@ -111,15 +112,26 @@ def test_old_protocols_and_noise_are_refused(mutual: Served, ours: Tls) -> None:
         raw.shutdown(socket.SHUT_WR)
         while raw.recv(4096):
             pass
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_ciphers("ALL:@SECLEVEL=0")
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers("AES128-SHA:@SECLEVEL=0")  # no forward secrecy
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw, pytest.raises((ssl.SSLError, OSError)):
-        context.wrap_socket(raw)
+    assert _shake_hands(mutual, ours, ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"), pytest.raises(OSError):  # noqa: PT011  (SSLError or a reset)
+        _shake_hands(mutual, ours, ssl.TLSVersion.TLSv1_1)
     with Client(mutual.address, tls=ours, token="beta-2") as client:
         assert client.complete("a", SHORT, timeout_s=WAIT_S).text == "bcd"
+
+
+def _shake_hands(server: Served, ours: Tls, newest: ssl.TLSVersion) -> str | None:
+    """The version that a client gets which can do everything up to `newest`."""
+    context = ssl.create_default_context(cafile=ours.ca)
+    context.load_cert_chain(str(ours.certificate), ours.key)
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version, context.maximum_version = ssl.TLSVersion.MINIMUM_SUPPORTED, newest
+    context.set_alpn_protocols(["h2"])
+    host, port = server.address.split(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=WAIT_S) as raw,
+        context.wrap_socket(raw, server_hostname="localhost") as secure,
+    ):
+        return secure.version()
 
 
 def test_the_health_command_asks_over_tls(mutual: Served, ours: Tls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +193,6 @@ def test_reflection_and_unknown_methods_need_a_token_too(folder: Path) -> None:
 
 def test_every_known_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
-    import hmac
-
     real = hmac.compare_digest
     monkeypatch.setattr("jaxserve.serve.keys.hmac.compare_digest", lambda a, b: compared.append(b) or real(a, b))
     assert KnownKeys(["one", "two", "three"]).accept("Bearer one")

@@ -14,7 +14,7 @@ import jaxserve
 from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.client import AsyncClient, CallOptions, Client, RequestFailed
 from jaxserve.errors import Status
-from jaxserve.serve.convert import sampling_from_proto
+from jaxserve.serve.convert import sampling_from_proto, sampling_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 
@@ -97,8 +97,6 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     ],
 )
 def test_every_form_of_output_survives_the_wire(structured: StructuredOutput) -> None:
-    from jaxserve.serve.convert import sampling_to_proto
-
     message = sampling_to_proto(SamplingParams(structured=structured))
     assert sampling_from_proto(pb.SamplingParams.FromString(message.SerializeToString())).structured == structured
 

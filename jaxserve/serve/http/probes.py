@@ -2,13 +2,12 @@
 
 Owns the answers and no state of its own: each is read from the engine at the moment of the question, so that a probe
 cannot be green beside a dead engine. `/live` is about the process, `/ready` about new requests: during a drain the
-process is alive and not ready. `/health` is the stricter of the two.
+process is alive and not ready. `/health` says what `/ready` says, for those who ask for it by that name.
 """
-
-import importlib.metadata
 
 from fastapi import APIRouter, Response
 
+from jaxserve import __version__
 from jaxserve.engine import AnyEngine
 from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import ErrorResponse, json_response
@@ -40,7 +39,7 @@ def probes_router(door: Door, stall_s: float) -> APIRouter:
     @router.get("/version")
     async def version() -> VersionResponse:
         """Of jaxserve."""
-        return VersionResponse(version=importlib.metadata.version("jaxserve"))
+        return VersionResponse(version=__version__)
 
     @router.get("/load")
     async def load() -> LoadResponse:

@@ -179,7 +179,11 @@ class Message(Body):
 
 
 class Function(Body):
-    """`parameters` is the JSON schema of its arguments; absent, it takes none."""
+    """`parameters` is the JSON schema of its arguments; absent, it takes none.
+
+    `strict` asks that arguments fit the schema. `tool_choice: required` or a named function sees to that with or
+    without it; with `auto` the model writes as it likes, and arguments are passed on as written.
+    """
 
     name: str = pydantic.Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None

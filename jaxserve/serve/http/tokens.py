@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
+from jaxserve.engine import check_token_ids
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.chat import render_chat, shown_tools
@@ -122,7 +123,5 @@ def _detokenize(door: Door, body: DetokenizeRequest) -> DetokenizeResponse:
     model = door.engine.engine.model
     if len(body.tokens) > model.max_model_len:
         raise PromptTooLong(f"{len(body.tokens)} tokens; a sequence holds {model.max_model_len}; send them in parts")
-    for token_id in body.tokens:
-        if not 0 <= token_id < model.vocab_size:
-            raise InvalidRequest(f"token id {token_id} is outside the vocabulary; ids are 0..{model.vocab_size - 1}")
+    check_token_ids(body.tokens, model.vocab_size)
     return DetokenizeResponse(prompt=door.need_tokenizer().decode(body.tokens, skip_special_tokens=False))

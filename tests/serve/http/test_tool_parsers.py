@@ -121,7 +121,7 @@ def test_no_name_is_told_before_it_is_known_to_be_one() -> None:
     assert [(p.name, p.arguments) for p in parser.push('"}')] == [("f", '{"x": 1}')]
 
 
-def test_long_arguments_take_linear_time() -> None:
+def test_long_arguments_come_whole_out_of_small_pieces() -> None:
     arguments = json.dumps({"text": "word " * 100_000})
     parser = hermes()
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
