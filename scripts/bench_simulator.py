@@ -3,9 +3,10 @@
 Owns the measurement only. The trace is like ShareGPT's: log-normal lengths of 161 tokens in and 338 out on average.
 Alone, the engine has 256 rows that are always full. In a cluster requests arrive at random, as many for each replica as
 keep a given number of its rows busy; the cost of a run is that of its requests and grows with them, so that of a longer
-one is extrapolated from two lengths.
+one is extrapolated from two lengths, or with --goal run to its end.
 
-    python scripts/bench_simulator.py [--requests 20000] [--clusters 10 30 100] [--per-replica 240] [--json FILE]
+    python scripts/bench_simulator.py [--requests 20000] [--clusters 10 30 100] [--per-replica 240] [--goal]
+        [--json FILE]
 """
 
 import argparse
@@ -44,7 +45,8 @@ def main() -> int:
             measure("one engine", page_size, 1, args.requests, lambda t=trace, m=limits: simulate("fcfs", t, model, m))
         )
     for router, replicas in itertools.product(args.routers, args.clusters):
-        for count in (replicas * args.per_replica // 2, replicas * args.per_replica):
+        whole = replicas * args.per_replica
+        for count in (GOAL_REQUESTS,) if args.goal else (whole // 2, whole):
             rate = replicas * args.replica_rate
             trace = sharegpt_like(count, rate=rate, seed=1)
             limits = _limits(args.rows, args.page_sizes[-1])
@@ -55,7 +57,7 @@ def main() -> int:
             results.append(measure(f"cluster, {router}", args.page_sizes[-1], replicas, count, run))
     if args.json:
         write_record(args.json, results, rows=args.rows, replica_rate=args.replica_rate)
-    _print(results)
+    _print(results, extrapolate=not args.goal)
     return 0
 
 
@@ -127,7 +129,7 @@ def _limits(rows: int, page_size: int) -> Limits:
     )
 
 
-def _print(results: list[dict[str, float | int | str]]) -> None:
+def _print(results: list[dict[str, float | int | str]], *, extrapolate: bool) -> None:
     table = Table(title="simulated requests a second of one core")
     for column in ("what", "page", "replicas", "requests", "CPU s", "requests/s", "us/step", "tokens/step", "MB"):
         table.add_column(column, justify="right")
@@ -145,6 +147,8 @@ def _print(results: list[dict[str, float | int | str]]) -> None:
         )
     console = Console()
     console.print(table)
+    if not extrapolate:
+        return
     clusters = [r for r in results if r["replicas"] != 1]
     for half, whole in zip(clusters[::2], clusters[1::2], strict=True):
         slope = (float(whole["cpu_s"]) - float(half["cpu_s"])) / (int(whole["requests"]) - int(half["requests"]))
@@ -163,6 +167,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--clusters", type=int, nargs="*", default=[10, 30, 100], help="numbers of replicas")
     parser.add_argument("--routers", nargs="*", default=["least_load", "prefix"], help="names of routers")
     parser.add_argument("--per-replica", type=int, default=240, help="requests for each replica of a cluster")
+    parser.add_argument("--goal", action="store_true", help=f"each cluster runs {GOAL_REQUESTS:,} requests instead")
     parser.add_argument("--replica-rate", type=float, default=40.0, help="requests a second for each replica")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()

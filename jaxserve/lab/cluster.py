@@ -30,7 +30,7 @@ from jaxserve.sched.create import SchedulerFactory, create_scheduler
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits
 from jaxserve.sched.policy import Policy
-from jaxserve.sched.simulate import in_order
+from jaxserve.sched.simulate import collector_paused, in_order
 from jaxserve.sched.simulate_engine import SimulatedEngine, summarise
 from jaxserve.sched.simulate_values import CostModel, SimRequest, SimulatedRequest, VirtualClock
 
@@ -80,7 +80,8 @@ def simulate_cluster(
     cluster.scale(replicas, 0.0)
     for event in events:
         cluster.plan_event(event)
-    return cluster.run(trace)
+    with collector_paused():
+        return cluster.run(trace)
 
 
 class _Replica:
