@@ -17,7 +17,7 @@ from record import write_record
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.sched import Bucket, Limits, Scheduler, StepPlan, StepResult, create_scheduler
+from jaxserve.sched import Bucket, Limits, Scheduler, SchedulerOptions, StepPlan, StepResult, create_scheduler
 from jaxserve.testing import make_request
 
 PROMPT_LEN = 64
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, prefix_caching: bool) -> dict[str, int | f
     """Median milliseconds over `args.steps` steps, each launched before the one before is committed."""
     total_len = PROMPT_LEN + args.page_size + args.steps + args.warmup + 4
     limits = _limits(args.rows, total_len, args.page_size)
-    scheduler = create_scheduler(args.policy, limits, prefix_caching=prefix_caching)
+    scheduler = create_scheduler(args.policy, limits, options=SchedulerOptions(prefix_caching=prefix_caching))
     for i in range(args.rows):
         # Lengths differ, so that in every step some rows need a page and fill one, as in real traffic.
         prompt = [i, *range(1, PROMPT_LEN + i % args.page_size)]

@@ -38,11 +38,8 @@ def create_scheduler(
     policy: str | type[Policy] | Policy | SchedulerFactory | Scheduler,
     limits: Limits,
     *,
-    chunked_prefill: bool = True,
-    prefix_caching: bool = True,
-    ageing_s: float = 10.0,
-    clock: Callable[[], float] = time.monotonic,
     options: SchedulerOptions | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Builds the scheduler that a config or a notebook asks for.
 
@@ -51,16 +48,16 @@ def create_scheduler(
         a scheduler class or any function (called with `limits` and `SchedulerOptions`), or a finished scheduler
         (returned as it is).
       limits: of the runner.
-      chunked_prefill, prefix_caching, ageing_s: see `SchedulerOptions`.
+      options: None takes the defaults. A policy object keeps those that it was made with; these are then only for the
+        mechanism around it.
       clock: monotonic seconds; must be the clock that stamps `Request.arrival_s`.
-      options: all of them at once, in place of the single ones.
 
     Raises:
-      ConfigError: nothing has this name, an option is out of range, or what was found is no scheduler or policy.
+      ConfigError: nothing has this name, or what was found is no scheduler or policy.
       CapacityError: the buckets cannot hold all rows.
     """
     if options is None:
-        options = SchedulerOptions(chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, ageing_s=ageing_s)
+        options = SchedulerOptions()
     found = SCHEDULERS.get(policy)
     if isinstance(found, type) and issubclass(found, Policy):
         if inspect.isabstract(found):

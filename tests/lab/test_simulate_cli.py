@@ -109,13 +109,13 @@ def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.C
     assert words in line
 
 
-def write_log(path: Path) -> None:
+def write_log(path: Path, limits: Limits = LIMITS) -> None:
     """A log of a device that takes 2 ms for a step of decodes and 20 ms for one with prompts."""
     trace = Trace(dataset=DatasetOptions(num_prompts=40, input_len=30, output_len=12))
-    run = simulate("fcfs", trace, FixedCost(cost=StepCost(0.0, 0.01)), LIMITS, keep_plans=True)
-    lines = [LogHeader(limits=LIMITS, model="toy", policy="fcfs", vocab_size=99).to_json()]
+    run = simulate("fcfs", trace, FixedCost(cost=StepCost(0.0, 0.01)), limits, keep_plans=True)
+    lines = [LogHeader(limits=limits, model="toy", policy="fcfs", vocab_size=99).to_json()]
     for plan in run.plans:
-        bucket = LIMITS.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        bucket = limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
         assert bucket is not None
         device_ms = 2.0 if plan.decode_only else 20.0
         record = StepRecord(

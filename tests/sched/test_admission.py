@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.errors import CapacityError, InvalidRequest, PromptTooLong, RequestRejected
-from jaxserve.sched import Bucket, Limits, create_scheduler
+from jaxserve.sched import Bucket, Limits, SchedulerOptions, create_scheduler
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 
@@ -45,7 +45,7 @@ def test_the_context_bounds_what_is_needed():
 
 def test_without_chunks_a_prompt_must_fit_a_step():
     limits = make_limits(token_buckets=(8,), num_pages=32)
-    scheduler = create_scheduler("fcfs", limits, chunked_prefill=False)
+    scheduler = create_scheduler("fcfs", limits, options=SchedulerOptions(chunked_prefill=False))
     with pytest.raises(RequestRejected, match=r"9 tokens.*holds 8.*chunked_prefill"):
         scheduler.add(make_request("a", range(9)))
     scheduler.add(make_request("a", range(8)))

@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 from sched_world import BLIND
 
-from jaxserve.sched import Bucket, Limits, StepPlan, StepResult, create_scheduler
+from jaxserve.sched import Bucket, Limits, SchedulerOptions, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
+WHOLE = SchedulerOptions(chunked_prefill=False)
 
-def build(limits: Limits, **options) -> ContinuousScheduler:
-    scheduler = create_scheduler("fcfs", limits, **options)
+
+def build(limits: Limits, options: SchedulerOptions | None = None) -> ContinuousScheduler:
+    scheduler = create_scheduler("fcfs", limits, options=options)
     assert isinstance(scheduler, ContinuousScheduler)
     return scheduler
 
@@ -105,7 +107,7 @@ def test_trimming_keeps_at_least_half_of_the_chunk_and_all_decode_rows():
 
 
 def test_a_whole_prompt_is_not_trimmed_without_chunks():
-    scheduler = build(make_limits(max_rows=4, token_buckets=(8, 16, 32)), chunked_prefill=False)
+    scheduler = build(make_limits(max_rows=4, token_buckets=(8, 16, 32)), WHOLE)
     scheduler.add(make_request("a", [1] * 20, 4))
     assert lengths(step(scheduler)) == [20]
 
@@ -135,7 +137,7 @@ def test_a_large_bucket_with_few_rows_does_not_mislead():
 
 
 def test_without_chunks_decode_rows_wait_for_a_prompt_that_needs_the_step():
-    scheduler = build(make_limits(max_rows=4, token_buckets=(8,), num_pages=64), chunked_prefill=False)
+    scheduler = build(make_limits(max_rows=4, token_buckets=(8,), num_pages=64), WHOLE)
     for i in range(3):
         scheduler.add(make_request(f"r{i}", [i], 40))
     step(scheduler)
@@ -163,7 +165,7 @@ def test_requests_wait_for_rows():
 def test_a_pool_run_dry_preempts_the_last_and_loses_nothing(overlap: bool):
     limits = make_limits(max_rows=3, num_pages=9, page_size=2, max_model_len=20)
     scheduler, runner = (
-        build(limits, options=dataclasses.replace(BLIND, prefix_caching=False)),
+        build(limits, dataclasses.replace(BLIND, prefix_caching=False)),
         FakeRunner(limits, mode="context"),
     )
     requests = [make_request(f"r{i}", [i, 1, 2], 12, arrival_s=i) for i in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.api import PromptInfo, SamplingParams
-from jaxserve.sched import PageCopy, StepPlan, StepResult, create_scheduler
+from jaxserve.sched import PageCopy, SchedulerOptions, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.state import sequence_seed
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
@@ -80,7 +80,7 @@ def test_children_stand_right_behind_their_parent():
 @pytest.mark.parametrize("num_pages", [30, 60])
 def test_each_sequence_equals_one_that_ran_alone(overlap: bool, page_size: int, prefix_caching: bool, num_pages: int):
     limits = make_limits(page_size=page_size, num_pages=num_pages, max_rows=3)
-    scheduler = create_scheduler("fcfs", limits, prefix_caching=prefix_caching)
+    scheduler = create_scheduler("fcfs", limits, options=SchedulerOptions(prefix_caching=prefix_caching))
     request = make_request("a", range(9), 12, sampling=many(5), seed=123)
     out = drive(scheduler, FakeRunner(limits, mode="context"), [request], overlap=overlap)
     texts = set()

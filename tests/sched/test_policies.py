@@ -44,7 +44,7 @@ def test_waiting_is_worth_levels():
             make_request("old", [1], 2, priority=1, arrival_s=0),
             make_request("new", [1], 2, priority=0, arrival_s=later),
         ]
-        drive(create_scheduler("priority", limits, ageing_s=10.0), runner, requests)
+        drive(create_scheduler("priority", limits, options=SchedulerOptions(ageing_s=10.0)), runner, requests)
         assert [s.request_id for p in runner.plans for s in p.setups] == expected
 
 
@@ -53,7 +53,7 @@ def test_nothing_starves_under_a_flood(ageing_s: float, bound: bool):
     """One row; urgent requests arrive as fast as they are served. Without ageing the patient one would never run."""
     clock = ManualClock()
     limits = make_limits(max_rows=1)
-    scheduler = create_scheduler("priority", limits, ageing_s=ageing_s, clock=clock)
+    scheduler = create_scheduler("priority", limits, options=SchedulerOptions(ageing_s=ageing_s), clock=clock)
     runner = FakeRunner(limits, clock=clock, step_s=1.0)
     scheduler.add(make_request("urgent-0", [1], 2, priority=0, arrival_s=clock()))
     scheduler.add(make_request("patient", [1], 2, priority=10, arrival_s=clock()))
@@ -211,12 +211,12 @@ def test_names_errors_and_whole_schedulers():
     with pytest.raises(ConfigError, match=r"no scheduler is called 'fcsf'.*known: fcfs, priority.*mean 'fcfs'"):
         create_scheduler("fcsf", limits)
     with pytest.raises(ConfigError, match="ageing_s is 0"):
-        create_scheduler("priority", limits, ageing_s=0)
+        SchedulerOptions(ageing_s=0)
 
     class Mine(ContinuousScheduler):
         def __init__(self, limits: Limits, options: SchedulerOptions) -> None:
             super().__init__(limits, ShortestFirst(options), options)
 
-    made = create_scheduler(Mine, limits, chunked_prefill=False)
+    made = create_scheduler(Mine, limits, options=SchedulerOptions(chunked_prefill=False))
     assert isinstance(made, Mine)
     assert create_scheduler(made, limits) is made

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from jaxserve.sched import create_scheduler
+from jaxserve.sched import SchedulerOptions, create_scheduler
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.prefix import PrefixCache
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
@@ -178,7 +178,7 @@ def test_prompt_logprobs_skip_the_cache_and_switching_it_off_works():
     assert out.prompt is not None
     assert out.prompt.num_cached_tokens == 0
     assert [entry.token_id for entry in out.prompt.logprobs or ()] == prompt[1:], "summed over the chunks"
-    off = create_scheduler("fcfs", limits, prefix_caching=False)
+    off = create_scheduler("fcfs", limits, options=SchedulerOptions(prefix_caching=False))
     runner = FakeRunner(limits)
     for name in "ab":
         out = drive(off, runner, [make_request(name, prompt, 2)])[name, 0]
