@@ -4,6 +4,7 @@ Owns the protocol that one engine and a group of replicas both keep. Holds no co
 know how many devices, loops and schedulers are behind it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from jaxserve.api import Request, SamplingParams
@@ -109,6 +110,14 @@ class AnyEngine(Protocol):
 
     def abort(self, request: str | Request) -> None:
         """Ends a request; see `Engine.abort`."""
+        ...
+
+    def watch_deliveries(self, tell: Callable[[], None]) -> None:
+        """`tell` is called after each turn in which sinks may have been called; see `Engine.watch_deliveries`."""
+        ...
+
+    def unwatch_deliveries(self, tell: Callable[[], None]) -> None:
+        """Ends what `watch_deliveries` began."""
         ...
 
     def step(self) -> bool:

@@ -10,10 +10,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.engine.base import Load, reason_of
+from jaxserve.engine.collector import Collector
 from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
 from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
 from jaxserve.engine.live import LiveRequests
@@ -21,25 +21,17 @@ from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.step_log import StepLogWriter, StepMarks
 from jaxserve.engine.structured import Grammars, RowMasks
+from jaxserve.engine.turn import Committed, Launched
 from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import InFlight, Runner, Scheduler
-from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.base import Runner, Scheduler
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of successive requests walk through all of 2**64
-
-
-class _Launched(NamedTuple):
-    plan: StepPlan
-    handle: InFlight
-    begun_s: float
-    planned_s: float
-    launched_s: float
 
 
 class Engine:
@@ -62,8 +54,12 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLogWriter | None = None,
+        collector: Collector | None = None,
     ) -> None:
-        """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies."""
+        """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
+
+        `collector` decides when Python collects garbage while there is work; None leaves that to Python.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.failure: BaseException | None = None
@@ -75,6 +71,8 @@ class Engine:
         self._clock = clock
         self._stats = EngineStats(scheduler, runner.limits, clock)
         self._step_log = step_log
+        self._collector = collector
+        self._working = False  # the collector knows that there is work
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
         self._masks = RowMasks()
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
@@ -83,7 +81,8 @@ class Engine:
         self._live = LiveRequests(scheduler, self._waiting, self._stats, model.eos_token_ids)
         # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
         self._gate = threading.Lock()
-        self._launched: _Launched | None = None
+        self._launched: Launched | None = None
+        self._committed: Committed | None = None
         self._accepting = True
         self._stop_now = threading.Event()
         self._idle = threading.Event()
@@ -173,6 +172,19 @@ class Engine:
         """Ends the loop with `error` at its next turn, asleep or not, as if its device had raised it. Any thread."""
         self._inbox.put(Interrupt(error))
 
+    def watch_deliveries(self, tell: Callable[[], None]) -> None:
+        """`tell` is called on the loop's thread once in each turn, after all sinks, and returns at once.
+
+        So whoever collects updates can wake its readers once: a wake-up for each token costs more than the token.
+        """
+        with self._gate:
+            self._live.on_delivered += (tell,)
+
+    def unwatch_deliveries(self, tell: Callable[[], None]) -> None:
+        """Ends what `watch_deliveries` began; the loop may be calling `tell` for the last time."""
+        with self._gate:
+            self._live.on_delivered = tuple(t for t in self._live.on_delivered if t != tell)
+
     @property
     def stats(self) -> tuple[EngineStats, ...]:
         """What the loop did, for observers."""
@@ -208,24 +220,32 @@ class Engine:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One turn: launch the next step, then finish the one before. False when there is nothing to do."""
+        """One turn: launch the next step, then finish the one before. False when there is nothing to do.
+
+        The tokens of a step reach their clients once the step after the next is launched, or at once when there is
+        none to launch: a device that waits for a plan costs every client more than a token that waits for a launch.
+        """
         self._turned_s = self._clock()
+        self._set_working(True)
         self._drain_inbox()
         self._live.end_late(self._turned_s)
         stats = self._stats
         begun_s = stats.start_turn()
         plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
         planned_s = stats.note_plan(plan, self._live.by_id)
-        handle = self._runner.dispatch(plan) if plan is not None else None
-        launched_s = stats.add_time("dispatch")
         launched = None
-        if plan is not None and handle is not None:
-            launched = _Launched(plan, handle, begun_s, planned_s, launched_s)
+        if plan is not None:
+            handle = self._runner.dispatch(plan)
+            launched = Launched(plan, handle, begun_s, planned_s, stats.add_time("dispatch"))
         previous, self._launched = self._launched, launched
+        self._deliver()
         if previous is not None:
             self._commit(previous)
+            if launched is None:
+                self._deliver()
         elif launched is None:
             assert not self._scheduler.has_work(), "nothing is in flight, work is left, and the scheduler plans nothing"
+            self._set_working(False)
             return False
         return True
 
@@ -299,34 +319,60 @@ class Engine:
 
     def _finish_flight(self) -> None:
         previous, self._launched = self._launched, None
+        self._deliver()
         if previous is not None:
             self._commit(previous)
+            self._deliver()
 
-    def _commit(self, step: _Launched) -> None:
+    def _commit(self, step: Launched) -> None:
         stats = self._stats
         asked_s = stats.mark_s
         result = step.handle.result()
         stats.note_result()
         events = self._scheduler.commit(step.plan, result)
-        self._live.emit(events)
-        ended_s = stats.note_commit(step.plan, len(events))
+        self._live.take(events)
+        self._committed = Committed(step, result, len(events), asked_s, stats.add_time("commit"))
+
+    def _deliver(self) -> None:
+        """Hands out the tokens of the step that was committed last, and whatever else clients were told."""
+        stats, begun_s = self._stats, self._stats.mark_s
+        self._live.deliver()
+        self._live.flush()
+        if self._launched is not None and self._collector is not None:
+            self._collector.rest()
+        done, self._committed = self._committed, None
+        if done is None:
+            return
+        step = done.step
+        commit_s = done.committed_s - stats.now_s + stats.note_commit(step.plan, done.num_events) - begun_s
         if self._step_log is not None:
             times = StepMarks(
-                step.begun_s, step.planned_s, step.launched_s, asked_s, stats.now_s, stats.previous_s, ended_s
+                step.begun_s, step.planned_s, step.launched_s, done.asked_s, stats.now_s, stats.previous_s, commit_s
             )
-            self._step_log.add(step.plan, result.token_ids, times)
+            self._step_log.add(step.plan, done.result.token_ids, times)
+
+    def _set_working(self, working: bool) -> None:
+        if self._collector is None or self._working == working:
+            return
+        self._working = working
+        self._collector.begin() if working else self._collector.end()
 
     def _close_log(self) -> None:
         if self._step_log is not None:
             self._step_log.close()
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
+        try:
+            self._deliver()
+        except Exception:  # after a defect of the loop, perhaps the same one; all clients must still hear of the end
+            logger.exception("the last tokens could not be delivered")
         unheard: list[Submit] = []
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, Submit):
                 unheard.append(command)
         self._live.end_all(unheard, error, reason, in_order=self.failure is None)
+        self._set_working(False)
         self._idle.set()
 
     def _drain_inbox(self) -> None:

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.engine.base import Load, reason_of
@@ -180,6 +180,16 @@ class EngineGroup:
                 return
             routed.aborted = True  # its replica may be dying, and it must not rise elsewhere
             self._replicas[routed.replica].abort(routed.request)
+
+    def watch_deliveries(self, tell: Callable[[], None]) -> None:
+        """See `Engine.watch_deliveries`; the loops of all replicas call it."""
+        for replica in self._replicas:
+            replica.watch_deliveries(tell)
+
+    def unwatch_deliveries(self, tell: Callable[[], None]) -> None:
+        """See `Engine.unwatch_deliveries`."""
+        for replica in self._replicas:
+            replica.unwatch_deliveries(tell)
 
     # ---- the loops -------------------------------------------------------------------------------------------------
 

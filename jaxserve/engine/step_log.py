@@ -35,7 +35,7 @@ class StepMarks(NamedTuple):
       begun_s, planned_s, launched_s: planning began, it ended, `dispatch` returned.
       asked_s, ready_s: the loop began to wait for the result, and had it.
       previous_s: when it had the result of the step before; NaN for the first.
-      ended_s: all tokens were handed out.
+      commit_s: how long it took to take its tokens in and to hand them out. Between the two the loop launched a step.
     """
 
     begun_s: float
@@ -44,7 +44,7 @@ class StepMarks(NamedTuple):
     asked_s: float
     ready_s: float
     previous_s: float
-    ended_s: float
+    commit_s: float
 
 
 class _Step(NamedTuple):
@@ -163,7 +163,7 @@ class StepLogWriter:
             pack_ms=1e3 * (times.launched_s - times.planned_s),
             device_ms=1e3 * (times.ready_s - begun_on_device_s),
             wait_ms=1e3 * (times.ready_s - times.asked_s),
-            commit_ms=1e3 * (times.ended_s - times.ready_s),
+            commit_ms=1e3 * times.commit_s,
             missing=step.missing,
         )
 

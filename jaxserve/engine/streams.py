@@ -2,10 +2,15 @@
 
 Owns the bridge between threads and an event loop. Refuses to know a protocol, or how a request is made: that is
 `Engine.prepare`, which front doors call through `run`, since a long prompt must not hold up the other streams.
+
+A turn of the engine's loop wakes the event loop once, when all its updates are there: a wake-up for each token would
+let both threads take the interpreter from each other hundreds of times a step.
 """
 
 import asyncio
+import collections
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,6 +25,68 @@ from jaxserve.errors import EngineStopped, JaxserveError, QueueFull
 T = TypeVar("T")
 
 
+class _Stream:
+    """Updates of one request, for the one coroutine that reads them. `asyncio.Queue` does more, in twice the time."""
+
+    __slots__ = ("_loop", "_updates", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._updates: collections.deque[Update] = collections.deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, update: Update) -> None:
+        """Adds one; on the event loop."""
+        self._updates.append(update)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def get(self) -> Update:
+        """The next one."""
+        while not self._updates:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._updates.popleft()
+
+
+class _Mail:
+    """Updates on their way to one event loop. `put` and `flush` are for the engine's threads, the rest for the loop's.
+
+    Attributes:
+      streams: those that are running: where their updates go, and their requests.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Request], None]) -> None:
+        self.loop = loop
+        self.streams: dict[_Stream, Request] = {}
+        self._abort = abort
+        # Appending, popping and testing are each one uninterrupted operation of the interpreter.
+        self._sent: collections.deque[tuple[_Stream, Update]] = collections.deque()
+
+    def put(self, stream: _Stream, update: Update) -> None:
+        """Sends an update; it leaves with the next `flush`."""
+        self._sent.append((stream, update))
+
+    def flush(self) -> None:
+        """Wakes the event loop if anything was sent."""
+        if not self._sent:
+            return
+        try:
+            self.loop.call_soon_threadsafe(self._hand_out)
+        except RuntimeError:  # it is closed, so that nobody will ever read
+            self._sent.clear()
+            for request in tuple(self.streams.values()):
+                self._abort(request)
+            self.streams.clear()
+
+    def _hand_out(self) -> None:
+        sent = self._sent
+        while sent:
+            stream, update = sent.popleft()
+            stream.put(update)
+
+
 class AsyncEngine:
     """The engine as coroutines. One per event loop; closing it does not stop the engine."""
 
@@ -28,7 +95,8 @@ class AsyncEngine:
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
         self._num_pending = 0
-        self._open: set[asyncio.Queue[Update]] = set()  # of running streams
+        self._mail: dict[asyncio.AbstractEventLoop, _Mail] = {}  # of the loops that have running streams
+        engine.watch_deliveries(self._flush)
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
@@ -57,11 +125,13 @@ class AsyncEngine:
         Raises what `Engine.submit` raises, and the typed error that ended the request, if one did.
         """
         loop = asyncio.get_running_loop()
-        updates: asyncio.Queue[Update] = asyncio.Queue()
-        self.engine.submit(request, lambda u: loop.call_soon_threadsafe(updates.put_nowait, u) and None, echo=echo)
-        ended = False
-        self._open.add(updates)
+        mail = self._mail.setdefault(loop, _Mail(loop, self.engine.abort))
+        updates = _Stream(loop)
+        mail.streams[updates] = request
+        ended = True  # what is refused need not be aborted
         try:
+            self.engine.submit(request, functools.partial(mail.put, updates), echo=echo)
+            ended = False
             while not ended:
                 update = await updates.get()
                 ended = update.last
@@ -69,14 +139,20 @@ class AsyncEngine:
                     raise update.error
                 yield update
         finally:
-            self._open.discard(updates)
+            mail.streams.pop(updates, None)
+            if not mail.streams:
+                self._mail.pop(loop, None)
             if not ended:
                 self.engine.abort(request)
 
     def end_streams(self, error: JaxserveError) -> None:
         """Every running stream raises `error`, and its request is aborted: for a loop that answers nobody any more."""
-        for updates in self._open:
-            updates.put_nowait(Update("", 0, error=error))
+        for updates in [updates for mail in self._mail.values() for updates in mail.streams]:
+            updates.put(Update("", 0, error=error))
+
+    def _flush(self) -> None:
+        for mail in self._mail.copy().values():
+            mail.flush()
 
     async def embed(
         self,
@@ -103,5 +179,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Lets the threads go once they have done what they were given. The engine is left alone."""
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self.engine.unwatch_deliveries(self._flush)
         self._pool.shutdown(wait=False)

@@ -6,17 +6,46 @@ which ids are pushed at all.
 
 Each push decodes a short window of the last ids, never the whole sequence, so the cost per token is constant. The
 window begins a few ids back, which gives the decoder the context it needs (a first word loses its space, a later one
-keeps it) and the bytes an unfinished character began with.
+keeps it) and the bytes an unfinished character began with. Most ids are whole characters whatever stands before them;
+in the middle of a text, between whole characters, such an id adds its own text and nothing need be decoded at all.
 """
 
 from collections.abc import Sequence
 
+from jaxserve.errors import UnsupportedOption
 from jaxserve.text.base import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _PROMPT_CONTEXT = 8  # ids of the prompt that the first window holds
 _MAX_WINDOW = 10  # ids; then the window is cut
 _KEPT = 4  # ids kept by a cut: a UTF-8 character has at most four bytes, an id at least one
+
+
+class PieceTexts:
+    """What single ids add to a text, looked up once for all sequences. Mutated by the thread that pushes.
+
+    Attributes:
+      known: by id, as far as it was asked for. Empty for ids without text, or that are parts of characters.
+    """
+
+    __slots__ = ("_tokenizer", "known")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.known: dict[int, str] = {}
+        self._tokenizer = tokenizer
+
+    def find(self, token_id: int) -> str:
+        """The entry of `known`, made if need be."""
+        text = self.known.get(token_id)
+        if text is None:
+            try:
+                text = self._tokenizer.token_bytes(token_id).decode()
+            except (UnicodeDecodeError, UnsupportedOption):
+                text = ""
+            if _REPLACEMENT in text:
+                text = ""
+            self.known[token_id] = text
+        return text
 
 
 class Detokenizer:
@@ -33,6 +62,7 @@ class Detokenizer:
       stop: non-empty strings that end the text.
       include_stop_str: the text ends after the stop string rather than before.
       min_tokens: a stop string that is complete within so many ids does not count.
+      pieces: of the tokenizer, shared with others.
 
     Attributes:
       stopped: the stop string that was met, else None. Later pushes give no text.
@@ -44,6 +74,7 @@ class Detokenizer:
         "_held",
         "_include",
         "_min_tokens",
+        "_pieces",
         "_prompt_open",
         "_shown",
         "_skip",
@@ -66,6 +97,7 @@ class Detokenizer:
         include_stop_str: bool = False,
         *,
         min_tokens: int = 0,
+        pieces: PieceTexts | None = None,
     ) -> None:
         assert all(stop), stop
         self._tokenizer = tokenizer
@@ -75,6 +107,7 @@ class Detokenizer:
         self._starts = frozenset(string[0] for string in stop)
         self._include = include_stop_str
         self._min_tokens = min_tokens
+        self._pieces = PieceTexts(tokenizer) if pieces is None else pieces
         self.stopped: str | None = None
         self.num_tokens = 0
         self._held = ""  # shown by no push yet, since a stop string may begin here
@@ -121,6 +154,19 @@ class Detokenizer:
 
     def _advance(self, token_ids: Sequence[int]) -> str:
         """Adds ids to the window, returns the text that no later id can change."""
+        # Nothing is held back, and a first word, which loses its space, has gone before.
+        if len(token_ids) == 1 and self._text and self._shown == len(self._text) and not self._prompt_open:
+            token_id = token_ids[0]
+            if token_id in self._skipped:
+                return ""
+            piece = self._pieces.find(token_id)
+            if piece:
+                self._window.append(token_id)
+                self._text += piece
+                self._shown = len(self._text)
+                if len(self._window) > _MAX_WINDOW:
+                    self._cut_window()
+                return piece
         new_ids = [i for i in token_ids if i not in self._skipped]
         if not new_ids:
             return ""

@@ -39,6 +39,10 @@ class Bytes:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        names = {256: b"<s>", 257: b"</s>"}
+        return bytes([token_id]) if token_id < 256 else names.get(token_id, b"")
+
 
 def split(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})

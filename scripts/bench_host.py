@@ -1,0 +1,368 @@
+"""What the host costs a decode step, and how long a device would wait for it.
+
+    python scripts/bench_host.py [--rows 1 16 64 256] [--device-ms 2 5 10] [--json benchmarks/host.json]
+
+The loop, the scheduler, packing, text and streams are the real ones; the device is a clock. `dispatch` packs the step
+as the runner does and notes when it was launched; `result` sleeps until the step would be over. So the device's time
+line is known exactly:
+
+    begin(N+1) = max(launch(N+1), end(N))      idle(N+1) = begin(N+1) - end(N)      end = begin + device_ms
+
+`idle` is the host time that the device waits for: 0 as long as a turn of the loop fits into a step. `turn` is the time
+of the loop's thread in a turn, less the sleep: what `idle` would be on a device that takes no time. Clients are
+`streams` (one asyncio task for each request, in this process, on a thread of its own, each reading text) or `none`
+(a sink that returns at once). `churn` ends a request every few steps and sends another: prompts, admissions and
+first tokens are then among the steps. Only steps of decode rows alone are counted, whatever comes between them.
+
+A second, slower pass times the parts of a turn one by one.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from record import write_record
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.api import SamplingParams
+from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
+from jaxserve.engine.collector import Collector
+from jaxserve.models import resolve_model_path
+from jaxserve.runtime import pack as packing
+from jaxserve.runtime.row_state import NUM_ROW_FIELDS
+from jaxserve.sched import Bucket, Limits, StepPlan, StepResult, create_scheduler
+from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+
+PAGE_SIZE = 16
+PROMPT_LEN = 200
+WARM_STEPS = 50
+TEXT = (
+    "Once upon a time there was a little engine that wanted to be quick. It looked at the clock, it counted the "
+    "tokens, and it wondered where the time had gone. One day a friend came by and said: do less. So it did less, "
+    "and the big machine behind it never had to wait again. The end of the day was warm and bright. "
+)
+
+
+class ClockDevice:
+    """A `Runner` that packs each step and lets it take a fixed time. Mutated by the loop's thread.
+
+    Attributes:
+      idle_s, is_decode: of each step, in order: how long the device had waited for it, and its kind.
+      begun_s: when the first step of each began; `host_s` between the results of two steps.
+    """
+
+    def __init__(self, limits: Limits, token_ids: Sequence[int], step_s: float) -> None:
+        self.limits = limits
+        self.idle_s: list[float] = []
+        self.is_decode: list[bool] = []
+        self.slept_s = 0.0
+        self._ids = np.asarray(token_ids)
+        self._step_s = step_s
+        self._free_s = 0.0
+        self._layouts = {
+            bucket: packing.Layout.of(
+                bucket, max_rows=limits.max_rows, num_params=NUM_ROW_FIELDS, page_size=limits.page_size
+            )
+            for bucket in limits.buckets
+        }
+        self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
+
+    def dispatch(self, plan: StepPlan) -> "_ClockFlight":
+        bucket = self.limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        assert bucket is not None, plan.step_id
+        layout = self._layouts[bucket]
+        grants, _ = packing.split_grants(plan.grants, layout.max_grants)
+        packing.pack(plan, layout, self._row_params, {}, grants)
+        now_s = time.perf_counter()
+        begin_s = max(now_s, self._free_s)
+        self.idle_s.append(begin_s - self._free_s)
+        self.is_decode.append(plan.decode_only)
+        # A step with prompts takes longer, as on a real device: about a token's worth of compute for each.
+        self._free_s = begin_s + self._step_s * (1.0 if plan.decode_only else 1.0 + plan.num_tokens / 1024)
+        return _ClockFlight(self, plan, self._free_s)
+
+    def draw(self, plan: StepPlan) -> list[int]:
+        rows = np.asarray(plan.sampled_rows)
+        return self._ids[(plan.step_id + 97 * rows) % len(self._ids)].tolist()
+
+
+class _ClockFlight:
+    def __init__(self, device: ClockDevice, plan: StepPlan, ready_s: float) -> None:
+        self._device, self._plan, self._ready_s = device, plan, ready_s
+
+    def result(self) -> StepResult:
+        begin_s = time.perf_counter()
+        while (left_s := self._ready_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        self._device.slept_s += time.perf_counter() - begin_s
+        return StepResult(token_ids=self._device.draw(self._plan))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One load."""
+
+    rows: int
+    device_ms: float
+    clients: str
+    churn: bool
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows} rows, {self.device_ms:g} ms, {self.clients}{', churn' if self.churn else ''}"
+
+
+def make_limits(rows: int, max_len: int) -> Limits:
+    decode = [Bucket(size, size, True) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < rows]
+    mixed = [Bucket(tokens, min(rows, tokens), False) for tokens in (256, 512, 1024, 2048)]
+    return Limits(
+        max_rows=rows,
+        num_pages=rows * (max_len // PAGE_SIZE + 2),
+        page_size=PAGE_SIZE,
+        max_model_len=max_len,
+        buckets=tuple(sorted([*decode, Bucket(rows, rows, True), *mixed])),
+    )
+
+
+class Clients:
+    """Sends requests and reads what comes. `num_read` counts characters, so that nothing can be left out."""
+
+    def __init__(self, engine: Engine, case: Case, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self.engine = engine
+        self.num_read = 0
+        self._case = case
+        self._max_tokens = max_tokens
+        self._rng = np.random.default_rng(0)
+        self._vocab_size = tokenizer.vocab_size
+        self._stopping = False
+        self._numbers = iter(range(1 << 30))
+
+    def start(self) -> None:
+        """Sends one request for each row."""
+        if self._case.clients == "none":
+            for _ in range(self._case.rows):
+                self._send()
+            return
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._stream_all()), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Sends no more, and lets what runs be aborted by the engine's end."""
+        self._stopping = True
+
+    def join(self) -> None:
+        """Waits for the readers."""
+        if self._case.clients != "none":
+            self._thread.join()
+
+    def _request(self):
+        number = next(self._numbers)
+        # With churn lives are spread, so that in the long run a request ends every few steps.
+        tokens = 32 + int(self._rng.integers(480)) if self._case.churn else self._max_tokens
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        prompt = self._rng.integers(3, self._vocab_size, PROMPT_LEN).tolist()
+        return self.engine.prepare(prompt, sampling, request_id=f"r{number}")
+
+    def _send(self) -> None:
+        self.engine.submit(self._request(), self._take)
+
+    def _take(self, update: Update) -> None:
+        self.num_read += len(update.text)
+        if update.last and self._case.churn and not self._stopping:
+            self._send()
+
+    async def _stream_all(self) -> None:
+        streams = AsyncEngine(self.engine)
+        await asyncio.gather(*(self._read(streams) for _ in range(self._case.rows)))
+        streams.close()
+
+    async def _read(self, streams: AsyncEngine) -> None:
+        while not self._stopping:
+            async for update in streams.stream(self._request()):
+                self.num_read += len(update.text)
+            if not self._case.churn:
+                return
+
+
+def make_engine(case: Case, tokenizer: Tokenizer) -> tuple[Engine, ClockDevice, int]:
+    max_tokens = case.steps + WARM_STEPS + 400
+    limits = make_limits(case.rows, PROMPT_LEN + max_tokens + 32)
+    device = ClockDevice(limits, tokenizer.encode(TEXT, add_special_tokens=False), case.device_ms / 1e3)
+    engine = Engine(
+        runner=device,
+        scheduler=create_scheduler("fcfs", limits),
+        tokenizer=tokenizer,
+        model=ModelInfo(
+            name="clock", vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len, eos_token_ids=()
+        ),
+        collector=Collector(),
+    )
+    return engine, device, max_tokens
+
+
+def run(case: Case, tokenizer: Tokenizer) -> dict[str, float]:
+    """Runs the loop on its own thread, as a server does; returns the figures of the steps after the first ones."""
+    engine, device, max_tokens = make_engine(case, tokenizer)
+    clients = Clients(engine, case, tokenizer, max_tokens)
+    engine.start()
+    clients.start()
+    while sum(device.is_decode[-WARM_STEPS:]) < (1 if case.churn else WARM_STEPS) or len(device.idle_s) < WARM_STEPS:
+        time.sleep(0.02)
+    first = len(device.idle_s)
+    slept_s, begin_s, read = device.slept_s, time.perf_counter(), clients.num_read
+    while len(device.idle_s) < first + case.steps:
+        time.sleep(0.02)
+    last = len(device.idle_s)
+    slept_s, wall_s, read = device.slept_s - slept_s, time.perf_counter() - begin_s, clients.num_read - read
+    clients.stop()
+    engine.stop()
+    clients.join()
+    assert engine.failure is None, engine.failure
+    assert read > 0, "the clients read nothing"
+    steps = engine.stats[0].steps()[-(last - first) :]
+    turns_ms = [1e3 * (s.schedule_s + s.dispatch_s + s.commit_s) for s in steps if not s.chunks]
+    idle_ms = [
+        1e3 * idle
+        for idle, decodes in zip(device.idle_s[first:last], device.is_decode[first:last], strict=True)
+        if decodes
+    ]
+    return {
+        "idle_p50_ms": quantile(idle_ms, 0.5),
+        "idle_p99_ms": quantile(idle_ms, 0.99),
+        "idle_max_ms": max(idle_ms),
+        "idle_share": sum(device.idle_s[first:last]) / wall_s,
+        "turn_p50_ms": quantile(turns_ms, 0.5),
+        "turn_p99_ms": quantile(turns_ms, 0.99),
+        "step_ms": 1e3 * wall_s / (last - first),
+        "decode_steps": len(idle_ms),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# ---- the parts of a turn ---------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Adds up the time spent in functions that it wraps, by name."""
+
+    def __init__(self) -> None:
+        self.total_s: dict[str, float] = {}
+
+    def wrap(self, owner: object, name: str, part: str) -> Callable[[], None]:
+        """Times `owner.name` from now on. Returns what undoes it."""
+        inner = getattr(owner, name)
+        total = self.total_s
+        total.setdefault(part, 0.0)
+
+        @functools.wraps(inner)
+        def timed(*args, **kwargs):
+            begin_s = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                total[part] += time.perf_counter() - begin_s
+
+        setattr(owner, name, timed)
+        return lambda: setattr(owner, name, inner)
+
+
+def time_parts(case: Case, tokenizer: Tokenizer) -> dict[str, float]:
+    """Microseconds a step by part, on one thread. A watch costs a little: parts called for each token look bigger."""
+    engine, device, max_tokens = make_engine(dataclasses.replace(case, device_ms=0.0), tokenizer)
+    clients = Clients(engine, dataclasses.replace(case, clients="none", churn=False), tokenizer, max_tokens)
+    clients.start()
+    for _ in range(WARM_STEPS + 2 * case.rows // 8):
+        engine.step()
+    watch = Stopwatch()
+    undo = watch_parts(watch, engine, device)
+    begin_s = time.perf_counter()
+    steps = min(case.steps, 300)
+    for _ in range(steps):
+        engine.step()
+    wall_s = time.perf_counter() - begin_s
+    for restore in undo:
+        restore()
+    engine.stop()
+    total = {part: 1e6 * seconds / steps for part, seconds in watch.total_s.items()}
+    total["turn"] = 1e6 * wall_s / steps
+    return total
+
+
+def watch_parts(watch: Stopwatch, engine: Engine, device: ClockDevice) -> list[Callable[[], None]]:
+    return [
+        watch.wrap(engine._scheduler, "schedule", "schedule"),
+        watch.wrap(engine._masks, "put", "masks"),
+        watch.wrap(packing, "pack", "pack"),
+        watch.wrap(device, "dispatch", "dispatch with pack"),
+        watch.wrap(engine._scheduler, "commit", "commit"),
+        watch.wrap(Detokenizer, "push", "text"),
+        watch.wrap(engine._live, "deliver", "deliver with text"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[2.0, 5.0, 10.0])
+    parser.add_argument("--clients", nargs="+", default=["none", "streams"], choices=["none", "streams"])
+    parser.add_argument("--churn", type=int, nargs="+", default=[0, 1], choices=[0, 1])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--no-parts", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(resolve_model_path("demo"))
+    cases = [
+        Case(rows=rows, device_ms=ms, clients=clients, churn=bool(churn), steps=args.steps)
+        for rows in args.rows
+        for ms in args.device_ms
+        for clients in args.clients
+        for churn in args.churn
+    ]
+    console, results = Console(stderr=True, width=140), {}
+    table = Table(title="milliseconds a decode step")
+    for heading in ("load", "idle p50", "p99", "max", "share", "turn p50", "p99", "step"):
+        table.add_column(heading, justify="left" if heading == "load" else "right")
+    for case in cases:
+        runs = []
+        for _ in range(args.repeats):
+            runs.append(run(case, tokenizer))
+            gc.collect()
+        found = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
+        results[case.name] = dataclasses.asdict(case) | found
+        names = ("idle_p50_ms", "idle_p99_ms", "idle_max_ms", "idle_share", "turn_p50_ms", "turn_p99_ms", "step_ms")
+        table.add_row(case.name, *(f"{found[n]:.1%}" if n == "idle_share" else f"{found[n]:.3f}" for n in names))
+    console.print(table)
+    parts = {}
+    if not args.no_parts:
+        for rows in args.rows:
+            case = Case(rows=rows, device_ms=0.0, clients="none", churn=False, steps=args.steps)
+            parts[rows] = time_parts(case, tokenizer)
+        table = Table(title="microseconds a step, by part (with the watch)")
+        table.add_column("part")
+        for rows in args.rows:
+            table.add_column(f"{rows} rows", justify="right")
+        for part in next(iter(parts.values())):
+            table.add_row(part, *(f"{parts[rows][part]:.0f}" for rows in args.rows))
+        console.print(table)
+    if args.json:
+        write_record(args.json, {"cases": results, "parts_us": parts}, repeats=args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The collector of garbage: off in a step, on without work, and left alone where somebody else decides."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.api import SamplingParams
+from jaxserve.engine import Engine, ModelInfo
+from jaxserve.engine.collector import Collector
+from jaxserve.sched import create_scheduler
+from jaxserve.testing import FakeRunner, make_limits, make_request
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    enabled = gc.isenabled()
+    yield
+    assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0), "a test left the collector changed"
+
+
+class Cycle:
+    """Goes only when it is collected."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def engine_with(collector: Collector, **options) -> Engine:
+    runner = FakeRunner(make_limits(), **options)
+    return Engine(
+        runner=runner,
+        scheduler=create_scheduler("fcfs", runner.limits),
+        tokenizer=None,
+        model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=()),
+        collector=collector,
+    )
+
+
+def submit(engine: Engine, seen: list, name: str = "r") -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
+    request = make_request(name, [1, 2, 3], 8, sampling=sampling)
+    engine.submit(request, lambda update: seen.append((gc.isenabled(), gc.get_freeze_count() > 0)))
+
+
+def test_off_while_there_is_work_and_on_again_after_it() -> None:
+    engine, seen = engine_with(Collector()), []
+    submit(engine, seen)
+    engine.run_until_idle()
+    assert seen == [(False, True)] * 8
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    submit(engine, seen, "again")
+    engine.step()
+    assert not gc.isenabled()
+    engine.stop()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_on_again_after_a_failure() -> None:
+    engine, seen = engine_with(Collector(), fail_at=(3, "result")), []
+    submit(engine, seen)
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.run_until_idle()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_loops_share_it() -> None:
+    collector = Collector()
+    collector.begin()
+    collector.begin()
+    collector.end()
+    assert not gc.isenabled()
+    collector.end()
+    assert gc.isenabled()
+    with pytest.raises(AssertionError, match="more loops"):
+        collector.end()
+
+
+def test_a_rest_collects_what_is_due_by_pythons_own_thresholds() -> None:
+    collector = Collector()
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(500, 3, 3)
+        collector.begin()
+        collector.rest()
+        kept = [[] for _ in range(100)]
+        collector.rest()
+        assert collector.num_collections == 0, "nothing is due"
+        cycles = [Cycle() for _ in range(1000)]
+        collector.rest()
+        assert collector.num_collections == 1
+        del cycles
+        for _ in range(5):  # they are of an older generation by now
+            kept += [[] for _ in range(600)]
+            collector.rest()
+        assert not any(isinstance(one, Cycle) for one in gc.get_objects())
+        assert collector.total_s >= collector.longest_s > 0
+    finally:
+        collector.end()
+        gc.set_threshold(*before)
+
+
+def test_who_turned_it_off_or_froze_objects_decides() -> None:
+    collector = Collector()
+    gc.disable()
+    try:
+        collector.begin()
+        assert gc.get_freeze_count() == 0
+        cycles = [Cycle() for _ in range(5000)]
+        collector.rest()
+        assert collector.num_collections == 0
+        del cycles
+        collector.end()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    gc.freeze()
+    try:
+        collector.begin()
+        collector.end()
+        assert gc.get_freeze_count() > 0, "they are not ours to thaw"
+    finally:
+        gc.unfreeze()
