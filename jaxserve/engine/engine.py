@@ -24,8 +24,8 @@ from jaxserve.engine.structured import Grammars, RowMasks
 from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import InFlight, Runner, Scheduler
-from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.base import InFlight, LaterBuckets, Runner, Scheduler, TakesLimits
+from jaxserve.sched.plan import Limits, StepPlan
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
 
@@ -36,6 +36,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of successive requests walk thr
 
 class _Launched(NamedTuple):
     plan: StepPlan
+    limits: Limits  # that it was made for
     handle: InFlight
     begun_s: float
     planned_s: float
@@ -62,8 +63,12 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLogWriter | None = None,
+        later: LaterBuckets | None = None,
     ) -> None:
-        """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies."""
+        """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
+
+        `later` brings step shapes that `runner` does not have yet; it has been started, or will be.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.failure: BaseException | None = None
@@ -75,6 +80,9 @@ class Engine:
         self._clock = clock
         self._stats = EngineStats(scheduler, runner.limits, clock)
         self._step_log = step_log
+        self._later = later
+        if later is not None:
+            self._stats.watch_buckets(lambda: later.counts)
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
         self._masks = RowMasks()
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
@@ -213,6 +221,8 @@ class Engine:
         self._drain_inbox()
         self._live.end_late(self._turned_s)
         stats = self._stats
+        if self._later is not None:
+            self._take_buckets(self._later)
         begun_s = stats.start_turn()
         plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
         planned_s = stats.note_plan(plan, self._live.by_id)
@@ -220,7 +230,7 @@ class Engine:
         launched_s = stats.add_time("dispatch")
         launched = None
         if plan is not None and handle is not None:
-            launched = _Launched(plan, handle, begun_s, planned_s, launched_s)
+            launched = _Launched(plan, self._runner.limits, handle, begun_s, planned_s, launched_s)
         previous, self._launched = self._launched, launched
         if previous is not None:
             self._commit(previous)
@@ -263,7 +273,7 @@ class Engine:
             self._thread = None
         else:
             self._end_all(None, FinishReason.ABORT)
-        self._close_log()
+        self._close()
 
     def _run(self) -> None:
         try:
@@ -295,7 +305,16 @@ class Engine:
         self._stats.note_death()
         told = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has died: {error!r}")
         self._end_all(told, FinishReason.ERROR)
-        self._close_log()
+        self._close()
+
+    def _take_buckets(self, later: LaterBuckets) -> None:
+        """Between two steps, so that no plan is made for a shape that the runner lacks."""
+        limits = later.take()
+        if limits is None:
+            return
+        self._stats.use_limits(limits)
+        if isinstance(self._scheduler, TakesLimits):
+            self._scheduler.use_limits(limits)
 
     def _finish_flight(self) -> None:
         previous, self._launched = self._launched, None
@@ -314,9 +333,11 @@ class Engine:
             times = StepMarks(
                 step.begun_s, step.planned_s, step.launched_s, asked_s, stats.now_s, stats.previous_s, ended_s
             )
-            self._step_log.add(step.plan, result.token_ids, times)
+            self._step_log.add(step.plan, result.token_ids, times, step.limits)
 
-    def _close_log(self) -> None:
+    def _close(self) -> None:
+        if self._later is not None:
+            self._later.close()
         if self._step_log is not None:
             self._step_log.close()
 
