@@ -17,14 +17,23 @@ from jaxserve.engine import AnyEngine, Engine, EngineGroup, ModelInfo
 from jaxserve.engine.collector import Collector
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
-from jaxserve.models import LoadedModel, load_model, read_decoder_config, resolve_model_path
+from jaxserve.models import LoadedModel, PlannedModel, plan_model, read_decoder_config, resolve_model_path
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.replay.header import open_step_log
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, build_runner
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
-from jaxserve.sched import SCHEDULERS, Limits, Policy, Runner, Scheduler, SchedulerOptions, create_scheduler
+from jaxserve.sched import (
+    SCHEDULERS,
+    LaterBuckets,
+    Limits,
+    Policy,
+    Runner,
+    Scheduler,
+    SchedulerOptions,
+    create_scheduler,
+)
 from jaxserve.text import CachingTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,6 +54,7 @@ class Device:
       eos_token_ids: as the checkpoint says.
       sampling_defaults: options of `SamplingParams` that the checkpoint recommends.
       private_prompts_above: see `ModelInfo`.
+      later: step shapes that the runner does not have yet; None: it has all.
       facts: what must be the same in all processes that run the model together, as texts.
     """
 
@@ -53,7 +63,13 @@ class Device:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, object]
     private_prompts_above: int | None = None
+    later: LaterBuckets | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def all_limits(self) -> Limits:
+        """The runner's limits once every bucket is there."""
+        return self.runner.limits if self.later is None else self.later.all_limits
 
 
 # Builds the device of a replica; told of executables.
@@ -107,9 +123,10 @@ def assemble(
             max_waiting=config.sched.max_waiting,
             max_waiting_tokens=config.sched.max_waiting_tokens,
             seed=config.model.seed,
+            later=device.later,
             step_log=open_step_log(
                 config,
-                limits=device.runner.limits,
+                limits=device.all_limits,
                 model=model.name,
                 policy=choice,
                 vocab_size=device.vocab_size,
@@ -120,6 +137,9 @@ def assemble(
         )
         for number, device in enumerate(devices)
     ]
+    for device in devices:
+        if device.later is not None:
+            device.later.start()
     compiles = CompileCounter()
     for stats in (stats for replica in replicas for stats in replica.stats):
         stats.watch_compiles(lambda: compiles.count)
@@ -207,17 +227,17 @@ def build_device(
     hooks: BuildHooks = BuildHooks(),  # noqa: B008 (frozen)
 ) -> Device:
     """Loads the weights and compiles the step, on the devices of this replica."""
-    stages = _load_stages(config, replica)
-    num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
-    size = f"{num_params:,} parameters, {num_bytes / 2**30:.3f} GiB"
-    logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     built = build_runner(
         config,
-        stages,
+        _plan_stages(config, replica),
         progress=lambda done, total, newest: on_compiled(done, total, newest.name),
         say=logger.info,
         hooks=hooks,
     )
+    stages = built.models
+    num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
+    size = f"{num_params:,} parameters, {num_bytes / 2**30:.3f} GiB"
+    logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     for line in built.compile_report:
         logger.info(line)
     loaded = stages[0]
@@ -228,6 +248,7 @@ def build_device(
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         sampling_defaults=loaded.checkpoint.default_sampling,
         private_prompts_above=rope.original_max_position if rope.scaling is RopeScaling.DYNAMIC else None,
+        later=built.later,
         facts={
             "device": jax.devices()[0].device_kind,
             "model": repr(loaded.config),
@@ -243,14 +264,14 @@ def _describe_weights(stages: Sequence[LoadedModel]) -> str:
     return f"{len(leaves)} arrays, checksum {zlib.crc32(' '.join(texts).encode()):08x}"
 
 
-def _load_stages(config: Config, replica: int) -> list[LoadedModel]:
-    """The stages of one replica's pipeline, each on its own devices."""
+def _plan_stages(config: Config, replica: int) -> list[PlannedModel]:
+    """The stages of one replica's pipeline, each for its own devices."""
     meshes = make_meshes(config.parallel, jax.devices())[replica]
     ranges: list[range | None] = [None]
     if len(meshes) > 1:
         ranges = [*layer_ranges(read_decoder_config(config.model.path).num_layers, len(meshes))]
     return [
-        load_model(
+        plan_model(
             config.model.path,
             dtype=config.model.dtype,
             mesh=mesh,

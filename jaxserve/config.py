@@ -50,6 +50,7 @@ _PATHS = (
     "route.tls_key",
     "route.token_file",
 )
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # read by XLA and libtpu; here only to tell programs apart
 _NOT_A_PATH = "demo"  # names the model inside the package, wherever a model path is taken
 
 
@@ -286,3 +287,8 @@ def describe_absent_tpu() -> None:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a lock for owners of chips, of which there are none
     }.items():
         os.environ.setdefault(name, value)
+
+
+def read_compiler_variables() -> dict[str, str]:
+    """What the environment tells the compilers, which are not ours."""
+    return {name: os.environ.get(name, "") for name in COMPILER_VARIABLES}

@@ -135,7 +135,7 @@ def attend(resolved: ResolvedConfig, on_compiled: OnCompiled) -> int:
 
 def _build(config: Config, on_compiled: OnCompiled, digest: StepDigest, agree: Callable[[int], int]) -> Device:
     return assemble.build_device(
-        config, on_compiled, 0, hooks=BuildHooks(on_buffer=digest.observe, agree_on_pages=agree)
+        config, on_compiled, 0, hooks=BuildHooks(one_of_many=True, on_buffer=digest.observe, agree_on_pages=agree)
     )
 
 

@@ -25,7 +25,7 @@ from jaxserve.engine.turn import Committed, Launched
 from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import Runner, Scheduler
+from jaxserve.sched.base import LaterBuckets, Runner, Scheduler, TakesLimits
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
 
@@ -55,10 +55,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLogWriter | None = None,
         collector: Collector | None = None,
+        later: LaterBuckets | None = None,
     ) -> None:
         """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
 
-        `collector` decides when Python collects garbage while there is work; None leaves that to Python.
+        `collector` decides when Python collects garbage while there is work; None leaves that to Python. `later` brings
+        step shapes that `runner` does not have yet; it has been started, or will be.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -73,6 +75,9 @@ class Engine:
         self._step_log = step_log
         self._collector = collector
         self._working = False  # the collector knows that there is work
+        self._later = later
+        if later is not None:
+            self._stats.watch_buckets(lambda: later.counts)
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
         self._masks = RowMasks()
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
@@ -230,13 +235,16 @@ class Engine:
         self._drain_inbox()
         self._live.end_late(self._turned_s)
         stats = self._stats
+        if self._later is not None:
+            self._take_buckets(self._later)
         begun_s = stats.start_turn()
         plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
         planned_s = stats.note_plan(plan, self._live.by_id)
         launched = None
         if plan is not None:
             handle = self._runner.dispatch(plan)
-            launched = Launched(plan, handle, begun_s, planned_s, stats.add_time("dispatch"))
+            limits = self._runner.limits
+            launched = Launched(plan, limits, handle, begun_s, planned_s, stats.add_time("dispatch"))
         previous, self._launched = self._launched, launched
         self._deliver()
         if previous is not None:
@@ -283,7 +291,7 @@ class Engine:
             self._thread = None
         else:
             self._end_all(None, FinishReason.ABORT)
-        self._close_log()
+        self._close()
 
     def _run(self) -> None:
         try:
@@ -315,7 +323,16 @@ class Engine:
         self._stats.note_death()
         told = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has died: {error!r}")
         self._end_all(told, FinishReason.ERROR)
-        self._close_log()
+        self._close()
+
+    def _take_buckets(self, later: LaterBuckets) -> None:
+        """Between two steps, so that no plan is made for a shape that the runner lacks."""
+        limits = later.take()
+        if limits is None:
+            return
+        self._stats.use_limits(limits)
+        if isinstance(self._scheduler, TakesLimits):
+            self._scheduler.use_limits(limits)
 
     def _finish_flight(self) -> None:
         previous, self._launched = self._launched, None
@@ -349,7 +366,7 @@ class Engine:
             times = StepMarks(
                 step.begun_s, step.planned_s, step.launched_s, done.asked_s, stats.now_s, stats.previous_s, commit_s
             )
-            self._step_log.add(step.plan, done.result.token_ids, times)
+            self._step_log.add(step.plan, done.result.token_ids, times, step.limits)
 
     def _set_working(self, working: bool) -> None:
         if self._collector is None or self._working == working:
@@ -357,7 +374,9 @@ class Engine:
         self._working = working
         self._collector.begin() if working else self._collector.end()
 
-    def _close_log(self) -> None:
+    def _close(self) -> None:
+        if self._later is not None:
+            self._later.close()
         if self._step_log is not None:
             self._step_log.close()
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.api import FinishReason, PromptInfo, Request
 from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
-from jaxserve.sched.base import Scheduler
+from jaxserve.sched.base import BucketCounts, Scheduler
 from jaxserve.sched.counts import SchedulerCounts, counts_of, page_states_of
 from jaxserve.sched.plan import Limits, StepPlan
 
@@ -154,7 +154,8 @@ class EngineStats:
         self.alive = True
         self._scheduler = scheduler
         self._count_compiles: Callable[[], int] = lambda: 0
-        self._buckets = sorted(limits.buckets, key=lambda b: (b.tokens, b.rows, not b.decode_only))
+        self._count_buckets: Callable[[], BucketCounts] = lambda: BucketCounts(len(limits.buckets), 0, 0)
+        self.use_limits(limits)
         self._clock = clock
         self._steps: collections.deque[StepStats] = collections.deque(maxlen=KEPT_STEPS)
         self._firsts: collections.deque[FirstToken] = collections.deque(maxlen=KEPT_REQUESTS)
@@ -196,6 +197,15 @@ class EngineStats:
         """`count` tells how many there were. Called once, before the loop starts: nothing here knows the device."""
         self._count_compiles = count
 
+    @property
+    def bucket_counts(self) -> BucketCounts:
+        """Step shapes that are there, that are still to come, and that could not be built."""
+        return self._count_buckets()
+
+    def watch_buckets(self, count: Callable[[], BucketCounts]) -> None:
+        """`count` tells what became of the step shapes. Called once, before the loop starts."""
+        self._count_buckets = count
+
     def watch_ends(self, watcher: Callable[[RequestTimes, RequestStats], None]) -> None:
         """`watcher` is called on the loop's thread when a request has ended, and returns at once. Before the loop."""
         self._watchers.append(watcher)
@@ -233,6 +243,10 @@ class EngineStats:
         )
 
     # ---- the loop's thread -----------------------------------------------------------------------------------------
+
+    def use_limits(self, limits: Limits) -> None:
+        """The shapes by which padding is counted, from the next step that is committed on."""
+        self._buckets = sorted(limits.buckets, key=lambda b: (b.tokens, b.rows, not b.decode_only))
 
     @property
     def mark_s(self) -> float:

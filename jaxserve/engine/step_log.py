@@ -49,6 +49,7 @@ class StepMarks(NamedTuple):
 
 class _Step(NamedTuple):
     plan: StepPlan
+    limits: Limits
     token_ids: list[int]
     times: StepMarks
     missing: int
@@ -89,11 +90,14 @@ class StepLogWriter:
         atexit.register(self.close)
         logger.info("steps are written to %s; it holds the prompts", self.path)
 
-    def add(self, plan: StepPlan, token_ids: list[int], times: StepMarks) -> None:
-        """Takes a step that was committed. Waits for a slow disk; for one that stands still, once."""
+    def add(self, plan: StepPlan, token_ids: list[int], times: StepMarks, limits: Limits | None = None) -> None:
+        """Takes a step that was committed. Waits for a slow disk; for one that stands still, once.
+
+        `limits`: those of the device when it was launched; None: those of the header, which has all buckets.
+        """
         if self._closed:
             return
-        step = _Step(plan, token_ids, times, self._missing)
+        step = _Step(plan, limits or self._limits, token_ids, times, self._missing)
         try:
             if self._may_wait:
                 self._queue.put(step, timeout=self._patience_s)
@@ -149,7 +153,7 @@ class StepLogWriter:
 
     def _record(self, step: _Step) -> StepRecord:
         plan, times = step.plan, step.times
-        bucket = self._limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        bucket = step.limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
         assert bucket is not None, f"step {plan.step_id} was run in no bucket"
         begun_on_device_s = times.launched_s
         if times.previous_s > begun_on_device_s:  # not for NaN

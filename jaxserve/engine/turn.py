@@ -6,13 +6,14 @@ Owns what the loop keeps of a step between its turns. Refuses to move it on: the
 from typing import NamedTuple
 
 from jaxserve.sched.base import InFlight
-from jaxserve.sched.plan import StepPlan, StepResult
+from jaxserve.sched.plan import Limits, StepPlan, StepResult
 
 
 class Launched(NamedTuple):
     """A step that the device has, and when its planning began and ended and its launch ended."""
 
     plan: StepPlan
+    limits: Limits  # that it was made for
     handle: InFlight
     begun_s: float
     planned_s: float

@@ -25,7 +25,7 @@ from jaxserve.models.checkpoint import Checkpoint, read_checkpoint, resolve_mode
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import FAMILIES, Family, Rule
-from jaxserve.models.loading import LoadedModel, load_model, read_decoder_config
+from jaxserve.models.loading import LoadedModel, PlannedModel, load_model, plan_model, read_decoder_config
 from jaxserve.models.partition import Partition
 from jaxserve.models.sharding import TENSOR_PARALLEL, spec_for
 
@@ -38,8 +38,10 @@ __all__ = [
     "Family",
     "LoadedModel",
     "Partition",
+    "PlannedModel",
     "Rule",
     "load_model",
+    "plan_model",
     "read_checkpoint",
     "read_decoder_config",
     "resolve_model_path",

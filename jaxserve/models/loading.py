@@ -34,7 +34,6 @@ from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, axis_sizes, find_family
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.layout import Index, read_target
-from jaxserve.models.orbax_store import restore_arrays
 from jaxserve.models.partition import Block, Partition, spread
 from jaxserve.models.safetensors_files import TensorSource, open_tensors
 from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS, Axes, shardings_for, with_value
@@ -82,6 +81,37 @@ class LoadedModel:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model, or a stage of one, whose weights are still in their files. Attributes as those of `LoadedModel`.
+
+    Enough to compile for: `state` are shapes.
+    """
+
+    graphdef: nnx.GraphDef
+    state: nnx.State
+    config: DecoderConfig
+    partition: Partition
+    layers: range
+    mesh: Mesh
+    checkpoint: Checkpoint
+    dtype: np.dtype
+    fill: Callable[[], nnx.State]
+
+    def load(self) -> LoadedModel:
+        """Reads, or draws, the weights, and returns when they are on their devices. Raises CheckpointError."""
+        return LoadedModel(
+            graphdef=self.graphdef,
+            state=self.fill(),
+            config=self.config,
+            partition=self.partition,
+            layers=self.layers,
+            mesh=self.mesh,
+            checkpoint=self.checkpoint,
+            dtype=self.dtype,
+        )
+
+
 def load_model(
     path: str | FilePath,
     *,
@@ -91,13 +121,27 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
-    """Loads a Hugging Face or Orbax directory (or 'demo') onto the devices of `mesh` (None: the first local device).
+    """`plan_model`, then its weights."""
+    planned = plan_model(path, dtype=dtype, mesh=mesh, layers=layers, random_weights=random_weights, seed=seed)
+    return planned.load()
+
+
+def plan_model(
+    path: str | FilePath,
+    *,
+    dtype: str = "auto",
+    mesh: Mesh | None = None,
+    layers: range | None = None,
+    random_weights: bool = False,
+    seed: int = 0,
+) -> PlannedModel:
+    """A Hugging Face or Orbax directory (or 'demo') for the devices of `mesh` (None: the first local device).
 
     `dtype`: 'auto' is float32 on CPU and what the checkpoint states elsewhere. `layers`: those of one stage of a
     pipeline; None loads all. `random_weights` reads config.json alone and draws weights that depend on `seed` and the
     sizes, not on the mesh.
 
-    Raises CheckpointError for anything wrong with the directory.
+    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights.
     """
     checkpoint = read_checkpoint(path)
     family, config = decoder_config(checkpoint)
@@ -112,16 +156,18 @@ def load_model(
         first_layer=0 if layers is None else layers.start,
         abstract=abstract,
         shardings=shardings_for(abstract, mesh),
+        is_whole=layers is None and partition == Partition.of(config, 1),
     )
     if random_weights:
-        state = filler.draw(seed)
+        fill = functools.partial(filler.draw, seed)
     elif checkpoint.kind is CheckpointKind.ORBAX:
-        state = filler.restore()
+        fill = filler.restore
     else:
-        state = filler.read()
-    return LoadedModel(
+        fill = filler.reader()
+    return PlannedModel(
         graphdef=graphdef,
-        state=state,
+        state=abstract,
+        fill=fill,
         config=config,
         partition=partition,
         layers=range(config.num_layers) if layers is None else layers,
@@ -143,8 +189,9 @@ def read_decoder_config(path: str | FilePath) -> DecoderConfig:
 
 def split_abstract(partition: Partition, dtype: np.dtype, layers: range | None) -> tuple[nnx.GraphDef, nnx.State]:
     """The structure as one device sees it, and the shapes as they are over all devices. Nothing is allocated."""
-    graphdef, _ = nnx.split(abstract_decoder(partition, dtype, layers, local=True))
-    _, state = nnx.split(abstract_decoder(partition, dtype, layers, local=False))
+    graphdef, state = nnx.split(abstract_decoder(partition, dtype, layers, local=True))
+    if partition.local != partition.padded:
+        _, state = nnx.split(abstract_decoder(partition, dtype, layers, local=False))
     return graphdef, state
 
 
@@ -175,7 +222,10 @@ def choose_dtype(name: str, platform: str, checkpoint: Checkpoint) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Filler:
-    """What the three ways of filling an abstract model share. Methods return its state with arrays in it."""
+    """What the three ways of filling an abstract model share. Methods return its state with arrays in it.
+
+    `is_whole`: `abstract` has the shapes of the checkpoint, and all its layers.
+    """
 
     checkpoint: Checkpoint
     family: Family
@@ -183,9 +233,11 @@ class _Filler:
     first_layer: int
     abstract: nnx.State
     shardings: nnx.State
+    is_whole: bool
 
-    def read(self) -> nnx.State:
-        """Every parameter from safetensors, a few at a time, each device's share read by itself."""
+    def reader(self) -> Callable[[], nnx.State]:
+        """Checks the names and shapes of safetensors. What it returns reads every parameter: a few at a time, each
+        device's share by itself."""
         config = self.partition.model
         params = dict(nnx.to_flat_state(self.abstract))
         shapes = self._checkpoint_shapes()
@@ -208,10 +260,14 @@ class _Filler:
         largest_first = sorted(
             params, key=lambda path: -share[path]
         )  # what is on its way comes on top of what is there
-        # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
-        return nnx.map_state(lambda path, param: with_value(param, arrays[path]), self.abstract)
+
+        def read() -> nnx.State:
+            # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
+            return nnx.map_state(lambda path, param: with_value(param, arrays[path]), self.abstract)
+
+        return read
 
     def restore(self) -> nnx.State:
         """Every parameter from Orbax, straight into its sharding; one that is padded or copied, whole and then cut."""
@@ -222,6 +278,8 @@ class _Filler:
             if shapes[source] != param.shape:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec())
             wanted[source] = jax.ShapeDtypeStruct(shapes[source], param.dtype, sharding=sharding)
+        from jaxserve.models.orbax_store import restore_arrays  # Orbax takes a quarter of a second to import
+
         arrays = restore_arrays(self.checkpoint.path, wanted, known=set(shapes))
 
         def fill(path: Path, param: nnx.Variable) -> nnx.Variable:
@@ -252,7 +310,9 @@ class _Filler:
 
     def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
         """Shapes before padding and copying, of all layers: names are checked against the whole checkpoint."""
-        _, state = split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)
+        state = self.abstract
+        if not self.is_whole:
+            _, state = split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)
         return {path: tuple(param.shape) for path, param in nnx.to_flat_state(state)}
 
     def _blocks(self, path: Path, shape: tuple[int, ...]) -> list[Block]:

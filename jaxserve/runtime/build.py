@@ -1,13 +1,16 @@
-"""From a config to a runner that is ready: sizes, memory, weights, compiled executables, in this order.
+"""From a config to a runner that is ready: sizes and memory first, then weights and executables at once.
 
-Owns the order and what is printed on the way. Refuses to start an engine. Everything derived lives in the values made
-here; nothing is written back into the config.
+Owns the order and what is printed on the way. Compiling needs shapes alone, so the weights are read meanwhile; and the
+largest bucket of each kind holds every plan, so the others may come while the engine answers (`later`).
+Refuses to start an engine. Everything derived lives in the values made here; nothing is written back into the config.
 """
 
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +24,29 @@ from jaxserve.kernels.self_check import check_body
 from jaxserve.kernels.xla_attention import BODY as REFERENCE
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.layers import attention_spec
-from jaxserve.models.loading import LoadedModel
+from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import specs_for
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
-from jaxserve.runtime.compile import Compiled, Progress, compile_all, report_lines, use_compile_cache
+from jaxserve.runtime.compile import Compiled, Compiler, Job, Progress, report_lines, use_compile_cache
 from jaxserve.runtime.executables import (
     AbstractStage,
     Sizes,
+    bucket_jobs,
     bucket_layouts,
     device_bytes,
+    first_buckets,
     make_jobs,
     make_state,
-    state_shardings,
+    state_job,
     state_specs,
     step_name,
 )
+from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, plan_memory
 from jaxserve.runtime.mesh import replicated
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
-from jaxserve.runtime.step import DeviceState
-from jaxserve.sched.plan import Limits
+from jaxserve.runtime.store import ExecutableStore
+from jaxserve.sched.plan import Bucket, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +56,31 @@ class BuildHooks:
     """What a service of several processes adds to a build.
 
     Attributes:
+      one_of_many: all buckets are built before the first step, since all processes must have the same; and none comes
+        from a file of its own.
       on_buffer: see `DeviceRunner`.
       agree_on_pages: turns the pages that fit here into the pages that all processes have.
     """
 
+    one_of_many: bool = False
     on_buffer: Callable[[np.ndarray], None] = lambda buffer: None
     agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A runner and what is worth telling about it."""
+    """A runner and what is worth telling about it.
+
+    Attributes:
+      models: the stages with their weights.
+      later: buckets that the runner does not have yet, to be started by whoever runs it; None: it has them all.
+    """
 
     runner: DeviceRunner
+    models: tuple[LoadedModel, ...]
     memory: MemoryPlan
     compile_report: tuple[str, ...]
+    later: BackgroundBuckets | None
 
 
 def backend_of(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
@@ -128,83 +144,146 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
 
 def build_runner(
     config: Config,
-    loaded: Sequence[LoadedModel],
+    models: Sequence[PlannedModel],
     *,
     progress: Progress,
     say: Callable[[str], None],
     hooks: BuildHooks = BuildHooks(),
 ) -> Built:
-    """Sizes the cache, compiles every executable and puts the state on the devices.
+    """Sizes the cache, reads the weights, compiles every executable and puts the state on the devices.
 
-    `loaded` are the stages of a pipeline, most often one. `say` gets the lines of the memory breakdown and the compile
-    report. Raises CapacityError for sizes that cannot fit.
+    `models` are the stages of a pipeline, most often one. `say` gets the lines of the memory breakdown and the compile
+    report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     use_compile_cache(config.runtime.compile_cache)
-    partition, dtype = loaded[0].partition, loaded[0].dtype
-    device = loaded[0].mesh.local_devices[0]
+    partition, dtype = models[0].partition, models[0].dtype
+    device = models[0].mesh.local_devices[0]
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
     attention = _choose_attention(config, partition.local, sizes, dtype, device)
     stages = [
         AbstractStage(
             graphdef=part.graphdef,
-            state=jax.eval_shape(lambda state: state, part.state),
+            state=part.state,
             partition=part.partition,
             layers=part.layers,
             mesh=part.mesh,
             dtype=part.dtype,
         )
-        for part in loaded
+        for part in models
     ]
-    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, loaded))
+    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, models))
     memory = dataclasses.replace(memory, num_pages=hooks.agree_on_pages(memory.num_pages))
     for line in memory.lines():
         say(line)
-    compiled = _compile_stages(config, sizes, stages, attention, memory, progress)
-    report = [line for number, part in enumerate(compiled) for line in _report(part, number, len(compiled))]
+    plan = _BuildPlan(config=config, sizes=sizes, attention=attention, memory=memory, hooks=hooks)
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
+        loading = [reader.submit(model.load) for model in models]
+        parts = _compile_stages(plan, stages, progress)
+        loaded = tuple(future.result() for future in loading)
+    report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
+    now = first_buckets(sizes) if parts[0].later else sizes.buckets
     runner = DeviceRunner(
         limits=Limits(
             max_rows=sizes.max_rows,
             num_pages=memory.num_pages,
             page_size=sizes.page_size,
             max_model_len=sizes.max_model_len,
-            buckets=sizes.buckets,
+            buckets=tuple(sorted(now)),
         ),
         layouts=dict(bucket_layouts(sizes)),
         stages=[
             Stage(
-                executables=_executables(part, sizes),
+                executables=_executables(part.compiled, now),
                 weights=model.state,
-                state=_initial_state(stage, attention, sizes, memory.num_pages),
-                sharding=replicated(stage.mesh),
+                state=part.compiled["make_state"].call(),
+                sharding=replicated(model.mesh),
             )
-            for part, stage, model in zip(compiled, stages, loaded, strict=True)
+            for part, model in zip(parts, loaded, strict=True)
         ],
         num_parts=1 if len(stages) == 1 else config.parallel.microbatches or len(stages),
         vocab_size=partition.vocab_size,
         on_buffer=hooks.on_buffer,
     )
-    return Built(runner=runner, memory=memory, compile_report=tuple(report))
+    later = _build_later(runner, parts[0], memory) if parts[0].later else None
+    return Built(runner=runner, models=loaded, memory=memory, compile_report=tuple(report), later=later)
 
 
-def _compile_stages(
-    config: Config,
-    sizes: Sizes,
-    stages: Sequence[AbstractStage],
-    attention: PagedAttention,
-    memory: MemoryPlan,
-    progress: Progress,
-) -> list[Mapping[str, Compiled]]:
-    jobs = [make_jobs(stage, sizes, attention, memory.num_pages) for stage in stages]
-    total, before, compiled = sum(map(len, jobs)), 0, []
-    for part, stage in zip(jobs, stages, strict=True):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _BuildPlan:
+    """What is decided before anything is compiled."""
+
+    config: Config
+    sizes: Sizes
+    attention: PagedAttention
+    memory: MemoryPlan
+    hooks: BuildHooks
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What was compiled for a stage, and what of it is still to come."""
+
+    compiled: Mapping[str, Compiled]
+    later: Mapping[Bucket, Sequence[Job]]
+    compiler: Compiler
+
+
+def _compile_stages(plan: _BuildPlan, stages: Sequence[AbstractStage], progress: Progress) -> list[_Part]:
+    config, sizes, num_pages = plan.config, plan.sizes, plan.memory.num_pages
+    jobs = [
+        [*make_jobs(stage, sizes, plan.attention, num_pages), state_job(stage, plan.attention, sizes, num_pages)]
+        for stage in stages
+    ]
+    waiting: dict[Bucket, Sequence[Job]] = {}
+    if config.runtime.background_buckets and len(stages) == 1 and not plan.hooks.one_of_many:
+        waiting = {b: bucket_jobs(b, jobs[0]) for b in sizes.buckets if b not in first_buckets(sizes)}
+    ahead = [job for bucket in waiting.values() for job in bucket]
+    jobs[0] = [job for job in jobs[0] if job not in ahead]
+    total, before, parts = sum(map(len, jobs)), 0, []
+    for now, stage in zip(jobs, stages, strict=True):
 
         def tell(done: int, _: int, newest: Compiled, before: int = before) -> None:
             progress(before + done, total, newest)
 
-        compiled.append(compile_all(part, config.runtime.compile_threads, tell, stage.mesh))
-        before += len(part)
-        memory.check_temporaries(max(c.temporary_bytes for c in compiled[-1].values()))
-    return compiled
+        compiler = Compiler(stage.mesh, _open_store(plan, stage))
+        compiled = compiler.build(now, config.runtime.compile_threads, tell, ahead=ahead)
+        parts.append(_Part(compiled=compiled, later=waiting, compiler=compiler))
+        before += len(now)
+        plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled.values()))
+    return parts
+
+
+def _open_store(plan: _BuildPlan, stage: AbstractStage) -> ExecutableStore | None:
+    """None where there is no directory, where processes share a device, or for a kernel from elsewhere, whose source
+    the key of the store does not cover."""
+    directory = plan.config.runtime.compile_cache
+    ours = plan.attention.attend.__module__.startswith("jaxserve.")
+    if directory is None or plan.hooks.one_of_many or not ours:
+        return None
+    weights = jax.tree_util.tree_leaves_with_path(stage.weights)
+    facts = [
+        plan.attention.name,
+        repr(plan.sizes),
+        str(plan.memory.num_pages),
+        repr(stage.graphdef),
+        repr((stage.partition, stage.layers, stage.dtype, stage.mesh.shape)),
+        *(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in weights),
+    ]
+    return ExecutableStore(
+        Path(directory).expanduser() / "executables",
+        facts,
+        devices=list(stage.mesh.devices.flat),
+    )
+
+
+def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan) -> BackgroundBuckets:
+    return BackgroundBuckets(
+        limits=runner.limits,
+        jobs=part.later,
+        compiler=part.compiler,
+        check=lambda compiled: memory.check_temporaries(compiled.temporary_bytes),
+        admit=lambda bucket, compiled: runner.add_bucket(bucket, compiled[step_name(bucket)].call),
+    )
 
 
 def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> list[str]:
@@ -212,20 +291,15 @@ def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> l
     return [*title, *report_lines(compiled)]
 
 
-def _executables(compiled: Mapping[str, Compiled], sizes: Sizes) -> Executables:
+def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) -> Executables:
     configure, masks = compiled.get("configure_row"), compiled.get("write_masks")
     return Executables(
-        steps={b: compiled[step_name(b)].call for b in sizes.buckets},
+        steps={b: compiled[step_name(b)].call for b in buckets},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
         configure_row=None if configure is None else configure.call,
         write_masks=None if masks is None else masks.call,
     )
-
-
-def _initial_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> DeviceState:
-    make = functools.partial(make_state, stage, attention, sizes, num_pages)
-    return jax.jit(make, out_shardings=state_shardings(stage, attention, sizes))()
 
 
 def _choose_attention(
@@ -248,15 +322,13 @@ def _choose_attention(
 def _total_bytes(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
     sizes: Sizes,
-    loaded: Sequence[LoadedModel],
+    models: Sequence[PlannedModel],
 ) -> int:
     """Bytes that a device has for everything, weights included."""
     found = device_memory_bytes(device)
     if sizes.backend != "cpu":
         return found
-    # One memory for all CPU devices; what is available was read after the weights had been loaded.
-    num_devices = sum(len(part.mesh.local_devices) for part in loaded)
-    return found // num_devices + max(device_bytes(part.state, specs_for(part.state), part.mesh) for part in loaded)
+    return found // sum(len(part.mesh.local_devices) for part in models)  # one memory for all CPU devices
 
 
 def plan_stage_memory(

@@ -5,7 +5,8 @@ hold arrays: a model that is not loaded, for a device that is not here, has the 
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +91,27 @@ class AbstractStage:
 def step_name(bucket: Bucket) -> str:
     """The name of a bucket's executable in reports."""
     return f"{'decode' if bucket.decode_only else 'mixed'} {bucket.tokens}x{bucket.rows}"
+
+
+def first_buckets(sizes: Sizes) -> tuple[Bucket, ...]:
+    """The largest of each kind: together they hold every plan that all of them hold, with more padding."""
+    return tuple(max(b for b in sizes.buckets if b.decode_only is kind) for kind in (True, False))
+
+
+def bucket_jobs(bucket: Bucket, jobs: Sequence[Job]) -> list[Job]:
+    """Those of `jobs` that a bucket needs."""
+    return [job for job in jobs if job.name == step_name(bucket)]
+
+
+def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> Job:
+    """What makes the first `DeviceState`, where it will live."""
+    return Job(
+        name="make_state",
+        fn=functools.partial(make_state, stage, attention, sizes, num_pages),
+        args=(),
+        donate=(),
+        out_shardings=state_shardings(stage, attention, sizes),
+    )
 
 
 def bucket_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:

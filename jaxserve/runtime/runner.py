@@ -31,9 +31,12 @@ MASK_SLOTS = 16  # rows of one `write_masks` launch
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executables:
-    """What `runtime.build` compiled for one stage. Nothing is ever added. Only the last stage samples."""
+    """What `runtime.build` compiled for one stage. Only the last stage samples.
 
-    steps: Mapping[Bucket, jax.stages.Compiled]
+    `steps` gains entries through `DeviceRunner.add_bucket` alone.
+    """
+
+    steps: dict[Bucket, jax.stages.Compiled]
     copy_pages: jax.stages.Compiled
     write_tables: jax.stages.Compiled
     configure_row: jax.stages.Compiled | None
@@ -66,8 +69,8 @@ class DeviceRunner:
         vocab_size: int,
         on_buffer: Callable[[np.ndarray], None] = lambda buffer: None,
     ) -> None:
-        """`num_parts`: of a plan in the pipeline. `vocab_size`: with padding. `on_buffer` sees all integers
-        that go to the devices, once each."""
+        """`layouts`: of all buckets, also of those to come. `num_parts`: of a plan in the pipeline.
+        `vocab_size`: with padding. `on_buffer` sees all integers that go to the devices, once each."""
         self._limits = limits
         self._layouts = layouts
         self._stages = tuple(stages)
@@ -82,6 +85,17 @@ class DeviceRunner:
 
     @property
     def limits(self) -> Limits:
+        return self._limits
+
+    def add_bucket(self, bucket: Bucket, step: jax.stages.Compiled) -> Limits:
+        """One more shape, from the next plan on. Returns the new limits. Not for a pipeline, whose stages all need it.
+
+        Called on the thread that dispatches, between two steps.
+        """
+        assert len(self._stages) == 1, "a pipeline has all its buckets from the start"
+        assert bucket in self._layouts and bucket not in self._limits.buckets, bucket
+        self._stages[0].executables.steps[bucket] = step
+        self._limits = self._limits.with_buckets((*self._limits.buckets, bucket))
         return self._limits
 
     def dispatch(self, plan: StepPlan) -> "DeviceInFlight":

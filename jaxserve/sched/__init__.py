@@ -35,7 +35,7 @@ To bring another policy, derive from `Policy` and name it: an entry point in the
 `Scheduler` protocol.
 """
 
-from jaxserve.sched.base import InFlight, Runner, Scheduler
+from jaxserve.sched.base import BucketCounts, InFlight, LaterBuckets, Runner, Scheduler, TakesLimits
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.create import SCHEDULERS, create_scheduler, uses_priority
 from jaxserve.sched.plan import Bucket, Chunk, Limits, PageCopy, PageGrant, RowMask, RowSetup, StepPlan, StepResult
@@ -46,10 +46,12 @@ from jaxserve.sched.state import Sequence, SequenceState
 __all__ = [
     "SCHEDULERS",
     "Bucket",
+    "BucketCounts",
     "Chunk",
     "ContinuousScheduler",
     "CostModel",
     "InFlight",
+    "LaterBuckets",
     "Limits",
     "PageCopy",
     "PageGrant",
@@ -66,6 +68,7 @@ __all__ = [
     "StepCost",
     "StepPlan",
     "StepResult",
+    "TakesLimits",
     "VirtualClock",
     "create_scheduler",
     "simulate",

@@ -1,10 +1,10 @@
-"""The two protocols at the joints: what a notebook replaces, and what runs a plan.
+"""The protocols at the joints: what a notebook replaces, and what runs a plan.
 
-Owns the signatures and the contract of `Scheduler`, `Runner` and `InFlight`. Holds no code, so that a scheduler
-needs no device and a device needs no scheduler.
+Owns the signatures and the contract of `Scheduler`, `Runner`, `InFlight` and `LaterBuckets`. Holds no code, so
+that a scheduler needs no device and a device needs no scheduler.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxserve.api import Request, TokenEvent
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
@@ -42,6 +42,19 @@ class Scheduler(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesLimits(Protocol):
+    """A scheduler that wants to know of buckets that came later.
+
+    One that does not goes on with those it was made with: whatever fits these still fits. It only plans chunks that
+    end at their edges.
+    """
+
+    def use_limits(self, limits: Limits) -> None:
+        """`limits` differ from those before by more buckets. Called between two steps, from the scheduler's thread."""
+        ...
+
+
 class InFlight(Protocol):
     """A step that has been launched."""
 
@@ -55,9 +68,45 @@ class Runner(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """What a plan may hold. Never changes."""
+        """What a plan may hold. May gain buckets between two steps (`LaterBuckets`); nothing else changes."""
         ...
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Packs, transfers and launches; returns at once. Raises MissingBucket when no compiled shape fits."""
+        ...
+
+
+class BucketCounts(NamedTuple):
+    """Step shapes by what became of them: there to be used, still to be built, and given up."""
+
+    ready: int
+    pending: int
+    failed: int
+
+
+class LaterBuckets(Protocol):
+    """Step shapes that a runner gets while it already runs steps. Built by other threads, taken by the loop's."""
+
+    @property
+    def all_limits(self) -> Limits:
+        """The runner's limits once every bucket is there."""
+        ...
+
+    @property
+    def counts(self) -> BucketCounts: ...
+
+    def start(self) -> None:
+        """Begins to build. Called once."""
+        ...
+
+    def take(self) -> Limits | None:
+        """Gives the runner what is finished. Returns its new limits, None when they are the old ones; never waits."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until nothing more will come. True when that was in time. The loop still has to `take`."""
+        ...
+
+    def close(self) -> None:
+        """Begins no further one."""
         ...

@@ -115,6 +115,13 @@ class ContinuousScheduler:
             return None
         return self._finish_plan(decoding, draft)
 
+    def use_limits(self, limits: Limits) -> None:
+        """See `TakesLimits`. What was planned stays as it is."""
+        assert set(limits.buckets) >= set(self.limits.buckets), (limits.buckets, self.limits.buckets)
+        assert limits.with_buckets(self.limits.buckets) == self.limits, (limits, self.limits)
+        self.limits = limits
+        self._budget = StepBudget(limits)
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Takes the result of the oldest plan in flight. One event for each token of a live sequence."""
         return self._commit(plan, result, True)

@@ -17,6 +17,7 @@ Rules that an executor may rely on:
 import base64
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxserve.api import SamplingParams, TokenLogprobs
@@ -46,7 +47,9 @@ class Limits:
       num_pages: pages that can be granted (the dummy page not counted); ids 1..num_pages.
       page_size: tokens a page holds.
       max_model_len: tokens a sequence may have, prompt and output.
-      buckets: compiled shapes, ascending; a plan must fit one of them.
+      buckets: compiled shapes, ascending; a plan must fit one of them. Later limits of the same device may have more,
+        never fewer, and the largest are there from the start: what fits these fits those, and what fits those fits
+        these, perhaps with more padding.
     """
 
     max_rows: int
@@ -54,6 +57,10 @@ class Limits:
     page_size: int
     max_model_len: int
     buckets: tuple[Bucket, ...]
+
+    def with_buckets(self, buckets: Iterable[Bucket]) -> "Limits":
+        """The same, with another list of buckets, in any order."""
+        return dataclasses.replace(self, buckets=tuple(sorted(buckets)))
 
     @property
     def max_step_tokens(self) -> int:
