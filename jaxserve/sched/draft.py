@@ -153,6 +153,10 @@ class Flight:
             end = begin + len(served)
             yield Drawn(served, token_ids[begin:end], None if logprobs is None else logprobs[begin:end])
             begin = end
+        for seq, count, steps in zip(self.sampled, counts, self.plan.steps_of_rows, strict=True):
+            assert count == steps or seq.state is SequenceState.FINISHED, (
+                f"{seq} took {count} of {steps} steps and goes on"
+            )
 
     def read_prompts(self, result: StepResult) -> list[Sequence]:
         """Hands out what came back of prompts. Returns the live sequences that want no more than that, and have it."""
