@@ -78,6 +78,12 @@ class SchedConfig(Section):
     max_waiting_tokens: int = pydantic.Field(
         default=2**22, ge=1, description="Tokens of prompts that may wait before new requests are refused."
     )
+    burst: int = pydantic.Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Decode steps that one launch may hold, where nobody waits for a row; 1: none, see docs/burst.md.",
+    )
     ageing_s: float = pydantic.Field(
         default=10.0,
         gt=0,

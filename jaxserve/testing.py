@@ -31,6 +31,7 @@ def make_limits(
     max_model_len: int = 64,
     token_buckets: Iterable[int] = (8, 16, 32),
     mixed_rows: Mapping[int, int] | None = None,
+    max_burst: int = 1,
 ) -> Limits:
     """Small limits for tests: decode buckets in powers of two up to `max_rows`, mixed ones as given.
 
@@ -48,6 +49,7 @@ def make_limits(
         page_size=page_size,
         max_model_len=max_model_len,
         buckets=tuple(sorted(decode + mixed)),
+        max_burst=max_burst,
     )
 
 
@@ -82,7 +84,7 @@ def make_request(
 class _Row:
     """State of a row that a device would keep. Mutated only by `FakeRunner`."""
 
-    __slots__ = ("known", "last_token", "length", "mask", "page_ids", "setup")
+    __slots__ = ("ended", "known", "last_token", "length", "mask", "page_ids", "setup")
 
     def __init__(self, setup: RowSetup) -> None:
         self.setup = setup
@@ -90,6 +92,7 @@ class _Row:
         self.page_ids: list[int] = []
         self.length = -1  # tokens in the pages; unknown until the first chunk says where it starts
         self.last_token: int | None = None
+        self.ended = False  # by what it drew last
         self.mask: RowMask | None = None  # of this step
 
 
@@ -169,14 +172,16 @@ class FakeRunner:
             self._clock.advance(self._step_s)
         self._check_shape(plan)
         self._apply_changes(plan)
-        return _Done(self._forward(plan), error)
+        return _Done(self._forward(plan) if plan.num_steps == 1 else self._burst(plan), error)
 
     def _check_shape(self, plan: StepPlan) -> None:
         assert plan.step_id > self._last_step_id, (plan.step_id, self._last_step_id)
         self._last_step_id = plan.step_id
         assert plan.num_tokens > 0, plan
-        if self._limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only) is None:
-            raise MissingBucket(f"no bucket for {plan.num_tokens} tokens of {plan.num_rows} rows")
+        if self._limits.bucket_of(plan) is None:
+            raise MissingBucket(
+                f"no bucket for {plan.num_tokens} tokens of {plan.num_rows} rows, {plan.num_steps} steps"
+            )
         batch_rows = [*plan.decode_rows, *(c.row for c in plan.chunks)]
         assert len(set(batch_rows)) == len(batch_rows), f"a row twice in one step: {batch_rows}"
         assert len(plan.decode_positions) == len(plan.decode_rows), plan
@@ -213,9 +218,13 @@ class FakeRunner:
         # All writes first, then all reads: what a row reads of another must have been written by an EARLIER step, and
         # `_start` has checked that before this step writes anything.
         fed: list[tuple[_Row, list[int]]] = []
+        wasted: set[int] = set()  # ended in a burst, after which this was planned
         for number, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             row = self._rows[number]
             assert row.last_token is not None, f"row {number} decodes before it has sampled"
+            if row.ended and position > row.length:
+                wasted.add(number)
+                continue
             assert position == row.length, f"row {number} feeds position {position}, its pages hold {row.length}"
             fed.append((row, [row.last_token]))
         for chunk in plan.chunks:
@@ -227,7 +236,7 @@ class FakeRunner:
         tokens, logprobs = [], []
         for number in [*plan.decode_rows, *(c.row for c in plan.chunks)]:
             if number in sampled:
-                tokens.append(self._sample(self._rows[number]))
+                tokens.append(0 if number in wasted else self._sample(self._rows[number]))
                 logprobs.append(self._logprobs(self._rows[number]))
         asked = any(entry is not None for entry in logprobs)
         prompt = {c.row: self._prompt_logprobs(c) for c in plan.chunks if c.prompt_logprobs}
@@ -239,6 +248,31 @@ class FakeRunner:
             prompt_logprobs=prompt if prompt else None,
             hidden_sums=sums if sums else None,
         )
+
+    def _burst(self, plan: StepPlan) -> StepResult:
+        """So many steps of its rows, one after the other, each row as far as the plan or its end lets it go."""
+        steps = plan.steps_of_rows
+        assert not plan.masks and len(steps) == len(plan.decode_rows), plan
+        assert all(1 <= own <= plan.num_steps for own in steps) and max(steps) == plan.num_steps, plan
+        rows = [self._rows[number] for number in plan.decode_rows]
+        for row, position, own in zip(rows, plan.decode_positions, steps, strict=True):
+            assert position == row.length or (row.ended and position > row.length), (position, row.length)
+            assert position + own <= len(row.page_ids) * self._limits.page_size, f"pages end within the burst: {plan}"
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        counts = [0] * len(rows)
+        for step in range(plan.num_steps):
+            going = [i for i, row in enumerate(rows) if step < steps[i] and not row.ended]
+            for i in going:
+                last_token = rows[i].last_token
+                assert last_token is not None, f"row {plan.decode_rows[i]} decodes before it has sampled"
+                self._write(rows[i], last_token)
+            for i in going:
+                tokens.append(self._sample(rows[i]))
+                logprobs.append(self._logprobs(rows[i]))
+                counts[i] += 1
+        asked = any(entry is not None for entry in logprobs)
+        return StepResult(token_ids=tokens, logprobs=logprobs if asked else None, counts=counts)
 
     def _start(self, chunk: Chunk) -> list[int]:
         """Checks a chunk against what the row knows and, for its first one, what it claims to be cached."""
@@ -287,6 +321,7 @@ class FakeRunner:
             token = next(t for t in (*range(token, 8 * len(row.mask.mask)), *range(token)) if row.mask.allows(t))
         row.known.append(token)
         row.last_token = token
+        row.ended = token in setup.stop_token_ids and num_outputs >= setup.sampling.min_tokens
         return token
 
     def _logprobs(self, row: _Row) -> TokenLogprobs | None:

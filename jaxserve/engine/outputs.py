@@ -140,7 +140,9 @@ class LiveRequest:
             stats.take_pooled(self.times, event.prompt)
             stats.note_end(self.times, self._sequences, FinishReason.STOP)
             return Update(event.request_id, 0, finish_reason=event.finish_reason, prompt=event.prompt, last=True)
-        if sequence.last_s != stats.previous_s:
+        if sequence.last_s == stats.now_s:
+            stats.num_together += 1  # a later token of a burst
+        elif sequence.last_s != stats.previous_s:
             stats.take(sequence, self.times, event.prompt)
         sequence.last_s = stats.now_s
         first = sequence.num_tokens == 0

@@ -4,7 +4,7 @@ Owns the definitions of every figure that metrics, dashboards and the live page 
 shown, and to keep anything without bound. The definitions are vLLM's, so that figures can be compared:
 
   * TTFT: from a request's arrival at the front door to its first token on the host.
-  * ITL: between two tokens of one sequence, as they reach the host; all tokens of a step reach it together.
+  * ITL: between two tokens of one sequence, as they reach the host; all tokens of a step, or a burst, do so together.
   * TPOT: of a request that has ended, (last token - first token) / (tokens - 1); with n > 1, over all its sequences.
   * queue time: from the moment the engine was given a request to the step that first gave it a row.
   * end to end: from arrival to the end.
@@ -46,6 +46,7 @@ class StepStats(NamedTuple):
       schedule_s, dispatch_s, wait_s, commit_s: where the turn went: planning and launching the step after this one,
         waiting for this one, and handing out its tokens.
       counts: what the scheduler held afterwards; None for one that does not tell.
+      num_steps: of a burst, which holds `decode_rows` and `slots` in each; 1 for all else.
     """
 
     step_id: int
@@ -61,6 +62,7 @@ class StepStats(NamedTuple):
     wait_s: float
     commit_s: float
     counts: SchedulerCounts | None
+    num_steps: int = 1
 
 
 class FirstToken(NamedTuple):
@@ -95,7 +97,8 @@ class Totals:
 
     Attributes:
       ended: requests by finish reason.
-      computed_tokens, slots: of all steps, without and with padding.
+      steps: launches; a burst is one.
+      computed_tokens, slots: of all steps, without and with padding; of bursts, as planned.
       part_s: seconds of the loop by part: schedule, dispatch, wait, commit.
     """
 
@@ -145,12 +148,13 @@ class EngineStats:
       now_s: when the tokens that are being handed out reached the host.
       previous_s: the same of the step before.
       dropped: tokens of the step that nobody waits for any more. Added to by whoever drops them.
+      num_together: tokens of the step that came with an earlier one of their sequence. Added to by who counts tokens.
       alive: False once the loop has died; its requests have ended or moved, and its rows and pages are gone.
     """
 
     def __init__(self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float]) -> None:
         self.now_s = self.previous_s = math.nan  # equal to nothing, not even to itself
-        self.dropped = 0
+        self.dropped = self.num_together = 0
         self.alive = True
         self._scheduler = scheduler
         self._count_compiles: Callable[[], int] = lambda: 0
@@ -316,14 +320,15 @@ class EngineStats:
         ended_s = self.add_time("commit")
         new_tokens = num_events - self.dropped
         add_itl = self._histograms["itl"].add
-        steady = new_tokens - self._num_begun - len(self._odd_gaps)
+        steady = new_tokens - self._num_begun - len(self._odd_gaps) - self.num_together
         itl_s = self.now_s - self.previous_s if steady > 0 else 0.0
         if steady > 0:
             add_itl(itl_s, steady)
         for odd_gap_s in self._odd_gaps:
             add_itl(odd_gap_s)
+        add_itl(0.0, self.num_together)
         self._add_step(plan, new_tokens, itl_s)
-        self.dropped = self._num_begun = 0
+        self.dropped = self.num_together = self._num_begun = 0
         self._odd_gaps.clear()
         return ended_s
 
@@ -343,9 +348,9 @@ class EngineStats:
             turn[part] = 0.0
         self._num_steps += 1
         self._num_new_tokens += new_tokens
-        self._num_computed_tokens += num_tokens
-        self._num_slots += slots
-        self._histograms["step_tokens"].add(num_tokens)
+        self._num_computed_tokens += plan.num_fed
+        self._num_slots += slots * plan.num_steps
+        self._histograms["step_tokens"].add(plan.num_fed)
         self._histograms["step"].add(schedule_s + dispatch_s + wait_s + commit_s)
         self._steps.append(
             StepStats(
@@ -362,6 +367,7 @@ class EngineStats:
                 wait_s,
                 commit_s,
                 counts_of(self._scheduler),
+                plan.num_steps,
             )
         )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.sched.plan import Limits, StepPlan
+from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class StepMarks(NamedTuple):
 class _Step(NamedTuple):
     plan: StepPlan
     limits: Limits
-    token_ids: list[int]
+    result: StepResult
     times: StepMarks
     missing: int
 
@@ -90,14 +90,14 @@ class StepLogWriter:
         atexit.register(self.close)
         logger.info("steps are written to %s; it holds the prompts", self.path)
 
-    def add(self, plan: StepPlan, token_ids: list[int], times: StepMarks, limits: Limits | None = None) -> None:
+    def add(self, plan: StepPlan, result: StepResult, times: StepMarks, limits: Limits | None = None) -> None:
         """Takes a step that was committed. Waits for a slow disk; for one that stands still, once.
 
         `limits`: those of the device when it was launched; None: those of the header, which has all buckets.
         """
         if self._closed:
             return
-        step = _Step(plan, limits or self._limits, token_ids, times, self._missing)
+        step = _Step(plan, limits or self._limits, result, times, self._missing)
         try:
             if self._may_wait:
                 self._queue.put(step, timeout=self._patience_s)
@@ -152,8 +152,8 @@ class StepLogWriter:
             logger.error("%s has no end: %s", self.path, error)
 
     def _record(self, step: _Step) -> StepRecord:
-        plan, times = step.plan, step.times
-        bucket = step.limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        plan, times, counts = step.plan, step.times, step.result.counts
+        bucket = step.limits.bucket_of(plan)
         assert bucket is not None, f"step {plan.step_id} was run in no bucket"
         begun_on_device_s = times.launched_s
         if times.previous_s > begun_on_device_s:  # not for NaN
@@ -161,7 +161,8 @@ class StepLogWriter:
         return StepRecord(
             plan=plan,
             bucket=bucket,
-            token_ids=tuple(step.token_ids),
+            token_ids=tuple(step.result.token_ids),
+            counts=None if counts is None else tuple(counts),
             start_s=times.begun_s - self._start_s,
             schedule_ms=1e3 * (times.planned_s - times.begun_s),
             pack_ms=1e3 * (times.launched_s - times.planned_s),

@@ -47,6 +47,7 @@ def device_facts(limits: Limits, model: Mapping[str, str]) -> dict[str, str]:
         "rows": str(limits.max_rows),
         "pages": f"{limits.num_pages} of {limits.page_size} tokens",
         "context": str(limits.max_model_len),
+        "burst": str(limits.max_burst),
         "buckets": " ".join(f"{b.tokens}x{b.rows}{'d' * b.decode_only}" for b in limits.buckets),
         **model,
     }

@@ -32,14 +32,21 @@ _KINDS = ("decode", "mixed")
 
 
 def device_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
-    """Constant, padded tokens, padded rows, context tokens read, chunk tokens x their context."""
+    """Constant, padded tokens, padded rows, context tokens read, chunk tokens x their context; over all steps."""
+    steps = plan.num_steps
     products = sum(len(chunk.token_ids) * (chunk.start + (len(chunk.token_ids) + 1) / 2) for chunk in plan.chunks)
-    return (1.0, bucket.tokens, bucket.rows, context_tokens(plan), products)
+    return (float(steps), steps * bucket.tokens, steps * bucket.rows, context_tokens(plan), products)
 
 
 def host_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
-    """Constant, rows, chunk tokens, rows that begin."""
+    """Constant, rows, chunk tokens, rows that begin: a burst costs the host once before its launch."""
     return (1.0, plan.num_rows, plan.num_tokens - len(plan.decode_rows), len(plan.setups))
+
+
+def commit_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
+    """As `host_features`, but each row of a burst counts once for every token."""
+    chunk_tokens = plan.num_tokens - len(plan.decode_rows)
+    return (1.0, plan.num_fed - chunk_tokens + len(plan.chunks), chunk_tokens, len(plan.setups))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +163,7 @@ class Fitted:
         return StepCost(
             kind.host.seconds(of_host, bucket),
             kind.device.seconds(device_features(plan, bucket), bucket),
-            kind.commit.seconds(of_host, bucket),
+            kind.commit.seconds(commit_features(plan, bucket), bucket),
         )
 
     def prices(self, part: str, kind: str) -> tuple[float, ...]:
@@ -205,10 +212,13 @@ def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sampl
     plan, bucket = record.plan, record.bucket
     of_host = host_features(plan, bucket)
     parts["host"].append(_Sample(bucket, of_host, (record.schedule_ms + record.pack_ms) / 1e3))
-    parts["commit"].append(_Sample(bucket, of_host, record.commit_ms / 1e3))
+    parts["commit"].append(_Sample(bucket, commit_features(plan, bucket), record.commit_ms / 1e3))
     # Where the host never waited the device was done earlier than anybody looked: its time is not known.
     waited = record.wait_ms > 0.01 * record.device_ms
-    of_device = _Sample(bucket, device_features(plan, bucket), record.device_ms / 1e3)
+    features = device_features(plan, bucket)
+    if record.counts is not None:  # a device stops as soon as all rows have ended
+        features = tuple(feature * max(record.counts) / plan.num_steps for feature in features)
+    of_device = _Sample(bucket, features, record.device_ms / 1e3)
     (parts["device"] if waited else late).append(of_device)
 
 

@@ -15,6 +15,7 @@ from jaxserve.chips import Topology, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.roofline import Assumptions, ModelShape, Seconds, Work, roofline_seconds
 from jaxserve.sched.plan import Bucket, StepPlan
+from jaxserve.sched.record import context_tokens
 from jaxserve.sched.simulate_values import StepCost
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
@@ -123,13 +124,16 @@ class Roofline:
         self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
-        """See `CostModel`."""
+        """See `CostModel`. All steps of a burst cost the device the same, that of the mean context."""
         num_rows = len(plan.decode_rows) + len(plan.chunks)
         context = pairs = sum(plan.decode_positions) + len(plan.decode_positions)
         for chunk in plan.chunks:
             length = len(chunk.token_ids)
             context += chunk.start + length
             pairs += length * chunk.start + length * (length + 1) // 2
+        num_steps = plan.num_steps
+        if num_steps > 1:
+            context = pairs = context_tokens(plan) / num_steps
         base = self._of_bucket.get(bucket)
         if base is None:
             base = self._of_bucket[bucket] = self._base(bucket)
@@ -143,7 +147,8 @@ class Roofline:
             memory_s += self._of_context_s * context
         host = self.host
         device_s = (memory_s if memory_s > compute_s else compute_s) + collective_s
-        return StepCost(host.step_s + host.row_s * num_rows, device_s, host.commit_row_s * num_rows)
+        num_committed = num_rows if num_steps == 1 else plan.num_fed
+        return StepCost(host.step_s + host.row_s * num_rows, device_s * num_steps, host.commit_row_s * num_committed)
 
     def num_pages(self, page_size: int, *, memory_fraction: float = 0.9, reserved_bytes: int = 2**30) -> int:
         """Pages that fit beside the weights on each device, `reserved_bytes` left for what a step needs.

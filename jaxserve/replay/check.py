@@ -32,10 +32,16 @@ def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
     batch = [*plan.decode_rows, *(c.row for c in plan.chunks)]
     if len(set(batch)) != len(batch):
         raise StepLogError(f"step {plan.step_id} computes a row twice; the log is damaged")
-    if limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only) is None:
+    if plan.num_steps < 1 or len(plan.steps_of_rows) != len(plan.decode_rows) or (plan.masks and plan.num_steps > 1):
+        raise StepLogError(f"step {plan.step_id} is no burst of {plan.num_steps} steps; the log is damaged")
+    if limits.bucket_of(plan) is None:
         raise StepLogError(
-            f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows: no step holds that"
+            f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows in {plan.num_steps} steps: no "
+            "step holds that"
         )
+    _check(plan, "number of steps", plan.row_steps, 1, plan.num_steps)
+    last = [position + steps - 1 for position, steps in zip(plan.decode_positions, plan.steps_of_rows, strict=True)]
+    _check(plan, "position", last, 0, limits.max_model_len - 1)
 
 
 def _check(plan: StepPlan, what: str, values: list[int] | tuple[int, ...], low: int, high: int) -> None:

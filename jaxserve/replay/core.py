@@ -112,24 +112,31 @@ class _Replay:
     def _compare(self, step: _Launched | None) -> None:
         if step is None:
             return
-        replayed = step.handle.result().token_ids
+        result = step.handle.result()
         if self.difference is not None:
             return
         plan, logged = step.record.plan, step.record.token_ids
         self._setups.update((setup.row, setup) for setup in plan.setups)
-        for at, (one, other) in enumerate(zip(logged, replayed, strict=True)):
+        # A row ends a burst with a stop id, so counts can differ only after a token that does.
+        for at, (one, other) in enumerate(zip(logged, result.token_ids, strict=result.counts is None)):
             if one != other:
                 self.difference = self._describe(step.record, at, other)
                 return
+        if result.counts is not None and tuple(result.counts) != step.record.counts:
+            raise StepLogError(
+                f"step {plan.step_id} took {result.counts} steps of its rows, and {step.record.counts} in the log, with"
+                " equal tokens: the stop ids of the log are not those of its plans; it is damaged"
+            )
         self.tokens += len(logged)
         self.steps += 1
         self._on_step(step.record)
 
     def _describe(self, record: StepRecord, at: int, replayed: int) -> Difference:
         plan = record.plan
-        row = plan.sampled_rows[at]
-        if at < len(plan.decode_rows):
-            position = plan.decode_positions[at] + 1
+        step, place = _place(at, record.counts)
+        row = plan.sampled_rows[place]
+        if place < len(plan.decode_rows):
+            position = plan.decode_positions[place] + 1 + step
         else:
             position = next(c.start + len(c.token_ids) for c in plan.chunks if c.row == row)
         setup = self._setups.get(row)
@@ -145,3 +152,11 @@ class _Replay:
             logged=record.token_ids[at],
             replayed=replayed,
         )
+
+
+def _place(at: int, counts: tuple[int, ...] | None) -> tuple[int, int]:
+    """The step, and the place among the rows, of a token that stands at `at` in a result."""
+    if counts is None:
+        return 0, at
+    order = [(step, place) for step in range(max(counts)) for place, count in enumerate(counts) if count > step]
+    return order[at]

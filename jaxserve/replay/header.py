@@ -77,11 +77,9 @@ def sizes_from(header: LogHeader, config: Config) -> Config:
     return config.model_copy(
         update={
             "cache": _fill(config.cache, cache),
-            "sched": sched,
+            "sched": sched.model_copy(update={"burst": max(sched.burst, limits.max_burst)}),
             "model": _fill(config.model, {"max_len": limits.max_model_len}),
-            "runtime": _fill(
-                config.runtime.model_copy(update={"step_log": None, "background_buckets": False}), shapes
-            ),
+            "runtime": _fill(config.runtime.model_copy(update={"step_log": None, "background_buckets": False}), shapes),
         }
     )
 
@@ -96,6 +94,7 @@ def check_fits(header: LogHeader, limits: Limits, vocab_size: int) -> None:
         ("max_rows", "sched.max_rows"),
         ("num_pages", "cache.num_pages"),
         ("max_model_len", "model.max_len"),
+        ("max_burst", "sched.burst"),
     ):
         if getattr(limits, name) < getattr(log, name):
             wrong.append(f"it needs {name} {getattr(log, name)}, here {getattr(limits, name)} ({setting})")

@@ -44,7 +44,7 @@ class KindSums:
         self.steps += 1
         self.rows += record.plan.num_rows
         self.tokens += record.num_tokens
-        self.slots += record.bucket.tokens
+        self.slots += record.bucket.tokens * record.plan.num_steps
         self.drawn += len(record.token_ids)
         self.context += record.context_tokens
         for name in _PARTS:
@@ -56,7 +56,7 @@ class Summary:
     """A whole log. Mutated by `add` alone.
 
     Attributes:
-      kinds: sums by kind of step: "decode" (one token a row), "prefill" (prompts alone), "mixed" (both).
+      kinds: sums by kind of step: "decode" (one token a row), "burst" (several), "prefill" (prompts alone), "mixed".
       total: the same over all of them.
       wall_s: from the start of the first step to the end of the last.
       missing: steps that are not in the log, as far as its records say.
@@ -82,7 +82,9 @@ class Summary:
 
 
 def kind_of(record: StepRecord) -> str:
-    """ "decode", "prefill" or "mixed"."""
+    """ "decode", "burst", "prefill" or "mixed"."""
+    if record.plan.num_steps > 1:
+        return "burst"
     if record.plan.decode_only:
         return "decode"
     return "mixed" if record.plan.decode_rows else "prefill"
@@ -133,7 +135,7 @@ def _table(summary: Summary) -> Table:
     table.add_column("step", no_wrap=True)
     for name in ("steps", "rows", "tokens", "padding", "context", *_SHOWN.values(), "share"):
         table.add_column(name, justify="right", no_wrap=True)
-    order = [kind for kind in ("decode", "prefill", "mixed") if kind in summary.kinds]
+    order = [kind for kind in ("decode", "burst", "prefill", "mixed") if kind in summary.kinds]
     for kind in order:
         table.add_row(kind, *_cells(summary.kinds[kind], summary.total))
     if len(order) > 1:

@@ -33,6 +33,8 @@ from jaxserve.runtime.executables import (
     Sizes,
     bucket_jobs,
     bucket_layouts,
+    burst_layouts,
+    burst_name,
     device_bytes,
     first_buckets,
     make_jobs,
@@ -130,6 +132,11 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             f"sched.max_step_tokens is {max_step_tokens}, less than sched.max_rows {max_rows}: a step must hold one "
             "token of every row; raise the one or lower the other"
         )
+    if config.sched.burst > 1 and config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"sched.burst is {config.sched.burst} and parallel.pipeline is {config.parallel.pipeline}, but a burst runs"
+            " on one stage: the token of each step starts the next one; set sched.burst to 1, or use parallel.tensor"
+        )
     return Sizes(
         backend=backend,
         page_size=config.cache.page_size or dispatch.default_page_size(backend),
@@ -139,6 +146,7 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             max_rows, max_step_tokens, config.runtime.token_buckets, config.runtime.row_buckets, defaults.growth
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
+        max_burst=config.sched.burst,
     )
 
 
@@ -189,8 +197,10 @@ def build_runner(
             page_size=sizes.page_size,
             max_model_len=sizes.max_model_len,
             buckets=tuple(sorted(now)),
+            max_burst=sizes.max_burst,
         ),
         layouts=dict(bucket_layouts(sizes)),
+        burst_layouts=burst_layouts(sizes),
         stages=[
             Stage(
                 executables=_executables(part.compiled, now),
@@ -277,12 +287,16 @@ def _open_store(plan: _BuildPlan, stage: AbstractStage) -> ExecutableStore | Non
 
 
 def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan) -> BackgroundBuckets:
+    def admit(bucket: Bucket, parts: Mapping[str, Compiled]) -> Limits:
+        burst = parts.get(burst_name(bucket))
+        return runner.add_bucket(bucket, parts[step_name(bucket)].call, None if burst is None else burst.call)
+
     return BackgroundBuckets(
         limits=runner.limits,
         jobs=part.later,
         compiler=part.compiler,
         check=lambda compiled: memory.check_temporaries(compiled.temporary_bytes),
-        admit=lambda bucket, compiled: runner.add_bucket(bucket, compiled[step_name(bucket)].call),
+        admit=admit,
     )
 
 
@@ -295,6 +309,7 @@ def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) ->
     configure, masks = compiled.get("configure_row"), compiled.get("write_masks")
     return Executables(
         steps={b: compiled[step_name(b)].call for b in buckets},
+        bursts={b: compiled[burst_name(b)].call for b in buckets if burst_name(b) in compiled},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
         configure_row=None if configure is None else configure.call,

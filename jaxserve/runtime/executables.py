@@ -1,12 +1,13 @@
-"""What is compiled for a model: one step for each bucket and four small functions, all as jobs of abstract arguments.
+"""What is compiled for a model, as jobs of abstract arguments.
 
-Owns the list, the shapes and how each array of the state is cut over devices. Refuses to compile (`compile`) and to
-hold arrays: a model that is not loaded, for a device that is not here, has the same list as one that is about to serve.
+A step for each bucket, its bursts where there are any, and four small functions. Owns the list, the shapes and how each
+array of the state is cut over devices. Refuses to compile (`compile`) and to hold arrays: a model that is not loaded,
+for a device that is not here, has the same list as one that is about to serve.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import split_abstract
 from jaxserve.models.partition import Partition
 from jaxserve.models.sharding import TENSOR_AXIS, TENSOR_PARALLEL, shardings_for, spec_for, specs_for
+from jaxserve.runtime.burst import make_burst
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
@@ -45,6 +47,7 @@ class Sizes:
     max_model_len: int
     buckets: tuple[Bucket, ...]
     cache_dtype: np.dtype
+    max_burst: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +103,7 @@ def first_buckets(sizes: Sizes) -> tuple[Bucket, ...]:
 
 def bucket_jobs(bucket: Bucket, jobs: Sequence[Job]) -> list[Job]:
     """Those of `jobs` that a bucket needs."""
-    return [job for job in jobs if job.name == step_name(bucket)]
+    return [job for job in jobs if job.name in (step_name(bucket), burst_name(bucket))]
 
 
 def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> Job:
@@ -114,11 +117,31 @@ def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num
     )
 
 
+def burst_name(bucket: Bucket) -> str:
+    """The name in reports of what runs the bursts of a bucket."""
+    return f"burst {bucket.tokens}x{bucket.rows}"
+
+
 def bucket_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:
     """How each bucket's integers lie in its buffer."""
     return {
         b: Layout.of(b, max_rows=sizes.max_rows, num_params=NUM_ROW_FIELDS, page_size=sizes.page_size)
         for b in sizes.buckets
+    }
+
+
+def burst_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:
+    """How the integers of a burst lie, for the buckets of decode steps; none where there are no bursts."""
+    return {
+        bucket: Layout.of(
+            bucket,
+            max_rows=sizes.max_rows,
+            num_params=NUM_ROW_FIELDS,
+            page_size=sizes.page_size,
+            max_burst=sizes.max_burst,
+        )
+        for bucket in sizes.buckets
+        if bucket.decode_only and sizes.max_burst > 1
     }
 
 
@@ -172,19 +195,23 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
         return None if stage.is_last else array(np.int32, sizes.max_rows + 1)
 
     weight_specs = specs_for(stage.state)
-    steps = [
-        Job(
-            name=step_name(bucket),
-            fn=on_mesh(
-                make_step(stage.graphdef, layout, attention, sizes.page_size, shards),
-                stage.mesh,
-                (weight_specs, specs, whole, whole),
-                (whole, specs),
-            ),
-            args=(stage.weights, state, array(np.int32, layout.size), carried(bucket)),
+
+    def step(name: str, make: Callable[..., Callable[..., Any]], layout: Layout) -> Job:
+        fn = make(stage.graphdef, layout, attention, sizes.page_size, shards)
+        return Job(
+            name=name,
+            fn=on_mesh(fn, stage.mesh, (weight_specs, specs, whole, whole), (whole, specs)),
+            args=(stage.weights, state, array(np.int32, layout.size), carried(layout.bucket)),
             donate=(1,),
         )
+
+    steps = [
+        step(step_name(bucket), make_step, layout)
         for bucket, layout in sorted(bucket_layouts(sizes).items(), reverse=True)
+    ]
+    steps += [
+        step(burst_name(bucket), make_burst, layout)
+        for bucket, layout in sorted(burst_layouts(sizes).items(), reverse=True)
     ]
     changes = {
         "copy_pages": (make_copy_pages(attention), (array(np.int32, COPY_SLOTS, 2),)),

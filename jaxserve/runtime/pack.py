@@ -16,6 +16,10 @@ Sections of a bucket with T tokens, R rows, F parameters a row, and room for M p
     positions [T]
     q_starts [R + 1]
     targets [T]         the prompt token that follows, where its log-probability is asked for; else NO_TARGET
+    and for bursts only:
+    row_steps [R]       steps that the row may take; 0 for padding
+    stop_ids [R, S]     what ends the row; NO_TOKEN where there is no more. They travel each time, since few rows have
+                        need of them otherwise, and 32 numbers a row cost less than a launch that would leave them there
 """
 
 import dataclasses
@@ -26,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxserve.api import MAX_STOP_TOKEN_IDS
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
 FROM_DEVICE = -1  # this token's id is `last_token[row]`, which only the device knows yet
@@ -35,9 +40,10 @@ SAMPLE, POOL = 1, 2  # bits of `wants`
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where each section of a bucket's buffer lies."""
+    """Where each section of a bucket's buffer lies. `max_burst` above 1: of its bursts, of so many steps at most."""
 
     bucket: Bucket
+    max_burst: int
     max_rows: int
     num_params: int
     max_grants: int
@@ -45,11 +51,12 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int) -> "Layout":
+    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int, max_burst: int = 1) -> "Layout":
         tokens, rows, decode_only = bucket
-        # A decode row takes a page at most; chunks take one per page of their tokens and one for a ragged start.
-        # What exceeds this (a long prefix hit) goes through `write_tables` first.
-        max_grants = rows if decode_only else rows + -(-tokens // page_size)
+        assert decode_only or max_burst == 1, bucket
+        # A decode row takes a page at most, and of a burst one for each page of its steps; chunks take one per page
+        # of their tokens and one for a ragged start. What exceeds this (a long prefix hit) goes through `write_tables`.
+        max_grants = rows * -(-max_burst // page_size) if decode_only else rows + -(-tokens // page_size)
         shapes: dict[str, tuple[int, ...]] = {
             "rows": (rows,),
             "context_lens": (rows,),
@@ -65,12 +72,15 @@ class Layout:
                 "q_starts": (rows + 1,),
                 "targets": (tokens,),
             }
+        if max_burst > 1:
+            shapes |= {"row_steps": (rows,), "stop_ids": (rows, MAX_STOP_TOKEN_IDS)}
         sections, offset = [], 0
         for name, shape in shapes.items():
             sections.append((name, offset, shape))
             offset += math.prod(shape)
         return cls(
             bucket=bucket,
+            max_burst=max_burst,
             max_rows=max_rows,
             num_params=num_params,
             max_grants=max_grants,
@@ -98,6 +108,8 @@ class StepInputs:
     positions: Int[Array, " T"]
     q_starts: Int[Array, " R+1"]
     targets: Int[Array, " T"]
+    row_steps: Int[Array, " R"] | None = None
+    stop_ids: Int[Array, "R S"] | None = None
 
 
 def unpack(buffer: Int[Array, " size"], layout: Layout) -> StepInputs:
@@ -124,12 +136,13 @@ def pack(
     row_params: np.ndarray,
     row_tokens: dict[int, np.ndarray],
     grants: tuple[PageGrant, ...],
+    row_stops: np.ndarray,
 ) -> np.ndarray:
     """Writes `plan` into a new buffer [layout.size] int32.
 
     `row_params` [max_rows + 1, F] holds the parameters of each device row; `row_tokens` maps rows with a prompt of
     interest to it [prompt_len] (targets of prompt log-probabilities). `grants` are those of the plan that fit
-    (`split_grants`).
+    (`split_grants`). `row_stops` [max_rows + 1, S] holds the stop ids of each device row, for bursts.
     """
     bucket = layout.bucket
     buffer = np.zeros(layout.size, np.int32)
@@ -152,6 +165,9 @@ def pack(
     _pack_grants(view["grants"], grants, layout.max_rows)
     if not bucket.decode_only:
         _pack_tokens(plan, view, bucket, row_tokens)
+    if layout.max_burst > 1:
+        view["row_steps"][:num_decode] = plan.steps_of_rows
+        view["stop_ids"][:] = row_stops[view["rows"]]
     return buffer
 
 

@@ -125,6 +125,11 @@ def encode_row(setup: RowSetup) -> np.ndarray:
     return line
 
 
+def encode_stops(setup: RowSetup) -> np.ndarray:
+    """The ids that end a row, int32 [MAX_STOP_TOKEN_IDS]; NO_TOKEN where there is no more."""
+    return _slots(sorted(setup.stop_token_ids), MAX_STOP_TOKEN_IDS, np.int32(NO_TOKEN))
+
+
 def needs_row_state(setup: RowSetup) -> bool:
     """Whether `configure_row` must run before the first step of this row."""
     needed = _flags(setup) & HEAVY
@@ -159,7 +164,7 @@ def encode_row_state(setup: RowSetup, vocab_size: int) -> np.ndarray:
         "allowed_mask": _bit_mask(np.asarray(sampling.allowed_token_ids or (), np.int64), vocab_size),
         "bias_ids": _slots(bias.keys(), MAX_LOGIT_BIAS, np.int32(NO_TOKEN)),
         "bias_values": _slots(bias.values(), MAX_LOGIT_BIAS, np.float32(0)).view(np.int32),
-        "stop_ids": _slots(sorted(setup.stop_token_ids), MAX_STOP_TOKEN_IDS, np.int32(NO_TOKEN)),
+        "stop_ids": encode_stops(setup),
         "bad_words": words.reshape(-1),
     }
     return np.concatenate([parts[name] for name, _ in _layout(vocab_size)])

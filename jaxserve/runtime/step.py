@@ -60,7 +60,6 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
 
     step(weights, state, buffer, carried) -> (StepOutput of the last stage, hidden states [T, D] of others; state)
     """
-    decode_only = layout.bucket.decode_only
 
     def step(
         weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
@@ -68,15 +67,7 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
         inputs = unpack(buffer, layout)
         model = nnx.merge(graphdef, weights)
         block_tables = state.block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
-        batch = AttentionBatch(
-            positions=inputs.positions,
-            token_rows=inputs.token_rows,
-            q_starts=inputs.q_starts,
-            context_lens=inputs.context_lens,
-            block_tables=block_tables[inputs.rows],
-            page_size=page_size,
-            decode_only=decode_only,
-        )
+        batch = attention_batch(inputs, block_tables, layout, page_size)
         begin = carried
         if model.is_first:
             last_token = carried if state.sampling is None else state.sampling.last_token
@@ -87,10 +78,25 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
         hidden, caches = model(begin, state.caches, batch, attention, rope_lengths=prompt_lens)  # [T, D]
         if state.sampling is None:
             return hidden, DeviceState(caches=caches, block_tables=block_tables, sampling=None)
-        output, sampling = _sample(model, hidden, inputs, layout, state.sampling, shards)
+        output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
         return output, DeviceState(caches=caches, block_tables=block_tables, sampling=sampling)
 
     return step
+
+
+def attention_batch(
+    inputs: StepInputs, block_tables: Int[Array, "max_rows+1 P"], layout: Layout, page_size: int
+) -> AttentionBatch:
+    """What the layers are told of the step's rows."""
+    return AttentionBatch(
+        positions=inputs.positions,
+        token_rows=inputs.token_rows,
+        q_starts=inputs.q_starts,
+        context_lens=inputs.context_lens,
+        block_tables=block_tables[inputs.rows],
+        page_size=page_size,
+        decode_only=layout.bucket.decode_only,
+    )
 
 
 def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]) -> Int[Array, " T"]:
@@ -99,7 +105,7 @@ def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R
     return jnp.where(inputs.tokens == FROM_DEVICE, last_token[token_device_rows], inputs.tokens)
 
 
-def _sample(
+def sample_rows(
     model: Decoder,
     hidden: Float[Array, "T D"],
     inputs: StepInputs,
@@ -107,6 +113,7 @@ def _sample(
     state: SamplingState,
     shards: Shards,
 ) -> tuple[StepOutput, SamplingState]:
+    """Draws for the rows that want a token, and scores and sums what a mixed step was asked to."""
     decode_only = layout.bucket.decode_only
     last = hidden if decode_only else hidden[jnp.maximum(inputs.q_starts[1:] - 1, 0)]  # [R, D]
     with jax.named_scope("logits"):

@@ -9,6 +9,8 @@ go on, waiting sequences are admitted while rows, pages and tokens last, the las
 Overlap. `schedule` may run while one step is in flight, whose tokens are unknown. The rules, each with a test:
   * A decode row is planned again without knowing its input: the device keeps it in `last_token[row]`.
   * A sequence with a grammar (`stepwise`) is planned again only after its last token is committed.
+  * A burst is planned on as if every row had taken all its steps. A row that ended in it takes no step of the next
+    burst, and one wasted token if the next plan is none.
   * A sequence whose planned outputs reach its limit is not planned again, so a length limit never wastes a step.
   * A stop id is seen one step late. The token of the step in flight is dropped at its commit; row and pages are free
     from the commit that saw the end, and the order of the device makes their reuse safe (see `plan`).
@@ -27,7 +29,8 @@ from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLog
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.admission import check_fits, max_sequence_len
 from jaxserve.sched.budget import StepBudget
-from jaxserve.sched.draft import Draft, Flight, row_setup
+from jaxserve.sched.burst import Bursts, advance
+from jaxserve.sched.draft import Draft, Drawn, Flight, row_setup
 from jaxserve.sched.headroom import Headroom
 from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.memory import Placement, SequenceMemory
@@ -68,6 +71,7 @@ class ContinuousScheduler:
         self._blocked: tuple[Sequence | None, int] = (None, 0)  # who did not fit, and how many had left by then
         self._lengths = create_lengths(options.lengths)
         self._headroom = Headroom(self.memory, options, self._lengths)
+        self._bursts = Bursts(limits.max_burst, self.memory, policy)
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -133,13 +137,19 @@ class ContinuousScheduler:
     def _commit(self, plan: StepPlan, result: StepResult, tell_all: bool) -> list[TokenEvent]:
         flight = self._flights.popleft()
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
-        assert len(result.token_ids) == len(flight.sampled), (len(result.token_ids), len(flight.sampled))
         self._last_committed = plan.step_id
-        self.policy.on_served(plan, flight.sampled)
-        events = [self._answer_pooled(seq) for seq in flight.read_prompts(result)]
+        events: list[TokenEvent] = []
+        for drawn in flight.drawn(result):
+            self.policy.on_served(plan, drawn.served)
+            if flight.prefilled:
+                events = [self._answer_pooled(seq) for seq in flight.read_prompts(result)]
+            self._take_tokens(drawn, events, tell_all)
+        return events
+
+    def _take_tokens(self, drawn: Drawn, events: list[TokenEvent], tell_all: bool) -> None:
         add_event, new_event = events.append, tuple.__new__  # half the time of TokenEvent(...), and there are hundreds
-        logprobs = result.logprobs if result.logprobs is not None else itertools.repeat(None)
-        for seq, token_id, logprob in zip(flight.sampled, result.token_ids, logprobs, strict=False):
+        logprobs = drawn.logprobs if drawn.logprobs is not None else itertools.repeat(None)
+        for seq, token_id, logprob in zip(drawn.served, drawn.token_ids, logprobs, strict=False):
             tokens = seq.tokens
             if len(tokens) < seq.quiet_len and token_id not in seq.stop_ids:
                 tokens.append(token_id)
@@ -147,7 +157,6 @@ class ContinuousScheduler:
                     add_event(new_event(TokenEvent, (seq.request_id, seq.index, token_id, None, logprob, None)))
             elif seq.state is not FINISHED:
                 add_event(self._take_token(seq, token_id, logprob))
-        return events
 
     def has_work(self) -> bool:
         """See `Scheduler.has_work`."""
@@ -316,9 +325,9 @@ class ContinuousScheduler:
         """Turns the draft into a plan and moves every counter on."""
         draft.trim()
         positions = [seq.num_fed for seq in decoding]
-        for seq in decoding:
-            seq.num_fed += 1
         running = self._running
+        num_steps, row_steps = self._bursts.plan(decoding, draft, running, len(self._queue))
+        advance(decoding, num_steps, row_steps)
         rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
         self.policy.observe(decoding, [(piece.seq, piece.length) for piece in draft.pieces])
         sampled = [*decoding, *(p.seq for p in draft.pieces if p.samples)] if draft.pieces else decoding
@@ -331,6 +340,8 @@ class ContinuousScheduler:
             grants=tuple(draft.grants),
             copies=tuple(draft.copies),
             freed_rows=running.take_freed_rows(),
+            num_steps=num_steps,
+            row_steps=row_steps,
         )
         for piece in draft.pieces:
             self._advance_prefill(piece.seq, piece.length)

@@ -4,6 +4,10 @@ Owns the scratch values of one `schedule`, how much more fits into it, and what 
 every decision about who.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxserve.api import TokenLogprobs
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.plan import Chunk, PageCopy, PageGrant, RowSetup, StepPlan, StepResult
 from jaxserve.sched.state import NEVER, Sequence, SequenceState, sequence_seed
@@ -112,6 +116,14 @@ class Draft:
         self.num_rows = self.num_tokens = 0
 
 
+class Drawn(NamedTuple):
+    """What one step drew: a token for each of `served`, with its log-probabilities when any row asked."""
+
+    served: list[Sequence]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+
+
 class Flight:
     """A plan whose result is awaited. `sampled` are the sequences of its tokens, `prefilled` those of its chunks."""
 
@@ -121,6 +133,30 @@ class Flight:
         self.plan = plan
         self.sampled = sampled
         self.prefilled = prefilled
+
+    def drawn(self, result: StepResult) -> Iterator[Drawn]:
+        """The tokens of each step, in order, of one step at least.
+
+        `served` is `sampled` itself wherever all of them took the step, and empty where all had ended before.
+        """
+        counts, token_ids, logprobs = result.counts, result.token_ids, result.logprobs
+        if counts is None:
+            assert len(token_ids) == len(self.sampled), (len(token_ids), len(self.sampled))
+            yield Drawn(self.sampled, token_ids, logprobs)
+            return
+        assert len(counts) == len(self.sampled) and sum(counts) == len(token_ids), (counts, len(token_ids))
+        begin = 0
+        for step in range(max(1, *counts)):
+            served = self.sampled
+            if min(counts) <= step:
+                served = [seq for seq, count in zip(self.sampled, counts, strict=True) if count > step]
+            end = begin + len(served)
+            yield Drawn(served, token_ids[begin:end], None if logprobs is None else logprobs[begin:end])
+            begin = end
+        for seq, count, steps in zip(self.sampled, counts, self.plan.steps_of_rows, strict=True):
+            assert count == steps or seq.state is SequenceState.FINISHED, (
+                f"{seq} took {count} of {steps} steps and goes on"
+            )
 
     def read_prompts(self, result: StepResult) -> list[Sequence]:
         """Hands out what came back of prompts. Returns the live sequences that want no more than that, and have it."""

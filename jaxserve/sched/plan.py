@@ -12,6 +12,9 @@ Rules that an executor may rely on:
   * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
   * A row that draws under a mask draws a token of it. The mask holds for this step alone.
   * `decode_rows` read their input token from the device (`last_token[row]`), `chunks` carry theirs.
+  * A burst (`num_steps` above 1) is so many steps of its decode rows in one launch. Each row feeds what it drew last,
+    until it has taken its steps or what it would feed has ended it: a stop id, with more than `min_tokens` drawn. A row
+    whose end was drawn by an earlier plan takes none. It has no chunks and no masks, and its grants cover all steps.
 """
 
 import base64
@@ -50,6 +53,7 @@ class Limits:
       buckets: compiled shapes, ascending; a plan must fit one of them. Later limits of the same device may have more,
         never fewer, and the largest are there from the start: what fits these fits those, and what fits those fits
         these, perhaps with more padding.
+      max_burst: steps that one launch may hold; 1: the device has no bursts.
     """
 
     max_rows: int
@@ -57,6 +61,7 @@ class Limits:
     page_size: int
     max_model_len: int
     buckets: tuple[Bucket, ...]
+    max_burst: int = 1
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Limits":
         """The same, with another list of buckets, in any order."""
@@ -75,6 +80,14 @@ class Limits:
             if b.tokens >= num_tokens and b.rows >= num_rows and (decode_only or not b.decode_only)
         ]
         return min(fitting, key=lambda b: (b.tokens, b.rows, not b.decode_only), default=None)
+
+    def bucket_of(self, plan: "StepPlan") -> Bucket | None:
+        """The bucket that runs `plan`, or None. Bursts are compiled for the buckets of decode steps alone."""
+        if plan.num_steps == 1:
+            return self.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        if plan.num_steps > self.max_burst or not plan.decode_only:
+            return None
+        return min((b for b in self.buckets if b.decode_only and b.rows >= plan.num_rows), default=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +167,8 @@ class StepPlan:
 
     `decode_positions[i]` is the position of the token that `decode_rows[i]` feeds (= tokens already in its pages).
     `masks` are put in by the engine, one for each row that draws under `SamplingParams.structured`.
+    `num_steps` above 1 makes it a burst, in which `decode_rows[i]` takes `row_steps[i]` of the steps, 1 or more; all of
+    them where `row_steps` is empty.
     """
 
     step_id: int
@@ -165,11 +180,23 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     freed_rows: tuple[int, ...] = ()
     masks: tuple[RowMask, ...] = ()
+    num_steps: int = 1
+    row_steps: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step, padding left out."""
+        """Tokens of the step, padding left out; of a burst, those of its first step."""
         return len(self.decode_rows) + sum(len(c.token_ids) for c in self.chunks)
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens of all its steps, if no row ends before it has taken its own; `num_tokens` but for a burst."""
+        return self.num_tokens if self.num_steps == 1 else sum(self.steps_of_rows)
+
+    @property
+    def steps_of_rows(self) -> tuple[int, ...]:
+        """What each of `decode_rows` takes of the steps."""
+        return self.row_steps or (self.num_steps,) * len(self.decode_rows)
 
     @property
     def num_rows(self) -> int:
@@ -187,8 +214,13 @@ class StepPlan:
         return self.decode_rows + tuple(c.row for c in self.chunks if c.sample)
 
     def to_json(self) -> str:
-        """One line. `from_json(plan.to_json()) == plan`."""
-        return json.dumps(self, default=_fields_of, separators=(",", ":"))
+        """One line. `from_json(plan.to_json()) == plan`. What makes a burst is left out of all other plans."""
+        fields = _fields_of(self)
+        if not self.row_steps:
+            del fields["row_steps"]
+        if self.num_steps == 1:
+            del fields["num_steps"]
+        return json.dumps(fields, default=_fields_of, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> "StepPlan":
@@ -208,6 +240,8 @@ class StepPlan:
             copies=tuple(PageCopy(*c) for c in raw["copies"]),
             freed_rows=tuple(raw["freed_rows"]),
             masks=tuple(RowMask(*m) for m in raw["masks"]),
+            num_steps=raw.get("num_steps", 1),
+            row_steps=tuple(raw.get("row_steps", ())),
         )
 
 
@@ -234,13 +268,16 @@ class StepResult:
     """What came back from the device for one plan.
 
     Attributes:
-      token_ids: one per `StepPlan.sampled_rows`, in that order.
+      token_ids: one per `StepPlan.sampled_rows`, in that order. Of a burst: those of its first step, then those of its
+        second, and so on; in each the rows that took it, in that order.
       logprobs: the same length, entries None for rows that did not ask; None when no row asked.
       prompt_logprobs: row -> one entry per token of its chunk whose successor lies in the prompt.
       hidden_sums: row -> sum of the final hidden states [D] of the tokens of its chunk, where the plan asks to pool.
+      counts: of a burst, how many steps each of `sampled_rows` took: fewer than planned if it ended; None otherwise.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     hidden_sums: dict[int, list[float]] | None = None
+    counts: list[int] | None = None

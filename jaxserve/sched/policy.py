@@ -75,6 +75,12 @@ class Policy(abc.ABC):
         """
         return None
 
+    def burst(self, decoding: Seq[Sequence], most: int) -> int:
+        """Steps of `decoding` alone that one launch may hold, 1 to `most`: so long nobody can be let in, or told of a
+        token. Asked where `burst` (see there) finds nobody who would have to wait for the end of it.
+        """
+        return most
+
     def victim_for_page(self, seq: Sequence, behind: Seq[Sequence]) -> Sequence | None:
         """`seq` runs and needs a page, and none is left: whose pages it gets. None makes it wait.
 
@@ -101,11 +107,13 @@ class Policy(abc.ABC):
         """`seq` left the queue and has a row; `seq.num_cached` of its tokens need not be computed."""
 
     def observe(self, decoding: Seq[Sequence], prefills: Seq[tuple[Sequence, int]]) -> None:  # noqa: B027
-        """Told once a step what was planned; `prefills` with their number of tokens."""
+        """Told once a plan what was planned; `prefills` with their number of tokens. A burst is one plan."""
 
     def on_served(self, plan: StepPlan, served: Seq[Sequence]) -> None:  # noqa: B027
         """The result of `plan` is here: one token for each of `served` that is not FINISHED by now.
 
+        Called once for each step of a burst that was taken, in order, each with those that took it; once with nobody
+        where none was.
         `served` is the same list in successive steps as long as the same rows decode, and is never changed in place.
         """
 

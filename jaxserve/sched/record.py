@@ -25,8 +25,16 @@ VERSION = 1
 
 
 def context_tokens(plan: StepPlan) -> int:
-    """Tokens whose keys and values the step reads: of each row, all up to its last token of this step."""
+    """Tokens whose keys and values the step reads: of each row, all up to its last token of this step.
+
+    Of a burst the sum over its steps, if no row ends early.
+    """
     decoded = sum(plan.decode_positions) + len(plan.decode_positions)
+    if plan.num_steps > 1:
+        decoded = sum(
+            steps * (position + 1) + steps * (steps - 1) // 2
+            for position, steps in zip(plan.decode_positions, plan.steps_of_rows, strict=True)
+        )
     return decoded + sum(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
 
 
@@ -36,7 +44,7 @@ class StepRecord:
 
     Attributes:
       bucket: the compiled shape; of the step as a whole where a pipeline runs it in parts.
-      token_ids: what was drawn, one per `plan.sampled_rows`.
+      token_ids: what was drawn, one per `plan.sampled_rows`; of a burst as in `StepResult`.
       start_s: when planning began, in seconds since the log began, on a monotonic clock.
       schedule_ms: planning, the masks of grammars included.
       pack_ms: packing, the transfer to the device and the launch: the runner's `dispatch`.
@@ -45,6 +53,7 @@ class StepRecord:
       wait_ms: the part of `device_ms` in which the host did nothing else.
       commit_ms: taking in the tokens: the scheduler, text, streams.
       missing: records lost just before this one.
+      counts: of a burst, what each row took of its steps; None otherwise.
     """
 
     plan: StepPlan
@@ -57,16 +66,17 @@ class StepRecord:
     wait_ms: float
     commit_ms: float
     missing: int = 0
+    counts: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, padding left out."""
-        return self.plan.num_tokens
+        """Tokens computed, padding left out; of a burst, as planned."""
+        return self.plan.num_fed
 
     @property
     def padded_tokens(self) -> int:
         """Slots of the compiled shape that held no token."""
-        return self.bucket.tokens - self.plan.num_tokens
+        return self.bucket.tokens * self.plan.num_steps - self.plan.num_fed
 
     @property
     def context_tokens(self) -> int:
@@ -84,11 +94,12 @@ class StepRecord:
         head = (
             f'{{"step_id":{plan.step_id},"start_s":{self.start_s:.6f},"schedule_ms":{self.schedule_ms:.4f},'
             f'"pack_ms":{self.pack_ms:.4f},"device_ms":{self.device_ms:.4f},"wait_ms":{self.wait_ms:.4f},'
-            f'"commit_ms":{self.commit_ms:.4f},"num_tokens":{plan.num_tokens},"padded_tokens":{self.padded_tokens},'
+            f'"commit_ms":{self.commit_ms:.4f},"num_tokens":{plan.num_fed},"padded_tokens":{self.padded_tokens},'
             f'"context_tokens":{self.context_tokens},"missing":{self.missing},'
         )
         bucket, drawn = (json.dumps(values, separators=(",", ":")) for values in (self.bucket, self.token_ids))
-        return f'{head}"bucket":{bucket},"token_ids":{drawn},"plan":{plan.to_json()}}}'
+        counts = "" if self.counts is None else f'"counts":{json.dumps(self.counts, separators=(",", ":"))},'
+        return f'{head}"bucket":{bucket},"token_ids":{drawn},{counts}"plan":{plan.to_json()}}}'
 
     @classmethod
     def from_json(cls, line: str) -> "StepRecord":
@@ -104,6 +115,7 @@ class StepRecord:
             bucket=Bucket(*raw["bucket"]),
             token_ids=tuple(raw["token_ids"]),
             missing=raw["missing"],
+            counts=tuple(raw["counts"]) if "counts" in raw else None,
             **{name: float(raw[name]) for name in _TIMES},
         )
         for name, found in (
@@ -114,8 +126,11 @@ class StepRecord:
         ):
             if raw[name] != found:
                 raise ValueError(f"{name} is {raw[name]}, but that of the plan is {found}")
-        if len(record.token_ids) != len(record.plan.sampled_rows):
-            raise ValueError(f"{len(record.token_ids)} tokens of {len(record.plan.sampled_rows)} rows")
+        rows, counts = record.plan.sampled_rows, record.counts
+        if (counts is not None) != (record.plan.num_steps > 1) or len(rows) != len(rows if counts is None else counts):
+            raise ValueError(f"counts {counts} of {record.plan.num_steps} steps of {len(rows)} rows")
+        if len(record.token_ids) != (len(rows) if counts is None else sum(counts)):
+            raise ValueError(f"{len(record.token_ids)} tokens of {len(rows)} rows")
         return record
 
 

@@ -44,6 +44,11 @@ class RunningSet:
         """Whether another sequence could enter."""
         return bool(self._free_rows)
 
+    @property
+    def has_stepwise(self) -> bool:
+        """Whether somebody decodes who must see each token before the next is drawn."""
+        return bool(self._stepwise)
+
     def enter(self, seq: Sequence) -> None:
         """Gives a row to a sequence, whose prompt is to be computed."""
         seq.row = self._free_rows.pop()

@@ -108,7 +108,7 @@ class SimulatedEngine:
         self._launched: _Launched | None = None  # by the last turn
         self._awaited: _Launched | None = None  # by the one before; its commit ends the last turn
         self._device_free_s = 0.0
-        self._buckets: dict[tuple[int, int, bool], Bucket] = {}
+        self._buckets: dict[tuple[int, int, bool, int], Bucket] = {}
 
     @property
     def num_live(self) -> int:
@@ -179,14 +179,17 @@ class SimulatedEngine:
 
     def _launch(self, plan: StepPlan, now_s: float) -> float:
         """Starts a step; returns when the host is through with that."""
-        num_tokens, num_rows = plan.num_tokens, plan.num_rows
-        shape = (num_tokens, num_rows, not plan.chunks)
+        num_tokens, num_rows, num_steps = plan.num_tokens, plan.num_rows, plan.num_steps
+        shape = (num_tokens, num_rows, not plan.chunks, num_steps)
         bucket = self._buckets.get(shape)
         if bucket is None:
-            bucket = self._limits.find_bucket(*shape)
-            assert bucket is not None, f"no bucket for {num_tokens} tokens of {num_rows} rows"
+            bucket = self._limits.bucket_of(plan)
+            assert bucket is not None, f"no bucket for {num_steps} steps of {num_tokens} tokens of {num_rows} rows"
             self._buckets[shape] = bucket
         host_s, device_s, commit_s = self._cost_model.step_seconds(plan, bucket)
+        result = self._source.execute(plan)
+        if result.counts is not None:
+            device_s *= max(result.counts) / num_steps  # a device stops as soon as all rows have ended
         if self.slowness != 1.0:
             host_s, device_s, commit_s = (self.slowness * seconds for seconds in (host_s, device_s, commit_s))
         assert host_s >= 0 and device_s >= 0 and commit_s >= 0, (host_s, device_s, commit_s)
@@ -195,11 +198,11 @@ class SimulatedEngine:
         launched_s = now_s + host_s
         device_start_s = max(launched_s, self._device_free_s)
         self._device_free_s = device_start_s + device_s
-        self._launched = _Launched(plan, self._source.execute(plan), self._device_free_s, commit_s)
+        self._launched = _Launched(plan, result, self._device_free_s, commit_s)
         self.num_steps += 1
         self.device_s += device_s
-        self.tokens += num_tokens
-        self.padded_tokens += bucket.tokens
+        self.tokens += plan.num_fed
+        self.padded_tokens += bucket.tokens * num_steps
         if self._keep_plans:
             self.plans.append(plan)
         if self._keep_steps:
@@ -220,7 +223,7 @@ class SimulatedEngine:
             commit_s=cost.commit_s,
             decode_rows=len(plan.decode_rows),
             chunks=len(plan.chunks),
-            tokens=plan.num_tokens,
+            tokens=plan.num_fed,
             bucket=bucket,
             held_pages=-1 if mechanism is None else mechanism.num_held_pages,
             waiting=-1 if mechanism is None else mechanism.num_waiting,

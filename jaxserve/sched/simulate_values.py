@@ -86,7 +86,10 @@ class CostModel(Protocol):
     """How long a step takes."""
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
-        """Called once for each plan, in order. `bucket` is the shape that it runs in."""
+        """Called once for each plan, in order. `bucket` is the shape that it runs in.
+
+        Of a burst `device_s` is that of all steps; where all rows end before, the simulation takes their share.
+        """
         ...
 
 
@@ -142,7 +145,7 @@ class SimulatedStep(NamedTuple):
       host_s, device_s, commit_s: see `StepCost`.
       device_start_s: later than start_s + host_s when the device was still at the step before.
       decode_rows, chunks: rows of either kind.
-      tokens: of the step, padding left out.
+      tokens: of the step, padding left out; of a burst, those of all its steps.
       held_pages: that sequences held when it was planned, and `waiting` sequences without a row; -1: the scheduler is
         one of somebody else's and does not say.
     """

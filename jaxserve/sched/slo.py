@@ -44,6 +44,7 @@ class SloPolicy(Policy):
         self._num_rows = 0
         self._planned: collections.deque[tuple[float, int]] = collections.deque()
         self._served_s = 0.0
+        self._last_step_id = -1
 
     def key(self, seq: Sequence, now_s: float) -> tuple[float, ...]:
         """The kind, and within it seconds: the latest moment to begin, or the arrival."""
@@ -99,8 +100,12 @@ class SloPolicy(Policy):
         self._planned.append((self.clock(), len(decoding) + sum(length for _, length in prefills)))
 
     def on_served(self, plan: StepPlan, served: Seq[Sequence]) -> None:
-        """Measures the step: from its plan, or from the end of the one before, to now."""
+        """Measures the step: from its plan, or from the end of the one before, to now; a burst as equal steps."""
+        if plan.step_id == self._last_step_id:
+            return  # a later step of a burst, which has been measured as a whole
+        self._last_step_id = plan.step_id
         now_s = self.clock()
         planned_s, num_tokens = self._planned.popleft()
-        self.step_times.add(num_tokens, now_s - max(planned_s, self._served_s))
+        if served or plan.num_steps == 1:  # a burst of rows that had all ended took no time
+            self.step_times.add(num_tokens, (now_s - max(planned_s, self._served_s)) / plan.num_steps)
         self._served_s = now_s

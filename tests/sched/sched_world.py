@@ -98,6 +98,8 @@ class World:
         self.aborted: set[tuple[str, int]] = set()
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.num_rejected = 0
+        self.num_in_bursts = 0  # tokens
+        self.num_cut = 0  # rows that ended before they had taken their steps of a burst
         self.num_added = 0
 
     def add(self, request: Request) -> None:
@@ -138,7 +140,11 @@ class World:
         if not self.flights:
             return
         plan, handle = self.flights.popleft()
-        for event in self.scheduler.commit(plan, handle.result()):
+        result = handle.result()
+        if result.counts is not None:
+            self.num_in_bursts += sum(result.counts)
+            self.num_cut += sum(a < b for a, b in zip(result.counts, plan.steps_of_rows, strict=True))
+        for event in self.scheduler.commit(plan, result):
             key = (event.request_id, event.index)
             assert key not in self.aborted, f"an event of an aborted sequence: {event}"
             self.outputs[key].take(event)

@@ -36,12 +36,13 @@ REQUESTS: tuple[Request, ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How often a path may make the moves that need no limit by nature."""
+    """How often a path may make the moves that need no limit by nature, and what the device can do."""
 
     num_requests: int = 3
     max_aborts: int = 1
     max_preempts: int = 1
     max_ticks: int = 1
+    max_burst: int = 1
 
 
 class SmallWorld:
@@ -50,11 +51,12 @@ class SmallWorld:
     def __init__(self, policy: str, rules: Rules, options: SchedulerOptions = OPTIONS) -> None:
         self.rules = rules
         self.clock = ManualClock()
-        made = create_scheduler(policy, LIMITS, options=options, clock=self.clock)
+        limits = dataclasses.replace(LIMITS, max_burst=rules.max_burst)
+        made = create_scheduler(policy, limits, options=options, clock=self.clock)
         assert isinstance(made, ContinuousScheduler)
         self.scheduler = made
         self.forced: dict[tuple[str, int], dict[int, int]] = {}
-        self.runner = FakeRunner(LIMITS, mode="context", forced=self.forced, keep_plans=False, vocab_size=50)
+        self.runner = FakeRunner(limits, mode="context", forced=self.forced, keep_plans=False, vocab_size=50)
         self.requests = REQUESTS[: rules.num_requests]
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.added: list[int] = []
@@ -99,7 +101,10 @@ class SmallWorld:
         return True
 
     def run(self, bits: int) -> bool:
-        """Plans a step; its i-th drawing row ends by the stop id if bit i is set. False: as in `move`."""
+        """Plans a step; its i-th drawing row ends by the stop id if bit i is set. False: as in `move`.
+
+        In a burst that is the first token that it draws.
+        """
         plan = self.scheduler.schedule()
         if plan is None:
             assert self.flights or not self.scheduler.has_work(), "deadlock: work is left and nothing can ever run"
@@ -111,6 +116,8 @@ class SmallWorld:
         for i, seq in enumerate(sampled):
             if bits >> i & 1:
                 num_drawn = seq.num_fed - seq.prompt_len  # the step in flight included
+                if plan.num_steps > 1:
+                    num_drawn -= plan.steps_of_rows[i] - 1
                 self.forced[seq.request_id, 0] = {num_drawn: STOP}
         self.flights.append((plan, self.runner.dispatch(plan)))
         return True
@@ -161,7 +168,13 @@ class SmallWorld:
             tuple(s.request_id for s in running.prefilling),
             tuple(s.request_id for s in running.decoding if s.state is SequenceState.RUNNING),
             tuple(running._free_rows), tuple(running._freed_rows),
-            tuple((p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows) for p, _ in self.flights),
+            tuple(
+                (
+                    p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows, p.steps_of_rows,
+                    tuple(h.result().counts or ()),
+                )
+                for p, h in self.flights
+            ),
             _policy_state(scheduler),
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """100,000 random operations against the naive model, and a Hypothesis machine that shrinks what fails."""
 
+import dataclasses
 import random
 
 from hypothesis import HealthCheck, settings
@@ -16,7 +17,7 @@ OPS_PER_WORLD = 400
 def run_world(seed: int) -> World:
     rng = random.Random(seed)
     world = World(
-        random_limits(rng),
+        dataclasses.replace(random_limits(rng), max_burst=rng.choice([1, 1, 4, 7])),
         policy=rng.choice([*POLICIES, Urgent]),
         chunked=rng.random() < 0.7,
         prefix_caching=rng.random() < 0.8,
@@ -40,19 +41,23 @@ def run_world(seed: int) -> World:
 
 
 def test_random_operations_agree_with_the_naive_model():
-    preempted = hits = ended = forks = 0
+    preempted = hits = ended = forks = in_bursts = cut = 0
     for seed in range(NUM_WORLDS):
         world = run_world(seed)
         preempted += world.scheduler.num_preemptions
         hits += world.scheduler.num_prefix_hit_tokens
         ended += world.num_added
         forks += world.runner.num_copies
+        in_bursts += world.num_in_bursts
+        cut += world.num_cut
     # The worlds must really have been through what they are for.
     assert NUM_WORLDS * OPS_PER_WORLD >= 100_000
     assert preempted > 500, preempted
     assert hits > 1000, hits
     assert forks > 300, forks
     assert ended > 5000, ended
+    assert in_bursts > 2000, in_bursts
+    assert cut > 100, cut
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -60,9 +65,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     world: World | None = None
 
-    @initialize(seed=st.integers(0, 2**32), policy=st.sampled_from([*POLICIES, Urgent]), chunked=st.booleans())
-    def start(self, seed: int, policy: str | type[Policy], chunked: bool) -> None:
-        self.world = World(random_limits(random.Random(seed)), policy=policy, chunked=chunked)
+    @initialize(
+        seed=st.integers(0, 2**32),
+        policy=st.sampled_from([*POLICIES, Urgent]),
+        chunked=st.booleans(),
+        max_burst=st.sampled_from([1, 4]),
+    )
+    def start(self, seed: int, policy: str | type[Policy], chunked: bool, max_burst: int) -> None:
+        limits = dataclasses.replace(random_limits(random.Random(seed)), max_burst=max_burst)
+        self.world = World(limits, policy=policy, chunked=chunked)
         self.number = 0
 
     @rule(seed=st.integers(0, 2**32))

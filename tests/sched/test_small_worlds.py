@@ -23,6 +23,18 @@ def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
     assert num_preempted > 20, "memory must run short by itself"
 
 
+@pytest.mark.parametrize("policy", [p if p == "fcfs" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
+def test_bursts_in_every_order_of_arrival_and_finish(policy: str) -> None:
+    num_worlds, num_moves, _ = explore(policy, Rules(max_aborts=0, max_preempts=0, max_ticks=0, max_burst=4))
+    assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
+
+
+@pytest.mark.parametrize("policy", [p if p == "fcfs" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
+def test_two_in_bursts_with_every_move(policy: str) -> None:
+    num_worlds, _, _ = explore(policy, Rules(num_requests=2, max_burst=4))
+    assert num_worlds > 400, num_worlds
+
+
 @pytest.mark.parametrize(
     "policy", [p if p == "preemptive" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES]
 )
