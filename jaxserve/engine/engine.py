@@ -314,7 +314,7 @@ class Engine:
             times = StepMarks(
                 step.begun_s, step.planned_s, step.launched_s, asked_s, stats.now_s, stats.previous_s, ended_s
             )
-            self._step_log.add(step.plan, result, times)
+            self._step_log.add(step.plan, result.token_ids, times, result.counts)
 
     def _close_log(self) -> None:
         if self._step_log is not None:

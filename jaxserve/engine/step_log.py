@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.sched.plan import Limits, StepPlan, StepResult
+from jaxserve.sched.plan import Limits, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,10 @@ class StepMarks(NamedTuple):
 
 class _Step(NamedTuple):
     plan: StepPlan
-    result: StepResult
+    token_ids: list[int]
     times: StepMarks
     missing: int
+    counts: list[int] | None
 
 
 class StepLogWriter:
@@ -89,11 +90,14 @@ class StepLogWriter:
         atexit.register(self.close)
         logger.info("steps are written to %s; it holds the prompts", self.path)
 
-    def add(self, plan: StepPlan, result: StepResult, times: StepMarks) -> None:
-        """Takes a step that was committed. Waits for a slow disk; for one that stands still, once."""
+    def add(self, plan: StepPlan, token_ids: list[int], times: StepMarks, counts: list[int] | None = None) -> None:
+        """Takes a step that was committed, with the `counts` of a burst.
+
+        Waits for a slow disk; for one that stands still, once.
+        """
         if self._closed:
             return
-        step = _Step(plan, result, times, self._missing)
+        step = _Step(plan, token_ids, times, self._missing, counts)
         try:
             if self._may_wait:
                 self._queue.put(step, timeout=self._patience_s)
@@ -148,7 +152,7 @@ class StepLogWriter:
             logger.error("%s has no end: %s", self.path, error)
 
     def _record(self, step: _Step) -> StepRecord:
-        plan, times, counts = step.plan, step.times, step.result.counts
+        plan, times, counts = step.plan, step.times, step.counts
         bucket = self._limits.bucket_of(plan)
         assert bucket is not None, f"step {plan.step_id} was run in no bucket"
         begun_on_device_s = times.launched_s
@@ -157,7 +161,7 @@ class StepLogWriter:
         return StepRecord(
             plan=plan,
             bucket=bucket,
-            token_ids=tuple(step.result.token_ids),
+            token_ids=tuple(step.token_ids),
             counts=None if counts is None else tuple(counts),
             start_s=times.begun_s - self._start_s,
             schedule_ms=1e3 * (times.planned_s - times.begun_s),
