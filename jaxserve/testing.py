@@ -256,6 +256,7 @@ class FakeRunner:
         assert all(1 <= own <= plan.num_steps for own in steps) and max(steps) == plan.num_steps, plan
         rows = [self._rows[number] for number in plan.decode_rows]
         for row, position, own in zip(rows, plan.decode_positions, steps, strict=True):
+            assert row.last_token is not None, f"{plan} decodes before it has sampled"
             assert position == row.length or (row.ended and position > row.length), (position, row.length)
             assert position + own <= len(row.page_ids) * self._limits.page_size, f"pages end within the burst: {plan}"
         tokens: list[int] = []
@@ -264,9 +265,7 @@ class FakeRunner:
         for step in range(plan.num_steps):
             going = [i for i, row in enumerate(rows) if step < steps[i] and not row.ended]
             for i in going:
-                last_token = rows[i].last_token
-                assert last_token is not None, f"row {plan.decode_rows[i]} decodes before it has sampled"
-                self._write(rows[i], last_token)
+                self._write(rows[i], rows[i].known[-1])
             for i in going:
                 tokens.append(self._sample(rows[i]))
                 logprobs.append(self._logprobs(rows[i]))

@@ -122,7 +122,7 @@ def main() -> None:
         ratio = statistics.median(mine[0] / other[0] for mine, other in zip(rounds, base, strict=True))
         table.add_row(str(streams), str(burst), *(f"{value:.2f}" for value in medians), f"{ratio:.2f}")
         results.append({"streams": streams, "burst": burst, "ratio": ratio, **dict(zip(FIGURES, medians, strict=True))})
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=120).print(table)
     if args.json:
         write_record(args.json, {"model": Path(args.model).name, "rows": results}, repeats=args.rounds)
 

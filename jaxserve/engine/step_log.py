@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.sched.plan import Limits, StepPlan, StepResult
+from jaxserve.sched.plan import Limits, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -50,9 +50,10 @@ class StepMarks(NamedTuple):
 class _Step(NamedTuple):
     plan: StepPlan
     limits: Limits
-    result: StepResult
+    token_ids: list[int]
     times: StepMarks
     missing: int
+    counts: list[int] | None
 
 
 class StepLogWriter:
@@ -90,14 +91,23 @@ class StepLogWriter:
         atexit.register(self.close)
         logger.info("steps are written to %s; it holds the prompts", self.path)
 
-    def add(self, plan: StepPlan, result: StepResult, times: StepMarks, limits: Limits | None = None) -> None:
-        """Takes a step that was committed. Waits for a slow disk; for one that stands still, once.
+    def add(
+        self,
+        plan: StepPlan,
+        token_ids: list[int],
+        times: StepMarks,
+        *,
+        counts: list[int] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Takes a step that was committed, with the `counts` of a burst.
 
-        `limits`: those of the device when it was launched; None: those of the header, which has all buckets.
+        Waits for a slow disk; for one that stands still, once. `limits`: those of the device when it was launched;
+        None: those of the header, which has all buckets.
         """
         if self._closed:
             return
-        step = _Step(plan, limits or self._limits, result, times, self._missing)
+        step = _Step(plan, limits or self._limits, token_ids, times, self._missing, counts)
         try:
             if self._may_wait:
                 self._queue.put(step, timeout=self._patience_s)
@@ -152,7 +162,7 @@ class StepLogWriter:
             logger.error("%s has no end: %s", self.path, error)
 
     def _record(self, step: _Step) -> StepRecord:
-        plan, times, counts = step.plan, step.times, step.result.counts
+        plan, times, counts = step.plan, step.times, step.counts
         bucket = step.limits.bucket_of(plan)
         assert bucket is not None, f"step {plan.step_id} was run in no bucket"
         begun_on_device_s = times.launched_s
@@ -161,7 +171,7 @@ class StepLogWriter:
         return StepRecord(
             plan=plan,
             bucket=bucket,
-            token_ids=tuple(step.result.token_ids),
+            token_ids=tuple(step.token_ids),
             counts=None if counts is None else tuple(counts),
             start_s=times.begun_s - self._start_s,
             schedule_ms=1e3 * (times.planned_s - times.begun_s),

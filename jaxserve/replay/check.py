@@ -35,9 +35,9 @@ def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
     if plan.num_steps < 1 or len(plan.steps_of_rows) != len(plan.decode_rows) or (plan.masks and plan.num_steps > 1):
         raise StepLogError(f"step {plan.step_id} is no burst of {plan.num_steps} steps; the log is damaged")
     if limits.bucket_of(plan) is None:
+        times = "" if plan.num_steps == 1 else f", {plan.num_steps} times"
         raise StepLogError(
-            f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows in {plan.num_steps} steps: no "
-            "step holds that"
+            f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows{times}: no step holds that"
         )
     _check(plan, "number of steps", plan.row_steps, 1, plan.num_steps)
     last = [position + steps - 1 for position, steps in zip(plan.decode_positions, plan.steps_of_rows, strict=True)]

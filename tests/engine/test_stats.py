@@ -105,6 +105,22 @@ def test_definitions_by_hand() -> None:
     assert totals.histograms["queue"].total == 2.0
 
 
+def test_tokens_of_a_burst_come_together() -> None:
+    parts = Parts([1.0, 0.25, 0.5], max_burst=4)
+    parts.submit("ab", max_tokens=8)
+    parts.engine.run_until_idle()
+    steps = parts.stats.steps()
+    assert [(s.decode_rows, s.num_steps, s.slots, s.new_tokens, s.itl_s) for s in steps] == [
+        (0, 1, 8, 1, 0.0),
+        (1, 4, 1, 4, 0.25),
+        (1, 3, 1, 3, 0.5),
+    ]
+    totals = parts.stats.totals()
+    assert (totals.steps, totals.computed_tokens, totals.slots, totals.new_tokens) == (3, 3 + 7, 8 + 7, 8)
+    itl = totals.histograms["itl"]
+    assert (itl.total, sum(itl.counts), itl.counts[0]) == (0.75, 7, 5)
+
+
 def test_a_row_that_sits_out_a_step_has_the_longer_gap() -> None:
     """Without chunks, a long prompt makes the decoding rows wait: their next gap is two steps long."""
     parts = Parts([1.0], token_buckets=(8,), max_rows=4)

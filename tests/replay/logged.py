@@ -13,9 +13,9 @@ from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 VOCAB = 259
 
 
-def small_limits() -> Limits:
+def small_limits(max_burst: int = 1) -> Limits:
     """So few pages that rows are taken away."""
-    return make_limits(max_rows=4, num_pages=14, max_model_len=48)
+    return make_limits(max_rows=4, num_pages=14, max_model_len=48, max_burst=max_burst)
 
 
 def fresh_runner(limits: Limits | None = None) -> FakeRunner:
@@ -23,10 +23,10 @@ def fresh_runner(limits: Limits | None = None) -> FakeRunner:
     return FakeRunner(limits or small_limits(), vocab_size=VOCAB, mode="context")
 
 
-def write_log(path: Path, seed: int) -> Engine:
+def write_log(path: Path, seed: int, max_burst: int = 1) -> Engine:
     """Preemptions, prefix hits, copies, masks, aborts and embeddings. Returns the engine, stopped."""
     rng, clock = random.Random(seed), ManualClock()
-    runner = fresh_runner()
+    runner = fresh_runner(small_limits(max_burst))
     options = SchedulerOptions(watermark=0.0, growth=0.0)
     header = LogHeader(limits=runner.limits, model="fake", policy="preemptive", vocab_size=VOCAB)
     engine = Engine(

@@ -67,6 +67,17 @@ def test_a_line_is_one_line_and_loses_nothing() -> None:
     assert StepRecord.from_json(line) == record
 
 
+def test_a_burst_says_what_its_rows_took() -> None:
+    plan = StepPlan(step_id=3, decode_rows=(0, 4), decode_positions=(7, 2), num_steps=3, row_steps=(3, 2))
+    record = _record(plan=plan, bucket=Bucket(4, 4, True), token_ids=(3, 4, 5), counts=(1, 2))
+    assert (record.num_tokens, record.padded_tokens) == (5, 7)
+    assert record.context_tokens == (8 + 9 + 10) + (3 + 4)
+    assert StepRecord.from_json(record.to_json()) == record
+    for wrong in (None, (1, 1), (3,)):
+        with pytest.raises(ValueError, match="3 tokens|counts"):
+            StepRecord.from_json(dataclasses.replace(record, counts=wrong).to_json())
+
+
 def test_times_are_kept_to_a_tenth_of_a_microsecond() -> None:
     rng = random.Random(1)
     times = {name: rng.uniform(0, 100) for name in ("start_s", "schedule_ms", "device_ms", "commit_ms")}
