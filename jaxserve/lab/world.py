@@ -72,6 +72,7 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
         page_size=sizes.page_size,
         max_model_len=sizes.max_model_len,
         buckets=sizes.buckets,
+        max_mixed_tokens=sizes.max_mixed_tokens,
     )
     name = config.model.name or Path(config.model.path).name
     return World(

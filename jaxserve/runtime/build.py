@@ -30,6 +30,7 @@ from jaxserve.runtime.executables import (
     Sizes,
     bucket_layouts,
     device_bytes,
+    flat_weights,
     make_jobs,
     make_state,
     state_shardings,
@@ -114,6 +115,9 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             f"sched.max_step_tokens is {max_step_tokens}, less than sched.max_rows {max_rows}: a step must hold one "
             "token of every row; raise the one or lower the other"
         )
+    max_mixed_tokens = config.sched.max_mixed_tokens
+    if max_mixed_tokens is None:
+        max_mixed_tokens = defaults.max_mixed_tokens
     return Sizes(
         backend=backend,
         page_size=config.cache.page_size or dispatch.default_page_size(backend),
@@ -123,6 +127,7 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             max_rows, max_step_tokens, config.runtime.token_buckets, config.runtime.row_buckets, defaults.growth
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
+        max_mixed_tokens=max_mixed_tokens or None,
     )
 
 
@@ -168,12 +173,13 @@ def build_runner(
             page_size=sizes.page_size,
             max_model_len=sizes.max_model_len,
             buckets=sizes.buckets,
+            max_mixed_tokens=sizes.max_mixed_tokens,
         ),
         layouts=dict(bucket_layouts(sizes)),
         stages=[
             Stage(
                 executables=_executables(part, sizes),
-                weights=model.state,
+                weights=flat_weights(model.state),
                 state=_initial_state(stage, attention, sizes, memory.num_pages),
                 sharding=replicated(stage.mesh),
             )

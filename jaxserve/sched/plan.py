@@ -47,6 +47,8 @@ class Limits:
       page_size: tokens a page holds.
       max_model_len: tokens a sequence may have, prompt and output.
       buckets: compiled shapes, ascending; a plan must fit one of them.
+      max_mixed_tokens: tokens of a step in which prompts stand beside rows that decode, so that it takes those not
+        much longer than one without; None: no limit. A scheduler may know better; every plan that fits a bucket runs.
     """
 
     max_rows: int
@@ -54,6 +56,7 @@ class Limits:
     page_size: int
     max_model_len: int
     buckets: tuple[Bucket, ...]
+    max_mixed_tokens: int | None = None
 
     @property
     def max_step_tokens(self) -> int:
