@@ -152,42 +152,48 @@ def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
+def measure_intrusion(runner: Runner, rng: np.random.Generator, args: argparse.Namespace, console: Console) -> dict:
+    """One entry for each limit."""
+    default = runner.limits.max_mixed_tokens
+    found: dict[str, object] = {"default_max_mixed_tokens": default}
+    table = Table(title=f"inter-token latency of {STREAMS} streams beside a prompt of {LONG_PROMPT} tokens")
+    for heading in ("mixed step", "alone p50", "p99", "beside p50", "p99", "ratio of p99", "TTFT of the prompt"):
+        table.add_column(heading, justify="right")
+    for limit in dict.fromkeys([default, None, *(limit or None for limit in args.limits or ())]):
+        one = medians([intrude(Limited(runner, limit), rng) for _ in range(args.repeats)])
+        found[str(limit or "no limit")] = one
+        times = [f"{one[n]:.1f} ms" for n in ("alone_p50_ms", "alone_p99_ms", "beside_p50_ms", "beside_p99_ms")]
+        table.add_row(str(limit), *times, f"{one['ratio_p99']:.2f}", f"{one['newcomer_ttft_s']:.2f} s")
+        console.print(limit, one)
+    console.print(table)
+    return found
+
+
+def measure_prefix(runner: Runner, rng: np.random.Generator, args: argparse.Namespace, console: Console) -> dict:
+    """With the cache on and off, one after the other."""
+    pairs = [(share(runner, rng, True), share(runner, rng, False)) for _ in range(args.repeats)]
+    on, off = (medians(runs) for runs in zip(*pairs, strict=True))
+    ratio = statistics.median(b["mean_s"] / a["mean_s"] for a, b in pairs)
+    console.print(
+        f"{REQUESTS} requests that share {SHARED} of {SHARED + OWN} tokens: mean TTFT {on['mean_s']:.2f} s with the "
+        f"prefix cache, {off['mean_s']:.2f} s without: {ratio:.1f} times"
+    )
+    return {"on": on, "off": off, "ratio_of_means": ratio}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limits", type=int, nargs="*", help="more limits on mixed steps to try; 0: none")
+    parser.add_argument("--only", choices=["intrusion", "prefix"])
     args = parser.parse_args()
     runner, rng, console = make_runner(), np.random.default_rng(0), Console(stderr=True)
-    default = runner.limits.max_mixed_tokens
-    limits = dict.fromkeys([default, None, *(limit or None for limit in args.limits or ())])
-    results: dict[str, object] = {"default_max_mixed_tokens": default}
-    table = Table(title=f"inter-token latency of {STREAMS} streams beside a prompt of {LONG_PROMPT} tokens")
-    for heading in (
-        "tokens of a mixed step",
-        "alone p50",
-        "p99",
-        "beside p50",
-        "p99",
-        "ratio of p99",
-        "TTFT of the prompt",
-    ):
-        table.add_column(heading, justify="right")
-    for limit in limits:
-        limited = Limited(runner, limit)
-        found = medians([intrude(limited, rng) for _ in range(args.repeats)])
-        results[f"intrusion, mixed steps of {limit or 'any number of'} tokens"] = found
-        times = [f"{found[n]:.1f} ms" for n in ("alone_p50_ms", "alone_p99_ms", "beside_p50_ms", "beside_p99_ms")]
-        table.add_row(str(limit), *times, f"{found['ratio_p99']:.2f}", f"{found['newcomer_ttft_s']:.2f} s")
-    console.print(table)
-    pairs = [(share(runner, rng, True), share(runner, rng, False)) for _ in range(args.repeats)]
-    on, off = (medians(runs) for runs in zip(*pairs, strict=True))
-    ratio = statistics.median(b["mean_s"] / a["mean_s"] for a, b in pairs)
-    results["prefix"] = {"on": on, "off": off, "ratio_of_means": ratio}
-    console.print(
-        f"{REQUESTS} requests that share {SHARED} of {SHARED + OWN} tokens: mean TTFT {on['mean_s']:.2f} s with the "
-        f"prefix cache, {off['mean_s']:.2f} s without: {ratio:.1f} times"
-    )
+    results = {}
+    if args.only != "prefix":
+        results["intrusion"] = measure_intrusion(runner, rng, args, console)
+    if args.only != "intrusion":
+        results["prefix"] = measure_prefix(runner, rng, args, console)
     if args.json:
         write_record(args.json, results, repeats=args.repeats)
 

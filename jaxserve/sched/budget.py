@@ -42,15 +42,15 @@ class StepBudget:
             return 0
         return self._tokens_for_rows[num_rows + 1] - num_tokens
 
-    def beside(self, num_decode: int) -> int:
-        """Tokens of prompts that may stand beside `num_decode` rows that decode, 1 or more; see `max_mixed_tokens`."""
+    def beside(self, num_decode: int) -> int | None:
+        """Tokens of prompts, 1 or more, that may stand beside so many rows that decode; None: all that fit."""
         return self._beside[num_decode]
 
-    def _find_beside(self, num_decode: int) -> int:
+    def _find_beside(self, num_decode: int) -> int | None:
         limit = self._limits.max_mixed_tokens
         edges = [b.tokens for b in self._mixed if b.tokens > num_decode and b.rows > num_decode]
         if limit is None or num_decode == 0 or not edges:
-            return max(1, *edges) if edges else 1
+            return None
         # To the edge of a bucket: the padding behind would cost as much. The smallest one when even that is too long.
         return max((edge for edge in edges if edge <= limit), default=min(edges)) - num_decode
 
