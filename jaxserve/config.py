@@ -66,6 +66,15 @@ class ResolvedConfig:
     sources: Mapping[str, str]
 
 
+def for_batches(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The same for a door whose user waits for the last token of all: nobody watches the gaps between tokens."""
+    config = resolved.config
+    if config.sched.max_mixed_tokens is not None:
+        return resolved
+    sched = config.sched.model_copy(update={"max_mixed_tokens": 0})
+    return dataclasses.replace(resolved, config=config.model_copy(update={"sched": sched}))
+
+
 class FieldDoc(NamedTuple):
     """What is known of one field: `wanted` describes the values it takes, in words."""
 

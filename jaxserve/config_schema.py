@@ -69,6 +69,12 @@ class SchedConfig(Section):
     max_step_tokens: int | None = pydantic.Field(
         default=None, ge=1, description="Tokens of a step; default by backend."
     )
+    max_mixed_tokens: int | None = pydantic.Field(
+        default=None,
+        ge=0,
+        description="Tokens of a step in which prompts stand beside sequences that decode; fewer keep the pace even, "
+        "more finish prompts sooner. 0: no limit, the default of `LLM` and batches; else by backend.",
+    )
     chunked_prefill: bool = pydantic.Field(
         default=True, description="Cut prompts to fill steps; false: a prompt runs whole."
     )

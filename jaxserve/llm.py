@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from jaxserve.api import SamplingParams
+from jaxserve.assemble import SchedulerChoice
+from jaxserve.config import ResolvedConfig, for_batches
 from jaxserve.console import BatchBar
 from jaxserve.engine import Prompt, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
@@ -45,6 +47,9 @@ class LLM(FrontDoor):
 
     `LLM(model)` takes the names that vLLM has for its arguments, `LLM.from_config(file)` the settings of a config.
     """
+
+    def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
+        super()._start(for_batches(resolved), scheduler)
 
     def generate(
         self,

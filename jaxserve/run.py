@@ -20,7 +20,7 @@ from typing import IO, Annotated
 import typer
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import ResolvedConfig, load_config
+from jaxserve.config import ResolvedConfig, for_batches, load_config
 from jaxserve.config_schema import HostsConfig
 from jaxserve.console import BatchBar, StartBar, TextWriter, complain, set_up_logging
 from jaxserve.engine import AnyEngine
@@ -153,7 +153,7 @@ def _answer(
     options: BatchOptions,
     writer: TextWriter | JsonWriter,
 ) -> int:
-    with _built(resolved) as (engine, defaults):
+    with _built(for_batches(resolved)) as (engine, defaults):
         return _run_batch(engine, defaults, prompts, files, options, writer)
 
 

@@ -15,6 +15,10 @@ of the loop's thread in a turn, less the sleep: what `idle` would be on a device
 first tokens are then among the steps. Only steps of decode rows alone are counted, whatever comes between them.
 
 A second, slower pass times the parts of a turn one by one.
+
+`--model` runs a real model besides: 16 streams of the random Llama with 125 M parameters of `bench_engine.py`. What a
+device does is then not known exactly, so its idle time is bounded from above: where a step has ended before the next
+one is launched, all the time since the loop had the step before counts as idle.
 """
 
 import argparse
@@ -22,23 +26,30 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import itertools
+import json
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from bench_engine import MODEL
 from record import write_record
 from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import SamplingParams
+from jaxserve.assemble import build_device
+from jaxserve.config import load_config
 from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
 from jaxserve.engine.collector import Collector
 from jaxserve.models import resolve_model_path
 from jaxserve.runtime import pack as packing
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS
+from jaxserve.runtime.runner import DeviceInFlight, DeviceRunner
 from jaxserve.sched import Bucket, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.text.detokenizer import Detokenizer
@@ -117,10 +128,12 @@ class Case:
     clients: str
     churn: bool
     steps: int
+    read_us: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.rows} rows, {self.device_ms:g} ms, {self.clients}{', churn' if self.churn else ''}"
+        reading = f" {self.read_us:g} us" if self.read_us and self.clients == "streams" else ""
+        return f"{self.rows} rows, {self.device_ms:g} ms, {self.clients}{reading}{', churn' if self.churn else ''}"
 
 
 def make_limits(rows: int, max_len: int) -> Limits:
@@ -191,6 +204,9 @@ class Clients:
         while not self._stopping:
             async for update in streams.stream(self._request()):
                 self.num_read += len(update.text)
+                end_s = time.perf_counter() + self._case.read_us / 1e6
+                while self._case.read_us and time.perf_counter() < end_s:
+                    pass
             if not self._case.churn:
                 return
 
@@ -252,6 +268,88 @@ def run(case: Case, tokenizer: Tokenizer) -> dict[str, float]:
 def quantile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of them lie."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# ---- a real model ----------------------------------------------------------------------------------------------------
+
+
+class WatchedRunner:
+    """A real runner; notes for how long its device can have been idle at most. Mutated by the loop's thread."""
+
+    def __init__(self, runner: DeviceRunner) -> None:
+        self.limits = runner.limits
+        self.idle_s: list[float] = []
+        self.result_s = time.perf_counter()  # when the latest result was had: the step after it had not ended before
+        self._runner = runner
+        self._newest: _WatchedFlight | None = None
+
+    def dispatch(self, plan: StepPlan) -> "_WatchedFlight":
+        flight = self._runner.dispatch(plan)
+        now_s = time.perf_counter()
+        late = self._newest is not None and self._newest.is_ready()
+        self.idle_s.append(now_s - self.result_s if late else 0.0)
+        self._newest = _WatchedFlight(self, flight)
+        return self._newest
+
+
+class _WatchedFlight:
+    def __init__(self, watched: WatchedRunner, flight: DeviceInFlight) -> None:
+        self._watched, self._flight = watched, flight
+
+    def is_ready(self) -> bool:
+        return all(part._output.token_ids.is_ready() for part in self._flight._parts)  # pyright: ignore
+
+    def result(self) -> StepResult:
+        result = self._flight.result()
+        self._watched.result_s = time.perf_counter()
+        return result
+
+
+def run_model(rows: int, num_tokens: int, tokenizer: Tokenizer) -> dict[str, float]:
+    """Figures of a real model that decodes `rows` streams with text."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(MODEL))
+        overrides = {
+            "model.path": directory,
+            "model.random_weights": True,
+            "model.skip_tokenizer": True,
+            "model.dtype": "float32",
+            "cache.num_pages": 512,
+            "sched.max_rows": rows,
+            "runtime.row_buckets": [rows],
+            "runtime.token_buckets": [512],
+        }
+        runner = build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner
+    assert isinstance(runner, DeviceRunner)
+    watched = WatchedRunner(runner)
+    limits = runner.limits
+    engine = Engine(
+        runner=watched,
+        scheduler=create_scheduler("fcfs", limits),
+        tokenizer=tokenizer,
+        model=ModelInfo(
+            name="125m", vocab_size=MODEL["vocab_size"], max_model_len=limits.max_model_len, eos_token_ids=()
+        ),
+        collector=Collector(),
+    )
+    case = Case(rows=rows, device_ms=0.0, clients="streams", churn=False, steps=num_tokens)
+    clients = Clients(engine, case, tokenizer, num_tokens)
+    engine.start()
+    clients.start()
+    clients.join()
+    engine.stop()
+    # The last steps have fewer rows, the first ones are of prompts.
+    steps = [s for s in engine.stats[0].steps() if not s.chunks and s.decode_rows == rows][5:-1]
+    idle_s = watched.idle_s[-len(steps) - 1 : -1]
+    return {
+        "step_p50_ms": 1e3 * statistics.median(b.time_s - a.time_s for a, b in itertools.pairwise(steps)),
+        "schedule_p50_ms": 1e3 * statistics.median(s.schedule_s for s in steps),
+        "dispatch_p50_ms": 1e3 * statistics.median(s.dispatch_s for s in steps),
+        "commit_p50_ms": 1e3 * statistics.median(s.commit_s for s in steps),
+        "wait_p50_ms": 1e3 * statistics.median(s.wait_s for s in steps),
+        "idle_share_at_most": sum(idle_s) / (steps[-1].time_s - steps[0].time_s),
+        "late_steps": sum(idle > 0 for idle in idle_s) / len(idle_s),
+    }
 
 
 # ---- the parts of a turn ---------------------------------------------------------------------------------------------
@@ -321,18 +419,21 @@ def main() -> None:
     parser.add_argument("--device-ms", type=float, nargs="+", default=[2.0, 5.0, 10.0])
     parser.add_argument("--clients", nargs="+", default=["none", "streams"], choices=["none", "streams"])
     parser.add_argument("--churn", type=int, nargs="+", default=[0, 1], choices=[0, 1])
+    parser.add_argument("--read-us", type=float, nargs="+", default=[0.0], help="of Python that a stream's reader runs")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--model", action="store_true", help="run the 125 M model, too")
     parser.add_argument("--no-parts", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     tokenizer = load_tokenizer(resolve_model_path("demo"))
     cases = [
-        Case(rows=rows, device_ms=ms, clients=clients, churn=bool(churn), steps=args.steps)
+        Case(rows=rows, device_ms=ms, clients=clients, churn=bool(churn), steps=args.steps, read_us=read_us)
         for rows in args.rows
         for ms in args.device_ms
         for clients in args.clients
         for churn in args.churn
+        for read_us in (args.read_us if clients == "streams" else [0.0])
     ]
     console, results = Console(stderr=True, width=140), {}
     table = Table(title="milliseconds a decode step")
@@ -360,8 +461,14 @@ def main() -> None:
         for part in next(iter(parts.values())):
             table.add_row(part, *(f"{parts[rows][part]:.0f}" for rows in args.rows))
         console.print(table)
+    model = {}
+    if args.model:
+        model = run_model(16, 160, tokenizer)
+        console.print("125 M parameters, 16 streams:", {name: round(value, 4) for name, value in model.items()})
     if args.json:
-        write_record(args.json, {"cases": results, "parts_us": parts}, repeats=args.repeats)
+        write_record(
+            args.json, {"cases": results, "parts_us": parts, "model_125m_16_streams": model}, repeats=args.repeats
+        )
 
 
 if __name__ == "__main__":

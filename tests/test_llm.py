@@ -290,6 +290,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "path": str(tmp_path), "tokenizer": str(tmp_path / "t"), "skip_tokenizer": True, "name": "n",
         "dtype": config.cache.dtype, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
         "memory_fraction": 0.5, "prefix_caching": False, "policy": "fcfs", "max_rows": 4, "max_step_tokens": 16,
+        "max_mixed_tokens": 0,
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
         "watermark": 0.03, "growth": 0.5, "lengths": "learned", "input_weight": 1.0, "output_weight": 2.0,
         "ttft_target_s": 1.0, "tpot_target_s": 0.1,

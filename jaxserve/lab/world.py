@@ -73,6 +73,7 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
         max_model_len=sizes.max_model_len,
         buckets=sizes.buckets,
         max_burst=sizes.max_burst,
+        max_mixed_tokens=sizes.max_mixed_tokens,
     )
     name = config.model.name or Path(config.model.path).name
     return World(

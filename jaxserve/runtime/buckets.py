@@ -27,16 +27,18 @@ class BackendDefaults:
 
     max_rows: int
     max_step_tokens: int
+    max_mixed_tokens: int
     growth: int  # factor from one bucket to the next
 
 
 # CPU: beyond 32 rows a decode step is bound by arithmetic, so more rows only raise latency; a chunk of 512 tokens
 # keeps the step of a 100 M model near a quarter of a second. Accelerators: sizes that vLLM's
-# users know.
+# users know. A mixed step is to take the rows that decode about twice as long as one of theirs: that is twice the
+# tokens at which arithmetic costs as much as reading the weights, which are some 16 on a CPU and 200 to 300 on a chip.
 DEFAULTS = {
-    "cpu": BackendDefaults(max_rows=32, max_step_tokens=512, growth=4),
-    "gpu": BackendDefaults(max_rows=256, max_step_tokens=8192, growth=2),
-    "tpu": BackendDefaults(max_rows=256, max_step_tokens=2048, growth=2),
+    "cpu": BackendDefaults(max_rows=32, max_step_tokens=512, max_mixed_tokens=32, growth=4),
+    "gpu": BackendDefaults(max_rows=256, max_step_tokens=8192, max_mixed_tokens=512, growth=2),
+    "tpu": BackendDefaults(max_rows=256, max_step_tokens=2048, max_mixed_tokens=512, growth=2),
 }
 
 

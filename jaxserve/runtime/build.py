@@ -37,6 +37,7 @@ from jaxserve.runtime.executables import (
     burst_name,
     device_bytes,
     first_buckets,
+    flat_weights,
     make_jobs,
     make_state,
     state_job,
@@ -137,6 +138,9 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             f"sched.burst is {config.sched.burst} and parallel.pipeline is {config.parallel.pipeline}, but a burst runs"
             " on one stage: the token of each step starts the next one; set sched.burst to 1, or use parallel.tensor"
         )
+    max_mixed_tokens = config.sched.max_mixed_tokens
+    if max_mixed_tokens is None:
+        max_mixed_tokens = defaults.max_mixed_tokens
     return Sizes(
         backend=backend,
         page_size=config.cache.page_size or dispatch.default_page_size(backend),
@@ -147,6 +151,7 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
         max_burst=config.sched.burst,
+        max_mixed_tokens=max_mixed_tokens or None,
     )
 
 
@@ -198,13 +203,14 @@ def build_runner(
             max_model_len=sizes.max_model_len,
             buckets=tuple(sorted(now)),
             max_burst=sizes.max_burst,
+            max_mixed_tokens=sizes.max_mixed_tokens,
         ),
         layouts=dict(bucket_layouts(sizes)),
         burst_layouts=burst_layouts(sizes),
         stages=[
             Stage(
                 executables=_executables(part.compiled, now),
-                weights=model.state,
+                weights=flat_weights(model.state),
                 state=part.compiled["make_state"].call(),
                 sharding=replicated(model.mesh),
             )

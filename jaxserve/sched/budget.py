@@ -14,7 +14,7 @@ class StepBudget:
     for all rows and a token for each.
     """
 
-    __slots__ = ("_limits", "_mixed", "_tokens_for_rows")
+    __slots__ = ("_beside", "_limits", "_mixed", "_tokens_for_rows")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -29,6 +29,8 @@ class StepBudget:
                 f"are {', '.join(f'{b.tokens}x{b.rows}' for b in self._mixed) or 'all decode-only'}"
             )
 
+        self._beside = [self._find_beside(rows) for rows in range(limits.max_rows + 1)]
+
     @property
     def max_alone(self) -> int:
         """Tokens that one prompt can have in a step of its own."""
@@ -39,6 +41,18 @@ class StepBudget:
         if num_rows >= self._limits.max_rows:
             return 0
         return self._tokens_for_rows[num_rows + 1] - num_tokens
+
+    def beside(self, num_decode: int) -> int | None:
+        """Tokens of prompts, 1 or more, that may stand beside so many rows that decode; None: all that fit."""
+        return self._beside[num_decode]
+
+    def _find_beside(self, num_decode: int) -> int | None:
+        limit = self._limits.max_mixed_tokens
+        edges = [b.tokens for b in self._mixed if b.tokens > num_decode and b.rows > num_decode]
+        if limit is None or num_decode == 0 or not edges:
+            return None
+        # To the edge of a bucket: the padding behind would cost as much. The smallest one when even that is too long.
+        return max((edge for edge in edges if edge <= limit), default=min(edges)) - num_decode
 
     def trim(self, num_tokens: int, num_rows: int, last_chunk_len: int) -> int:
         """Tokens to cut off the last chunk of a mixed step so that it ends at the edge of a smaller bucket.

@@ -256,6 +256,9 @@ class ContinuousScheduler:
         if budget is not None:
             assert budget >= 1, f"{self.policy} allows {budget} tokens of prompts, so none would ever run"
             draft.prefill_left = budget
+        beside = self._budget.beside(len(self._running.decoding)) if self._chunked else None
+        if beside is not None:
+            draft.prefill_left = min(draft.prefill_left, beside)
         for seq in self._running.prefilling:
             if not draft.add_piece(seq, draft.fitting(len(seq.tokens) - seq.num_fed)):
                 return

@@ -54,6 +54,8 @@ class Limits:
         never fewer, and the largest are there from the start: what fits these fits those, and what fits those fits
         these, perhaps with more padding.
       max_burst: steps that one launch may hold; 1: the device has no bursts.
+      max_mixed_tokens: tokens of a step in which prompts stand beside rows that decode, so that it takes those not
+        much longer than one without; None: no limit. A scheduler may know better; every plan that fits a bucket runs.
     """
 
     max_rows: int
@@ -62,6 +64,7 @@ class Limits:
     max_model_len: int
     buckets: tuple[Bucket, ...]
     max_burst: int = 1
+    max_mixed_tokens: int | None = None
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Limits":
         """The same, with another list of buckets, in any order."""
