@@ -20,12 +20,16 @@ from jaxserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One executable to build: `fn` with abstract `args`; `donate` are the argument numbers it consumes."""
+    """One executable to build: `fn` with abstract `args`; `donate` are the argument numbers it consumes.
+
+    `options`: XLA flags of this executable (`xla_flags`).
+    """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...]
+    options: Mapping[str, bool | str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,8 @@ def compile_all(
 def _compile(job: Job, mesh: jax.sharding.Mesh | None) -> Compiled:
     start = time.perf_counter()
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        call = jax.jit(job.fn, donate_argnums=job.donate).lower(*job.args).compile()
+        lowered = jax.jit(job.fn, donate_argnums=job.donate).lower(*job.args)
+        call = lowered.compile(compiler_options={**job.options})
     memory = call.memory_analysis()
     return Compiled(
         name=job.name,
