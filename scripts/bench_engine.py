@@ -215,7 +215,7 @@ def main() -> None:
             "runtime.row_buckets": [1, 16],
             "runtime.token_buckets": [64, 512],
         }
-        timer = WaitTimer(build_device(load_config(None, overrides).config, lambda done, total, name: None).runner)
+        timer = WaitTimer(build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner)
     engine = Engine(
         runner=timer,
         scheduler=create_scheduler("fcfs", timer.limits),

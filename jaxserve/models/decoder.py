@@ -83,7 +83,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, config.windows[i], dtype, shards) for i in chosen])
         self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype) if self.is_last else None
         self.lm_head = (
-            param(jnp.zeros((config.hidden_size, config.vocab_size), dtype), ("embed", "vocab"))
+            param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"))
             if self.is_last and not config.tied_embeddings
             else None
         )
@@ -148,7 +148,7 @@ class Decoder(nnx.Module):
             weight = self.lm_head[...]
         else:
             assert self.embedding is not None, "logits are the last stage's"
-            weight = self.embedding[...].T
+            weight = self.embedding[...]
         logits = soft_cap(matmul(hidden, weight), self.config.logit_soft_cap)
         size = logits.shape[1]
         if size * self.shards.count == self.num_tokens:

@@ -100,13 +100,12 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 def fused_parts(config: DecoderConfig) -> dict[str, Part]:
-    """Slices of the fused kernels of `layers.py`, by the name a rule uses; biases lack the leading embed axis."""
+    """Slices of the fused kernels of `layers.py` and of their biases, by the name a rule uses."""
     group = config.group_size
-    parts = {}
-    for suffix, axis in (("", 2), ("_bias", 1)):
-        parts[f"q{suffix}"] = Part(axis=axis, start=0, stop=group)
-        parts[f"k{suffix}"] = Part(axis=axis, start=group, stop=group + 1)
-        parts[f"v{suffix}"] = Part(axis=axis, start=group + 1, stop=group + 2)
-        parts[f"gate{suffix}"] = Part(axis=axis - 1, start=0, stop=1)
-        parts[f"up{suffix}"] = Part(axis=axis - 1, start=1, stop=2)
-    return parts
+    return {
+        "q": Part(axis=1, start=0, stop=group),
+        "k": Part(axis=1, start=group, stop=group + 1),
+        "v": Part(axis=1, start=group + 1, stop=group + 2),
+        "gate": Part(axis=0, start=0, stop=1),
+        "up": Part(axis=0, start=1, stop=2),
+    }

@@ -3,20 +3,14 @@
 Owns parameter layouts, their logical axes, and the arithmetic on them. Refuses to know a family, a checkpoint or a
 cache layout: attention itself is the body it is handed.
 
-Weight layouts were chosen by measurement: 12 layers of D 768, F 2048, N 12, K 4, H 64 in float32 on 2 EPYC cores,
-XLA:CPU of jax 0.10.2, best of 4 turns of one run on a machine that was not quiet, gigabytes of weights per second:
-
-    layout                                     1 row     16 rows
-    [in, out], q k v and gate up apart          26.3        13.3
-    [in, out], qkv and gate-up fused            30.7        12.9
-    [out, in], apart                            30.6         9.4
-    [out, in], fused                            33.4         9.3
-
-and up to 206 GFLOP/s at 512 rows. [in, out] was 1.4 times as fast at 16 rows in a second run too; fused or apart is
-within noise, and fused has half the dots. Fused parts are grouped by key/value head, and gate and up share the column
-index, so that cutting the named axis over devices gives each device whole heads and matching halves.
+Why kernels are [out, in], as checkpoints store them: a CPU then multiplies a few rows fastest (see `matmul`), loading
+copies without a transposition, and accelerators do not mind. Fused parts are grouped by key/value head, and gate and
+up share the column index, so that cutting the named axis over devices gives each device whole heads and matching
+halves.
 """
 
+import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -29,6 +23,11 @@ from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.rope import RopeTable, rotate
 from jaxserve.models.sharding import WHOLE, Axes, Shards, param
 
+# Rows of a step up to which a CPU takes the weights as the left operand: YNNPACK then streams over them once, where it
+# reads a right operand of few rows in narrow column blocks. 1.4 times as fast at 16 rows, 1.1 at 64, slower at 512
+# (docs/performance.md). A single row is a matrix-vector product, which XLA emits itself.
+_MAX_COLUMNS = 64
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -38,17 +37,31 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def matmul(x: Float[Array, "T ..."], weight: Float[Array, "..."], num_contracted: int = 1) -> Float[Array, "T ..."]:
-    """x [T, *in] times weight [*in, *out], accumulated and returned in float32.
+    """x [T, *in] times weight [*out, *in], accumulated and returned in float32.
 
     float32 operands ask for the highest precision, since the default of TPUs and GPUs would round them to bfloat16 or
     tf32, and "float32" must mean the same everywhere. bfloat16 operands are exact products already; asking for a
     float32 result is what makes XLA:CPU 6 times faster there (132 to 859 tokens/s at 16 rows).
     """
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    contracted = (tuple(range(1, 1 + num_contracted)), tuple(range(num_contracted)))
-    return jax.lax.dot_general(
-        x, weight, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    dot = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    num_out = weight.ndim - num_contracted
+    out_shape = (x.shape[0], *weight.shape[:num_out])
+
+    def on_accelerators(x: Array, weight: Array) -> Array:
+        contracted = (tuple(range(1, x.ndim)), tuple(range(num_out, weight.ndim)))
+        return dot(x, weight, (contracted, ((), ())))
+
+    def on_cpus(x: Array, weight: Array) -> Array:
+        # Two axes each: XLA:CPU would copy a weight of more into another order.
+        x, weight = x.reshape(x.shape[0], -1), weight.reshape(math.prod(out_shape[1:]), -1)
+        if 1 < x.shape[0] <= _MAX_COLUMNS:
+            # Without the barriers XLA would turn the two transpositions into the product below again.
+            columns = jax.lax.optimization_barrier(x.T)
+            return jax.lax.optimization_barrier(dot(weight, columns, (((1,), (0,)), ((), ())))).T.reshape(out_shape)
+        return dot(x, weight, (((1,), (1,)), ((), ()))).reshape(out_shape)
+
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpus, default=on_accelerators)
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
@@ -100,8 +113,8 @@ class Projection(nnx.Module):
     ) -> None:
         self.shards = shards
         self.num_contracted = len(in_shape)
-        self.kernel = param(jnp.zeros((*in_shape, *out_shape), dtype), axes)
-        self.bias = param(jnp.zeros(out_shape, dtype), axes[len(in_shape) :]) if bias else None
+        self.kernel = param(jnp.zeros((*out_shape, *in_shape), dtype), axes)
+        self.bias = param(jnp.zeros(out_shape, dtype), axes[: len(out_shape)]) if bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         out = matmul(x, self.kernel[...], self.num_contracted)
@@ -115,7 +128,7 @@ class Projection(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions over the paged cache of one layer.
 
-    `qkv.kernel` is [D, K, G + 2, H]: for each key/value head its G query heads, then its key, then its value.
+    `qkv.kernel` is [K, G + 2, H, D]: for each key/value head its G query heads, then its key, then its value.
     """
 
     def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike, shards: Shards) -> None:
@@ -124,12 +137,12 @@ class Attention(nnx.Module):
         self.qkv = Projection(
             (config.hidden_size,),
             (kv_heads, config.group_size + 2, head_dim),
-            ("embed", "kv_heads", "group", "head_dim"),
+            ("kv_heads", "group", "head_dim", "embed"),
             config.qkv_bias,
             dtype,
         )
         self.out = Projection(
-            (heads, head_dim), (config.hidden_size,), ("heads", "head_dim", "embed"), config.out_bias, dtype, shards
+            (heads, head_dim), (config.hidden_size,), ("embed", "heads", "head_dim"), config.out_bias, dtype, shards
         )
         self.q_norm = RmsNorm(head_dim, "head_dim", config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RmsNorm(head_dim, "head_dim", config.norm_eps, dtype) if config.qk_norm else None
@@ -158,15 +171,15 @@ class Attention(nnx.Module):
 
 
 class GatedMlp(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020). `gate_up.kernel` is [D, 2, F]: gate, then up."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020). `gate_up.kernel` is [2, F, D]: gate, then up."""
 
     def __init__(self, config: DecoderConfig, dtype: DTypeLike, shards: Shards) -> None:
         self.activation = config.activation
         self.gate_up = Projection(
-            (config.hidden_size,), (2, config.ffn_size), ("embed", "gate_up", "mlp"), config.mlp_bias, dtype
+            (config.hidden_size,), (2, config.ffn_size), ("gate_up", "mlp", "embed"), config.mlp_bias, dtype
         )
         self.down = Projection(
-            (config.ffn_size,), (config.hidden_size,), ("mlp", "embed"), config.mlp_bias, dtype, shards
+            (config.ffn_size,), (config.hidden_size,), ("embed", "mlp"), config.mlp_bias, dtype, shards
         )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:

@@ -24,13 +24,15 @@ from jaxserve.runtime.store import ExecutableStore, Stored
 class Job:
     """One executable to build: `fn` with abstract `args`; `donate` are the argument numbers it consumes.
 
-    `out_shardings` as for `jax.jit`; None leaves them to the compiler.
+    `options`: XLA flags of this executable (`xla_flags`). `out_shardings` as for `jax.jit`; None leaves them to the
+    compiler.
     """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...]
+    options: Mapping[str, bool | str]
     out_shardings: Any = None
 
 
@@ -134,7 +136,7 @@ class Compiler:
                 lowered = _Lowered(jitted.lower(*job.args), 0.0)
         assert lowered.program is not None, job.name
         with self._context():
-            call = lowered.program.compile()
+            call = lowered.program.compile(compiler_options={**job.options})
         memory = call.memory_analysis()
         built = Stored(
             call=call,

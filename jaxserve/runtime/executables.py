@@ -34,6 +34,7 @@ from jaxserve.runtime.step import (
     make_write_masks,
     write_tables,
 )
+from jaxserve.runtime.xla_flags import compiler_options
 from jaxserve.sched.plan import Bucket
 
 
@@ -127,6 +128,7 @@ def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num
         fn=functools.partial(make_state, stage, attention, sizes, num_pages),
         args=(),
         donate=(),
+        options={},
         out_shardings=state_shardings(stage, attention, sizes),
     )
 
@@ -193,6 +195,7 @@ def state_shardings(stage: AbstractStage, attention: PagedAttention, sizes: Size
 def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num_pages: int) -> list[Job]:
     """Everything to compile, the largest step first: it takes longest, and a pool should not end on it."""
     everywhere, shards = replicated(stage.mesh), stage.partition.shards
+    options = compiler_options(sizes.backend, stage.mesh.size)
     specs, whole = state_specs(stage, attention, sizes), PartitionSpec()
     state = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -217,6 +220,7 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
             fn=on_mesh(_from_flat(fn, stage.state), stage.mesh, (weight_specs, specs, whole, whole), (whole, specs)),
             args=(stage.weights, state, array(np.int32, layout.size), carried(layout.bucket)),
             donate=(1,),
+            options=options,
         )
 
     steps = [
@@ -242,6 +246,7 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
             fn=on_mesh(fn, stage.mesh, (specs, *(whole for _ in args)), specs),
             args=(state, *args),
             donate=(0,),
+            options=options,
         )
         for name, (fn, args) in changes.items()
     ]

@@ -1,0 +1,73 @@
+"""The one table of XLA flags: what executables are compiled with, on which backend, why, and who says so.
+
+Owns the table. Refuses the environment: `XLA_FLAGS` is the user's, holds for the whole process, and is left alone;
+these options travel with each executable, so that two models in one process do not disturb each other and the
+compilation cache tells them apart. A flag stands here when it was measured to help, or when the makers of the backend
+recommend it for what a step does; docs/performance.md lists those that were measured and did not.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class XlaFlag:
+    """One row.
+
+    Attributes:
+      backend: 'cpu', 'gpu' or 'tpu'.
+      name, value: as XLA spells them, without the dashes.
+      sharded_only: it changes how devices talk to each other, so a single one does without.
+      why: what it does for a step.
+      source: who recommends it.
+    """
+
+    backend: str
+    name: str
+    value: bool | str
+    sharded_only: bool
+    why: str
+    source: str
+
+
+_JAX_FLAGS = "https://docs.jax.dev/en/latest/xla_flags.html"
+
+XLA_FLAGS = (
+    XlaFlag(
+        backend="gpu",
+        name="xla_gpu_enable_latency_hiding_scheduler",
+        value=True,
+        sharded_only=True,
+        why="the two sums of a layer travel while the GPU computes",
+        source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
+    ),
+    XlaFlag(
+        backend="tpu",
+        name="xla_tpu_enable_async_collective_fusion",
+        value=True,
+        sharded_only=True,
+        why="a collective and the matmul beside it become one fusion",
+        source=_JAX_FLAGS,
+    ),
+    XlaFlag(
+        backend="tpu",
+        name="xla_tpu_enable_async_collective_fusion_multiple_steps",
+        value=True,
+        sharded_only=True,
+        why="a long collective spans several fusions",
+        source=_JAX_FLAGS,
+    ),
+    XlaFlag(
+        backend="tpu",
+        name="xla_tpu_overlap_compute_collective_tc",
+        value=True,
+        sharded_only=True,
+        why="compute and communication overlap on one core",
+        source=_JAX_FLAGS,
+    ),
+)
+
+
+def compiler_options(backend: str, num_devices: int) -> dict[str, bool | str]:
+    """What to compile an executable with that runs on `num_devices` devices of `backend` together."""
+    rows = [flag for flag in XLA_FLAGS if flag.backend == backend]
+    return {flag.name: flag.value for flag in rows if num_devices > 1 or not flag.sharded_only}
