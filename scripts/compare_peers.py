@@ -1,0 +1,219 @@
+"""jaxserve beside other engines: the same weights, the same requests, rounds taken in turns, one machine.
+
+    python scripts/compare_peers.py --envs DIR --json benchmarks/peers_cpu.json --plot benchmarks/peers_cpu.png
+    python scripts/compare_peers.py --envs DIR --dtype best --json benchmarks/peers_cpu_best.json
+    python scripts/compare_peers.py --envs DIR --device gpu --shape llama3-8b --json benchmarks/peers_gpu_llama3-8b.json
+
+`scripts/peers/setup_peers.sh DIR` makes the other engines' environments. Each engine loads the model in a process of
+its own; of all these only the one whose turn it is runs. A round runs every engine once, on the same requests. Greedy,
+lengths forced, from token ids to token ids. Values are medians over the rounds; ratios are medians over the rounds of
+jaxserve to the other in the same round, more than 1 where jaxserve is the better one.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peers.checkpoint import MODELS, ensure_checkpoint
+from peers.compare import OURS, Comparison, Plan
+from peers.process import SCRIPTS, PeerError, PeerProcess
+from peers.report import agreement_table, plot_rows, ratio_table
+from peers.values import Settings
+from peers.workloads import TINY, WORKLOADS, Sizes, describe
+from record import write_record
+
+from jaxserve.workloads.tables import make_console, make_title
+
+_MIN_AGREEMENT = (
+    0.98  # of choices in float32; llama.cpp's flash attention rounds, and random weights leave logits close
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """An engine by name.
+
+    Attributes:
+      env: folder of its environment.
+      best: the fastest precision in which it works, by device.
+      dtype: the only one, for an entry that is there for this precision.
+    """
+
+    module: str
+    env: str
+    best: dict[str, str]
+    dtype: str | None = None
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_BFLOAT16 = {"cpu": "bfloat16", "gpu": "bfloat16"}
+KINDS = {
+    OURS: Kind(module="jaxserve", env="jaxserve", best={"cpu": "float32", "gpu": "bfloat16"}),
+    "hf": Kind(module="hf", env="hf", best=_BFLOAT16),
+    "hf-compile": Kind(module="hf", env="hf", best={"gpu": "bfloat16"}, overrides={"compile": True}),
+    "hf-cb": Kind(module="hf_continuous", env="hf", best=_BFLOAT16),
+    "hf-cb-compile": Kind(module="hf_continuous", env="hf", best={"gpu": "bfloat16"}, overrides={"compile": 1}),
+    "llamacpp": Kind(module="llamacpp", env="llamacpp", best={"cpu": "bfloat16"}),
+    "llamacpp-q8": Kind(module="llamacpp", env="llamacpp", best={"cpu": "q8_0"}, dtype="q8_0"),
+    "vllm": Kind(module="vllm", env="vllm", best=_BFLOAT16),
+    "vllm-eager": Kind(module="vllm", env="vllm", best=_BFLOAT16, overrides={"eager": True}),
+}
+DEFAULT_ENGINES = {
+    ("cpu", "float32"): "jaxserve,hf,hf-cb,llamacpp,vllm",
+    ("cpu", "best"): "jaxserve,hf,hf-cb,llamacpp,llamacpp-q8,vllm",
+    ("gpu", "float32"): "jaxserve,hf-cb,hf-compile",
+    ("gpu", "best"): "jaxserve,hf-cb,hf-cb-compile,hf-compile",
+}
+SHAPES = {"llama3-8b": "llama3.1-8b", "qwen3-0.6b": "qwen3-0.6b"}
+
+
+def parse_args(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="jaxserve beside other engines, in turns on one machine")
+    parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
+    parser.add_argument("--python", action="append", default=[], metavar="ENV=PATH", help="another interpreter")
+    parser.add_argument("--engines", help=f"comma-separated: {', '.join(KINDS)}")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated; default: all")
+    parser.add_argument("--dtype", choices=("float32", "best"), help="default: float32 on a CPU, best on a GPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--model", choices=tuple(MODELS), default="cpu-125m", help="random weights of a CPU run")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-0.6b", help="random weights of a GPU run")
+    parser.add_argument("--requests", type=int, default=64, help="of the loads with many")
+    parser.add_argument("--load", type=float, default=0.7, help="poisson: share of jaxserve's requests/s in mixed")
+    parser.add_argument("--rate", type=float, help="poisson: requests/s, in place of --load")
+    parser.add_argument("--max-noise", type=float, default=0.1, help="do a run again if others used more of the cores")
+    parser.add_argument("--kv-gib", type=float, default=2.0, help="for keys and values, of each engine on a CPU")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of jaxserve's config")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a start, and for a run")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args(arguments)
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "best")
+    args.engines = (args.engines or DEFAULT_ENGINES[args.device, args.dtype]).split(",")
+    args.workloads = args.workloads.split(",")
+    for name, known in (("engines", KINDS), ("workloads", WORKLOADS)):
+        if unknown := [value for value in getattr(args, name) if value not in known]:
+            parser.error(f"--{name}: no {unknown[0]!r}; there are {', '.join(known)}")
+    if "poisson" in args.workloads and args.rate is None and not {"mixed", OURS} <= {*args.workloads, *args.engines}:
+        parser.error("--workloads: poisson needs the load of jaxserve in mixed, or --rate")
+    return args
+
+
+def dtype_of(kind: Kind, args: argparse.Namespace) -> str:
+    return kind.dtype or ("float32" if args.dtype == "float32" else kind.best[args.device])
+
+
+def start_engine(name: str, args: argparse.Namespace, model: Path, sizes: Sizes) -> PeerProcess:
+    """Loads an engine in its environment. Raises PeerError."""
+    kind = KINDS[name]
+    if args.device not in kind.best:
+        raise PeerError(f"{name} is not for --device {args.device}; there: {', '.join(kind.best)}")
+    chosen = dict(pair.split("=", 1) for pair in args.python)
+    here = sys.executable if kind.env == OURS else str(args.envs / kind.env / "bin/python")
+    python, dtype = chosen.get(kind.env, here), dtype_of(kind, args)
+    if kind.module == "llamacpp":
+        ensure_gguf(model, {"float32": "f32", "bfloat16": "bf16"}.get(dtype, dtype), python)
+    ours = {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in args.set)}
+    settings = Settings(
+        model=str(model),
+        random_weights=args.device == "gpu",
+        dtype=dtype,
+        device=args.device,
+        threads=args.threads,
+        max_len=-(-sizes.max_len // 128) * 128,
+        max_requests=sizes.max_requests,
+        kv_bytes=int(args.kv_gib * 2**30),
+        memory_share=0.85 / len(args.engines),
+        overrides=kind.overrides | (ours if name == OURS else {}),
+    )
+    env = {} if args.device == "gpu" else {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    log = args.envs / "logs" / f"{name}.log"
+    return PeerProcess(name, kind.module, python, settings, log, args.timeout, env)
+
+
+def ensure_gguf(model: Path, precision: str, python: str) -> None:
+    out = model.with_suffix(f".{precision}.gguf")
+    if not out.exists():
+        command = [python, "-m", "peers.gguf_file", str(model), str(out), precision]
+        try:
+            subprocess.run(command, check=True, cwd=SCRIPTS)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise PeerError(f"llamacpp: cannot make {out.name}: {error}") from error
+
+
+def write(comparison: Comparison, args: argparse.Namespace, titles: dict[str, str], what: str) -> None:
+    """All that is known so far, as a file and a picture, where they are asked for."""
+    if args.json:
+        settings = {"rounds": args.rounds, "dtype": args.dtype, "set": args.set, "load": args.load, "what": what}
+        write_record(args.json, comparison.as_json(), engines=comparison.abouts, settings=settings, workloads=titles)
+    if args.plot:
+        plot_rows(comparison.rows(), args.engines, titles, what, args.plot)
+
+
+def show(comparison: Comparison, args: argparse.Namespace, titles: dict[str, str], what: str) -> None:
+    console = make_console()
+    console.width = max(console.width, 50 + 20 * len(args.engines))
+    console.print(make_title(what), ratio_table(comparison.rows(), OURS, args.engines, titles))
+    for workload, notes in comparison.notes.items():
+        console.print(f"{workload}: " + "; ".join(f"{name}: {note}" for name, note in notes.items()))
+    if any(found.choices for found in comparison.agreements.values()):
+        console.print(agreement_table(comparison.agreements, comparison.reference))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_args(arguments)
+    sizes = dataclasses.replace(TINY if args.model == "tiny" else Sizes(), **_requests(args))
+    if args.device == "cpu":
+        model, what = ensure_checkpoint(args.model, args.envs / "models"), args.model
+    else:
+        model, what = SCRIPTS.parent / "configs/shapes" / SHAPES[args.shape], args.shape
+    what = f"{what}, {args.device}, {args.dtype}"
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    titles = {name: describe(name, sizes) for name in args.workloads}
+    plan = Plan(
+        rounds=args.rounds,
+        sizes=sizes,
+        vocab=vocab,
+        load=args.load,
+        rate=args.rate,
+        max_noise=args.max_noise,
+        compare_tokens=args.device == "cpu",
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            comparison = Comparison(plan, say=lambda line: print(line, file=sys.stderr, flush=True))
+            for name in args.engines:
+                print(f"loading {name}", file=sys.stderr, flush=True)
+                peer = start_engine(name, args, model, sizes)
+                stack.callback(peer.close)
+                comparison.add(name, peer)
+            for name in args.workloads:
+                comparison.measure(name)
+                write(comparison, args, titles, what)
+            show(comparison, args, titles, what)
+        except PeerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    far = [name for name, found in comparison.agreements.items() if found.choices and found.share_same < _MIN_AGREEMENT]
+    if args.dtype == "float32" and far:
+        print(f"error: in float32 {', '.join(far)} chose other tokens than {comparison.reference}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _requests(args: argparse.Namespace) -> dict[str, int]:
+    return {} if args.model == "tiny" and args.device == "cpu" else {"requests": args.requests}
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that processes are ended first
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The comparison itself: one workload after the other, in rounds, and in each round every engine once.
+
+Owns the order, the repetition of disturbed runs and what has been found. Refuses processes and tables.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from peers.figures import OUTPUT, Agreement, Row, make_rows, measure
+from peers.values import Answer, Ask
+from peers.workloads import Sizes, make_asks, make_touch, make_warm_up
+
+OURS = "jaxserve"
+_STATIC = ("hf", "hf-compile")  # cannot take requests that come later
+_MAX_TRIES = 3
+
+
+class Peer(Protocol):
+    """A loaded engine: see `process.PeerProcess`."""
+
+    about: dict[str, Any]
+
+    def run(self, asks: list[Ask], before: list[Ask]) -> tuple[list[Answer], float | None]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+      load: poisson's rate as a share of the requests a second that jaxserve did of "mixed".
+      rate: the rate itself, in its place.
+      max_noise: share of the cores that others may have used during a run.
+      compare_tokens: all engines have the same weights.
+    """
+
+    rounds: int
+    sizes: Sizes
+    vocab: int
+    load: float
+    rate: float | None
+    max_noise: float
+    compare_tokens: bool
+
+
+class Comparison:
+    """What has been found so far. Mutated by `add` and `measure` alone."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self._plan, self._say = plan, say
+        self._peers: dict[str, Peer] = {}
+        self._runs: dict[str, dict[str, list[dict[str, float]]]] = {}
+        self._noise: dict[str, dict[str, list[float | None]]] = {}
+        self.notes: dict[str, dict[str, str]] = {}
+        self.agreements: dict[str, Agreement] = {}
+        self.abouts: dict[str, dict[str, Any]] = {}
+
+    @property
+    def reference(self) -> str:
+        """The engine whose tokens the others' are compared with."""
+        return "hf" if "hf" in self._peers else OURS
+
+    def add(self, name: str, peer: Peer) -> None:
+        self._peers[name] = peer
+        self.abouts[name] = peer.about
+        if self._plan.compare_tokens and name != self.reference:
+            self.agreements[name] = Agreement()
+        if name == self.reference:
+            self.agreements.pop(name, None)
+
+    def measure(self, workload: str) -> None:
+        """All rounds of one workload."""
+        rate = self._rate() if workload == "poisson" else None
+        engines = self._able(workload, rate)
+        self._runs[workload] = {name: [] for name in engines}
+        self._noise[workload] = {name: [] for name in engines}
+        for name in engines:
+            warm_up = make_warm_up(make_asks(workload, 0, self._plan.vocab, self._plan.sizes, rate))
+            self._peers[name].run(warm_up, [])
+        for number in range(1, self._plan.rounds + 1):
+            asks = make_asks(workload, number, self._plan.vocab, self._plan.sizes, rate)
+            found = {name: self._run(workload, number, name, asks) for name in engines}
+            self._compare(found)
+
+    def _run(self, workload: str, number: int, name: str, asks: list[Ask]) -> list[Answer]:
+        """The quietest of at most three tries, the first one that is quiet enough."""
+        best: tuple[float, list[Answer], float | None] | None = None
+        for _ in range(_MAX_TRIES):
+            answers, noise = self._peers[name].run(asks, make_touch(self._plan.vocab))
+            if best is None or (noise or 0.0) < best[0]:
+                best = (noise or 0.0, answers, noise)
+            if best[0] <= self._plan.max_noise:
+                break
+        assert best is not None, "there is a first try"
+        _, answers, noise = best
+        figures = measure(workload, asks, answers)
+        self._runs[workload][name].append(figures)
+        self._noise[workload][name].append(noise)
+        values = ", ".join(f"{figure} {value:.1f}" for figure, value in figures.items())
+        others = "" if noise is None else f" (others used {noise:.0%} of the cores)"
+        self._say(f"{workload}, round {number}, {name}: {values}{others}")
+        return answers
+
+    def _compare(self, found: dict[str, list[Answer]]) -> None:
+        if self.reference not in found:
+            return
+        for name, answers in found.items():
+            if name in self.agreements:
+                for answer, other in zip(answers, found[self.reference], strict=True):
+                    self.agreements[name].add(answer.tokens, other.tokens)
+
+    def _rate(self) -> float:
+        if self._plan.rate is not None:
+            return self._plan.rate
+        return self._plan.load * self._capacity(OURS)
+
+    def _capacity(self, name: str) -> float:
+        """Requests a second in "mixed"; infinite if that was not run."""
+        if name not in self._runs.get("mixed", {}):
+            return float("inf")
+        medians = {row.figure: row.medians for row in make_rows("mixed", self._runs["mixed"], OURS)}
+        asks = make_asks("mixed", 1, self._plan.vocab, self._plan.sizes)
+        return medians[OUTPUT][name] / (sum(ask.num_tokens for ask in asks) / len(asks))
+
+    def _able(self, workload: str, rate: float | None) -> list[str]:
+        """Of "poisson", engines that take requests while they run, and can do as many a second."""
+        if rate is None:
+            return list(self._peers)
+        notes = {name: "n/a: static batches" for name in self._peers if name in _STATIC}
+        for name in self._peers:
+            if name not in notes and self._capacity(name) < rate:
+                notes[name] = f"over its capacity: {self._capacity(name):.2f} of {rate:.2f} requests/s"
+        self.notes[workload] = {"rate": f"{rate:.3f} requests/s", **notes}
+        self._say(f"{workload}: {self.notes[workload]}")
+        return [name for name in self._peers if name not in notes]
+
+    def rows(self) -> list[Row]:
+        return [row for workload, runs in self._runs.items() for row in make_rows(workload, runs, OURS)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Every value of every round, with medians, ratios, what others used meanwhile, and how tokens agree."""
+        workloads: dict[str, Any] = {}
+        for row in self.rows():
+            found = workloads.setdefault(row.workload, {"others_share": self._noise[row.workload], "figures": {}})
+            found["figures"][row.figure.name] = {
+                "medians": row.medians,
+                "ratios": row.ratios,
+                "rounds": row.rounds,
+            }
+        for workload, notes in self.notes.items():
+            workloads[workload]["notes"] = notes
+        agreements = {
+            name: dataclasses.asdict(found) | {"share_equal": found.share_equal, "share_same": found.share_same}
+            for name, found in self.agreements.items()
+        }
+        return {"workloads": workloads, "tokens": {"reference": self.reference, "engines": agreements}}

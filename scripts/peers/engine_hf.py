@@ -1,0 +1,105 @@
+"""HF transformers' `generate`: static batches with padding on the left, PyTorch's own attention.
+
+Owns loading for both of transformers' modes, and the cutting into batches. Refuses requests that come later: a static
+batch has no place for them. On a GPU "compile" among the overrides turns on the static cache, with which `generate`
+compiles the decode step itself.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StoppingCriteria
+
+from peers.values import Answer, Ask, Settings
+
+_MAX_BATCH = 64
+
+
+def load_model(settings: Settings) -> Any:
+    """The model on its device, in evaluation mode, with the attention of PyTorch."""
+    torch.set_num_threads(settings.threads)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
+    device = "cuda" if settings.device == "gpu" else "cpu"
+    if not settings.random_weights:
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa").to(device)
+    else:
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(Path(settings.model))
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)  # without an end: lengths are forced
+    return model.eval().requires_grad_(False)
+
+
+def make_about(settings: Settings, more: dict[str, Any]) -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if settings.device == "gpu" else "cpu"
+    return {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "settings": {"dtype": settings.dtype, "attention": "sdpa", "threads": torch.get_num_threads(), **more},
+        "device": device,
+    }
+
+
+class _Times(StoppingCriteria):
+    """Never stops; notes when each step of a batch had its tokens."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self.times_s: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        input_ids[0, -1].item()  # on a GPU: until the token is there
+        self.times_s.append(time.perf_counter() - self._start_s)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class Engine:
+    """One model, one batch after the other."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._model = load_model(settings)
+        self._compile = bool(settings.overrides.get("compile"))
+        self.about = make_about(settings, {"max_batch": _MAX_BATCH, "compile": self._compile})
+
+    def run(self, asks: list[Ask]) -> list[Answer]:
+        """Longest outputs together, since a batch lasts as long as its longest."""
+        if any(ask.due_s for ask in asks):
+            raise ValueError("generate has no place for requests that come while a batch runs")
+        start_s = time.perf_counter()
+        order = sorted(range(len(asks)), key=lambda index: -asks[index].num_tokens)
+        answers: dict[int, Answer] = {}
+        for first in range(0, len(order), _MAX_BATCH):
+            chosen = order[first : first + _MAX_BATCH]
+            answers.update(zip(chosen, self._batch([asks[index] for index in chosen], start_s), strict=True))
+        return [answers[index] for index in range(len(asks))]
+
+    def _batch(self, asks: list[Ask], start_s: float) -> list[Answer]:
+        width = max(len(ask.prompt) for ask in asks)
+        ids = torch.zeros((len(asks), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, ask in enumerate(asks):
+            ids[row, width - len(ask.prompt) :] = torch.tensor(ask.prompt)
+            mask[row, width - len(ask.prompt) :] = 1
+        options = GenerationConfig(
+            max_new_tokens=max(ask.num_tokens for ask in asks),
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static" if self._compile else None,
+        )
+        times = _Times(start_s)
+        device = self._model.device
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=options,
+                stopping_criteria=[times],
+            )
+        tokens = out[:, width:].tolist()
+        return [
+            Answer(tokens=tuple(row[: ask.num_tokens]), times_s=tuple(times.times_s[: ask.num_tokens]))
+            for row, ask in zip(tokens, asks, strict=True)
+        ]
