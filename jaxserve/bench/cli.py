@@ -19,10 +19,10 @@ from jaxserve.bench.serve import bench_serve
 from jaxserve.bench.serve_options import BACKENDS, Endpoint, PromptOptions, ServeOptions, check_has_no_sessions
 from jaxserve.bench.show import show_offline, show_serve
 from jaxserve.bench.startup import StartupOptions, bench_startup
+from jaxserve.command_line import ConfigOption, SetOption
 from jaxserve.config import load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
-from jaxserve.run import ConfigOption, SetOption
 from jaxserve.serve.keys import read_keys
 from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.workloads.datasets import DatasetOptions, check_dataset

@@ -79,9 +79,7 @@ def sizes_from(header: LogHeader, config: Config) -> Config:
             "cache": _fill(config.cache, cache),
             "sched": sched,
             "model": _fill(config.model, {"max_len": limits.max_model_len}),
-            "runtime": _fill(
-                config.runtime.model_copy(update={"step_log": None, "background_buckets": False}), shapes
-            ),
+            "runtime": _fill(config.runtime.model_copy(update={"step_log": None, "background_buckets": False}), shapes),
         }
     )
 
