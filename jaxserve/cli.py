@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import typer
+import typer.core
 
 from jaxserve.command_line import run_app
 

@@ -134,6 +134,11 @@ class FrontDoor:
         """`served_model_name`, or the name of the model's directory."""
         return self._engine.model.name
 
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """What took how long at the start, as `bench startup` reports it."""
+        return self._assembly.seconds
+
     def get_tokenizer(self) -> Tokenizer | None:
         """None with `skip_tokenizer_init`."""
         return self._engine.tokenizer

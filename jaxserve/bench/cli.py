@@ -248,11 +248,11 @@ def startup_command(
 
 
 def _load(config: Path | None, overrides: list[str] | None) -> Any:
-    """The LLM of a config; loading JAX takes seconds."""
+    """The LLM of a config, with all its step shapes from the start; loading JAX takes seconds."""
     from jaxserve.llm import LLM
 
     set_up_logging(load_config(config, overrides or ()).config.runtime)
-    return LLM.from_config(config, overrides or ())
+    return LLM.from_config(config, [*(overrides or ()), "runtime.background_buckets=false"])
 
 
 def _finish(report: OfflineReport, json_: Path | None) -> int:

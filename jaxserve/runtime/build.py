@@ -8,6 +8,7 @@ Refuses to start an engine. Everything derived lives in the values made here; no
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,7 @@ class Built:
 
     Attributes:
       models: the stages with their weights.
+      seconds: what took how long; reading weights and making executables go on at once.
       later: buckets that the runner does not have yet, to be started by whoever runs it; None: it has them all.
     """
 
@@ -80,6 +82,7 @@ class Built:
     models: tuple[LoadedModel, ...]
     memory: MemoryPlan
     compile_report: tuple[str, ...]
+    seconds: Mapping[str, float]
     later: BackgroundBuckets | None
 
 
@@ -177,9 +180,11 @@ def build_runner(
         say(line)
     plan = _BuildPlan(config=config, sizes=sizes, attention=attention, memory=memory, hooks=hooks)
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
-        loading = [reader.submit(model.load) for model in models]
+        begin_s = time.perf_counter()
+        loading = reader.submit(_load_all, models)
         parts = _compile_stages(plan, stages, progress)
-        loaded = tuple(future.result() for future in loading)
+        seconds = {"executables": time.perf_counter() - begin_s}
+        loaded, seconds["weights"] = loading.result()
     report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
     runner = DeviceRunner(
@@ -205,7 +210,16 @@ def build_runner(
         on_buffer=hooks.on_buffer,
     )
     later = _build_later(runner, parts[0], memory) if parts[0].later else None
-    return Built(runner=runner, models=loaded, memory=memory, compile_report=tuple(report), later=later)
+    return Built(
+        runner=runner, models=loaded, memory=memory, compile_report=tuple(report), seconds=seconds, later=later
+    )
+
+
+def _load_all(models: Sequence[PlannedModel]) -> tuple[tuple[LoadedModel, ...], float]:
+    """With the seconds that it took."""
+    begin_s = time.perf_counter()
+    loaded = tuple(model.load() for model in models)
+    return loaded, time.perf_counter() - begin_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ SETTINGS = {
     "sched.max_step_tokens": 128,
     "runtime.token_buckets": [32, 128],
     "runtime.row_buckets": [4, 16],
+    "runtime.background_buckets": False,
     "runtime.compile_cache": None,
 }
 
