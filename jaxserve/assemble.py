@@ -83,13 +83,15 @@ MakeDevice = Callable[[Config, OnCompiled, int], Device]
 class Assembly:
     """An engine, and what front doors need beside it.
 
-    `seconds`: what took how long, by name; of several replicas, those of the first.
+    `seconds`: what took how long, by name; of several replicas, those of the first. `later`: the step shapes that are
+    built in the background.
     """
 
     engine: AnyEngine
     sampling_defaults: Mapping[str, object]
     config: Config
     seconds: Mapping[str, float]
+    later: Sequence[LaterBuckets]
 
 
 def assemble(
@@ -144,15 +146,21 @@ def assemble(
         )
         for number, device in enumerate(devices)
     ]
-    for device in devices:
-        if device.later is not None:
-            device.later.start()
+    later = [device.later for device in devices if device.later is not None]
+    for buckets in later:
+        buckets.start()
     compiles = CompileCounter()
     for stats in (stats for replica in replicas for stats in replica.stats):
         stats.watch_compiles(lambda: compiles.count)
     engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
     seconds = {"tokenizer": tokenized_s - begin_s, **devices[0].seconds, "assemble": time.perf_counter() - begin_s}
-    return Assembly(engine=engine, sampling_defaults=devices[0].sampling_defaults, config=config, seconds=seconds)
+    return Assembly(
+        engine=engine,
+        sampling_defaults=devices[0].sampling_defaults,
+        config=config,
+        seconds=seconds,
+        later=later,
+    )
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:

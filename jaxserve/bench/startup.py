@@ -117,6 +117,7 @@ def start_once(job: dict[str, Any]) -> int:
     parts = dict(llm.start_seconds)
     seconds |= {"config": seconds["build"] - parts.pop("assemble"), **parts}
     print(_MARK + json.dumps({"seconds": seconds, "end_s": end_s, "device": about_device()}), flush=True)
+    llm.wait_until_built()  # the next start shall find all of them
     return 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.cli import COMMANDS, load_command
 
-HEAVY = set("jax jaxlib numpy flax orbax pydantic yaml grpc fastapi aiohttp rich tokenizers".split())
+HEAVY = {"jax", "jaxlib", "numpy", "flax", "orbax", "pydantic", "yaml", "grpc", "fastapi", "aiohttp", "rich"}
 
 
 def _modules(code: str) -> set[str]:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,8 @@ class Compiler:
         self.threads.add(threading.current_thread().name)
         if job.name == self._bad:
             raise RuntimeError("no such instruction")
-        return Compiled(name=job.name, call=job.fn, seconds=0.5, stored=False, temporary_bytes=7, code_bytes=0)
+        call: Any = job.fn
+        return Compiled(name=job.name, call=call, seconds=0.5, stored=False, temporary_bytes=7, code_bytes=0)
 
 
 class Runner:
