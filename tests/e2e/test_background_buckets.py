@@ -26,7 +26,7 @@ ASKED = [
 
 
 def _build(**more) -> Engine:
-    engine = build(FIXTURES / "llama", **SHAPES, **more)
+    engine = build(FIXTURES / "llama", **{**SHAPES, **more})
     assert isinstance(engine, Engine)
     return engine
 
@@ -81,7 +81,7 @@ def test_a_warm_start_lowers_nothing_and_a_damaged_file_is_told(
     monkeypatch.setattr(Compiler, "_lower", note)
     assert _tokens(_build(**settings)) == expected
     assert lowered == []
-    _build(**settings, model__dtype="bfloat16")
+    _build(**settings, cache__num_pages=25)
     assert len(lowered) == 9, "another program must not find these files"
 
     damaged = next(f for f in files if f.name.startswith("decode-1x1"))
