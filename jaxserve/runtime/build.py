@@ -250,7 +250,7 @@ def _compile_stages(plan: _BuildPlan, stages: Sequence[AbstractStage], progress:
     ]
     waiting: dict[Bucket, Sequence[Job]] = {}
     asked = config.runtime.background_buckets
-    # Elsewhere compilers measure on the device, whose memory the pages have by then: nobody has shown yet that it works.
+    # Elsewhere compilers measure on the device, whose memory the pages have by then: not shown to work yet.
     if (sizes.backend == "cpu" if asked is None else asked) and len(stages) == 1 and not plan.hooks.one_of_many:
         waiting = {b: bucket_jobs(b, jobs[0]) for b in sizes.buckets if b not in first_buckets(sizes)}
     ahead = [job for bucket in waiting.values() for job in bucket]
