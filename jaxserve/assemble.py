@@ -6,6 +6,7 @@ Refuses to be clever: every part is built by its own package and handed to the n
 
 import dataclasses
 import logging
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -54,6 +55,8 @@ class Device:
       eos_token_ids: as the checkpoint says.
       sampling_defaults: options of `SamplingParams` that the checkpoint recommends.
       private_prompts_above: see `ModelInfo`.
+      seconds: what took how long of building it: `plan` for the checkpoint's header and all shapes, then `weights` and
+        `executables` at once.
       later: step shapes that the runner does not have yet; None: it has all.
       facts: what must be the same in all processes that run the model together, as texts.
     """
@@ -63,6 +66,7 @@ class Device:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, object]
     private_prompts_above: int | None = None
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     later: LaterBuckets | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -78,11 +82,17 @@ MakeDevice = Callable[[Config, OnCompiled, int], Device]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """An engine, and what front doors need beside it."""
+    """An engine, and what front doors need beside it.
+
+    `seconds`: what took how long, by name; of several replicas, those of the first. `later`: the step shapes that are
+    built in the background.
+    """
 
     engine: AnyEngine
     sampling_defaults: Mapping[str, object]
     config: Config
+    seconds: Mapping[str, float]
+    later: Sequence[LaterBuckets]
 
 
 def assemble(
@@ -97,6 +107,7 @@ def assemble(
     `scheduler` replaces `sched.policy`; an object cannot where `parallel.data` is more than 1, since each replica has
     its own. `make_device` replaces `build_device`. Raises ConfigError, CheckpointError or CapacityError.
     """
+    begin_s = time.perf_counter()
     config = resolved.config
     choice = config.sched.policy if scheduler is None else scheduler
     num_replicas = config.parallel.data
@@ -106,6 +117,7 @@ def assemble(
         check_step_log(config.runtime.step_log)
     router = build_router(config)
     tokenizer = build_tokenizer(config)
+    tokenized_s = time.perf_counter()
     make_device = build_device if make_device is None else make_device
     devices = [make_device(config, _over_all(on_compiled, k, num_replicas), k) for k in range(num_replicas)]
     model = describe_model(config, devices, tokenizer)
@@ -137,14 +149,21 @@ def assemble(
         )
         for number, device in enumerate(devices)
     ]
-    for device in devices:
-        if device.later is not None:
-            device.later.start()
+    later = [device.later for device in devices if device.later is not None]
+    for buckets in later:
+        buckets.start()
     compiles = CompileCounter()
     for stats in (stats for replica in replicas for stats in replica.stats):
         stats.watch_compiles(lambda: compiles.count)
     engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
-    return Assembly(engine=engine, sampling_defaults=devices[0].sampling_defaults, config=config)
+    seconds = {"tokenizer": tokenized_s - begin_s, **devices[0].seconds, "assemble": time.perf_counter() - begin_s}
+    return Assembly(
+        engine=engine,
+        sampling_defaults=devices[0].sampling_defaults,
+        config=config,
+        seconds=seconds,
+        later=later,
+    )
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:
@@ -227,9 +246,12 @@ def build_device(
     hooks: BuildHooks = BuildHooks(),  # noqa: B008 (frozen)
 ) -> Device:
     """Loads the weights and compiles the step, on the devices of this replica."""
+    begin_s = time.perf_counter()
+    planned = _plan_stages(config, replica)
+    planned_s = time.perf_counter()
     built = build_runner(
         config,
-        _plan_stages(config, replica),
+        planned,
         progress=lambda done, total, newest: on_compiled(done, total, newest.name),
         say=logger.info,
         hooks=hooks,
@@ -248,6 +270,7 @@ def build_device(
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         sampling_defaults=loaded.checkpoint.default_sampling,
         private_prompts_above=rope.original_max_position if rope.scaling is RopeScaling.DYNAMIC else None,
+        seconds={"plan": planned_s - begin_s, **built.seconds},
         later=built.later,
         facts={
             "device": jax.devices()[0].device_kind,

@@ -1,180 +1,87 @@
 """The console script `jaxserve`.
 
-Owns the names of its commands. Refuses behaviour: each command is a few lines around a function of the package.
+Owns the names of its commands, where each of them is, and a line about it. Refuses behaviour. A command is imported
+when it runs and not before, since `jaxserve --help` should not cost the imports of all of them.
 """
 
-import importlib.metadata
-import json
-import platform
+import importlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import typer
+import typer.core
 
-from jaxserve import __version__
-from jaxserve.bench.cli import app as bench_app
-from jaxserve.config import format_config, load_config
-from jaxserve.console import complain, set_up_logging
-from jaxserve.errors import ConfigError
-from jaxserve.lab.cli import simulate_command
-from jaxserve.run import ConfigOption, SetOption, run_app, run_command
-
-app = typer.Typer(add_completion=False, help="LLM inference on JAX.")
-app.command("run")(run_command)
-app.add_typer(bench_app, name="bench")
-app.command("simulate")(simulate_command)
+from jaxserve.command_line import run_app
 
 
-@app.command("config")
-def config_command(config: ConfigOption = None, set_: SetOption = None) -> None:
-    """Print the resolved config, each value with where it came from."""
-    print(format_config(load_config(config, set_ or ())), end="")
+class Command(NamedTuple):
+    """Where a command is: `module:name` of its function, or of a Typer application. `about` is its help's beginning."""
+
+    place: str
+    about: str
 
 
-@app.command("convert")
-def convert_command(
-    source: Annotated[Path, typer.Argument(help="Hugging Face style or Orbax directory.")],
-    target: Annotated[Path, typer.Argument(help="New directory, of the other kind.")],
-) -> None:
-    """Convert a checkpoint: Hugging Face to Orbax, or back."""
-    from jaxserve.models.orbax_io import convert  # JAX and Orbax take seconds to import
-
-    set_up_logging(load_config().config.runtime)
-    convert(source, target)
-    print(f"wrote {target}")
-
-
-@app.command("plan")
-def plan_command(
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    topology: Annotated[list[str] | None, typer.Option(help="v5e:2x4, v6e:1, h200:2, ... Repeatable.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Directory with a config.json; default: model.path.")] = None,
-    tensor: Annotated[str | None, typer.Option(help="Replaces parallel.tensor; auto: all devices.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="One table; --tensor is auto unless given.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    exact: Annotated[
-        bool | None, typer.Option("--exact/--extend", help="Compile all layers, or a few; default by compiler.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Compile nothing: sizes by arithmetic, in seconds.")] = False,
-    buckets: Annotated[
-        list[str] | None, typer.Option(help="Step to compile, 'decode 64x64', or 'all'; default: the largest two.")
-    ] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens a row in predictions.")] = None,
-) -> int:
-    """Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit."""
-    from jaxserve.planner.command import PlanOptions, plan_and_print  # JAX takes seconds to import
-
-    overrides = [*(set_ or ()), *([f"model.path={json.dumps(str(model))}"] if model is not None else ())]
-    resolved = load_config(config, overrides)
-    options = PlanOptions(
-        tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
-        buckets=tuple(buckets or ()),
-        context=context,
-        compile=not quick,
-        exact=exact,
-    )
-    return plan_and_print(resolved.config, topology or (), options, compare=compare, as_json=json_, say=complain)
+COMMANDS = {
+    "run": Command("jaxserve.run:run_command", "Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."),
+    "bench": Command("jaxserve.bench.cli:app", "Measure an endpoint, or a model in this process."),
+    "simulate": Command(
+        "jaxserve.lab.cli:simulate_command",
+        "Run scheduling policies on paper: a load, a device that need not be here, one table. Exit code 3: all failed.",
+    ),
+    "config": Command(
+        "jaxserve.commands:config_command", "Print the resolved config, each value with where it came from."
+    ),
+    "convert": Command("jaxserve.commands:convert_command", "Convert a checkpoint: Hugging Face to Orbax, or back."),
+    "plan": Command(
+        "jaxserve.commands:plan_command",
+        "Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit.",
+    ),
+    "route": Command(
+        "jaxserve.commands:route_command",
+        "One gRPC door for several servers: spread requests, and move them when a server dies.",
+    ),
+    "replay": Command(
+        "jaxserve.commands:replay_command",
+        "Run the steps of a log again and compare every token. Exit code 3: one differs, and which is the first.",
+    ),
+    "steps": Command("jaxserve.commands:steps_command", "Say where the time of a step log went, by kind of step."),
+    "health": Command(
+        "jaxserve.commands:health_command",
+        "Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer.",
+    ),
+    "top": Command("jaxserve.commands:top_command", "Watch a running server: rates, pages, latencies."),
+    "version": Command("jaxserve.commands:version_command", "Print the versions of jaxserve and of what it runs on."),
+}
 
 
-@app.command("route")
-def route_command(
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    to: Annotated[
-        list[str] | None, typer.Option(help="HOST:PORT of a server, or dns:///NAME:PORT. Repeatable.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    policy: Annotated[str | None, typer.Option(help="How to choose: prefix, least_load, power_of_two, …")] = None,
-) -> int:
-    """One gRPC door for several servers: spread requests, and move them when a server dies."""
-    from jaxserve.serve.route import route_forever  # gRPC: not needed elsewhere
+class LazyGroup(typer.core.TyperGroup):
+    """Lists commands by what is written here, and loads the one that runs."""
 
-    given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
-    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    resolved = load_config(config, [*(set_ or ()), *flags])
-    set_up_logging(resolved.config.runtime)
-    return route_forever(resolved.config)
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name in COMMANDS else found, rest
 
 
-@app.command("replay")
-def replay_command(
-    log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")],
-    config: ConfigOption = None,
-    set_: SetOption = None,
-) -> int:
-    """Run the steps of a log again and compare every token. Exit code 3: one differs, and which is the first."""
-    from jaxserve.replay.command import replay_and_print  # JAX takes seconds to import
-
-    resolved = load_config(config, set_ or ())
-    set_up_logging(resolved.config.runtime)
-    return replay_and_print(log, resolved)
-
-
-@app.command("steps")
-def steps_command(log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")]) -> None:
-    """Say where the time of a step log went, by kind of step."""
-    from jaxserve.replay.summary import summarize_and_print
-
-    summarize_and_print(log)
-
-
-@app.command("health")
-def health_command(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of a server or a router.")],
-    service: Annotated[str, typer.Option(help="Name of the health service; 'live': worth keeping.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
-    ca: Annotated[
-        Path | None, typer.Option(help="Asks over TLS: PEM file of authorities that may have signed its certificate.")
-    ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="PEM file to show a server that asks for one.")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
-    server_name: Annotated[
-        str | None, typer.Option(help="Name in the server's certificate, where it is not that of the address.")
-    ] = None,
-) -> int:
-    """Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer."""
-    from jaxserve.client import Client, Tls  # gRPC: not needed elsewhere
-
-    if ca is None and (certificate, key, server_name) != (None, None, None):
-        raise ConfigError("--certificate, --key and --server-name are for servers with TLS; add --ca FILE")
-    tls = Tls(ca=ca, certificate=certificate, key=key, server_name=server_name) if ca is not None else None
-    with Client(address, tls=tls) as client:
-        serving = client.is_serving(service, timeout_s=timeout)
-    print("SERVING" if serving else "NOT_SERVING")
-    return 0 if serving else 1
-
-
-@app.command("top")
-def top_command(
-    url: Annotated[str, typer.Argument(help="HOST:PORT of a server's HTTP door, or a whole URL.")] = "127.0.0.1:8000",
-    api_key_file: Annotated[Path | None, typer.Option(help="File with the key, where the server wants one.")] = None,
-    tls_ca: Annotated[str | None, typer.Option(help="PEM file of authorities for https.")] = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
-) -> int:
-    """Watch a running server: rates, pages, latencies."""
-    from jaxserve.serve.keys import read_keys
-    from jaxserve.top import show
-
-    key = read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None
-    return show(url, key, every_s=every, once=once, tls_ca=tls_ca)
-
-
-@app.command("version")
-def version_command() -> None:
-    """Print the versions of jaxserve and of what it runs on."""
-    print(f"jaxserve {__version__}")
-    for name in ("jax", "jaxlib", "flax"):
-        print(f"{name} {importlib.metadata.version(name)}")
-    print(f"python {platform.python_version()}")
+def load_command(name: str) -> Any:
+    """The command itself, with all its options."""
+    module, _, attribute = COMMANDS[name].place.partition(":")
+    found: typer.Typer | Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    app = typer.Typer(add_completion=False)
+    app.command(name)(found)
+    return typer.main.get_command(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. `arguments` default to those of the process."""
-    return run_app(app, "jaxserve", arguments)
+    listed: dict[str, Any] = {
+        name: typer.core.TyperCommand(name, help=command.about) for name, command in COMMANDS.items()
+    }
+    # Rich would take a tenth of a second to draw boxes around the list.
+    group = LazyGroup(name="jaxserve", commands=listed, help="LLM inference on JAX.", rich_markup_mode=None)
+    return run_app(group, "jaxserve", arguments)
 
 
 if __name__ == "__main__":

@@ -185,10 +185,10 @@ class RuntimeConfig(Section):
     compile_threads: int | None = pydantic.Field(
         default=None, ge=1, description="Buckets compiled at once; default: cores."
     )
-    background_buckets: bool = pydantic.Field(
-        default=True,
-        description="Answer once the largest step shapes are compiled, and compile the others meanwhile; pipelines and "
-        "several hosts compile all of them first.",
+    background_buckets: bool | None = pydantic.Field(
+        default=None,
+        description="Answer once the largest step shapes are compiled, and compile the others meanwhile; default: on a "
+        "CPU. Pipelines and several hosts compile all of them first.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         default="info", description="Least severity of the lines logged on stderr."

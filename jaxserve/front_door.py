@@ -134,6 +134,16 @@ class FrontDoor:
         """`served_model_name`, or the name of the model's directory."""
         return self._engine.model.name
 
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """What took how long at the start, as `bench startup` reports it."""
+        return self._assembly.seconds
+
+    def wait_until_built(self) -> None:
+        """Until no step shape is built in the background any more, so that nothing takes time from what is measured."""
+        for buckets in self._assembly.later:
+            buckets.wait()
+
     def get_tokenizer(self) -> Tokenizer | None:
         """None with `skip_tokenizer_init`."""
         return self._engine.tokenizer

@@ -20,20 +20,14 @@ from typing import IO, Annotated
 import typer
 
 from jaxserve.api import SamplingParams
+from jaxserve.command_line import USER_ERROR, ConfigOption, SetOption, one_line, run_app
 from jaxserve.config import ResolvedConfig, for_batches, load_config
 from jaxserve.config_schema import HostsConfig
 from jaxserve.console import BatchBar, StartBar, TextWriter, complain, set_up_logging
 from jaxserve.engine import AnyEngine
-from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, JaxserveError, UserError
+from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.offline import InOrder, Result, run_jobs
 from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
-
-DEFECT = 1
-USER_ERROR = 2
-INTERRUPTED = 130
-
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; without it, all defaults.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE. Repeatable.")]
 
 
 def run_command(
@@ -181,7 +175,7 @@ def _run_batch(
             assert entry is not None, f"two results for entry {index}"
             if isinstance(result, JaxserveError):
                 num_failed += 1
-                bar.note(f"error: {_place(entry, index, total, files.source_name)}{_one_line(result)}")
+                bar.note(f"error: {_place(entry, index, total, files.source_name)}{one_line(result)}")
             if held is None:
                 writer.write(entry, result)
             else:
@@ -203,34 +197,11 @@ def _place(entry: Entry, index: int, total: int | None, source_name: str) -> str
     return f"prompt {index + 1}: " if total != 1 else ""
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code. What the user caused becomes one line on stderr."""
-    command = typer.main.get_command(app)
-    try:
-        code = command.main(args=arguments, prog_name=program, standalone_mode=False)
-    except typer.TyperException as error:
-        complain(f"error: {' '.join(error.format_message().split())} (see {program} --help)")
-        return USER_ERROR
-    except UserError as error:
-        complain(f"error: {_one_line(error)}")
-        return USER_ERROR
-    except EngineStopped as error:  # of several hosts, one is lost; the log has said it, too
-        complain(f"error: {_one_line(error)}")
-        return DEFECT
-    except typer.Abort:
-        return INTERRUPTED
-    return code if isinstance(code, int) else 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. `arguments` default to those of the process."""
     app = typer.Typer(add_completion=False)
     app.command()(run_command)
-    return run_app(app, "python -m jaxserve.run", arguments)
+    return run_app(typer.main.get_command(app), "python -m jaxserve.run", arguments)
 
 
 if __name__ == "__main__":

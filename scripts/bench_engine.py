@@ -214,6 +214,7 @@ def main() -> None:
             "sched.max_step_tokens": 512,
             "runtime.row_buckets": [1, 16],
             "runtime.token_buckets": [64, 512],
+            "runtime.background_buckets": False,
         }
         timer = WaitTimer(build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner)
     engine = Engine(

@@ -37,6 +37,7 @@ SETTINGS = {
     "sched.max_step_tokens": 128,
     "runtime.token_buckets": [32, 128],
     "runtime.row_buckets": [4, 16],
+    "runtime.background_buckets": False,
 }
 LOADS = {"half busy": (120, 12.0), "more than it can do": (300, 80.0)}  # requests, and how many come in a second
 PATIENCE_S = 300.0

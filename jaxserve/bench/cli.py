@@ -19,10 +19,10 @@ from jaxserve.bench.serve import bench_serve
 from jaxserve.bench.serve_options import BACKENDS, Endpoint, PromptOptions, ServeOptions, check_has_no_sessions
 from jaxserve.bench.show import show_offline, show_serve
 from jaxserve.bench.startup import StartupOptions, bench_startup
+from jaxserve.command_line import ConfigOption, SetOption
 from jaxserve.config import load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
-from jaxserve.run import ConfigOption, SetOption
 from jaxserve.serve.keys import read_keys
 from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.workloads.datasets import DatasetOptions, check_dataset
@@ -248,11 +248,11 @@ def startup_command(
 
 
 def _load(config: Path | None, overrides: list[str] | None) -> Any:
-    """The LLM of a config; loading JAX takes seconds."""
+    """The LLM of a config, with all its step shapes from the start; loading JAX takes seconds."""
     from jaxserve.llm import LLM
 
     set_up_logging(load_config(config, overrides or ()).config.runtime)
-    return LLM.from_config(config, overrides or ())
+    return LLM.from_config(config, [*(overrides or ()), "runtime.background_buckets=false"])
 
 
 def _finish(report: OfflineReport, json_: Path | None) -> int:

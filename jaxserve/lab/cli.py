@@ -13,6 +13,7 @@ import typer
 
 from jaxserve.bench.about import about_machine
 from jaxserve.bench.report import check_writable, write_json
+from jaxserve.command_line import ConfigOption, SetOption
 from jaxserve.config import load_config
 from jaxserve.config_schema import Config
 from jaxserve.console import complain
@@ -22,7 +23,6 @@ from jaxserve.lab.plots import plot_overview
 from jaxserve.lab.requests import ClientOptions, Trace
 from jaxserve.lab.results import LabResult, show_results
 from jaxserve.lab.world import World, world_of_device, world_of_log
-from jaxserve.run import ConfigOption, SetOption
 from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.workloads.datasets import DatasetOptions
 from jaxserve.workloads.flags import (

@@ -99,7 +99,7 @@ class ExecutableStore:
 
 def _surroundings(devices: list[jax.Device]) -> list[str]:  # pyright: ignore[reportInvalidTypeForm]
     first = devices[0]
-    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and "log" not in k}
+    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k}
     return [
         _source_digest(),
         *(f"{name} {metadata.version(name)}" for name in _VERSIONS),

@@ -80,7 +80,19 @@ class EngineCollector(Collector):
         yield from _step_metrics(readings)
         yield from _histograms(readings)
         yield _alive(readings)
+        yield self._bucket_metrics(name)
         yield from self._engine_metrics(name)
+
+    def _bucket_metrics(self, name: str) -> Metric:
+        family = GaugeMetricFamily(
+            PREFIX + "step_shapes",
+            "Compiled step shapes: ready, pending in the background, failed.",
+            labels=(*_LABELS, "state"),
+        )
+        for number, stats in enumerate(self._engine.stats):
+            for state, count in stats.bucket_counts._asdict().items():
+                family.add_metric([name, str(number), state], count)
+        return family
 
     def _engine_metrics(self, name: str) -> Iterator[Metric]:
         engine = self._engine

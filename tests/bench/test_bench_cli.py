@@ -210,5 +210,8 @@ def test_startup(tmp_path: Path) -> None:
         phases = [tree[f"{kind} {phase} (ms)"]["mean"] for phase in ("import", "build", "first_token")]
         assert all(phase > 0 for phase in phases)
         assert tree[f"{kind} total (ms)"]["mean"] >= sum(phases)
+        parts = [tree[f"{kind} {name} (ms)"]["mean"] for name in ("config", "tokenizer", "plan", "executables")]
+        assert all(part > 0 for part in parts) and sum(parts) <= phases[1]
+        assert 0 < tree[f"{kind} weights (ms)"]["mean"] <= phases[1]
     assert tree["warm build (ms)"]["mean"] < tree["cold build (ms)"]["mean"]
     assert tree["about"]["device"]["platform"] == "cpu"

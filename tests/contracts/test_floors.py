@@ -49,6 +49,8 @@ _TOP = {
     "async_llm",
     "run",
     "cli",
+    "commands",
+    "command_line",
     "console",
     "offline",
     "fleet",

@@ -23,6 +23,7 @@ SETTINGS = {
     "sched.max_step_tokens": 32,
     "runtime.token_buckets": [32],
     "runtime.row_buckets": [4],
+    "runtime.background_buckets": False,
     "model.max_len": 128,
     "sched.ageing_s": AGEING_S,
 }

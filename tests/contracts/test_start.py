@@ -1,0 +1,43 @@
+"""What a start must not import: a user who asks for help, or for the name of a class, waits for nothing else."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxserve.cli import COMMANDS, load_command
+
+HEAVY = {"jax", "jaxlib", "numpy", "flax", "orbax", "pydantic", "yaml", "grpc", "fastapi", "aiohttp", "rich"}
+
+
+def _modules(code: str) -> set[str]:
+    """What a fresh interpreter has loaded after `code`."""
+    program = f"import sys\n{code}\nprint('LOADED', *sys.modules)"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    return set(output.rpartition("LOADED")[2].split())
+
+
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("import jaxserve", {"jaxserve"}),
+        (
+            "from jaxserve.cli import main; assert main(['--help']) == 0",
+            {"jaxserve", "jaxserve.cli", "jaxserve.command_line", "jaxserve.errors"},
+        ),
+    ],
+)
+def test_loads_nothing_heavy(code: str, allowed: set[str]) -> None:
+    loaded = _modules(code)
+    assert not HEAVY & {name.partition(".")[0] for name in loaded}
+    assert {name for name in loaded if name.partition(".")[0] == "jaxserve"} == allowed
+
+
+def test_a_model_without_orbax_weights_does_not_load_orbax() -> None:
+    assert "orbax" not in {name.partition(".")[0] for name in _modules("import jaxserve.llm")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_what_the_command_says(name: str) -> None:
+    command = load_command(name)
+    assert " ".join((command.help or "").split()) == COMMANDS[name].about

@@ -1,0 +1,102 @@
+"""Step shapes that are built in the background: in order, handed over between steps, and loud when they fail."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import CapacityError
+from jaxserve.runtime.compile import Compiled, Job
+from jaxserve.runtime.later import THREAD_NAME, BackgroundBuckets
+from jaxserve.sched import BucketCounts
+from jaxserve.sched.plan import Bucket, Limits
+from jaxserve.testing import make_limits
+
+ALL = make_limits(max_rows=4, token_buckets=(8, 16))
+FIRST = (Bucket(4, 4, True), Bucket(16, 4, False))
+LATER = tuple(b for b in ALL.buckets if b not in FIRST)
+
+
+class Compiler:
+    """Builds what it is told to, one at a time; `go` holds it back."""
+
+    def __init__(self, bad: str = "") -> None:
+        self.go = threading.Event()
+        self.asked: list[str] = []
+        self.threads: set[str] = set()
+        self._bad = bad
+
+    def build_one(self, job: Job) -> Compiled:
+        assert self.go.wait(10)
+        self.asked.append(job.name)
+        self.threads.add(threading.current_thread().name)
+        if job.name == self._bad:
+            raise RuntimeError("no such instruction")
+        call: Any = job.fn
+        return Compiled(name=job.name, call=call, seconds=0.5, stored=False, temporary_bytes=7, code_bytes=0)
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.limits = ALL.with_buckets(FIRST)
+        self.threads: set[str] = set()
+
+    def admit(self, bucket: Bucket, parts: Mapping[str, Compiled]) -> Limits:
+        assert list(parts) == [str(bucket)]
+        self.threads.add(threading.current_thread().name)
+        self.limits = self.limits.with_buckets((*self.limits.buckets, bucket))
+        return self.limits
+
+
+def _later(compiler: Compiler, runner: Runner, check=lambda compiled: None) -> BackgroundBuckets:
+    jobs = {b: [Job(name=str(b), fn=lambda: None, args=(), donate=())] for b in LATER}
+    return BackgroundBuckets(limits=runner.limits, jobs=jobs, compiler=compiler, check=check, admit=runner.admit)  # pyright: ignore[reportArgumentType]
+
+
+def test_buckets_arrive_when_the_loop_takes_them() -> None:
+    compiler, runner = Compiler(), Runner()
+    later = _later(compiler, runner)
+    assert later.all_limits == ALL
+    later.start()
+    assert later.take() is None and later.counts == BucketCounts(2, 3, 0)
+    compiler.go.set()
+    assert later.wait(10)
+    assert runner.limits.buckets == FIRST, "given to the runner from the wrong thread, or too early"
+    assert later.take() == ALL == runner.limits
+    assert later.take() is None
+    assert later.counts == BucketCounts(5, 0, 0)
+    assert compiler.asked == [str(b) for b in LATER], "smallest first: single streams are what waits"
+    assert compiler.threads == {THREAD_NAME} and runner.threads == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("by_memory", [False, True])
+def test_one_that_fails_is_loud_and_the_others_come(
+    by_memory: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(compiled: Compiled) -> None:
+        if by_memory and compiled.name == str(LATER[1]):
+            raise CapacityError("temporaries need 7 bytes")
+
+    monkeypatch.setattr(logging.getLogger("jaxserve"), "propagate", True)
+    compiler, runner = Compiler(bad="" if by_memory else str(LATER[1])), Runner()
+    later = _later(compiler, runner, check)
+    compiler.go.set()
+    with caplog.at_level(logging.ERROR, "jaxserve"):
+        later.start()
+        assert later.wait(10)
+    assert later.counts == BucketCounts(4, 0, 1)
+    assert later.take() == ALL.with_buckets(set(ALL.buckets) - {LATER[1]})
+    (said,) = caplog.messages
+    assert str(LATER[1]) in said and ("7 bytes" if by_memory else "no such instruction") in said
+
+
+def test_after_close_nothing_is_begun() -> None:
+    compiler, runner = Compiler(), Runner()
+    later = _later(compiler, runner)
+    later.start()
+    later.close()
+    compiler.go.set()
+    assert later.wait(10)
+    assert len(compiler.asked) <= 1
