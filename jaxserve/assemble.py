@@ -15,7 +15,7 @@ import jax
 from jaxserve.config import ResolvedConfig
 from jaxserve.config_schema import Config
 from jaxserve.engine import AnyEngine, Engine, EngineGroup, ModelInfo
-from jaxserve.engine.collector import Collector
+from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.models import LoadedModel, PlannedModel, plan_model, read_decoder_config, resolve_model_path
@@ -121,7 +121,7 @@ def assemble(
     make_device = build_device if make_device is None else make_device
     devices = [make_device(config, _over_all(on_compiled, k, num_replicas), k) for k in range(num_replicas)]
     model = describe_model(config, devices, tokenizer)
-    collector = Collector()
+    interpreter = Interpreter()
     replicas = [
         Engine(
             runner=device.runner,
@@ -145,7 +145,7 @@ def assemble(
                 replica=number,
                 device_facts=device.facts,
             ),
-            collector=collector,
+            interpreter=interpreter,
         )
         for number, device in enumerate(devices)
     ]

@@ -32,7 +32,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.assemble import build_device
 from jaxserve.config import load_config
 from jaxserve.engine import Engine, ModelInfo, Update
-from jaxserve.engine.collector import Collector
+from jaxserve.engine.interpreter import Interpreter
 from jaxserve.sched import Runner, SchedulerOptions, create_scheduler
 
 STREAMS = 16
@@ -75,7 +75,7 @@ def make_engine(runner: Runner, *, prefix_caching: bool = True) -> Engine:
             max_model_len=limits.max_model_len,
             eos_token_ids=(),
         ),
-        collector=Collector(),
+        interpreter=Interpreter(),
     )
 
 

@@ -36,7 +36,7 @@ from jaxserve.text import Tokenizer, load_tokenizer
 HOST_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 ROWS, ROWS_CONTEXT = (1, 4, 16, 64, 256), 256
 CONTEXTS, CONTEXT_ROWS = (128, 512, 1024, 2048, 4096, 8192), 4
-POOLS, POOL_ROWS, POOL_CONTEXT = (512, 2048, 8192), 4, 512
+POOLS, POOL_ROWS, POOL_CONTEXT = (256, 1024, 4096), 4, 512
 
 
 def host_turn_ms(rows: int, tokenizer: Tokenizer, steps: int) -> float:

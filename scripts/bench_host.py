@@ -45,7 +45,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.assemble import build_device
 from jaxserve.config import load_config
 from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
-from jaxserve.engine.collector import Collector
+from jaxserve.engine.interpreter import Interpreter
 from jaxserve.models import resolve_model_path
 from jaxserve.runtime import pack as packing
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS
@@ -222,7 +222,7 @@ def make_engine(case: Case, tokenizer: Tokenizer) -> tuple[Engine, ClockDevice, 
         model=ModelInfo(
             name="clock", vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len, eos_token_ids=()
         ),
-        collector=Collector(),
+        interpreter=Interpreter(),
     )
     return engine, device, max_tokens
 
@@ -330,7 +330,7 @@ def run_model(rows: int, num_tokens: int, tokenizer: Tokenizer) -> dict[str, flo
         model=ModelInfo(
             name="125m", vocab_size=MODEL["vocab_size"], max_model_len=limits.max_model_len, eos_token_ids=()
         ),
-        collector=Collector(),
+        interpreter=Interpreter(),
     )
     case = Case(rows=rows, device_ms=0.0, clients="streams", churn=False, steps=num_tokens)
     clients = Clients(engine, case, tokenizer, num_tokens)

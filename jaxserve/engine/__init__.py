@@ -6,14 +6,16 @@
     submit -> inbox  ----------->  drain inbox -> Scheduler.add
                                    Scheduler.schedule -> StepPlan N+1
                                    Runner.dispatch(N+1)  ----------------------> queued behind step N
+    sink(Update)     <-----------  tokens of step N-1: Detokenizer.push
                                    InFlight(N).result()  <---------------------- step N ends
                                    Scheduler.commit(N) -> TokenEvents
-    sink(Update)     <-----------  Detokenizer.push, stop strings
+                                   stop strings and grammars, which change the next plan
 
 Why it has this shape. The device must never wait for Python, so step N+1 is planned and launched before step N is
-read; all of planning, committing and detokenising happens while a step runs. One thread owns every mutable thing of
-the loop, so there is nothing to lock: other threads only put commands into the inbox, and get updates through the
-sink that came with their request. Nothing here imports JAX: the same loop runs on a fake runner in tests.
+read, and nothing but commit, plan and launch stands between a result and the next launch: text, streams and garbage
+come when the device has its next work (docs/host.md has the figures). One thread owns every mutable thing of the loop,
+so there is nothing to lock: other threads only put commands into the inbox, and get updates through the sink that came
+with their request. Nothing here imports JAX: the same loop runs on a fake runner in tests.
 
 Failure has two sizes. What concerns one request (it is too long, its text cannot be decoded) ends that request with
 an error and nothing else. What concerns the device or the scheduler is a defect: the loop stops, every stream ends

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.engine.base import Load, reason_of
-from jaxserve.engine.collector import Collector
 from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
 from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
+from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
@@ -54,13 +54,13 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLogWriter | None = None,
-        collector: Collector | None = None,
+        interpreter: Interpreter | None = None,
         later: LaterBuckets | None = None,
     ) -> None:
         """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
 
-        `collector` decides when Python collects garbage while there is work; None leaves that to Python. `later` brings
-        step shapes that `runner` does not have yet; it has been started, or will be.
+        `interpreter` decides how Python runs while there is work: when it collects garbage, say; None leaves it alone.
+        `later` brings step shapes that `runner` does not have yet; it has been started, or will be.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -73,8 +73,8 @@ class Engine:
         self._clock = clock
         self._stats = EngineStats(scheduler, runner.limits, clock)
         self._step_log = step_log
-        self._collector = collector
-        self._working = False  # the collector knows that there is work
+        self._interpreter = interpreter
+        self._working = False  # the interpreter knows that there is work
         self._later = later
         if later is not None:
             self._stats.watch_buckets(lambda: later.counts)
@@ -355,8 +355,8 @@ class Engine:
         stats, begun_s = self._stats, self._stats.mark_s
         self._live.deliver()
         self._live.flush()
-        if self._launched is not None and self._collector is not None:
-            self._collector.rest()
+        if self._launched is not None and self._interpreter is not None:
+            self._interpreter.rest()
         done, self._committed = self._committed, None
         if done is None:
             return
@@ -369,10 +369,10 @@ class Engine:
             self._step_log.add(step.plan, done.result.token_ids, times, counts=done.result.counts, limits=step.limits)
 
     def _set_working(self, working: bool) -> None:
-        if self._collector is None or self._working == working:
+        if self._interpreter is None or self._working == working:
             return
         self._working = working
-        self._collector.begin() if working else self._collector.end()
+        self._interpreter.begin() if working else self._interpreter.end()
 
     def _close(self) -> None:
         if self._later is not None:

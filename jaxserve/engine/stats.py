@@ -43,7 +43,7 @@ class StepStats(NamedTuple):
       slots: tokens that the compiled shape has room for; those beyond the real ones are padding.
       new_tokens: delivered to streams.
       itl_s: of the rows that got a token in the step before, too; 0 when there was none.
-      schedule_s, dispatch_s, wait_s, commit_s: where the turn went: planning and launching the step after this one,
+      schedule_s, dispatch_s, wait_s, commit_s: where the turn went: planning and launching a step after this one,
         waiting for this one, and handing out its tokens.
       counts: what the scheduler held afterwards; None for one that does not tell.
       num_steps: of a burst, which holds `decode_rows` and `slots` in each; 1 for all else.

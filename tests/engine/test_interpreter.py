@@ -1,22 +1,23 @@
-"""The collector of garbage: off in a step, on without work, and left alone where somebody else decides."""
+"""The interpreter while there is work and after it, and where somebody else has decided about it."""
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine, ModelInfo
-from jaxserve.engine.collector import Collector
+from jaxserve.engine.interpreter import Interpreter
 from jaxserve.sched import create_scheduler
 from jaxserve.testing import FakeRunner, make_limits, make_request
 
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    enabled = gc.isenabled()
+    before = gc.isenabled(), sys.getswitchinterval()
     yield
-    assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0), "a test left the collector changed"
+    assert (gc.isenabled(), sys.getswitchinterval()) == before and gc.get_freeze_count() == 0, "left changed"
 
 
 class Cycle:
@@ -26,14 +27,14 @@ class Cycle:
         self.me = self
 
 
-def engine_with(collector: Collector, **options) -> Engine:
+def engine_with(interpreter: Interpreter, **options) -> Engine:
     runner = FakeRunner(make_limits(), **options)
     return Engine(
         runner=runner,
         scheduler=create_scheduler("fcfs", runner.limits),
         tokenizer=None,
         model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=()),
-        collector=collector,
+        interpreter=interpreter,
     )
 
 
@@ -44,7 +45,7 @@ def submit(engine: Engine, seen: list, name: str = "r") -> None:
 
 
 def test_off_while_there_is_work_and_on_again_after_it() -> None:
-    engine, seen = engine_with(Collector()), []
+    engine, seen = engine_with(Interpreter()), []
     submit(engine, seen)
     engine.run_until_idle()
     assert seen == [(False, True)] * 8
@@ -57,7 +58,7 @@ def test_off_while_there_is_work_and_on_again_after_it() -> None:
 
 
 def test_on_again_after_a_failure() -> None:
-    engine, seen = engine_with(Collector(), fail_at=(3, "result")), []
+    engine, seen = engine_with(Interpreter(), fail_at=(3, "result")), []
     submit(engine, seen)
     with pytest.raises(RuntimeError, match="injected"):
         engine.run_until_idle()
@@ -65,59 +66,76 @@ def test_on_again_after_a_failure() -> None:
 
 
 def test_loops_share_it() -> None:
-    collector = Collector()
-    collector.begin()
-    collector.begin()
-    collector.end()
+    interpreter = Interpreter()
+    interpreter.begin()
+    interpreter.begin()
+    interpreter.end()
     assert not gc.isenabled()
-    collector.end()
+    interpreter.end()
     assert gc.isenabled()
     with pytest.raises(AssertionError, match="more loops"):
-        collector.end()
+        interpreter.end()
 
 
 def test_a_rest_collects_what_is_due_by_pythons_own_thresholds() -> None:
-    collector = Collector()
+    interpreter = Interpreter()
     before = gc.get_threshold()
     try:
         gc.set_threshold(500, 3, 3)
-        collector.begin()
-        collector.rest()
+        interpreter.begin()
+        interpreter.rest()
         kept = [[] for _ in range(100)]
-        collector.rest()
-        assert collector.num_collections == 0, "nothing is due"
+        interpreter.rest()
+        assert interpreter.num_collections == 0, "nothing is due"
         cycles = [Cycle() for _ in range(1000)]
-        collector.rest()
-        assert collector.num_collections == 1
+        interpreter.rest()
+        assert interpreter.num_collections == 1
         del cycles
         for _ in range(5):  # they are of an older generation by now
             kept += [[] for _ in range(600)]
-            collector.rest()
+            interpreter.rest()
         assert not any(isinstance(one, Cycle) for one in gc.get_objects())
-        assert collector.total_s >= collector.longest_s > 0
+        assert interpreter.total_s >= interpreter.longest_s > 0
     finally:
-        collector.end()
+        interpreter.end()
         gc.set_threshold(*before)
 
 
 def test_who_turned_it_off_or_froze_objects_decides() -> None:
-    collector = Collector()
+    interpreter = Interpreter()
     gc.disable()
     try:
-        collector.begin()
+        interpreter.begin()
         assert gc.get_freeze_count() == 0
         cycles = [Cycle() for _ in range(5000)]
-        collector.rest()
-        assert collector.num_collections == 0
+        interpreter.rest()
+        assert interpreter.num_collections == 0
         del cycles
-        collector.end()
+        interpreter.end()
         assert not gc.isenabled()
     finally:
         gc.enable()
     gc.freeze()
     try:
-        collector.begin()
-        collector.end()
+        interpreter.begin()
+        interpreter.end()
         assert gc.get_freeze_count() > 0, "they are not ours to thaw"
     finally:
         gc.unfreeze()
+
+
+def test_threads_switch_sooner_while_there_is_work() -> None:
+    interpreter, before_s = Interpreter(), sys.getswitchinterval()
+    interpreter.begin()
+    assert sys.getswitchinterval() < before_s
+    interpreter.end()
+    assert sys.getswitchinterval() == before_s
+    sys.setswitchinterval(1e-4)
+    try:
+        chosen_s = sys.getswitchinterval()
+        interpreter.begin()
+        assert sys.getswitchinterval() == chosen_s, "who wants it sooner still has decided"
+        interpreter.end()
+        assert sys.getswitchinterval() == chosen_s
+    finally:
+        sys.setswitchinterval(before_s)
