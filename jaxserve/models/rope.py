@@ -9,6 +9,7 @@ the order of operations of the reference implementation, since positions multipl
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -76,7 +77,9 @@ def rope_table(rope: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array
     else:
         frequencies = jnp.asarray(inverse_frequencies(rope))[None]
     angles = positions.astype(jnp.float32)[:, None] * frequencies  # [T, C]
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    table = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    # Without this XLA:CPU computes cos and sin again in every layer, for every head.
+    return jax.lax.optimization_barrier(table)
 
 
 def _dynamic(rope: RopeConfig, lengths: Int[Array, " T"]) -> Float[Array, "T C"]:
