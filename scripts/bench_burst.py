@@ -1,6 +1,6 @@
 """Decoding with 1, 4 and 8 steps a launch, on the same executables in the same run.
 
-    python scripts/bench_burst.py [--model demo] [--streams 1 8] [--bursts 1 4 8] [--rounds 5] [--json FILE]
+    PYTHONPATH=. python scripts/bench_burst.py [--model demo] [--streams 1 8] [--bursts 1 4 8] [--json FILE]
 
 One runner is built with the largest burst, and a scheduler for each setting drives it in turn: rounds go through all
 settings, and medians over the rounds are printed. Streams decode greedily to a fixed length, end of sequence ignored.
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--bursts", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=128, help="of each stream; half of them are measured")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600.0, help="no round begins later; their number is recorded")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [*args.streams, max(args.streams) + 1]
@@ -107,12 +108,16 @@ def main() -> None:
     engines = {burst: make_engine(device, burst) for burst in args.bursts}
     rng = np.random.default_rng(0)
     found: dict[tuple[int, int], list[list[float]]] = {}
+    begun = time.perf_counter()
     for number in range(args.rounds + 1):
+        if number > 1 and time.perf_counter() - begun > args.seconds:
+            break
         for streams, (burst, engine) in itertools.product(args.streams, engines.items()):
             figures = run_round(engine, device.vocab_size, streams, args.tokens, rng)
             if number:  # the first touches the pages
                 found.setdefault((streams, burst), []).append(figures)
-    table = Table(title=f"{args.model}: medians of {args.rounds} rounds")
+    num_rounds = len(next(iter(found.values())))
+    table = Table(title=f"{args.model}: medians of {num_rounds} rounds")
     for heading in ("streams", "burst", *FIGURES, "of burst 1"):
         table.add_column(heading, justify="right")
     results = []
@@ -124,7 +129,7 @@ def main() -> None:
         results.append({"streams": streams, "burst": burst, "ratio": ratio, **dict(zip(FIGURES, medians, strict=True))})
     Console(stderr=True, width=120).print(table)
     if args.json:
-        write_record(args.json, {"model": Path(args.model).name, "rows": results}, repeats=args.rounds)
+        write_record(args.json, {"model": Path(args.model).name, "rows": results}, repeats=num_rounds)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ class DeviceRunner:
         if plan.masks:
             self._write_masks(plan.masks)
         if plan.num_steps > 1:
+            assert not plan.masks, f"step {plan.step_id}: a mask holds for one token, and a burst draws several"
             return BurstInFlight(self._launch(plan, buckets[0]), plan.num_rows, self._logprobs_of(plan))
         launched = [self._part(part, self._launch(part, bucket)) for part, bucket in zip(parts, buckets, strict=True)]
         return DeviceInFlight(plan.sampled_rows, launched)

@@ -16,6 +16,7 @@ How the package is cut:
     memory          pages of sequences, from: pages (reference counts, eviction) and prefix (content)
     budget          what the list of compiled shapes allows, and when less is cheaper
     admission       what can never run is refused, with the reason
+    burst           how many steps of decode rows one launch holds
     headroom        who gets in only when the others keep room to grow; lengths guesses by how much
     create          from a name to a scheduler
     simulate        the same scheduler on a trace and a cost model, with a virtual clock

@@ -29,7 +29,8 @@ class Scheduler(Protocol):
         """The next step, or None when nothing can run before a commit or an add. Bookkeeping only.
 
         A row whose request has a `grammar` draws only in a step that is planned after its last token was committed:
-        what it may draw follows from that. The engine puts the masks into the plan.
+        what it may draw follows from that. The engine puts the masks into the plan. A plan of several steps (see
+        `StepPlan.num_steps`) is planned on as if each row had taken all of its own.
         """
         ...
 

@@ -32,6 +32,7 @@ UNEVEN = {
 }
 CUTS = {
     "tensor 2": {"parallel__tensor": 2},
+    "tensor 2, bursts": {"parallel__tensor": 2, "sched__burst": 4},
     "tensor 4": {"parallel__tensor": 4},
     "tensor 8": {"parallel__tensor": 8},
     "pipeline 2 x tensor 4": {"parallel__pipeline": 2, "parallel__tensor": 4},
