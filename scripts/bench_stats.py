@@ -13,7 +13,7 @@ from typing import cast
 
 from jaxserve.api import PromptInfo, SamplingParams
 from jaxserve.engine import Engine, EngineStats, ModelInfo, Update
-from jaxserve.engine.stats import RequestTimes, SequenceTimes
+from jaxserve.engine.stats_values import RequestTimes, SequenceTimes
 from jaxserve.sched import Bucket, ContinuousScheduler, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.testing import make_request
 

@@ -31,7 +31,8 @@ from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_echo, check_token_ids, prepare_request
 from jaxserve.engine.outputs import Sink, Update
 from jaxserve.engine.replicas import EngineGroup
-from jaxserve.engine.stats import EngineStats, RequestStats, RequestTimes
+from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.stats_values import RequestStats, RequestTimes
 from jaxserve.engine.streams import AsyncEngine
 
 __all__ = [

@@ -3,6 +3,7 @@
 Owns the four shapes. Refuses to do what they ask: the loop does (`engine`).
 """
 
+import queue
 from typing import NamedTuple
 
 from jaxserve.api import Request
@@ -30,3 +31,13 @@ class Interrupt(NamedTuple):
 
 
 Command = Submit | Abort | Wake | Interrupt
+
+
+def unheard(inbox: queue.SimpleQueue[Command]) -> list[Submit]:
+    """Empties the inbox of a loop that ends; requests that it never took."""
+    found: list[Submit] = []
+    while not inbox.empty():
+        command = inbox.get()
+        if isinstance(command, Submit):
+            found.append(command)
+    return found

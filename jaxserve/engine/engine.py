@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.engine.base import Load, reason_of
-from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
+from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake, unheard
 from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
@@ -235,8 +235,7 @@ class Engine:
         self._drain_inbox()
         self._live.end_late(self._turned_s)
         stats = self._stats
-        if self._later is not None:
-            self._take_buckets(self._later)
+        self._take_buckets()
         begun_s = stats.start_turn()
         plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
         planned_s = stats.note_plan(plan, self._live.by_id)
@@ -325,10 +324,9 @@ class Engine:
         self._end_all(told, FinishReason.ERROR)
         self._close()
 
-    def _take_buckets(self, later: LaterBuckets) -> None:
+    def _take_buckets(self) -> None:
         """Between two steps, so that no plan is made for a shape that the runner lacks."""
-        limits = later.take()
-        if limits is None:
+        if self._later is None or (limits := self._later.take()) is None:
             return
         self._stats.use_limits(limits)
         if isinstance(self._scheduler, TakesLimits):
@@ -385,12 +383,7 @@ class Engine:
             self._deliver()
         except Exception:  # after a defect of the loop, perhaps the same one; all clients must still hear of the end
             logger.exception("the last tokens could not be delivered")
-        unheard: list[Submit] = []
-        while not self._inbox.empty():
-            command = self._inbox.get()
-            if isinstance(command, Submit):
-                unheard.append(command)
-        self._live.end_all(unheard, error, reason, in_order=self.failure is None)
+        self._live.end_all(unheard(self._inbox), error, reason, in_order=self.failure is None)
         self._set_working(False)
         self._idle.set()
 

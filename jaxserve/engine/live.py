@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from jaxserve.api import FinishReason, TokenEvent
 from jaxserve.engine.commands import Abort, Submit
 from jaxserve.engine.outputs import LiveRequest, Update
-from jaxserve.engine.stats import EngineStats, RequestTimes
+from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.stats_values import RequestTimes
 from jaxserve.engine.waiting import Waiting, deadline_error
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.sched.base import Scheduler

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
-from jaxserve.engine.stats import EngineStats, RequestTimes
+from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.stats_values import RequestTimes
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer, PieceTexts

@@ -40,7 +40,7 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
     from jaxserve.assemble import router_options, scheduler_options
     from jaxserve.models.checkpoint import read_checkpoint
     from jaxserve.models.loading import choose_dtype, decoder_config
-    from jaxserve.runtime.build import resolve_sizes
+    from jaxserve.runtime.resolve import resolve_sizes
 
     topology = parse_topology(topology_name)
     checkpoint = read_checkpoint(config.model.path)

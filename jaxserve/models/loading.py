@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 from typing import Any
@@ -33,16 +33,14 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, axis_sizes, find_family
 from jaxserve.models.hf_config import HfConfig
-from jaxserve.models.layout import Index, read_target
 from jaxserve.models.partition import Block, Partition, spread
-from jaxserve.models.safetensors_files import TensorSource, open_tensors
+from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader
 from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS, Axes, shardings_for, with_value
-from jaxserve.models.weights import Path, Piece, check_names, plan_weights
+from jaxserve.models.weights import Path, plan_weights
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
-_BAND_BYTES = 4 * 2**20  # read, rearranged and converted at once
 _IN_FLIGHT = 0.05  # part of a process's share that may be on its way from the files to the devices
 _RANDOM_STD = 0.02  # the initial spread of most published checkpoints
 
@@ -257,9 +255,8 @@ class _Filler:
                 array = jax.make_array_from_callback(param.shape, placed[path].get_raw_value(), reader)
                 return jax.block_until_ready(array)  # until then the host's copy is held
 
-        largest_first = sorted(
-            params, key=lambda path: -share[path]
-        )  # what is on its way comes on top of what is there
+        # What is on its way comes on top of what is there.
+        largest_first = sorted(params, key=lambda path: -share[path])
 
         def read() -> nnx.State:
             # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
@@ -329,91 +326,6 @@ class _Filler:
             return jax.jit(functools.partial(spread, blocks=blocks, shape=param.shape), out_shardings=sharding)(array)
 
         return cut
-
-
-def checked_tensors(
-    checkpoint: Checkpoint, family: Family, config: DecoderConfig, plan: Mapping[Path, list[Piece]]
-) -> dict[str, TensorSource]:
-    """The open tensors of a Hugging Face directory, all there and of the right shapes, still unread.
-
-    Raises CheckpointError with every missing and unknown name, or every wrong shape.
-    """
-    tensors, sizes = open_tensors(checkpoint.path), axis_sizes(config)
-    check_names(family, config, plan, tensors, str(checkpoint.path))
-    wrong = []
-    for piece in (piece for pieces in plan.values() for piece in pieces):
-        tensor, expected = tensors[piece.source], piece.pattern.source_shape(sizes)
-        if tensor.shape != expected:
-            wrong.append(f"{tensor.name} in {tensor.file} is {list(tensor.shape)}, not {list(expected)}")
-    if wrong:
-        raise CheckpointError(f"shapes disagree with config.json: {'; '.join(wrong)}")
-    return tensors
-
-
-def shard_reader(
-    pieces: list[Piece],
-    tensors: Mapping[str, TensorSource],
-    sizes: Mapping[str, int],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-) -> Callable[[Index | None], np.ndarray]:
-    """A callback of `make_array_from_callback`: one shard's share of one parameter, from all pieces it overlaps."""
-
-    def read_shard(index: Index | None) -> np.ndarray:
-        assert index is not None, shape
-        bounds = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
-        out = np.empty([len(b) for b in bounds], dtype)
-        for piece in pieces:
-            cuts = [slice(b.start, b.stop) for b in bounds]
-            into: list[slice] = [slice(None)] * len(shape)
-            if piece.part is not None:
-                axis, want = piece.part.axis, bounds[piece.part.axis]
-                start, stop = max(want.start, piece.part.start), min(want.stop, piece.part.stop)
-                if start >= stop:
-                    continue
-                cuts[axis] = slice(start - piece.part.start, stop - piece.part.start)
-                into[axis] = slice(start - want.start, stop - want.start)
-            for band, target in _bands(piece, cuts, out[tuple(into)]):
-                target[...] = read_target(tensors[piece.source].read, piece.pattern, sizes, band)
-        return out
-
-    return read_shard
-
-
-def _bands(piece: Piece, cuts: list[slice], out: np.ndarray) -> Iterator[tuple[Index, np.ndarray]]:
-    """A share of a piece in parts of some megabytes: where to read each, and the window of `out` that it fills.
-
-    They are cut along the axis that is outermost in the file, so that each is read in as long runs as the whole.
-    """
-    axis = piece.pattern.target.index(piece.pattern.source[0][0])
-    size, start = out.shape[axis], cuts[axis].start
-    step = max(1, _BAND_BYTES * size // max(1, out.nbytes))
-    for low in range(0, size, step):
-        high = min(low + step, size)
-        before = (slice(None),) * axis
-        yield (*cuts[:axis], slice(start + low, start + high), *cuts[axis + 1 :]), out[(*before, slice(low, high))]
-
-
-def block_reader(
-    read: Callable[[Index], np.ndarray], blocks: list[Block], shape: tuple[int, ...], dtype: np.dtype
-) -> Callable[[Index | None], np.ndarray]:
-    """The callback for a padded `shape`: what of each block lies in a shard is read, all else is zero."""
-
-    def read_shard(index: Index | None) -> np.ndarray:
-        assert index is not None, shape
-        bounds = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
-        out = np.zeros([len(b) for b in bounds], dtype)
-        for block in blocks:
-            into, source = [], []
-            for want, (to, start, size) in zip(bounds, block, strict=True):
-                first, last = max(want.start, to), min(want.stop, to + size)
-                into.append(slice(first - want.start, last - want.start))
-                source.append(slice(first - to + start, last - to + start))
-            if all(cut.start < cut.stop for cut in into):
-                out[tuple(into)] = read(tuple(source))
-        return out
-
-    return read_shard
 
 
 def _share_bytes(param: nnx.Variable, sharding: jax.sharding.Sharding) -> int:

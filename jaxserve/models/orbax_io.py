@@ -33,10 +33,11 @@ from jaxserve.models.checkpoint import (
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, axis_sizes
 from jaxserve.models.layout import write_source
-from jaxserve.models.loading import checked_tensors, decoder_config, shard_reader, split_abstract
+from jaxserve.models.loading import decoder_config, split_abstract
 from jaxserve.models.orbax_store import LAYOUT_VERSION, read_shapes, restore_arrays, save_arrays
 from jaxserve.models.partition import Partition
 from jaxserve.models.safetensors_files import TensorSource
+from jaxserve.models.shard_reading import checked_tensors, shard_reader
 from jaxserve.models.weights import Path, Piece, plan_weights
 
 MAX_FILE_BYTES = 5_000_000_000  # of one safetensors file, as transformers cuts them

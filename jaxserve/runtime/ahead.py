@@ -15,10 +15,10 @@ from jaxserve.kernels import dispatch
 from jaxserve.kernels.paged_attention import Device, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.partition import Partition
-from jaxserve.runtime.build import attention_uses, resolve_sizes
 from jaxserve.runtime.compile import Compiled, compile_all
 from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
+from jaxserve.runtime.resolve import attention_uses, resolve_sizes
 from jaxserve.runtime.topology import absent_devices, device_of_topology
 
 

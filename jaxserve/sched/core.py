@@ -177,16 +177,6 @@ class ContinuousScheduler:
         """Pages that running sequences hold; the others are free or hold cached prefixes."""
         return self.memory.pool.num_held
 
-    @property
-    def num_prefix_queried_tokens(self) -> int:
-        """Prompt tokens looked up in the prefix cache so far."""
-        return self.memory.num_queried_tokens
-
-    @property
-    def num_prefix_hit_tokens(self) -> int:
-        """Those of them that were found."""
-        return self.memory.num_hit_tokens
-
     def check(self) -> None:
         """Proves the counts of rows and pages. For tests: takes time in proportion to the pool."""
         self.memory.pool.check([seq.page_ids for seq in self._running])

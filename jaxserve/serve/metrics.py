@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine import AnyEngine, EngineStats
 from jaxserve.engine.histogram import HistogramSnapshot
-from jaxserve.engine.stats import StepStats, Totals
+from jaxserve.engine.stats_values import StepStats, Totals
 from jaxserve.sched.counts import SchedulerCounts
 
 PREFIX = "jaxserve:"

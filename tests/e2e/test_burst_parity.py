@@ -1,6 +1,10 @@
-"""Bursts on the compiled step: the same tokens and log-probabilities, bit for bit, as one step a launch."""
+"""Bursts on the compiled step: the same tokens as one step a launch, and log-probabilities but for the last bits.
+
+Equal bits are not to be had: inside of a loop XLA may add up a product in another order.
+"""
 
 import dataclasses
+import itertools
 import random
 
 import jax
@@ -72,13 +76,21 @@ def _run(engine: Engine, max_burst: int) -> tuple[list[list[Result]], set[int]]:
     return results, {s.num_steps for s in engine.stats[0].steps()[-num_steps:]}
 
 
+def _numbers(result: Result) -> list[float]:
+    """Everything about the tokens that it was given."""
+    given = [*result.logprobs, *(p for p in (result.prompt and result.prompt.logprobs) or () if p is not None)]
+    return [x for p in given for x in (p.token_id, p.logprob, p.rank, *p.top_ids, *p.top_logprobs)]
+
+
 def test_tokens_and_logprobs_are_those_of_single_steps(engine: Engine) -> None:
     single, of_single = _run(engine, 1)
     burst, of_burst = _run(engine, BURST)
     assert of_single == {1}
     assert {2, 3, 4, BURST} & of_burst, of_burst
-    for one, other in zip(single, burst, strict=True):
-        assert [dataclasses.astuple(r) for r in one] == [dataclasses.astuple(r) for r in other]
+    for one, other in zip(itertools.chain(*single), itertools.chain(*burst), strict=True):
+        bare = [dataclasses.replace(r, logprobs=[], prompt=None) for r in (one, other)]
+        assert bare[0] == bare[1]
+        assert _numbers(one) == pytest.approx(_numbers(other), abs=1e-5)
     ends = [r.finish_reason for results in burst for r in results]
     assert ends.count(FinishReason.STOP) > 8 and ends.count(FinishReason.LENGTH) > 8, "both kinds of ends"
 

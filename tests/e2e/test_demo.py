@@ -44,7 +44,7 @@ def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
     assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2))
     counters = scheduler(llm._engine)
     assert counters.num_preemptions > 0
-    assert counters.num_prefix_hit_tokens > 0
+    assert counters.memory.num_hit_tokens > 0
 
 
 async def test_streamed_answers_are_the_same() -> None:

@@ -95,7 +95,7 @@ def test_equals_a_plain_forward_and_nothing_compiles(engine: Engine, expected: l
     check(embed(engine), expected)
     check(embed(engine, stagger=2), expected)
     assert counter.events == []
-    assert scheduler(engine).num_prefix_hit_tokens > 0, "the requests that generate still share pages"
+    assert scheduler(engine).memory.num_hit_tokens > 0, "the requests that generate still share pages"
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     for (prompt, _, greedy), [result] in zip(crowd, results, strict=True):
         assert result.token_ids == greedy, len(prompt)
     assert scheduler(engine).num_preemptions > 0
-    assert scheduler(engine).num_prefix_hit_tokens > 0
+    assert scheduler(engine).memory.num_hit_tokens > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 128])

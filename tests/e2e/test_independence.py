@@ -74,7 +74,7 @@ def test_in_a_crowd_that_arrives_at_once(roomy: Engine, alone: list[list[int]]) 
 def test_in_a_crowd_that_trickles_in_another_order(roomy: Engine, alone: list[list[int]]) -> None:
     order = random.Random(1).sample(range(24), 24)
     assert _tokens(roomy, order, stagger=2) == alone
-    assert scheduler(roomy).num_prefix_hit_tokens > 0
+    assert scheduler(roomy).memory.num_hit_tokens > 0
 
 
 def test_cut_preempted_and_hit_by_prefix(alone: list[list[int]]) -> None:
@@ -97,7 +97,7 @@ def test_without_prefix_cache_and_with_other_pages(alone: list[list[int]]) -> No
         "demo", cache__page_size=64, cache__num_pages=64, model__max_len=LONGEST, cache__prefix_caching=False
     )
     assert _tokens(engine) == alone
-    assert scheduler(engine).num_prefix_hit_tokens == 0
+    assert scheduler(engine).memory.num_hit_tokens == 0
 
 
 def test_n_sequences_equal_their_seeds(roomy: Engine) -> None:

@@ -95,7 +95,7 @@ def test_a_cut_model_gives_the_tokens_of_one_device(cut: str, checkpoint: Path, 
     engine = engine_of(checkpoint, **CUTS[cut])
     found = run(engine, ASKED, stagger=2)
     if isinstance(engine, EngineGroup):
-        assert all(replica._scheduler.num_prefix_queried_tokens for replica in engine.replicas), "one had all the work"
+        assert all(replica._scheduler.memory.num_queried_tokens for replica in engine.replicas), "one had all the work"
     for one, other in zip(expected, found, strict=True):
         for want, got in zip(one, other, strict=True):
             assert got.error is None

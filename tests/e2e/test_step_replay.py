@@ -75,7 +75,7 @@ def test_a_replay_draws_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFi
     engine, outputs = _write(path, cache)
     records = _read(path)
     plans = [record.plan for record in records]
-    assert scheduler(engine).num_preemptions > 0 and scheduler(engine).num_prefix_hit_tokens > 0
+    assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.num_hit_tokens > 0
     assert any(plan.masks for plan in plans) and any(plan.copies for plan in plans)
     assert all(record.device_ms > 0 and record.wait_ms >= 0 and record.pack_ms > 0 for record in records)
     drawn = sum(len(record.token_ids) for record in records)

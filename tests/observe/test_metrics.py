@@ -10,7 +10,7 @@ from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import EngineGroup
-from jaxserve.engine.stats import StepStats
+from jaxserve.engine.stats_values import StepStats
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
 

@@ -216,4 +216,4 @@ def test_figures():
     while scheduler.has_work():
         step(scheduler)
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_held_pages) == (0, 0, 0)
-    assert (scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens) == (15, 4)
+    assert (scheduler.memory.num_queried_tokens, scheduler.memory.num_hit_tokens) == (15, 4)

@@ -183,4 +183,4 @@ def test_prompt_logprobs_skip_the_cache_and_switching_it_off_works():
     for name in "ab":
         out = drive(off, runner, [make_request(name, prompt, 2)])[name, 0]
         assert out.prompt is not None and out.prompt[:2] == (0, None)
-    assert off.num_prefix_queried_tokens == 0
+    assert off.memory.num_queried_tokens == 0

@@ -45,7 +45,7 @@ def test_random_operations_agree_with_the_naive_model():
     for seed in range(NUM_WORLDS):
         world = run_world(seed)
         preempted += world.scheduler.num_preemptions
-        hits += world.scheduler.num_prefix_hit_tokens
+        hits += world.scheduler.memory.num_hit_tokens
         ended += world.num_added
         forks += world.runner.num_copies
         in_bursts += world.num_in_bursts
