@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_engine import MODEL
-from bench_host import Case, Clients, make_engine
+from clock_device import Case, Clients, make_engine
 from record import write_record
 from rich.console import Console
 
