@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_engine import MODEL
-from bench_host import Case, Clients, make_engine
+from clock_device import Case, Clients, make_engine
 from record import write_record
 from rich.console import Console
 
@@ -156,11 +156,10 @@ def draw(path: Path, results: dict) -> None:
     for axis, (name, title, label) in zip(axes[1:], PANELS, strict=True):
         values = results[name]
         axis.plot([int(x) for x in values], list(values.values()), "o-")
-        axis.set_xscale("log", base=2)
         axis.set(title=title, xlabel=label)
     for axis in axes:
         axis.set_ylabel("ms")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
