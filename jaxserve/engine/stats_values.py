@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.api import FinishReason, Request
 from jaxserve.engine.histogram import HistogramSnapshot
+from jaxserve.sched.counts import SchedulerCounts
 
 
 class StepStats(NamedTuple):

@@ -40,6 +40,7 @@ from jaxserve.runtime.executables import (
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, plan_memory
 from jaxserve.runtime.mesh import replicated
+from jaxserve.runtime.resolve import backend_of, choose_attention, resolve_sizes
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.sched.plan import Bucket, Limits

@@ -43,7 +43,10 @@ class StepBudget:
         return self._tokens_for_rows[num_rows + 1] - num_tokens
 
     def beside(self, num_decode: int) -> int | None:
-        """Tokens of prompts, 1 or more, that may stand beside so many rows that decode; None: all that fit."""
+        """Tokens of prompts, 1 or more, that may stand beside so many rows that decode; None: all that fit.
+
+        A quarter of the step at least, even where that takes it beyond `Limits.max_mixed_tokens`.
+        """
         return self._beside[num_decode]
 
     def _find_beside(self, num_decode: int) -> int | None:
@@ -51,6 +54,8 @@ class StepBudget:
         edges = [b.tokens for b in self._mixed if b.tokens > num_decode and b.rows > num_decode]
         if limit is None or num_decode == 0 or not edges:
             return None
+        # A prompt that gets a token or two of each step would take for ever.
+        edges = [edge for edge in edges if 4 * (edge - num_decode) >= edge] or [max(edges)]
         # To the edge of a bucket: the padding behind would cost as much. The smallest one when even that is too long.
         return max((edge for edge in edges if edge <= limit), default=min(edges)) - num_decode
 

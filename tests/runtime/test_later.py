@@ -51,7 +51,7 @@ class Runner:
 
 
 def _later(compiler: Compiler, runner: Runner, check=lambda compiled: None) -> BackgroundBuckets:
-    jobs = {b: [Job(name=str(b), fn=lambda: None, args=(), donate=())] for b in LATER}
+    jobs = {b: [Job(name=str(b), fn=lambda: None, args=(), donate=(), options={})] for b in LATER}
     return BackgroundBuckets(limits=runner.limits, jobs=jobs, compiler=compiler, check=check, admit=runner.admit)  # pyright: ignore[reportArgumentType]
 
 

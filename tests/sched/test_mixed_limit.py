@@ -47,8 +47,10 @@ def test_mixed_steps_end_at_the_edge_of_the_limit_and_prompts_alone_do_not() -> 
         assert limited == free, "no token depends on how a prompt is cut"
 
 
-@pytest.mark.parametrize(("decoding", "beside"), [(0, None), (1, 7), (7, 1), (8, 8), (15, 1), (16, 16), (31, 1)])
-def test_there_is_always_room_for_a_token(decoding: int, beside: int | None) -> None:
+@pytest.mark.parametrize(
+    ("decoding", "beside"), [(0, None), (1, 7), (6, 2), (7, 9), (8, 8), (15, 17), (16, 16), (31, 1)]
+)
+def test_a_quarter_of_a_step_is_left_where_a_bucket_allows_it(decoding: int, beside: int | None) -> None:
     limits = make_limits(max_rows=32, token_buckets=(8, 16, 32), mixed_rows={8: 8, 16: 16, 32: 32})
     assert StepBudget(dataclasses.replace(limits, max_mixed_tokens=8)).beside(decoding) == beside
     assert StepBudget(limits).beside(decoding) is None
