@@ -6,7 +6,7 @@ kept where the meaning is the same; an argument that would not do what vLLM's do
 
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Self
 
 from jaxserve.api import SamplingParams
 from jaxserve.assemble import SchedulerChoice
@@ -50,6 +50,19 @@ class LLM(FrontDoor):
 
     def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
         super()._start(for_batches(resolved), scheduler)
+
+    def close(self) -> None:
+        """Ends the step log, and what is still built in the background; nothing can be asked any more.
+
+        `with LLM(...) as llm:` does it at the end of the block. Without it both end with the process.
+        """
+        self._engine.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(
         self,

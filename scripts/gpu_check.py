@@ -247,7 +247,7 @@ def rates(backend: str) -> Result:
     copy, read = jax.jit(lambda x: x ^ 1), jax.jit(lambda x: x.max())
     copied = 2 * size / seconds_per_call(lambda: copy(x), 1)
     was_read = size / seconds_per_call(lambda: read(x), 1)
-    del x
+    x.delete()
     a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in (1, 2))
     multiply = jax.jit(jnp.matmul)
     product = 2 * side**3 / seconds_per_call(lambda: multiply(a, b), 1)

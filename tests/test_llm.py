@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxserve import LLM, FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong, RequestRejected
 from jaxserve.llm import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sched import ContinuousScheduler, Policy
+from jaxserve.sched.record import StepLog
 
 FOUR = SamplingParams(temperature=0.0, max_tokens=4)
 QUIET = {"use_tqdm": False}
@@ -41,6 +43,17 @@ def assert_idle(llm: LLM) -> None:
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
     return [o.outputs[0].text for o in outputs]
+
+
+def test_a_block_ends_the_log_and_the_engine(fakes: Fakes, tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    with LLM.from_config(None, {"runtime.step_log": str(log)}) as llm:
+        llm.generate("abc", FOUR, **QUIET)
+    with StepLog(log) as steps:
+        assert len(list(steps)) == 4
+        assert steps.end is not None
+    with pytest.raises(EngineStopped):
+        llm.generate("abc", FOUR, **QUIET)
 
 
 def test_one_text(llm: LLM) -> None:
@@ -290,7 +303,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "path": str(tmp_path), "tokenizer": str(tmp_path / "t"), "skip_tokenizer": True, "name": "n",
         "dtype": config.cache.dtype, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
         "memory_fraction": 0.5, "prefix_caching": False, "policy": "fcfs", "max_rows": 4, "max_step_tokens": 16,
-        "max_mixed_tokens": 0,
+        "max_mixed_tokens": 0, "burst": 1,
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
         "watermark": 0.03, "growth": 0.5, "lengths": "learned", "input_weight": 1.0, "output_weight": 2.0,
         "ttft_target_s": 1.0, "tpot_target_s": 0.1,
