@@ -148,6 +148,13 @@ ROWS: dict[str, list[Panel]] = {
         Panel(title="Steps per second", queries={"steps": _rate("steps_total")}),
         Panel(title="Tokens of a step", queries=_quantiles("iteration_tokens_total")),
         Panel(
+            title="Compiled step shapes",
+            unit="short",
+            stacked=True,
+            text="Pending ones are built in the background; steps of a failed one run in larger shapes.",
+            queries={"{{state}}": "sum by (state) (jaxserve:step_shapesSELECT)"},
+        ),
+        Panel(
             title="Process memory",
             unit="bytes",
             queries={"resident": "process_resident_memory_bytes"},

@@ -14,10 +14,12 @@ from pathlib import Path
 from jaxserve.config_schema import Config
 from jaxserve.sched import Limits
 
-# Settings that may differ between hosts: where things lie, and what only the front door of process 0 reads.
+# Settings that may differ between hosts: where things lie, and what only the front door or the scheduler of process 0
+# reads; a batch there takes other steps than a service.
 _LOCAL_FIELDS = {
     "hosts": {"coordinator", "process_id"},
     "model": {"path", "tokenizer", "name"},
+    "sched": {"max_mixed_tokens"},
     "runtime": {"compile_cache", "compile_threads", "log_level", "step_log"},
 }
 _LOCAL_SECTIONS = {"serve", "route"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from jaxserve import cli
+from jaxserve.cli import COMMANDS, load_command
 from jaxserve.run import run_command
 
 
@@ -18,7 +18,6 @@ def parse_run(arguments: Sequence[str]) -> dict[str, Any]:
 
 def parse_jaxserve(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The command of `jaxserve` and its options."""
-    group: Any = typer.main.get_command(cli.app)
     name, *rest = arguments
-    assert name in group.commands, f"jaxserve has no command {name}; it has {sorted(group.commands)}"
-    return name, group.commands[name].make_context(name, rest).params
+    assert name in COMMANDS, f"jaxserve has no command {name}; it has {sorted(COMMANDS)}"
+    return name, load_command(name).make_context(name, rest).params

@@ -62,6 +62,7 @@ def test_the_same_tokens_before_and_after_and_meanwhile(expected: list[list[int]
     assert _tokens(again) == expected
 
 
+@pytest.mark.slow
 def test_a_warm_start_lowers_nothing_and_a_damaged_file_is_told(
     expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
