@@ -20,7 +20,15 @@ from jaxserve.config_schema import Config
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import specs_for
-from jaxserve.runtime.compile import Compiled, Compiler, Job, Progress, report_lines, use_compile_cache
+from jaxserve.runtime.compile import (
+    Compiled,
+    Compiler,
+    Job,
+    Progress,
+    make_cache_directory,
+    report_lines,
+    use_compile_cache,
+)
 from jaxserve.runtime.executables import (
     AbstractStage,
     Sizes,
@@ -95,7 +103,7 @@ def build_runner(
     `models` are the stages of a pipeline, most often one. `say` gets the lines of the memory breakdown and the compile
     report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
-    use_compile_cache(config.runtime.compile_cache)
+    directory = make_cache_directory(config.runtime.compile_cache)
     partition, dtype = models[0].partition, models[0].dtype
     device = models[0].mesh.local_devices[0]
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
@@ -115,7 +123,18 @@ def build_runner(
     memory = dataclasses.replace(memory, num_pages=hooks.agree_on_pages(memory.num_pages))
     for line in memory.lines():
         say(line)
-    plan = _BuildPlan(config=config, sizes=sizes, attention=attention, memory=memory, hooks=hooks)
+    # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
+    stores = not hooks.one_of_many and attention.attend.__module__.startswith("jaxserve.")
+    if directory is not None and not stores:
+        use_compile_cache(directory)
+    plan = _BuildPlan(
+        config=config,
+        sizes=sizes,
+        attention=attention,
+        memory=memory,
+        hooks=hooks,
+        store=directory / "executables" if directory is not None and stores else None,
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
         begin_s = time.perf_counter()
         loading = reader.submit(_load_all, models)
@@ -171,6 +190,7 @@ class _BuildPlan:
     attention: PagedAttention
     memory: MemoryPlan
     hooks: BuildHooks
+    store: Path | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,11 +230,7 @@ def _compile_stages(plan: _BuildPlan, stages: Sequence[AbstractStage], progress:
 
 
 def _open_store(plan: _BuildPlan, stage: AbstractStage) -> ExecutableStore | None:
-    """None where there is no directory, where processes share a device, or for a kernel from elsewhere, whose source
-    the key of the store does not cover."""
-    directory = plan.config.runtime.compile_cache
-    ours = plan.attention.attend.__module__.startswith("jaxserve.")
-    if directory is None or plan.hooks.one_of_many or not ours:
+    if plan.store is None:
         return None
     weights = jax.tree_util.tree_leaves_with_path(stage.weights)
     facts = [
@@ -225,11 +241,7 @@ def _open_store(plan: _BuildPlan, stage: AbstractStage) -> ExecutableStore | Non
         repr((stage.partition, stage.layers, stage.dtype, stage.mesh.shape)),
         *(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in weights),
     ]
-    return ExecutableStore(
-        Path(directory).expanduser() / "executables",
-        facts,
-        devices=list(stage.mesh.devices.flat),
-    )
+    return ExecutableStore(plan.store, facts, devices=list(stage.mesh.devices.flat))
 
 
 def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan) -> BackgroundBuckets:

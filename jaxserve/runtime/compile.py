@@ -8,6 +8,7 @@ the interpreter lock from each other; XLA releases it, so that its part runs on 
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -52,10 +53,10 @@ class Compiled:
 Progress = Callable[[int, int, Compiled], None]
 
 
-def use_compile_cache(directory: str | None) -> None:
-    """Points JAX at a directory of executables that outlives the process; None leaves JAX as it is."""
+def make_cache_directory(directory: str | None) -> Path | None:
+    """Where executables outlive the process; None: nowhere. Raises ConfigError when it cannot be made."""
     if directory is None:
-        return
+        return None
     try:
         path = Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,11 @@ def use_compile_cache(directory: str | None) -> None:
         raise ConfigError(
             f"runtime.compile_cache {directory!r} cannot be made: {error}; name another directory, or null for none"
         ) from error
+    return path
+
+
+def use_compile_cache(path: Path) -> None:
+    """Has JAX keep all it compiles from now on in this directory."""
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Small CPU executables are worth keeping too: start-up is a sum of many.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -88,6 +94,7 @@ class Compiler:
     def __init__(self, mesh: jax.sharding.Mesh | None, store: ExecutableStore | None) -> None:
         self._mesh = mesh
         self._store = store
+        self._hits = None if store is None else _CacheHits()
         self._lowered: dict[str, _Lowered] = {}
 
     def build(
@@ -135,6 +142,7 @@ class Compiler:
                 jitted = jax.jit(job.fn, donate_argnums=job.donate, out_shardings=job.out_shardings)
                 lowered = _Lowered(jitted.lower(*job.args), 0.0)
         assert lowered.program is not None, job.name
+        hits = 0 if self._hits is None else self._hits.count
         with self._context():
             call = lowered.program.compile(compiler_options={**job.options})
         memory = call.memory_analysis()
@@ -144,7 +152,8 @@ class Compiler:
             code_bytes=memory.generated_code_size_in_bytes if memory is not None else 0,
         )
         seconds = lowered.seconds + time.perf_counter() - start
-        if self._store is not None:
+        # What XLA:CPU has read from JAX's cache it cannot write again: the file would lack its functions.
+        if self._store is not None and self._hits is not None and self._hits.count == hits:
             self._store.save(job.name, built)
         return self._describe(job, built, seconds, stored=False)
 
@@ -162,6 +171,23 @@ class Compiler:
         if self._mesh is None:
             return contextlib.nullcontext()
         return jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh)
+
+
+class _CacheHits:
+    """How often each thread found an executable in JAX's own cache, which the user may have turned on. JAX tells."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        jax.monitoring.register_event_listener(self)
+
+    def __call__(self, event: str, **details: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            self._local.count = self.count + 1
+
+    @property
+    def count(self) -> int:
+        """Of the thread that asks."""
+        return getattr(self._local, "count", 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

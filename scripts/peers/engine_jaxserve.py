@@ -27,6 +27,7 @@ class Engine:
             "model.dtype": settings.dtype,
             "model.max_len": settings.max_len,
             **room,
+            "runtime.background_buckets": False,  # nothing is compiled beside what is measured
             **settings.overrides,
         }
         self._llm = AsyncLLM.from_config(None, overrides)

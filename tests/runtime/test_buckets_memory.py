@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.runtime.buckets import make_buckets
-from jaxserve.runtime.compile import use_compile_cache
+from jaxserve.runtime.compile import make_cache_directory
 from jaxserve.runtime.memory import plan_memory
 from jaxserve.sched.plan import Bucket, Limits
 
@@ -96,7 +96,7 @@ def test_measured_temporaries_must_fit() -> None:
 def test_an_impossible_compile_cache_is_a_users_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"runtime.compile_cache .* cannot be made"):
-        use_compile_cache(str(tmp_path / "file" / "cache"))
+        make_cache_directory(str(tmp_path / "file" / "cache"))
 
 
 def test_a_pool_below_one_sequence_says_so() -> None:

@@ -1,0 +1,61 @@
+"""Executables that are kept on disk, beside JAX's own cache when the user has turned that on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.runtime.compile import Compiler, Job
+from jaxserve.runtime.store import ExecutableStore
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[None]:
+    """JAX keeps everything, as with JAX_COMPILATION_CACHE_DIR."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path / "jax"), 0.0, -1), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def make_job() -> Job:
+    """Several fusions, so that the executable has functions of its own."""
+
+    def fn() -> tuple[jax.Array, ...]:
+        return jnp.full((64, 3), 1.0), jnp.full((8, 3), 2.0), jnp.cumsum(jnp.arange(9.0)) @ jnp.ones(9)
+
+    return Job(name="made", fn=fn, args=(), donate=(), options={})
+
+
+def start(folder: Path, fact: str) -> tuple[bool, float]:
+    """A start: whether its executable came out of the store, and what that computes."""
+    store = ExecutableStore(folder, [fact], devices=jax.local_devices()[:1])
+    made = Compiler(None, store).build([make_job()], 1, lambda *_: None)["made"]
+    return made.stored, float(made.call()[-1])
+
+
+def test_a_second_start_takes_what_the_first_has_kept(tmp_path: Path) -> None:
+    assert start(tmp_path, "a") == (False, 120.0)
+    assert start(tmp_path, "a") == (True, 120.0)
+    assert start(tmp_path, "b") == (False, 120.0), "another key"
+
+
+@pytest.mark.usefixtures("jax_cache")
+def test_what_jax_had_cached_is_not_kept_a_second_time(tmp_path: Path) -> None:
+    """Such a file could be read, and its executable would fail when it runs."""
+    assert start(tmp_path, "a") == (False, 120.0)
+    for _ in range(3):
+        assert start(tmp_path, "b") == (False, 120.0), "JAX has the program"
+    assert start(tmp_path, "a") == (True, 120.0)
