@@ -188,7 +188,7 @@ class RuntimeConfig(Section):
     background_buckets: bool | None = pydantic.Field(
         default=None,
         description="Answer once the largest step shapes are compiled, and compile the others meanwhile; default: on a "
-        "CPU. Pipelines and several hosts compile all of them first.",
+        "CPU. Pipelines and several hosts compile all of them first, and refuse true.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         default="info", description="Least severity of the lines logged on stderr."

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.api import FinishReason
+from jaxserve.collector import collector_paused
 from jaxserve.errors import ConfigError
 from jaxserve.lab.cluster_values import (
     Autoscale,
@@ -30,7 +31,7 @@ from jaxserve.sched.create import SchedulerFactory, create_scheduler
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits
 from jaxserve.sched.policy import Policy
-from jaxserve.sched.simulate import collector_paused, in_order
+from jaxserve.sched.simulate import in_order
 from jaxserve.sched.simulate_engine import SimulatedEngine, summarise
 from jaxserve.sched.simulate_values import CostModel, SimRequest, SimulatedRequest, VirtualClock
 

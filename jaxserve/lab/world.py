@@ -66,18 +66,9 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
         fitting = roofline.num_pages(sizes.page_size, memory_fraction=config.cache.memory_fraction)
         enough = 2 * sizes.max_rows * -(-sizes.max_model_len // sizes.page_size)  # as a server takes no more
         pages = min(fitting, enough)
-    limits = Limits(
-        max_rows=sizes.max_rows,
-        num_pages=pages,
-        page_size=sizes.page_size,
-        max_model_len=sizes.max_model_len,
-        buckets=sizes.buckets,
-        max_burst=sizes.max_burst,
-        max_mixed_tokens=sizes.max_mixed_tokens,
-    )
     name = config.model.name or Path(config.model.path).name
     return World(
-        limits=limits,
+        limits=sizes.limits(pages),
         cost_model=roofline,
         options=scheduler_options(config),
         router_options=router_options(config),

@@ -81,33 +81,19 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model, or a stage of one, whose weights are still in their files. Attributes as those of `LoadedModel`.
+    """A model, or a stage of one, whose weights are still in their files.
 
-    Enough to compile for: `state` are shapes.
+    Attributes:
+      shapes: the model, with shapes as its `state`: enough to compile for.
+      fill: reads, or draws, the weights.
     """
 
-    graphdef: nnx.GraphDef
-    state: nnx.State
-    config: DecoderConfig
-    partition: Partition
-    layers: range
-    mesh: Mesh
-    checkpoint: Checkpoint
-    dtype: np.dtype
+    shapes: LoadedModel
     fill: Callable[[], nnx.State]
 
     def load(self) -> LoadedModel:
-        """Reads, or draws, the weights, and returns when they are on their devices. Raises CheckpointError."""
-        return LoadedModel(
-            graphdef=self.graphdef,
-            state=self.fill(),
-            config=self.config,
-            partition=self.partition,
-            layers=self.layers,
-            mesh=self.mesh,
-            checkpoint=self.checkpoint,
-            dtype=self.dtype,
-        )
+        """Returns when the weights are on their devices. Raises CheckpointError."""
+        return dataclasses.replace(self.shapes, state=self.fill())
 
 
 def load_model(
@@ -162,10 +148,9 @@ def plan_model(
         fill = filler.restore
     else:
         fill = filler.reader()
-    return PlannedModel(
+    shapes = LoadedModel(
         graphdef=graphdef,
         state=abstract,
-        fill=fill,
         config=config,
         partition=partition,
         layers=range(config.num_layers) if layers is None else layers,
@@ -173,6 +158,7 @@ def plan_model(
         checkpoint=checkpoint,
         dtype=chosen,
     )
+    return PlannedModel(shapes=shapes, fill=fill)
 
 
 def one_device_mesh(device: Any) -> Mesh:

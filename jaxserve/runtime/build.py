@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxserve.config_schema import Config
+from jaxserve.errors import ConfigError
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import specs_for
@@ -104,8 +105,9 @@ def build_runner(
     report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
-    partition, dtype = models[0].partition, models[0].dtype
-    device = models[0].mesh.local_devices[0]
+    shapes = [planned.shapes for planned in models]
+    partition, dtype = shapes[0].partition, shapes[0].dtype
+    device = shapes[0].mesh.local_devices[0]
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
     attention = choose_attention(config, partition.local, sizes, dtype, device)
     stages = [
@@ -117,9 +119,9 @@ def build_runner(
             mesh=part.mesh,
             dtype=part.dtype,
         )
-        for part in models
+        for part in shapes
     ]
-    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, models))
+    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, shapes))
     memory = dataclasses.replace(memory, num_pages=hooks.agree_on_pages(memory.num_pages))
     for line in memory.lines():
         say(line)
@@ -144,15 +146,7 @@ def build_runner(
     report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
     runner = DeviceRunner(
-        limits=Limits(
-            max_rows=sizes.max_rows,
-            num_pages=memory.num_pages,
-            page_size=sizes.page_size,
-            max_model_len=sizes.max_model_len,
-            buckets=tuple(sorted(now)),
-            max_burst=sizes.max_burst,
-            max_mixed_tokens=sizes.max_mixed_tokens,
-        ),
+        limits=sizes.limits(memory.num_pages).with_buckets(now),
         layouts=dict(bucket_layouts(sizes)),
         burst_layouts=burst_layouts(sizes),
         stages=[
@@ -210,6 +204,11 @@ def _compile_stages(plan: _BuildPlan, stages: Sequence[AbstractStage], progress:
     ]
     waiting: dict[Bucket, Sequence[Job]] = {}
     asked = config.runtime.background_buckets
+    if asked and (len(stages) > 1 or plan.hooks.one_of_many):
+        raise ConfigError(
+            "runtime.background_buckets is true, but the stages of a pipeline and the processes of several hosts must "
+            "have the same step shapes at each step; leave it out, or set it to false"
+        )
     # Elsewhere compilers measure on the device, whose memory the pages have by then: not shown to work yet.
     if (sizes.backend == "cpu" if asked is None else asked) and len(stages) == 1 and not plan.hooks.one_of_many:
         waiting = {b: bucket_jobs(b, jobs[0]) for b in sizes.buckets if b not in first_buckets(sizes)}
@@ -278,13 +277,13 @@ def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) ->
 def _total_bytes(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
     sizes: Sizes,
-    models: Sequence[PlannedModel],
+    shapes: Sequence[LoadedModel],
 ) -> int:
     """Bytes that a device has for everything, weights included."""
     found = device_memory_bytes(device)
     if sizes.backend != "cpu":
         return found
-    return found // sum(len(part.mesh.local_devices) for part in models)  # one memory for all CPU devices
+    return found // sum(len(part.mesh.local_devices) for part in shapes)  # one memory for all CPU devices
 
 
 def plan_stage_memory(

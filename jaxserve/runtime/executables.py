@@ -35,7 +35,7 @@ from jaxserve.runtime.step import (
     write_tables,
 )
 from jaxserve.runtime.xla_flags import compiler_options
-from jaxserve.sched.plan import Bucket
+from jaxserve.sched.plan import Bucket, Limits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,18 @@ class Sizes:
     cache_dtype: np.dtype
     max_burst: int = 1
     max_mixed_tokens: int | None = None
+
+    def limits(self, num_pages: int) -> Limits:
+        """What a scheduler knows of a device of these sizes, with all buckets."""
+        return Limits(
+            max_rows=self.max_rows,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            max_model_len=self.max_model_len,
+            buckets=self.buckets,
+            max_burst=self.max_burst,
+            max_mixed_tokens=self.max_mixed_tokens,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

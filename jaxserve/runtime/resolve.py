@@ -76,6 +76,11 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             " on one stage: the token of each step starts the next one; set sched.burst to 1, or use parallel.tensor"
         )
     max_mixed_tokens = config.sched.max_mixed_tokens
+    if max_mixed_tokens and not config.sched.chunked_prefill:
+        raise ConfigError(
+            f"sched.max_mixed_tokens is {max_mixed_tokens} and sched.chunked_prefill is false, but a prompt that must "
+            "not be cut cannot keep to a limit; leave one of them out"
+        )
     if max_mixed_tokens is None:
         max_mixed_tokens = defaults.max_mixed_tokens
     return Sizes(

@@ -7,11 +7,10 @@ Why this can be trusted: nothing of the scheduler is imitated. What the engine d
 an order of few lines, and a test compares the plans of both.
 """
 
-import contextlib
-import gc
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
+from jaxserve.collector import collector_paused
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.create import SchedulerFactory, create_scheduler
@@ -39,7 +38,6 @@ __all__ = [
     "SimulationResult",
     "StepCost",
     "VirtualClock",
-    "collector_paused",
     "in_order",
     "simulate",
 ]
@@ -93,19 +91,6 @@ def simulate(
             if engine.next_turn_s == math.inf:
                 return summarise([engine], ended, clock.now_s)
             engine.turn()
-
-
-@contextlib.contextmanager
-def collector_paused() -> Generator[None, None, None]:
-    """No cycle collection inside: results pile up by the million and hold no cycles, and the collector would look
-    through all of them again and again, an eighth of the time of a large cluster."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def in_order(trace: Iterable[SimRequest]) -> Iterator[SimRequest]:

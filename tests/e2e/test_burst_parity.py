@@ -106,6 +106,11 @@ def test_a_pipeline_refuses_bursts_by_name() -> None:
         build(FIXTURES / "qwen3", model__skip_tokenizer=True, sched__burst=4, parallel__pipeline=2)
 
 
+def test_a_pipeline_refuses_shapes_that_come_later() -> None:
+    with pytest.raises(ConfigError, match="background_buckets is true, but the stages of a pipeline"):
+        build(FIXTURES / "qwen3", model__skip_tokenizer=True, runtime__background_buckets=True, parallel__pipeline=2)
+
+
 def test_the_loop_copies_no_cache(engine: Engine) -> None:
     """All arrays as large as a layer's pages, or as the counts of all rows, are updated where they lie."""
     runner = engine._runner

@@ -76,7 +76,6 @@ def test_swap_a_scheduler(tmp_path: Path) -> None:
     assert {"fcfs", "express lane", "demo model", "simulator"} <= set(re.findall(r"\w+ \w+|\w+", texts["comparison"]))
     gains = dict(re.findall(r"(demo model|simulator): .* (-?\d+)% sooner", texts["gain"]))
     assert set(gains) == {"demo model", "simulator"}
-    assert all(int(gain) > 20 for gain in gains.values()), texts["gain"]
     for policy in ("fcfs", "sjf", "BigExpressLane"):
         assert policy in texts["on-paper"]
         assert policy in texts["who-pays"]

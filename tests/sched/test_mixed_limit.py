@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from jaxserve.config import for_batches, load_config
+from jaxserve.errors import ConfigError
+from jaxserve.lab import world_of_device
 from jaxserve.sched import ContinuousScheduler, Policy, SchedulerOptions, create_scheduler
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.fcfs import FcfsPolicy
@@ -72,6 +74,12 @@ def test_a_policy_may_allow_less_and_not_more() -> None:
 def test_a_prompt_that_must_not_be_cut_is_not() -> None:
     _, plans = run(8, long=29, chunked_prefill=False)
     assert [len(chunk.token_ids) for plan in plans for chunk in plan.chunks] == [5, 5, 5, 29]
+
+
+def test_a_limit_that_nothing_could_keep_is_refused() -> None:
+    config = load_config(None, {"sched.max_mixed_tokens": 64, "sched.chunked_prefill": False}).config
+    with pytest.raises(ConfigError, match=r"max_mixed_tokens is 64 and sched.chunked_prefill is false"):
+        world_of_device(config, "cpu:1")
 
 
 def test_batches_have_no_limit_unless_they_ask_for_one() -> None:

@@ -4,15 +4,14 @@ Owns the parsing. Refuses to validate: pydantic does. The parser of pydantic is 
 a limit of depth, refuses lone surrogates and NaN, and takes a tenth of the time.
 """
 
-import contextlib
-import gc
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from jaxserve.collector import collector_paused
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal
 
 # For the OpenAPI document.
@@ -32,23 +31,10 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         try:
-            with _no_collection():
+            with collector_paused():  # no other thread runs meanwhile, as the parser does not let them
                 return pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise _Unreadable(f"the body is no JSON that can be read: {error}") from error
-
-
-@contextlib.contextmanager
-def _no_collection() -> Generator[None, None, None]:
-    """A million small lists made the collector look through all of the process again and again: for seconds, in vain,
-    since JSON has no cycles. No other thread runs meanwhile, as the parser does not let them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Unreadable(HttpRefusal):
