@@ -26,7 +26,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> installing jaxserve (about 700 MB; a few minutes)"
-	$(PIP) install --progress-bar on -c constraints.txt -e .
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[cpu]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

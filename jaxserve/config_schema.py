@@ -118,8 +118,13 @@ class KernelsConfig(Section):
     """Which bodies run."""
 
     paged_attention: str = pydantic.Field(default="auto", description="Body by name; auto: best of the backend.")
+    matmul: Literal["auto", "xla", "numba_cpu"] = pydantic.Field(
+        default="auto",
+        description="Products with weights: XLA's, or on a CPU those of weights packed at load; auto: packed where "
+        "Numba is installed and a device has all of a layer.",
+    )
     self_check: bool = pydantic.Field(
-        default=True, description="Compare a body other than xla with it on this device at start (seconds)."
+        default=True, description="Check a body other than xla on this device at start, against float64 (a second)."
     )
 
 

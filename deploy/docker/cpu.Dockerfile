@@ -14,7 +14,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY jaxserve ./jaxserve
 COPY configs ./configs
 
-ARG EXTRAS=ray
+ARG EXTRAS=cpu,ray
 RUN python -m pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
 
 ENV PYTHONUNBUFFERED=1 \

@@ -228,8 +228,8 @@ class Inputs:
     sinks: Float[Array, " N"] | None
     alibi_slopes: Float[Array, " N"] | None
     scales: KVScales | None
-    keys: Sequence[Array]
-    values: Sequence[Array]
+    keys: Sequence[Array | np.ndarray]
+    values: Sequence[Array | np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,24 +289,28 @@ def make_inputs(
             values=jnp.asarray(spread * rng.uniform(0.8, 1.2, spec.num_kv_heads), jnp.float32),
         )
 
-    def sequence(context: int, scale: Array | None) -> Array:  # what the cache can hold of a random one
+    def sequence(context: int, scale: Array | None) -> Array | np.ndarray:  # what the cache can hold of a random one
         kept = stored(draw(rng, (context, *kv_shape)), scale, jnp.dtype(case.cache_dtype)).astype(jnp.float32)
-        return kept if scale is None else kept * scale[:, None]
+        return _near(kept if scale is None else kept * scale[:, None])
 
     keys = [sequence(context, scales and scales.keys) for _, context in case.rows]
     values = [sequence(context, scales and scales.values) for _, context in case.rows]
     cache = body.init_cache(num_pages, case.page_size, *kv_shape, jnp.dtype(case.cache_dtype))
     if poison and case.cache_dtype != "int8":
-        cache = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache)
+        # A body may keep the bits of floats as integers; all ones are NaN.
+        cache = jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.nan if jnp.isdtype(x.dtype, "real floating") else jnp.iinfo(x.dtype).max),
+            cache,
+        )
     cache = _fill(case, body, cache, batch, scales, keys, values)
     num_tokens = batch.positions.shape[0]
-    padding = draw(rng, (num_tokens - sum(n for n, _ in case.rows), *kv_shape))
+    padding = _near(draw(rng, (num_tokens - sum(n for n, _ in case.rows), *kv_shape)))
     own = [(k[c - n :], v[c - n :]) for (n, c), k, v in zip(case.rows, keys, values, strict=True)]
     slopes = jnp.asarray(2.0 ** -np.linspace(1, 8, spec.num_query_heads), jnp.float32)
     return Inputs(
         q=draw(rng, (num_tokens, spec.num_query_heads, spec.head_dim)).astype(case.query_dtype),
-        k=jnp.concatenate([*(k for k, _ in own), padding]),
-        v=jnp.concatenate([*(v for _, v in own), padding]),
+        k=jnp.asarray(_joined([*(k for k, _ in own), padding])),
+        v=jnp.asarray(_joined([*(v for _, v in own), padding])),
         cache=cache,
         batch=batch,
         sinks=draw(rng, (spec.num_query_heads,)) if case.sinks else None,
@@ -327,14 +331,25 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return jax.random.normal(jax.random.key(int(rng.integers(2**31))), shape)
 
 
+def _near(x: Array) -> Array | np.ndarray:
+    """Small arrays on the host, where cutting and joining needs no program for each shape."""
+    return np.asarray(x) if x.size < _FEW else x
+
+
+def _joined(parts: Sequence[Array | np.ndarray]) -> Array | np.ndarray:
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    return jnp.concatenate(parts)
+
+
 def _fill(
     case: Case,
     body: PagedAttention,
     cache: LayerCache,
     batch: AttentionBatch,
     scales: KVScales | None,
-    keys: Sequence[Array],
-    values: Sequence[Array],
+    keys: Sequence[Array | np.ndarray],
+    values: Sequence[Array | np.ndarray],
 ) -> LayerCache:
     """Writes the earlier tokens of all rows in pieces of one size, since only the body knows its layout."""
     lens = np.array([context - n for n, context in case.rows] + [0] * case.padding_rows)
@@ -344,7 +359,7 @@ def _fill(
     piece = min(-(-total // 256) * 256, 16384)  # a few sizes, so that few are compiled
     rows = np.repeat(np.arange(len(lens)), lens)
     positions = np.concatenate([np.arange(n) for n in lens])
-    k, v = (jnp.concatenate([x[:n] for x, n in zip(xs, lens, strict=False)]) for xs in (keys, values))
+    k, v = (_joined([x[:n] for x, n in zip(xs, lens, strict=False)]) for xs in (keys, values))
     write = jax.jit(body.write, donate_argnums=2)
     for first in range(0, total, piece):
         own = slice(first, min(first + piece, total))
@@ -360,6 +375,7 @@ def _fill(
             page_size=case.page_size,
             decode_only=False,
         )
-        cut = ((0, padding), (0, 0), (0, 0))
-        cache = write(jnp.pad(k[own], cut), jnp.pad(v[own], cut), cache, part, scales)
+        rest = np.zeros((padding, *k.shape[1:]), np.float32)
+        own_k, own_v = (jnp.asarray(_joined([x[own], rest])) for x in (k, v))
+        cache = write(own_k, own_v, cache, part, scales)
     return cache

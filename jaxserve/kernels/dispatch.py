@@ -23,12 +23,13 @@ PAGED_ATTENTION: Registry[PagedAttention | BodyMaker] = Registry(
         "xla": "jaxserve.kernels.xla_attention:BODY",
         "mosaic_tpu": "jaxserve.kernels.pallas.tpu_body:make_body",
         "mosaic_gpu": "jaxserve.kernels.pallas.gpu_body:make_body",
+        "numba_cpu": "jaxserve.kernels.cpu.body:make_body",
     },
 )
 _REGISTRIES = {"paged_attention": PAGED_ATTENTION}
 
 # What `auto` takes on each backend: the first that does not refuse.
-_PREFERRED = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
+_PREFERRED = {"cpu": ("numba_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
 _PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
 
 

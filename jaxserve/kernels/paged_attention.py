@@ -131,7 +131,8 @@ class PagedAttention:
     `write(k, v, cache, batch, scales=None) -> cache` is the first half of `attend` alone.
     `init_cache(num_pages, page_size, num_kv_heads, head_dim, dtype)` gives zeros for num_pages + 1 pages (page 0 is
     the dummy). `copy_pages(cache, sources [C], targets [C])` copies whole pages; padding entries are (0, 0).
-    `refuses(use)` says why the body cannot run a use, with the limit and the remedy, or None.
+    `refuses(use)` says why the body cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes
+    ready what executables of that use call by name; it comes before any of them runs, those read from a disk included.
     """
 
     name: str
@@ -140,6 +141,7 @@ class PagedAttention:
     init_cache: Callable[..., LayerCache]
     copy_pages: Callable[..., LayerCache]
     refuses: Callable[[AttentionUse], str | None]
+    prepare: Callable[[AttentionUse], object] = lambda use: None
 
 
 # What a registry of bodies holds: a body for any device, or a function that makes one for the device at hand.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxserve.kernels.packed_weight import PackedWeight
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig, MlpKind, NormKind, PositionKind
 from jaxserve.models.layers import Attention, GatedMlp, RmsNorm, matmul, soft_cap
@@ -76,14 +77,18 @@ class Decoder(nnx.Module):
         chosen = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = chosen.start == 0, chosen.stop == config.num_layers
         self.embedding = (
-            param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"))
+            param(
+                jnp.zeros((config.vocab_size, config.hidden_size), dtype),
+                ("vocab", "embed"),
+                num_in=1 if self.is_last and config.tied_embeddings else 0,
+            )
             if self.is_first or (self.is_last and config.tied_embeddings)
             else None
         )
         self.layers = nnx.List([DecoderLayer(config, config.windows[i], dtype, shards) for i in chosen])
         self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype) if self.is_last else None
         self.lm_head = (
-            param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"))
+            param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"), num_in=1)
             if self.is_last and not config.tied_embeddings
             else None
         )
@@ -132,7 +137,9 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Each device looks up the tokens it has; the others' contribution is zero, so the sum is exact."""
         assert self.embedding is not None
-        table = self.embedding[...]
+        table = self.embedding.get_value()
+        if isinstance(table, PackedWeight):
+            return table.take(tokens)
         if self.shards.count == 1:
             return table[tokens]
         local = self.shards.local_ids(tokens, table.shape[0])
@@ -145,10 +152,10 @@ class Decoder(nnx.Module):
         Of this device's part of the vocabulary; padding has -inf.
         """
         if self.lm_head is not None:
-            weight = self.lm_head[...]
+            weight = self.lm_head.get_value()
         else:
             assert self.embedding is not None, "logits are the last stage's"
-            weight = self.embedding[...]
+            weight = self.embedding.get_value()
         logits = soft_cap(matmul(hidden, weight), self.config.logit_soft_cap)
         size = logits.shape[1]
         if size * self.shards.count == self.num_tokens:

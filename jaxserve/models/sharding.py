@@ -20,6 +20,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from jaxserve.kernels.packed_weight import PackedWeight
+
 Axes = tuple[str | None, ...]
 Rules = Mapping[str, str | None]  # logical axis -> mesh axis; None or absent: replicated
 
@@ -71,10 +73,13 @@ class Shards:
 WHOLE = Shards(count=1)
 
 
-def param(value: jax.Array, axes: Axes) -> nnx.Param:
-    """A parameter that carries its logical axes. They are ours: flax's own sharding metadata would act eagerly."""
+def param(value: jax.Array, axes: Axes, num_in: int = 0) -> nnx.Param:
+    """A parameter that carries its logical axes. They are ours: flax's own sharding metadata would act eagerly.
+
+    `num_in`: of a weight that `layers.matmul` multiplies with, how many axes are multiplied away, the last ones.
+    """
     assert value.ndim == len(axes), (value.shape, axes)
-    return nnx.Param(value, logical_axes=axes)
+    return nnx.Param(value, logical_axes=axes, num_in=num_in)
 
 
 def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
@@ -87,6 +92,12 @@ def spec_for(axes: Axes, rules: Rules) -> PartitionSpec:
     return PartitionSpec(*(rules.get(axis) if axis is not None else None for axis in axes))
 
 
+def _spec_of(variable: nnx.Variable, rules: Rules) -> PartitionSpec:
+    if isinstance(variable.get_raw_value(), PackedWeight):  # never cut
+        return PartitionSpec()
+    return spec_for(variable.get_metadata()["logical_axes"], rules)
+
+
 def axes_tree(state: nnx.State) -> dict[tuple[Any, ...], Axes]:
     """Logical axes of each parameter of `nnx.split`'s state, keyed by its path."""
     return {path: variable.get_metadata()["logical_axes"] for path, variable in nnx.to_flat_state(state)}
@@ -94,19 +105,16 @@ def axes_tree(state: nnx.State) -> dict[tuple[Any, ...], Axes]:
 
 def specs_for(state: nnx.State, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
     """A tree like `state` (abstract or not) with a `PartitionSpec` at each leaf."""
-    return nnx.map_state(
-        lambda _, variable: with_value(variable, spec_for(variable.get_metadata()["logical_axes"], rules)), state
-    )
+    return nnx.map_state(lambda _, variable: with_value(variable, _spec_of(variable, rules)), state)
 
 
 def shardings_for(state: nnx.State, mesh: Mesh, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
     """A tree like `state` (abstract or not) with a sharding at each leaf. `Partition` has made all sizes divide."""
 
     def one(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        axes = variable.get_metadata()["logical_axes"]
-        spec = spec_for(axes, rules)
-        for size, axis, mesh_axis in zip(variable.shape, axes, spec, strict=True):
-            assert mesh_axis is None or size % mesh.shape[mesh_axis] == 0, (path, axis, size, mesh.shape)
+        spec = _spec_of(variable, rules)
+        for size, mesh_axis in zip(jax.tree.leaves(variable)[0].shape, spec, strict=False):
+            assert mesh_axis is None or size % mesh.shape[mesh_axis] == 0, (path, spec, size, mesh.shape)
         return with_value(variable, NamedSharding(mesh, spec))
 
     return nnx.map_state(one, state)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxserve.config_schema import Config
 from jaxserve.errors import ConfigError
+from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import specs_for
@@ -49,7 +50,8 @@ from jaxserve.runtime.executables import (
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, plan_memory
 from jaxserve.runtime.mesh import replicated
-from jaxserve.runtime.resolve import backend_of, choose_attention, resolve_sizes
+from jaxserve.runtime.packing import packed
+from jaxserve.runtime.resolve import backend_of, choose_attention, packing_width, resolve_sizes
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.sched.plan import Bucket, Limits
@@ -105,6 +107,11 @@ def build_runner(
     report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
+    if directory is not None and machine_code.missing() is None:
+        machine_code.keep_machine_code(directory)
+    width = packing_width(config, models[0].shapes.mesh, models[0].shapes.dtype)
+    if width is not None:
+        models = [packed(planned, width) for planned in models]
     shapes = [planned.shapes for planned in models]
     partition, dtype = shapes[0].partition, shapes[0].dtype
     device = shapes[0].mesh.local_devices[0]

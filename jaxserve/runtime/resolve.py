@@ -8,10 +8,12 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.config_schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels import dispatch
+from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.paged_attention import AttentionUse, Device, PagedAttention
 from jaxserve.kernels.self_check import check_body
 from jaxserve.kernels.xla_attention import BODY as REFERENCE
@@ -107,8 +109,39 @@ def choose_attention(
     uses = attention_uses(local_model, sizes, dtype)
     described = describe(device)
     attention = dispatch.resolve(device=described, choice=config.kernels.paged_attention, uses=uses)
+    for use in uses:
+        attention.prepare(use)
     if config.kernels.self_check and attention is not REFERENCE:
         with jax.default_device(device):
-            difference = max(check_body(attention, use, described) for use in uses)
-        logger.info("paged_attention: %r agrees with the reference to %.1e on this device", attention.name, difference)
+            error = max(check_body(attention, use, described) for use in uses)
+        logger.info("paged_attention: %r is right to %.1e on this device", attention.name, error)
     return attention
+
+
+def packing_width(
+    config: Config,
+    mesh: Mesh,
+    dtype: np.dtype,
+) -> int | None:
+    """Columns of a panel of packed weights; None where XLA multiplies weights as they are. Raises ConfigError."""
+    choice, backend = config.kernels.matmul, backend_of(mesh.local_devices[0])
+    reason = None
+    if backend != "cpu":
+        reason = f"it runs on CPUs alone, and this is a {backend}"
+    elif mesh.size > 1:
+        reason = f"{mesh.size} devices share each weight, and packed ones are never cut; set parallel.tensor to 1"
+    elif dtype.name not in machine_code.DTYPES:
+        reason = f"weights are {dtype.name}"
+    else:
+        reason = machine_code.missing()
+    if choice == "xla" or (choice == "auto" and reason is not None):
+        logger.info("matmul on %s: 'xla', since %s", backend, "kernels.matmul names it" if choice == "xla" else reason)
+        return None
+    if reason is not None:
+        raise ConfigError(f"kernels.matmul names 'numba_cpu', but {reason}")
+    machine_code.provide("matmul", dtype.name)
+    from jaxserve.kernels.cpu.target import find_target
+
+    width = find_target().width
+    logger.info("matmul on cpu: 'numba_cpu', weights packed in panels of %d columns", width)
+    return width

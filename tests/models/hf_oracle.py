@@ -17,15 +17,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.kernels.dispatch import resolve
-from jaxserve.kernels.paged_attention import AttentionBatch, Device
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionUse, Device, PagedAttention
 from jaxserve.models import LoadedModel, load_model
+from jaxserve.models.layers import attention_spec
 from jaxserve.models.sharding import specs_for
 from jaxserve.runtime.mesh import on_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
 NUM_STEP_TOKENS = 200  # the four prompts of a fixture together, and a little padding
-ATTENTION = resolve(device=Device(backend="cpu", kind="cpu"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,23 @@ class Driver:
         ids = np.random.default_rng(page_size).permutation(num_rows * pages) + 1
         self.block_tables = ids.reshape(num_rows, pages).astype(np.int32)
         config = model.partition.padded
+        attention = resolve(
+            device=Device(backend="cpu", kind="cpu"),
+            uses=[
+                AttentionUse(
+                    spec=attention_spec(config, window),
+                    page_size=page_size,
+                    query_dtype=model.dtype.name,
+                    cache_dtype=model.dtype.name,
+                )
+                for window in set(config.windows)
+            ],
+        )
         # Placed like the weights: left uncommitted, the first step would compile for other inputs than all later ones.
         by_heads = P(None, "model")
         self.caches = tuple(
             jax.device_put(
-                ATTENTION.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, model.dtype),
+                attention.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, model.dtype),
                 NamedSharding(model.mesh, by_heads),
             )
             for _ in range(config.num_layers)
@@ -77,7 +89,7 @@ class Driver:
         # Compiling is nearly all of the cost, and a lower level of LLVM saves 40 % of it.
         options = {"xla_backend_optimization_level": 0}
         step = on_mesh(
-            partial(forward, model.graphdef),
+            partial(forward, model.graphdef, attention),
             model.mesh,
             (specs_for(model.state), by_heads, P(), P(), P()),
             (P(), by_heads),
@@ -147,10 +159,10 @@ class Driver:
         return out
 
 
-def forward(graphdef, state, caches, tokens, batch, rope_lengths):
+def forward(graphdef, attention: PagedAttention, state, caches, tokens, batch, rope_lengths):
     """The whole step: hidden states of the batch and logits of every token."""
     decoder = nnx.merge(graphdef, state)
-    hidden, caches = decoder(tokens, caches, batch, ATTENTION, rope_lengths)
+    hidden, caches = decoder(tokens, caches, batch, attention, rope_lengths)
     return decoder.shards.gather(decoder.logits(hidden))[:, : decoder.num_tokens], caches
 
 

@@ -1,4 +1,5 @@
-"""The XLA body against the float64 oracle: named cases, random ragged batches, poison, in-place writes, neighbours."""
+"""Both bodies for CPUs against the float64 oracle: named cases, random ragged batches, poison, in-place writes,
+neighbours."""
 
 import dataclasses
 import re
@@ -10,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.kernels.cases import CASES, MODELS, Case, Inputs, Room, make_batch, make_inputs
-from jaxserve.kernels.oracle import attend_row
+from jaxserve.kernels.cases import CASES, Case, Inputs, Room, case, make_batch, make_inputs
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
 from jaxserve.kernels.xla_attention import BODY
+from tests.kernels.cpu_bodies import BODIES, check, pairs, run, run_with_cache, runs
 from tests.kernels.ragged import MAX_CONTEXT, MAX_ROWS, MAX_TOKENS, ragged_rows
 
-attend = jax.jit(BODY.attend, static_argnums=5)
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-# Enough for every combination of loops; the others repeat them with other sizes and run with `-m slow`.
+# Enough for every combination of loops and every option of each body; the others repeat them with other sizes and run
+# with `-m slow`.
 QUICK = (
     "bench125m/ragged16/64",
     "bench125m/mixed/64",
@@ -30,45 +31,24 @@ QUICK = (
     "demo/crumbs/16/int8",
     "demo/crumbs/16/float8_e4m3fn",
 )
+every_body = pytest.mark.parametrize("body", [pytest.param(b, id=b.name) for b in BODIES if runs(b, SPEC, 16)])
 
 
-def run(inputs: Inputs, spec: AttentionSpec) -> np.ndarray:
-    return np.asarray(run_with_cache(inputs, spec)[0])
+@pytest.mark.parametrize(("body", "case"), pairs(CASES.values(), slow=lambda body, case: case.name not in QUICK))
+def test_named_case_matches_the_oracle(body, case):
+    inputs = make_inputs(case, body, poison=True)
+    check(case, inputs, run(body, inputs, case.spec))
 
 
-def run_with_cache(inputs: Inputs, spec: AttentionSpec):
-    i = inputs
-    return attend(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes, i.scales)
-
-
-def check(case: Case, inputs: Inputs, out: np.ndarray) -> None:
-    """Each row against the oracle on its whole sequence; padding must be finite."""
-    assert np.isfinite(out).all()
-    token = 0
-    for row, (q_len, context) in enumerate(case.rows):
-        q = inputs.q[token : token + q_len]
-        want = attend_row(q, inputs.keys[row], inputs.values[row], case.spec, inputs.sinks, inputs.alibi_slopes)
-        np.testing.assert_allclose(
-            out[token : token + q_len], want, rtol=1e-5, atol=1e-5, err_msg=f"{case.name} row {row} of {context}"
-        )
-        token += q_len
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
-def test_named_case_matches_the_oracle(name):
-    case = CASES[name]
-    inputs = make_inputs(case, BODY)
-    check(case, inputs, run(inputs, case.spec))
-
-
-def test_bfloat16_queries_come_back_as_bfloat16():
-    case = CASES["qwen3-0.6b/crumbs/64/bfloat16"]
-    inputs = make_inputs(case, BODY)
+@pytest.mark.parametrize(("body", "case"), pairs([CASES["qwen3-0.6b/crumbs/64/bfloat16"]]))
+def test_bfloat16_queries_come_back_as_bfloat16(body, case):
+    inputs = make_inputs(case, body)
     low = dataclasses.replace(inputs, q=inputs.q.astype(jnp.bfloat16))
-    out, cache = run_with_cache(low, case.spec)
-    assert out.dtype == jnp.bfloat16 and {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
+    out, cache = run_with_cache(body, low, case.spec)
+    assert out.dtype == jnp.bfloat16
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)} == {2}, "bfloat16 numbers, or their bits"
     rounded = dataclasses.replace(low, q=low.q.astype(jnp.float32))
-    np.testing.assert_allclose(np.asarray(out, np.float32), run(rounded, case.spec), rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(out, np.float32), run(body, rounded, case.spec), rtol=1e-2, atol=1e-3)
 
 
 # --- random ragged batches ------------------------------------------------------------------------------------------
@@ -135,13 +115,21 @@ def inputs_of(case, batch, num_pages, keys, values, rng) -> Inputs:
     )
 
 
-@pytest.mark.parametrize(("page_size", "window"), [(1, None), (4, None), (16, 9), (128, None)])
+@pytest.mark.parametrize(
+    ("body", "page_size", "window"),
+    [
+        pytest.param(body, page_size, window, id=f"{body.name}-{page_size}-{window}")
+        for page_size, window in ((1, None), (4, None), (16, 9), (128, None))
+        for body in BODIES
+        if runs(body, SPEC, page_size)
+    ],
+)
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_random_ragged_batches_among_poison(page_size, window, data):
+def test_random_ragged_batches_among_poison(body, page_size, window, data):
     rows = data.draw(ragged_rows(page_size))
     case, inputs = in_bucket(rows, page_size, dataclasses.replace(SPEC, window=window), seed=len(rows))
-    out, cache = run_with_cache(inputs, case.spec)
+    out, cache = run_with_cache(body, inputs, case.spec)
     check(case, inputs, np.asarray(out))
     written = np.asarray(cache.values)
     tables = np.asarray(inputs.batch.block_tables)
@@ -152,18 +140,18 @@ def test_random_ragged_batches_among_poison(page_size, window, data):
         assert np.isnan(pages[context:held]).all()
 
 
-def test_shared_prefix_pages_serve_two_rows():
-    case = CASES["demo/crumbs/24"]
+@pytest.mark.parametrize(("body", "case"), pairs([case("demo", "crumbs", 16)]))
+def test_shared_prefix_pages_serve_two_rows(body, case):
     spec, page = case.spec, case.page_size
     both = dataclasses.replace(case, rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0)
-    inputs = make_inputs(both, BODY)
+    inputs = make_inputs(both, body)
     tables = inputs.batch.block_tables
     shared = dataclasses.replace(inputs.batch, block_tables=tables.at[1, :2].set(tables[0, :2]))
     keys, values = (
         [one, np.concatenate([one[: 2 * page], two[2 * page :]])] for one, two in (inputs.keys, inputs.values)
     )
     inputs = dataclasses.replace(inputs, batch=shared, keys=keys, values=values)
-    check(both, inputs, run(inputs, spec))
+    check(both, inputs, run(body, inputs, spec))
 
 
 # --- neighbours -----------------------------------------------------------------------------------------------------
@@ -186,25 +174,31 @@ def rows_of(inputs: Inputs, rows: list[int], bucket: int) -> Inputs:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("bench125m/ragged16/16", marks=pytest.mark.slow), "bench125m/ragged16/64", "phi-odd/ragged16/32"],
+    ("body", "case"),
+    pairs(
+        (
+            CASES[f"{model}/ragged16/{page}"]
+            for model, page in (("bench125m", 16), ("bench125m", 64), ("phi-odd", 32), ("gpt-oss", 32))
+        ),
+        slow=lambda body, case: case.page_size == 16 or (body is BODY and case.sinks),
+    ),
 )
-def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd(name):
-    case = CASES[name]
-    inputs = make_inputs(case, BODY)
-    crowd = run(inputs, case.spec)
+def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd(body, case):
+    inputs = make_inputs(case, body)
+    crowd = run(body, inputs, case.spec)
     for row in (0, 4, 9, 15):
-        np.testing.assert_array_equal(run(rows_of(inputs, [row], 1), case.spec)[0], crowd[row])
+        np.testing.assert_array_equal(run(body, rows_of(inputs, [row], 1), case.spec)[0], crowd[row])
     others = [15, 3, 9]
-    few = run(rows_of(inputs, others, 4), case.spec)
+    few = run(body, rows_of(inputs, others, 4), case.spec)
     np.testing.assert_array_equal(few[:3], crowd[others])
     assert (few[3] == 0).all(), "a padding row has nothing to attend to"
 
 
-def test_a_chunk_is_bitwise_the_same_wherever_it_lies():
+@every_body
+def test_a_chunk_is_bitwise_the_same_wherever_it_lies(body):
     rows = ((1, 40), (17, 17), (5, 60), (33, 33))
     _, inputs = in_bucket(rows, 16, SPEC, seed=1)
-    whole = run(inputs, SPEC)[23:56]
+    whole = run(body, inputs, SPEC)[23:56]
     own = np.asarray(inputs.batch.block_tables)[3]
     batch = dataclasses.replace(
         inputs.batch,
@@ -215,14 +209,15 @@ def test_a_chunk_is_bitwise_the_same_wherever_it_lies():
         block_tables=jnp.zeros_like(inputs.batch.block_tables).at[0].set(own),
     )
     q, k, v = (jnp.roll(x, -23, axis=0) for x in (inputs.q, inputs.k, inputs.v))
-    alone = run(dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch), SPEC)[:33]
+    alone = run(body, dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch), SPEC)[:33]
     np.testing.assert_array_equal(alone, whole)
 
 
+@every_body
 @pytest.mark.parametrize("cut", [1, 16, 20, 39])
-def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(cut):
+def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(body, cut):
     _, inputs = in_bucket(((40, 40),), 16, SPEC, seed=2)
-    whole, whole_cache = run_with_cache(inputs, SPEC)
+    whole, whole_cache = run_with_cache(body, inputs, SPEC)
     cache, parts = inputs.cache, []
     for first, last in ((0, cut), (cut, 40)):
         count = last - first
@@ -234,7 +229,7 @@ def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(cut):
             context_lens=jnp.zeros(MAX_ROWS, jnp.int32).at[0].set(last),
         )
         q, k, v = (jnp.roll(x, -first, axis=0) for x in (inputs.q, inputs.k, inputs.v))
-        out, cache = attend(q, k, v, cache, batch, SPEC)
+        out, cache = run_with_cache(body, dataclasses.replace(inputs, q=q, k=k, v=v, cache=cache, batch=batch), SPEC)
         parts.append(np.asarray(out)[:count])
     np.testing.assert_allclose(np.concatenate(parts), whole[:40], rtol=1e-6, atol=2e-6)
     for leaf, want in zip(jax.tree.leaves(cache), jax.tree.leaves(whole_cache), strict=True):
@@ -248,16 +243,23 @@ def shapes_copied(hlo: str) -> list[str]:
     return re.findall(r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(", hlo)
 
 
-@pytest.mark.parametrize("name", ["bench125m/decode1/64", "bench125m/decode16/64", "bench125m/mixed/64"])
-def test_the_donated_cache_is_updated_in_place(name):
-    case = CASES[name]
+# The XLA body copies caches in bfloat16: XLA:CPU scatters those by way of float32.
+IN_PLACE = [
+    *pairs(CASES[f"bench125m/{mix}/64"] for mix in ("decode1", "decode16", "mixed")),
+    *(p for p in pairs([case("bench125m", "mixed", 64, "bfloat16")]) if p.values[0] is not BODY),
+]
+
+
+@pytest.mark.parametrize(("body", "case"), IN_PLACE)
+def test_the_donated_cache_is_updated_in_place(body, case):
     batch, _ = make_batch(case, np.random.default_rng(0))
     spec = case.spec
-    cache = BODY.init_cache(777, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    dtype = jnp.dtype(case.cache_dtype)
+    cache = body.init_cache(777, case.page_size, spec.num_kv_heads, spec.head_dim, dtype)
     num_tokens = batch.positions.shape[0]
     q = jnp.zeros((num_tokens, spec.num_query_heads, spec.head_dim))
     kv = jnp.zeros((num_tokens, spec.num_kv_heads, spec.head_dim))
-    compiled = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
+    compiled = jax.jit(body.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
     hlo = compiled.as_text()
     assert not [s for s in shapes_copied(hlo) if "[778," in s]
     assert hlo.count("may-alias") + hlo.count("must-alias") == 2
@@ -281,14 +283,14 @@ def test_copy_pages_reads_all_sources_first_and_is_in_place():
         assert leaf[:, 0, 0, 0].tolist() == [0, 1, 1, 2, 5, 5]
 
 
-def test_wide_block_tables_cost_no_memory():
+@pytest.mark.parametrize(("body", "case"), pairs([case("demo", "crumbs", 16)]))
+def test_wide_block_tables_cost_no_memory(body, case):
     """A table for 128k tokens makes no array of that size: work follows lengths, not columns."""
-    case = CASES["demo/crumbs/24"]
     room = Room(columns=128 * 1024 // case.page_size, num_pages=100)
     batch, _ = make_batch(case, np.random.default_rng(0), room)
-    spec = MODELS["demo"]
-    cache = BODY.init_cache(100, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    spec = case.spec
+    cache = body.init_cache(100, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
     q = jnp.zeros((batch.positions.shape[0], spec.num_query_heads, spec.head_dim))
     kv = jnp.zeros((q.shape[0], spec.num_kv_heads, spec.head_dim))
-    compiled = jax.jit(BODY.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
+    compiled = jax.jit(body.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 2**20

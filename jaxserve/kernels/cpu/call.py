@@ -1,0 +1,149 @@
+"""How XLA calls a kernel, and how one call is spread over all cores: XLA's foreign function interface, from Numba.
+
+Owns the layout of the C structures that are read (jaxlib's `xla/ffi/api/c_api.h`, versions 0.3 and 0.4), and the split
+of a call into items that threads of XLA's own pool take one by one. Refuses to know what an item is.
+
+Why a future and no waiting: the pool may have one thread, or all of its threads may be in calls like this one; a call
+that waited for others of the pool could wait for ever. So a call starts workers, works itself, and returns; whoever
+ends last says that the result is there. What they share lies in the last result of the call, a scratch array, which XLA
+keeps until then.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.np.numpy_support import carray
+
+from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, SHARES, TURNS, WORDS
+from jaxserve.kernels.cpu.simd import address_of, call_function, fetch_add, pointer
+
+# Words of the scratch array that this module uses.
+_ENDED, _WORKERS, _ITEMS, _FUTURE, _SET_AVAILABLE, _TICKETS = range(6)
+_BEGIN_CALL, _END_CALL = 8, 16  # arguments of calls back into XLA
+assert _END_CALL + 3 <= FIRST_WORD
+
+# Offsets in words of eight bytes, from the C header; its structures only grow at their ends.
+_FRAME_EXTENSION, _FRAME_API, _FRAME_CONTEXT, _FRAME_OPERANDS, _FRAME_RESULTS, _FRAME_FUTURE = 1, 2, 3, 9, 14, 21
+_EXTENSION_METADATA, _METADATA_VERSION = 3, 3
+_API_VERSION, _API_SCHEDULE, _API_NUM_THREADS, _API_FUTURE, _API_SET_AVAILABLE = 4, 17, 18, 19, 20
+_BUFFER_DATA, _BUFFER_SIZES = 3, 5
+
+
+@njit
+def words(address: int, count: int) -> Any:
+    """The 64-bit integers at an address."""
+    return carray(pointer(address), (count,), np.int64)
+
+
+@njit
+def integers(address: int, count: int) -> Any:
+    """The 32-bit integers at an address."""
+    return carray(pointer(address), (count,), np.int32)
+
+
+@njit
+def floats(address: int, count: int) -> Any:
+    """The float32 numbers at an address."""
+    return carray(pointer(address), (count,), np.float32)
+
+
+@njit
+def frame_of(frame_pointer: Any) -> Any:
+    """The words of a call's frame."""
+    return words(address_of(frame_pointer), _FRAME_FUTURE + 1)
+
+
+@njit
+def operand(frame: Any, index: int) -> int:
+    """Address of an operand's numbers."""
+    return words(words(frame[_FRAME_OPERANDS], index + 1)[index], 6)[_BUFFER_DATA]
+
+
+@njit
+def size_of(frame: Any, index: int, axis: int) -> int:
+    """Size of an operand's axis."""
+    return words(words(words(frame[_FRAME_OPERANDS], index + 1)[index], 6)[_BUFFER_SIZES], axis + 1)[axis]
+
+
+@njit
+def result(frame: Any, index: int) -> int:
+    """Address of a result's numbers."""
+    return words(words(frame[_FRAME_RESULTS], index + 1)[index], 6)[_BUFFER_DATA]
+
+
+@njit
+def result_size(frame: Any, index: int) -> int:
+    """Length of a result of one axis."""
+    return words(words(words(frame[_FRAME_RESULTS], index + 1)[index], 6)[_BUFFER_SIZES], 1)[0]
+
+
+@njit
+def enter(frame_pointer: Any) -> int:
+    """The begin of every call: the address of its scratch array (result 1), cleared, or 0 if nothing is to be run."""
+    frame = frame_of(frame_pointer)
+    if frame[_FRAME_EXTENSION] != 0:  # asked which version of the interface this is: that of the caller
+        metadata = words(words(frame[_FRAME_EXTENSION], 4)[_EXTENSION_METADATA], 4)
+        metadata[_METADATA_VERSION] = words(frame[_FRAME_API], _API_VERSION + 1)[_API_VERSION]
+        return 0
+    state = result(frame, 1)
+    shared = words(state, WORDS)
+    for index in range(WORDS):
+        shared[index] = 0
+    return state
+
+
+@njit
+def launch(frame_pointer: Any, state: int, num_items: int, most_workers: int, worker_address: int) -> None:
+    """Starts all workers but the one that the caller is to be; `worker_address` is of a C function of `state`.
+
+    XLA's pool may have more threads than the machine has cores: `most_workers` is what the scratch array has room for.
+    """
+    frame, shared = frame_of(frame_pointer), words(state, WORDS)
+    api = words(frame[_FRAME_API], _API_SET_AVAILABLE + 1)
+    arguments = state + 8 * _BEGIN_CALL
+    call = words(arguments, 6)
+    call[0], call[2], call[3], call[5] = 32, frame[_FRAME_CONTEXT], arguments + 40, 1
+    call_function(api[_API_NUM_THREADS], arguments)
+    workers = max(min(call[5], num_items, most_workers, MAX_WORKERS), 1)
+    shared[_ITEMS], shared[_WORKERS] = num_items, workers
+    if workers > 1:
+        call[0], call[2] = 24, 0
+        call_function(api[_API_FUTURE], arguments)
+        shared[_FUTURE], shared[_SET_AVAILABLE] = call[2], api[_API_SET_AVAILABLE]
+        frame[_FRAME_FUTURE] = call[2]
+        call[0], call[2], call[3], call[4] = 40, frame[_FRAME_CONTEXT], worker_address, state
+        for _ in range(workers - 1):
+            call_function(api[_API_SCHEDULE], arguments)
+
+
+@njit
+def join(state: int) -> int:
+    """A worker's number, from 0."""
+    return fetch_add(state + 8 * _TICKETS, 1)
+
+
+@njit
+def take(state: int, worker: int) -> int:
+    """An item that nobody has taken, or -1. Its own share first: neighbours lie together, and processors read ahead."""
+    shared = words(state, WORDS)
+    count, workers = shared[_ITEMS], shared[_WORKERS]
+    while shared[TURNS + worker] < workers:
+        owner = (worker + shared[TURNS + worker]) % workers
+        index = owner * count // workers + fetch_add(state + 8 * (SHARES + owner), 1)
+        if index < (owner + 1) * count // workers:
+            return index
+        shared[TURNS + worker] += 1
+    return -1
+
+
+@njit
+def leave(state: int) -> None:
+    """The end of a worker; the last one tells XLA that the result is there, and nobody reads the array from then on."""
+    shared = words(state, WORDS)
+    workers, future, set_available = shared[_WORKERS], shared[_FUTURE], shared[_SET_AVAILABLE]
+    if fetch_add(state + 8 * _ENDED, 1) + 1 == workers and future != 0:
+        arguments = state + 8 * _END_CALL
+        call = words(arguments, 3)
+        call[0], call[2] = 24, future
+        call_function(set_available, arguments)

@@ -1,0 +1,91 @@
+"""Rows times packed weights: the machine code behind `kernels.packed_weight`.
+
+Owns the loops: an item is one panel of weights, which streams through once, from memory, while the rows lie in the
+cache. Refuses shapes and layouts: `PackedWeight` has them.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from jaxserve.kernels.cpu.call import enter, frame_of, join, launch, leave, operand, result, size_of, take, words
+from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, WORDS
+from jaxserve.kernels.cpu.simd import block_product, bytes_of, c_function
+from jaxserve.kernels.cpu.target import find_target
+
+_TARGET = find_target()
+_WIDTH = _TARGET.width
+_MANY, _SOME, _FEW, _ONE = _TARGET.row_steps
+_many, _some, _few, _one = (block_product(rows, _TARGET.vectors, _TARGET.lanes) for rows in _TARGET.row_steps)
+_X, _PANELS, _OUT, _NUM_ROWS, _DEPTH, _NUM_COLUMNS = range(FIRST_WORD, FIRST_WORD + 6)
+
+
+@njit
+def _begin(frame: Any, shared: Any) -> int:
+    shared[_X], shared[_PANELS], shared[_OUT] = operand(frame, 0), operand(frame, 1), result(frame, 0)
+    shared[_NUM_ROWS], shared[_DEPTH] = size_of(frame, 0, 0), size_of(frame, 0, 1)
+    panels = size_of(frame, 1, 0)
+    shared[_NUM_COLUMNS] = panels * _WIDTH
+    return panels
+
+
+@njit
+def _item(shared: Any, index: int, kind: Any) -> None:
+    """Panel `index`, of numbers like `kind`."""
+    x, rows, depth, columns = shared[_X], shared[_NUM_ROWS], shared[_DEPTH], shared[_NUM_COLUMNS]
+    panel = shared[_PANELS] + index * depth * _WIDTH * bytes_of(kind)
+    out = shared[_OUT] + index * _WIDTH * 4
+    row = 0
+    while row + _MANY <= rows:
+        _many(x + row * depth * 4, depth, panel, _WIDTH, depth, out + row * columns * 4, columns, False, kind)
+        row += _MANY
+    while row + _SOME <= rows:
+        _some(x + row * depth * 4, depth, panel, _WIDTH, depth, out + row * columns * 4, columns, False, kind)
+        row += _SOME
+    if row + _FEW <= rows:
+        _few(x + row * depth * 4, depth, panel, _WIDTH, depth, out + row * columns * 4, columns, False, kind)
+        row += _FEW
+    if row < rows:
+        _one(x + row * depth * 4, depth, panel, _WIDTH, depth, out + row * columns * 4, columns, False, kind)
+
+
+@njit
+def _work(state: int, kind: Any) -> None:
+    shared, worker = words(state, WORDS), join(state)
+    index = take(state, worker)
+    while index >= 0:
+        _item(shared, index, kind)
+        index = take(state, worker)
+    leave(state)
+
+
+@njit
+def _work_float32(state: int) -> None:
+    _work(state, np.float32(0))
+
+
+@njit
+def _work_bfloat16(state: int) -> None:
+    _work(state, np.uint16(0))
+
+
+_float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_bfloat16)
+
+
+def matmul_float32(frame: Any) -> int:
+    """(x [T, in], panels [out / W, in, W]) -> (out [T, out], scratch)."""
+    state = enter(frame)
+    if state != 0:
+        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
+        _work_float32(state)
+    return 0
+
+
+def matmul_bfloat16(frame: Any) -> int:
+    """The same of weights in bfloat16."""
+    state = enter(frame)
+    if state != 0:
+        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
+        _work_bfloat16(state)
+    return 0

@@ -1,0 +1,37 @@
+"""What the processor at hand offers to a kernel: how wide vectors are, and how many stay in registers.
+
+Owns that table. Refuses to measure: three families of processors differ by these numbers alone.
+"""
+
+import dataclasses
+
+import llvmlite.binding as llvm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Attributes:
+    lanes: float32 numbers of a vector.
+    vectors: of them that make the width of a block.
+    row_steps: rows of a block, largest first; the last is 1. All sums of the largest, its columns and a scalar fit in
+      the registers.
+    """
+
+    lanes: int
+    vectors: int
+    row_steps: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of a block."""
+        return self.lanes * self.vectors
+
+
+def find_target() -> Target:
+    """Of the processor that runs this."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return Target(lanes=16, vectors=2, row_steps=(8, 4, 2, 1))  # 32 registers
+    if features.get("avx2"):
+        return Target(lanes=8, vectors=2, row_steps=(6, 4, 2, 1))  # 16 registers
+    return Target(lanes=4, vectors=4, row_steps=(6, 4, 2, 1))  # Arm: 32 registers of four

@@ -1,0 +1,77 @@
+"""A weight in the order in which the CPU's own product reads it, and that product.
+
+Owns the layout and what can be done with such a weight. Refuses to choose it (`runtime.resolve` does) and the machine
+code (`cpu.matmul`).
+
+Why: XLA:CPU multiplies weights where they lie, or packs them anew in every call. In panels of the width that vector
+registers hold, each number is read once and in order: one row at the speed of the memory, many at that of the
+arithmetic units (docs/performance.md).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.kernels.cpu import machine_code, scratch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """A weight [*out, *in] of which [p, k, w] is what row p * W + w of [out, in] has in column k.
+
+    Attributes:
+      panels: W is the width of the processor's blocks; rows past the last are zeros.
+      out_shape, in_shape: sizes of the weight's axes.
+    """
+
+    panels: Float[Array, "P K W"]
+    out_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    in_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        """x [T, *in] as [T, *out], in float32. What a row gives does not depend on the others, to the last bit."""
+        panels, depth, width = self.panels.shape
+        rows = x.reshape(-1, depth).astype(jnp.float32)
+        results = (
+            jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32),
+            jax.ShapeDtypeStruct((scratch.BYTES,), jnp.uint8),
+        )
+        target = machine_code.provide("matmul", self.panels.dtype.name)
+        out, _ = jax.ffi.ffi_call(target, results)(rows, self.panels)
+        return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
+
+    def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
+        """Rows of a weight [out, in], such as those of an embedding table."""
+        width = self.panels.shape[2]
+        return self.panels[rows // width, :, rows % width]
+
+
+def pack(weight: Float[Array, "..."], num_in: int, width: int) -> PackedWeight:
+    """A weight whose last `num_in` axes are multiplied away, in panels of `width`; on the host, without compiling."""
+    shape = packed_shape(weight, num_in, width)
+    num_out, depth = math.prod(shape.out_shape), math.prod(shape.in_shape)
+    flat = np.asarray(weight).reshape(num_out, depth)
+    panels = np.zeros(shape.panels.shape, weight.dtype)
+    whole = num_out // width
+    panels[:whole] = flat[: whole * width].reshape(whole, width, depth).transpose(0, 2, 1)
+    if num_out % width:
+        panels[whole, :, : num_out % width] = flat[whole * width :].T
+    sharding = weight.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return dataclasses.replace(shape, panels=jax.device_put(panels, sharding))
+
+
+def packed_shape(weight: jax.ShapeDtypeStruct | Array, num_in: int, width: int) -> PackedWeight:
+    """What `pack` returns, with a shape in place of its numbers."""
+    out_shape, in_shape = weight.shape[: weight.ndim - num_in], weight.shape[weight.ndim - num_in :]
+    panels = (-(-math.prod(out_shape) // width), math.prod(in_shape), width)
+    shape: Any = jax.ShapeDtypeStruct(panels, weight.dtype)
+    return PackedWeight(panels=shape, out_shape=out_shape, in_shape=in_shape)

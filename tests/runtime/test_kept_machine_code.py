@@ -1,0 +1,124 @@
+"""A second process with the same `runtime.compile_cache`: it traces nothing, Numba compiles nothing, and it answers.
+
+An executable calls machine code by name. One that is read from a disk is never traced, so nothing would tell XLA those
+names but what every start does first.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+_SCRIPT = """
+import json, sys
+import jax
+from whole import FIXTURES, build, run
+from jaxserve.api import SamplingParams
+from jaxserve.kernels.cpu import body, machine_code
+from jaxserve.kernels.packed_weight import PackedWeight
+
+calls = []
+def counted(fn, name):
+    def call(*args, **kwargs):
+        calls.append(name)
+        return fn(*args, **kwargs)
+    return call
+
+PackedWeight.multiply = counted(PackedWeight.multiply, "multiply")
+body.attend = counted(body.attend, "attend")
+body.attend.__module__ = body.__name__
+engine = build(
+    FIXTURES / "llama_llama3",
+    model__skip_tokenizer=True,
+    model__max_len=64,
+    cache__page_size=16,
+    cache__num_pages=40,
+    kernels__matmul="numba_cpu",
+    kernels__paged_attention="numba_cpu",
+    kernels__self_check=False,
+    runtime__compile_cache=sys.argv[1],
+)
+asked = [(list(range(n)), SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)) for n in (3, 40, 17)]
+json.dump(
+    {
+        "tokens": [result.token_ids for [result] in run(engine, asked)],
+        "traced": sorted(set(calls)),
+        "read": [sum(held.cache_hits for held in machine_code._HELD), len(machine_code._HELD)],
+    },
+    sys.stdout,
+)
+"""
+
+_PROVIDE = """
+import sys
+from pathlib import Path
+from jaxserve.kernels.cpu import machine_code
+
+machine_code.keep_machine_code(Path(sys.argv[1]))
+print(machine_code.provide("matmul", "float32"))
+"""
+
+
+def start(folder: Path) -> dict[str, Any]:
+    """What one process says of itself, and when each file of machine code was written."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/e2e")])}
+    ended = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    written = {str(p): p.stat().st_mtime_ns for p in (folder / "machine_code").rglob("*.nb[ic]")}
+    return {**json.loads(ended.stdout), "written": written}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compile_cache")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> dict[str, Any]:
+    return start(folder)
+
+
+@pytest.fixture(scope="module")
+def second(first: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return start(folder)
+
+
+def test_the_first_process_traces_and_compiles(first: dict[str, Any]) -> None:
+    """Or the second one would show nothing."""
+    assert first["traced"] == ["attend", "multiply"]
+    assert first["read"] == [0, 2]
+    assert len(first["written"]) == 4, "an index and the code, of two kernels"
+    assert all(len(tokens) == 9 for tokens in first["tokens"])
+
+
+def test_stored_executables_find_machine_code_though_nothing_was_traced(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    assert second["traced"] == []
+    assert second["tokens"] == first["tokens"]
+
+
+def test_machine_code_is_read_and_not_made_again(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert second["read"] == [2, 2]
+    assert second["written"] == first["written"]
+
+
+@pytest.mark.parametrize("suffix", ["nbc", "nbi"])
+@pytest.mark.usefixtures("second")
+def test_damaged_machine_code_is_made_again(folder: Path, suffix: str) -> None:
+    """As after a full disk: files of the right names that end too early. Damaged executables do not end a start."""
+    damaged = list((folder / "machine_code").rglob(f"matmul*.{suffix}"))
+    assert len(damaged) == 1
+    damaged[0].write_bytes(damaged[0].read_bytes()[:100])
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROVIDE, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ended.stdout == "jaxserve_matmul_float32\n", ended.stderr[-2000:]
