@@ -6,8 +6,10 @@ hardware: three functions, and a cache layout that only it knows. The pool of pa
 page ids, never a layout, so a body may store keys transposed, interleaved or in eight bits without asking anyone.
 
 From this shape follows the rest:
-  * The XLA body is the reference and the CPU path at once. It must be right, since others are checked against it
-    (and it against a float64 oracle in the tests), and quick, since people without an accelerator run it.
+  * The XLA body runs everything everywhere: what no other body takes, and what the others' slower cases are held
+    against. All of them are held against a float64 oracle, in the tests and at each start.
+  * People without an accelerator get machine code for their own processor (`cpu/`): XLA:CPU can neither read pages in
+    place nor keep weights in the order in which products read them (`packed_weight`).
   * `dispatch.resolve` picks a body once, before anything is compiled, and says which and why. A body that cannot run
     a case is an error at start; nothing falls back in the middle of a run, or a figure would not say what it measured.
   * `cases` names real batches as data. Tests, benchmarks and the tuner run the same ones, so that a body which is fast
@@ -17,6 +19,6 @@ From this shape follows the rest:
   * A better body deletes the old one. Bodies of other packages join by entry point (`jaxserve.kernels`).
 
 Files: `paged_attention` (contract), `xla_attention` with `xla_rows`, `xla_tiles`, `xla_softmax` (the XLA body),
-`pallas/` (bodies for TPUs and GPUs), `dispatch`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what
+`pallas/` (bodies for TPUs and GPUs), `cpu/` (for CPUs), `packed_weight` (products there), `dispatch`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what
 was proven where.
 """
