@@ -19,6 +19,6 @@ From this shape follows the rest:
   * A better body deletes the old one. Bodies of other packages join by entry point (`jaxserve.kernels`).
 
 Files: `paged_attention` (contract), `xla_attention` with `xla_rows`, `xla_tiles`, `xla_softmax` (the XLA body),
-`pallas/` (bodies for TPUs and GPUs), `cpu/` (for CPUs), `packed_weight` (products there), `dispatch`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what
-was proven where.
+`pallas/` (bodies for TPUs and GPUs), `cpu/` (for CPUs), `packed_weight` (products there), `dispatch`, `self_check`,
+`cases`, `oracle`, `tuning`. docs/kernels.md says what was proven where.
 """

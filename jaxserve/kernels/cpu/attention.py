@@ -30,7 +30,7 @@ from jaxserve.kernels.cpu.call import (
     words,
 )
 from jaxserve.kernels.cpu.scratch import BYTES, FIRST_WORD, MAX_QUERIES, WORDS
-from jaxserve.kernels.cpu.simd import block_product, bytes_of, c_function, largest
+from jaxserve.kernels.cpu.simd import bytes_of, c_function, largest, rows_product
 from jaxserve.kernels.cpu.target import find_target
 
 _F = np.float32
@@ -39,10 +39,9 @@ _HIDDEN, _LOWEST = _F(-1e30), _F(-0.5e30)  # exp(_HIDDEN - _LOWEST) is 0: a page
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 _LANES = find_target().lanes
-_VECTORS, _MANY, _FEW = 4, 4, 2
+_VECTORS = 4
 _WIDTH = _VECTORS * _LANES
-_wide_many, _wide_few, _wide_one = (block_product(rows, _VECTORS, _LANES) for rows in (_MANY, _FEW, 1))
-_thin_many, _thin_few, _thin_one = (block_product(rows, 1, _LANES) for rows in (_MANY, _FEW, 1))
+_wide, _thin = (rows_product((4, 2, 1), vectors, _LANES) for vectors in (_VECTORS, 1))
 _row_largest = largest(_LANES)
 
 # Words of a call: addresses, then sizes.
@@ -85,38 +84,10 @@ def _product(
     """c [rows, columns] (+)= a [rows, depth] b [depth, columns]; columns are a multiple of the lanes."""
     column = 0
     while column + _WIDTH <= columns:
-        row, right, out = 0, b + column * bytes_of(kind), c + column * 4
-        while row + _MANY <= rows:
-            _wide_many(
-                a + row * a_stride * 4, a_stride, right, b_stride, depth, out + row * c_stride * 4, c_stride, add, kind
-            )
-            row += _MANY
-        if row + _FEW <= rows:
-            _wide_few(
-                a + row * a_stride * 4, a_stride, right, b_stride, depth, out + row * c_stride * 4, c_stride, add, kind
-            )
-            row += _FEW
-        if row < rows:
-            _wide_one(
-                a + row * a_stride * 4, a_stride, right, b_stride, depth, out + row * c_stride * 4, c_stride, add, kind
-            )
+        _wide(a, a_stride, b + column * bytes_of(kind), b_stride, depth, c + column * 4, c_stride, rows, add, kind)
         column += _WIDTH
     while column < columns:
-        row, right, out = 0, b + column * bytes_of(kind), c + column * 4
-        while row + _MANY <= rows:
-            _thin_many(
-                a + row * a_stride * 4, a_stride, right, b_stride, depth, out + row * c_stride * 4, c_stride, add, kind
-            )
-            row += _MANY
-        if row + _FEW <= rows:
-            _thin_few(
-                a + row * a_stride * 4, a_stride, right, b_stride, depth, out + row * c_stride * 4, c_stride, add, kind
-            )
-            row += _FEW
-        if row < rows:
-            _thin_one(
-                a + row * a_stride * 4, a_stride, right, b_stride, depth, out + row * c_stride * 4, c_stride, add, kind
-            )
+        _thin(a, a_stride, b + column * bytes_of(kind), b_stride, depth, c + column * 4, c_stride, rows, add, kind)
         column += _LANES
 
 

@@ -7,10 +7,11 @@ Why not Numba's own vectorising: a compiler keeps sums in memory between two ste
 registers the same product is twice as fast and reaches what the processor can do (109 GFLOP/s a core).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic as _intrinsic
 
@@ -100,6 +101,48 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
         return signature, generate
 
     return product
+
+
+def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable[..., Any]:
+    """A function for Numba: `block_product` for any number of rows, in blocks of `row_steps`, largest first, last 1.
+
+    product(a, a_stride, b, b_stride, depth, c, c_stride, rows, add, kind)
+    """
+    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes)
+    if size == 1:
+
+        @njit
+        def product(
+            a: int,
+            a_stride: int,
+            b: int,
+            b_stride: int,
+            depth: int,
+            c: int,
+            c_stride: int,
+            rows: int,
+            add: bool,
+            kind: Any,
+        ) -> None:
+            for row in range(rows):
+                block(a + row * a_stride * 4, a_stride, b, b_stride, depth, c + row * c_stride * 4, c_stride, add, kind)
+
+        return product
+    smaller = rows_product(row_steps[1:], vectors, lanes)
+
+    @njit
+    def product_in_blocks(
+        a: int, a_stride: int, b: int, b_stride: int, depth: int, c: int, c_stride: int, rows: int, add: bool, kind: Any
+    ) -> None:
+        row = 0
+        while row + size <= rows:
+            block(a + row * a_stride * 4, a_stride, b, b_stride, depth, c + row * c_stride * 4, c_stride, add, kind)
+            row += size
+        if row < rows:
+            left_a, left_c = a + row * a_stride * 4, c + row * c_stride * 4
+            smaller(left_a, a_stride, b, b_stride, depth, left_c, c_stride, rows - row, add, kind)
+
+    return product_in_blocks
 
 
 def largest(lanes: int) -> Callable[..., Any]:
