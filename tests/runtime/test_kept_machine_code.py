@@ -44,12 +44,13 @@ engine = build(
     kernels__self_check=False,
     runtime__compile_cache=sys.argv[1],
 )
+held = [machine_code._register(kernel, "float32")[1] for kernel in ("matmul", "attention")]
 asked = [(list(range(n)), SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)) for n in (3, 40, 17)]
 json.dump(
     {
         "tokens": [result.token_ids for [result] in run(engine, asked)],
         "traced": sorted(set(calls)),
-        "read": [sum(held.cache_hits for held in machine_code._HELD), len(machine_code._HELD)],
+        "read": [sum(compiled.cache_hits for compiled in held), len(held)],
     },
     sys.stdout,
 )

@@ -24,12 +24,11 @@ from jaxserve.kernels.cpu.call import (
     leave,
     operand,
     result,
-    result_size,
     size_of,
     take,
     words,
 )
-from jaxserve.kernels.cpu.scratch import BYTES, FIRST_WORD, MAX_QUERIES, WORDS
+from jaxserve.kernels.cpu.scratch import BYTES, FIRST_WORD, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function, largest, rows_product
 from jaxserve.kernels.cpu.target import find_target
 
@@ -99,16 +98,14 @@ def _begin(frame: Any, shared: Any) -> int:
     shared[_INTEGERS], shared[_NUMBERS], shared[_OUT] = operand(frame, 6), operand(frame, 7), result(frame, 0)
     tokens, heads, head_dim = size_of(frame, 0, 0), size_of(frame, 0, 1), size_of(frame, 0, 2)
     kv_heads, page, rows = size_of(frame, 1, 1), size_of(frame, 1, 3), size_of(frame, 4, 0)
-    group = heads // kv_heads
-    tile = max(1, MAX_QUERIES // group)
-    most = rows + tokens // tile
+    given = integers(shared[_INTEGERS], 8)
+    tile = np.int64(given[4])
     shared[_HEADS], shared[_HEAD_DIM], shared[_KV_HEADS], shared[_PAGE] = heads, head_dim, kv_heads, page
     shared[_COLUMNS], shared[_TILE_TOKENS] = size_of(frame, 5, 1), tile
     shared[_TILES] = result(frame, 1) + BYTES
-    shared[_ROOM] = shared[_TILES] + (most * 8 + 63) // 64 * 64
-    shared[_ROOM_BYTES] = tile * group * (2 * head_dim + page + 2) * 4
-    shared[_ROOMS] = (result(frame, 1) + result_size(frame, 1) - shared[_ROOM]) // shared[_ROOM_BYTES]
-    starts, tiles, count = integers(shared[_STARTS], rows + 1), integers(shared[_TILES], 2 * most), 0
+    shared[_ROOM], shared[_ROOM_BYTES], shared[_ROOMS] = result(frame, 1) + given[5], given[6], given[7]
+    starts, tiles = integers(shared[_STARTS], rows + 1), integers(shared[_TILES], (given[5] - BYTES) // 4)
+    count = 0
     for row in range(rows):
         for offset in range(0, starts[row + 1] - starts[row], tile):
             tiles[2 * count], tiles[2 * count + 1] = row, offset
@@ -239,7 +236,8 @@ def attention_float32(frame: Any) -> int:
     """(q [T, N, H], keys, values, q_starts [R + 1], context_lens [R], block_tables [R, P], integers, numbers) ->
     (out [T, N, H], scratch), of a cache in float32.
 
-    Integers: window or 0, then whether there are a cap, sinks, slopes. Numbers: scale, cap, sinks [N], slopes [N].
+    Integers: window or 0, whether there are a cap, sinks, slopes, then the fields of `AttentionScratch`. Numbers:
+    scale, cap, sinks [N], slopes [N].
     """
     state = enter(frame)
     if state != 0:

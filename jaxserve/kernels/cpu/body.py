@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels import xla_attention
-from jaxserve.kernels.cpu import machine_code, scratch
+from jaxserve.kernels.cpu import machine_code
+from jaxserve.kernels.cpu.scratch import AttentionScratch
 from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
@@ -83,18 +84,19 @@ def attend(
     assert scales is None and _refusal(spec.head_dim, batch.page_size, dtype) is None, (spec, batch)
     cache = write(k, v, cache, batch)
     num_tokens, heads, head_dim = q.shape
-    flags = [spec.window or 0, spec.soft_cap is not None, sinks is not None, alibi_slopes is not None]
     by_head = [jnp.zeros(heads) if x is None else x.astype(jnp.float32) for x in (sinks, alibi_slopes)]
     numbers = jnp.concatenate([jnp.asarray([spec.scale, spec.soft_cap or 0.0], jnp.float32), *by_head])
-    room = scratch.attention_bytes(
+    room = AttentionScratch.of(
         num_rows=batch.context_lens.shape[0],
         num_tokens=num_tokens,
         group=heads // spec.num_kv_heads,
         head_dim=head_dim,
         page_size=batch.page_size,
-        workers=min(os.cpu_count() or 1, scratch.MAX_WORKERS),
+        workers=os.cpu_count() or 1,
     )
-    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((room,), jnp.uint8))
+    options = [spec.window or 0, spec.soft_cap is not None, sinks is not None, alibi_slopes is not None]
+    sizes = [room.tile_tokens, room.rooms_begin, room.room_bytes, room.workers]
+    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((room.num_bytes,), jnp.uint8))
     out, _ = jax.ffi.ffi_call(machine_code.provide("attention", dtype), results)(
         q.astype(jnp.float32),
         cache.keys,
@@ -102,7 +104,7 @@ def attend(
         batch.q_starts,
         batch.context_lens,
         batch.block_tables,
-        jnp.asarray(flags, jnp.int32),
+        jnp.asarray([*options, *sizes], jnp.int32),
         numbers,
     )
     return out.astype(q.dtype), cache

@@ -73,12 +73,6 @@ def result(frame: Any, index: int) -> int:
 
 
 @njit
-def result_size(frame: Any, index: int) -> int:
-    """Length of a result of one axis."""
-    return words(words(words(frame[_FRAME_RESULTS], index + 1)[index], 6)[_BUFFER_SIZES], 1)[0]
-
-
-@njit
 def enter(frame_pointer: Any) -> int:
     """The begin of every call: the address of its scratch array (result 1), cleared, or 0 if nothing is to be run."""
     frame = frame_of(frame_pointer)

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -24,12 +25,7 @@ from jaxserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-# Name of the target -> module and function.
-_KERNELS = {
-    f"jaxserve_{kernel}_{dtype}": (kernel, f"{kernel}_{dtype}")
-    for kernel in ("matmul", "attention")
-    for dtype in ("float32", "bfloat16")
-}
+_LOCK = threading.Lock()
 _INTERFACES = ("0.3", "0.4")  # of JAX 0.10 and 0.11: `call` reads their structures
 DTYPES = ("float32", "bfloat16")  # of weights and caches
 
@@ -71,14 +67,18 @@ def keep_machine_code(directory: Path) -> None:
     config.CACHE_DIR = str(kept)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@functools.cache
 def provide(kernel: str, dtype: str) -> str:
     """The name of a kernel's target for XLA. The first call compiles it (seconds), or reads it from its file."""
+    with _LOCK:
+        return _register(kernel, dtype)[0]
+
+
+@functools.cache  # XLA knows addresses alone: what is registered must live as long as the process
+def _register(kernel: str, dtype: str) -> tuple[str, Any]:
     from numba.core import config
 
-    name = f"jaxserve_{kernel}_{dtype}"
-    module_name, function_name = _KERNELS[name]
-    function = getattr(importlib.import_module(f"jaxserve.kernels.cpu.{module_name}"), function_name)
+    name = f"{kernel}_{dtype}"
+    function = getattr(importlib.import_module(f"jaxserve.kernels.cpu.{kernel}"), name)
     kept = getattr(config, "CACHE_DIR", "")
     try:
         compiled = _compile(function, keep=bool(kept))
@@ -88,15 +88,12 @@ def provide(kernel: str, dtype: str) -> str:
         logger.error("machine code in %s cannot be read, and is made anew: %s", kept, error)
         shutil.rmtree(kept, ignore_errors=True)
         compiled = _compile(function, keep=True)
-    _HELD.append(compiled)
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(compiled.address, ctypes.c_void_p)), platform="cpu")
-    return name
+    address = jax.ffi.pycapsule(ctypes.cast(compiled.address, ctypes.c_void_p))
+    jax.ffi.register_ffi_target(f"jaxserve_{name}", address, platform="cpu")
+    return f"jaxserve_{name}", compiled
 
 
 def _compile(function: Callable[[Any], int], *, keep: bool) -> Any:
     from numba import cfunc, types
 
     return cfunc(types.intp(types.voidptr), cache=keep)(function)
-
-
-_HELD: list[Any] = []  # XLA knows addresses alone: what is registered must live as long as the process

@@ -3,31 +3,48 @@
 Owns the numbers that both sides need: Python's, which allocates, and the machine code's. Refuses to import Numba.
 """
 
+import dataclasses
+
 # 64-bit words: some that `call` uses, then a kernel's own, then of each worker how much of its share is taken, and
 # whose share it takes from.
 MAX_WORKERS = 64
 FIRST_WORD, SHARES, TURNS, WORDS = 20, 64, 64 + MAX_WORKERS, 64 + 2 * MAX_WORKERS
 BYTES = 8 * WORDS
 
-MAX_QUERIES = 64  # rows of a tile of attention: queries that share a key head, times tokens
+_MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, times tokens
 
 
-def tile_tokens(group: int) -> int:
-    """Tokens of one tile of attention, for `group` query heads of a key head."""
-    return max(1, MAX_QUERIES // group)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionScratch:
+    """What follows the words in a call of attention: the list of tiles, then a room for each worker.
 
+    Attributes:
+      tile_tokens: tokens of one tile.
+      rooms_begin: bytes before the first room.
+      room_bytes: for queries [M, H], scores [M, page], sums of values [M, H], largest scores and sums of weights [M].
+      workers: so many rooms.
+    """
 
-def tile_floats(group: int, head_dim: int, page_size: int) -> int:
-    """Numbers that a worker keeps of a tile: queries, scores, sums of values, largest scores and sums of weights."""
-    return tile_tokens(group) * group * (2 * head_dim + page_size + 2)
+    tile_tokens: int
+    rooms_begin: int
+    room_bytes: int
+    workers: int
 
+    @classmethod
+    def of(
+        cls, *, num_rows: int, num_tokens: int, group: int, head_dim: int, page_size: int, workers: int
+    ) -> "AttentionScratch":
+        """For `num_tokens` in rows of any lengths, and `group` query heads to a key head."""
+        tile_tokens = max(1, _MAX_QUERIES // group)
+        num_tiles = num_rows + num_tokens // tile_tokens  # at most
+        return cls(
+            tile_tokens=tile_tokens,
+            rooms_begin=BYTES + -(-num_tiles * 8 // 64) * 64,
+            room_bytes=4 * tile_tokens * group * (2 * head_dim + page_size + 2),
+            workers=min(workers, MAX_WORKERS),
+        )
 
-def num_tiles(num_rows: int, num_tokens: int, group: int) -> int:
-    """At most so many tiles have any rows of any lengths, of so many tokens together."""
-    return num_rows + num_tokens // tile_tokens(group)
-
-
-def attention_bytes(num_rows: int, num_tokens: int, group: int, head_dim: int, page_size: int, workers: int) -> int:
-    """Bytes for one call of attention."""
-    tiles = -(-num_tiles(num_rows, num_tokens, group) * 8 // 64) * 64
-    return BYTES + tiles + workers * tile_floats(group, head_dim, page_size) * 4
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole scratch array."""
+        return self.rooms_begin + self.workers * self.room_bytes
