@@ -6,8 +6,8 @@ hardware: three functions, and a cache layout that only it knows. The pool of pa
 page ids, never a layout, so a body may store keys transposed, interleaved or in eight bits without asking anyone.
 
 From this shape follows the rest:
-  * The XLA body runs everything everywhere: what no other body takes, and what the others' slower cases are held
-    against. All of them are held against a float64 oracle, in the tests and at each start.
+  * The XLA body runs everything everywhere, and so whatever no other body takes. All bodies are held against a float64
+    oracle in the tests, and the one that is chosen, unless it is XLA's, at each start.
   * People without an accelerator get machine code for their own processor (`cpu/`): XLA:CPU can neither read pages in
     place nor keep weights in the order in which products read them (`packed_weight`).
   * `dispatch.resolve` picks a body once, before anything is compiled, and says which and why. A body that cannot run

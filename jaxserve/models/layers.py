@@ -24,9 +24,9 @@ from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.rope import RopeTable, rotate
 from jaxserve.models.sharding import WHOLE, Axes, Shards, param
 
-# Rows of a step up to which a CPU takes float32 weights as the left operand: YNNPACK then streams over them once, where
-# it reads a right operand of few rows in narrow blocks of columns. 1.4 times as fast at 16 rows, 1.2 at 64, equal at
-# 512 (docs/performance.md). A single row is a matrix-vector product, which XLA emits itself.
+# Where weights are not packed: rows up to which a CPU takes float32 ones as the left operand. YNNPACK then streams over
+# them once, where it reads a right operand of few rows in narrow blocks of columns. 1.5 times as fast at 16 rows, 1.2
+# at 64, slower at 512 (docs/performance.md). A single row is a matrix-vector product, which XLA emits itself.
 _MAX_COLUMNS = 64
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

@@ -107,15 +107,16 @@ def build_runner(
     report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
-    if directory is not None and machine_code.missing() is None:
-        machine_code.keep_machine_code(directory)
-    width = packing_width(config, models[0].shapes.mesh, models[0].shapes.dtype)
-    if width is not None:
-        models = [packed(planned, width) for planned in models]
     shapes = [planned.shapes for planned in models]
     partition, dtype = shapes[0].partition, shapes[0].dtype
     device = shapes[0].mesh.local_devices[0]
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
+    if directory is not None and sizes.backend == "cpu" and machine_code.missing() is None:
+        machine_code.keep_machine_code(directory)
+    width = packing_width(config, shapes[0].mesh, dtype)
+    if width is not None:
+        models = [packed(planned, width) for planned in models]
+        shapes = [planned.shapes for planned in models]
     attention = choose_attention(config, partition.local, sizes, dtype, device)
     stages = [
         AbstractStage(

@@ -5,5 +5,6 @@ Why beside XLA's own: XLA:CPU packs no weights ahead of time, and can attend to 
 makes follows the processor, as a built wheel could not.
 
 Files: `simd` (products of small blocks, in vector registers), `call` (how XLA calls, and how a call uses all cores),
-`matmul` and `attention` (one kernel each), `target` (what this processor has).
+`scratch` (the memory of a call), `matmul` and `attention` (one kernel each), `target` (what this processor has),
+`machine_code` (compiling, keeping, telling XLA), `body` (attention as the package knows it).
 """

@@ -1,7 +1,7 @@
 """From kernels in Python to targets that XLA calls by name.
 
 Owns compiling with Numba, where the machine code outlives the process, and the registration with XLA. Refuses to choose
-kernels. This and `scratch` are the modules of the package that do without Numba.
+kernels. This, `scratch` and `body` can be imported without Numba.
 """
 
 import ctypes
