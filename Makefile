@@ -15,8 +15,8 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo       answer a few prompts with the demo model (installs first)"
 	@echo "make serve      gRPC service with the demo model"
-	@echo "make test       the tests, under 15 minutes on two cores (those of the web page need Chromium)"
-	@echo "make test-slow  the long tests"
+	@echo "make test       the tests, about 10 minutes on two cores (those of the web page need Chromium)"
+	@echo "make test-slow  the long tests, about 20 minutes more"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:
@@ -25,7 +25,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "==> installing jaxserve (about 700 MB; a few minutes)"
+	@echo "==> installing jaxserve (about 1.1 GB; a few minutes)"
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[cpu]'
 	@touch $@
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.api import FinishReason, SamplingParams, StructuredOutput
     from jaxserve.async_llm import AsyncLLM
-    from jaxserve.config_schema import Config
+    from jaxserve.config.schema import Config
     from jaxserve.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ _HOME = {
     "SamplingParams": "jaxserve.api",
     "StructuredOutput": "jaxserve.api",
     "FinishReason": "jaxserve.api",
-    "Config": "jaxserve.config_schema",
+    "Config": "jaxserve.config.schema",
 }
 
 

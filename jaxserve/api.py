@@ -1,8 +1,7 @@
-"""The values that cross every border of the package: what is asked, and what comes back.
+"""The values that all packages exchange: `SamplingParams`, `RequestOptions`, `Request`, `TokenEvent`, `FinishReason`.
 
-Owns `SamplingParams`, `Request`, `TokenEvent` and `FinishReason`. Refuses behaviour: these are frozen values, and
-checking a value against itself is the only logic here. Limits of a particular server are checked where they are
-known (`engine`), limits of the device where they are known (`sched`).
+They are frozen, and checking a value against itself is the only logic here. Limits of a particular server are checked
+where they are known (`engine`), limits of the device where they are known (`sched`).
 
 Letters used for shapes in the whole package:
 
@@ -18,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxserve.content import MAX_DIGEST_BYTES, ContentSpan
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.structured_output import Grammar, StructuredOutput
 
@@ -27,9 +27,11 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_STOP_TOKEN_IDS",
+    "NO_OPTIONS",
     "FinishReason",
     "PromptInfo",
     "Request",
+    "RequestOptions",
     "SamplingParams",
     "StructuredOutput",
     "TokenEvent",
@@ -55,7 +57,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Names and defaults are vLLM's.
+    """How tokens are chosen and when generation stops. Names and defaults are vLLM's.
 
     Order of operations on the logits of one row [V], as vLLM documents it: raw log-probabilities are taken
     first (that is what `logprobs` reports); then allowed_token_ids, bad_words, min_tokens, logit_bias;
@@ -141,7 +143,7 @@ def _normalise(params: SamplingParams) -> None:
         value = getattr(params, name)
         if isinstance(value, str) or (value is not None and not isinstance(value, Sequence | set | frozenset)):
             raise InvalidRequest(f"{name} must be a list, got {value!r}")
-        if value is not None or name != "allowed_token_ids":  # there, empty is not the same as absent
+        if value is not None or name != "allowed_token_ids":  # for these fields empty is not the same as absent
             set_field(params, name, tuple(value or ()))
     if params.logit_bias is not None:
         set_field(params, "logit_bias", _bias_by_id(params.logit_bias) or None)
@@ -249,6 +251,40 @@ def _check_collections(params: SamplingParams) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """The options of a request beside its prompt and its sampling. Checked by `Engine.prepare`.
+
+    Attributes:
+      request_id: unique among live requests, for aborts and logs; None takes the next number.
+      priority: smaller is served first; refused unless the policy reads it, as `priority` and `preemptive` do.
+      cache_salt: requests share prefix pages only with the same salt.
+      tenant: for policies that share between tenants, as `fair` does; others ignore it.
+      ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
+        does; others ignore them. None: those of the engine.
+      add_special_tokens: False for text that already has them, such as a rendered chat.
+      timeout_s: seconds from `prepare` on after which it ends with DeadlineExceeded; None: no limit.
+      traceparent: the caller's span in the form of W3C, for traces; empty: none.
+      echo: the text of each sequence begins with the prompt.
+      pooling: an embedding of the prompt is asked for; the sampling then only says how to truncate it.
+    """
+
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    add_special_tokens: bool = True
+    timeout_s: float | None = None
+    traceparent: str = ""
+    echo: bool = False
+    pooling: bool = False
+
+
+NO_OPTIONS = RequestOptions()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One accepted request, tokens only: what the scheduler and the device see.
 
@@ -264,10 +300,13 @@ class Request:
       cache_salt: requests share prefix pages only with the same salt.
       tenant: for policies that share between tenants, as `fair` does.
       ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
-        does; None: those of the engine. Set by whoever builds requests (a trace, a notebook); no wire format has them.
+        does; None: those of the engine.
       deadline_s: monotonic seconds at which it ends with DeadlineExceeded, finished or not; infinity: never.
       traceparent: the caller's span in the form of W3C, for traces; empty: none.
       grammar: the compiled form of `sampling.structured`; None without one.
+      content: what placeholders in the prompt stand for, in the order of positions; pages are shared where both the ids
+        and the digests are equal.
+      echo_text: what the text of each sequence begins with.
       pooling: nothing is generated; the answer is the sum of the final hidden states of the prompt. `max_tokens` is 0.
     """
 
@@ -287,14 +326,16 @@ class Request:
     deadline_s: float = math.inf
     traceparent: str = ""
     grammar: Grammar | None = dataclasses.field(default=None, repr=False, compare=False)
+    content: tuple[ContentSpan, ...] = ()
+    echo_text: str = dataclasses.field(default="", repr=False)
     pooling: bool = False
 
 
 def check_request(request: Request, vocab_size: int) -> None:
     """Checks what `SamplingParams` could not know: the vocabulary, the final stop ids, the bad words as tokens.
 
-    Raises InvalidRequest for ids outside of the vocabulary and for options that forbid every token, UnsupportedOption
-    for more than the per-row slots of the device hold.
+    Raises InvalidRequest for ids outside of the vocabulary, for options that forbid every token and for content that
+    is not in the prompt, UnsupportedOption for more than the per-row slots of the device hold.
     """
     sampling = request.sampling
     ids_by_option = {
@@ -323,7 +364,24 @@ def check_request(request: Request, vocab_size: int) -> None:
             raise UnsupportedOption(
                 f"a bad word is {len(word)} tokens long; 1 to {MAX_BAD_WORD_LEN} work. Give a shorter part of it."
             )
+    _check_content(request)
     _check_something_is_left(request, vocab_size)
+
+
+def _check_content(request: Request) -> None:
+    end, prompt_len = 0, len(request.prompt_token_ids)
+    for span in request.content:
+        if not (end <= span.start < span.start + span.length <= prompt_len):
+            raise InvalidRequest(
+                f"content stands for the positions {span.start} to {span.start + span.length - 1} of a prompt of"
+                f" {prompt_len} tokens, after others that end at {end - 1}; spans must be in order, not overlap, not be"
+                " empty and lie in the prompt"
+            )
+        if not 1 <= len(span.digest) <= MAX_DIGEST_BYTES:
+            raise InvalidRequest(
+                f"content has a digest of {len(span.digest)} bytes; 1 to {MAX_DIGEST_BYTES} work, such as a SHA-256"
+            )
+        end = span.start + span.length
 
 
 def _check_something_is_left(request: Request, vocab_size: int) -> None:
@@ -350,7 +408,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class PromptInfo(NamedTuple):
-    """What is known of a prompt once it has run; comes with a sequence's first token.
+    """Results of computing a prompt; they come with a sequence's first token.
 
     `logprobs`: one entry per prompt token after the first, or None when not asked for. `hidden_sum` [D]: the sum of the
     final hidden states of all its tokens, or None when the request is not for pooling.

@@ -1,21 +1,22 @@
 """`AsyncLLM`: a model inside an asyncio program, one stream of news per prompt.
 
-Owns the life of the engine's thread in such a program. Refuses the streams themselves (`engine.streams`), batches
-(`LLM`) and protocols (`serve`). Whoever leaves a stream, or is cancelled in it, ends its request, so that no step is
-spent on what nobody reads.
+The engine's thread lives and ends with this object. The streams are those of `engine.streams`; `LLM` is for batches. A
+task that leaves a stream, or is cancelled in it, ends the request, so that no step is spent on an answer nobody reads.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.api import SamplingParams
-from jaxserve.assemble import SchedulerChoice
+from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine import AsyncEngine, Prompt, Update
-from jaxserve.front_door import FrontDoor
-from jaxserve.offline import Job, prepare_chat, prepare_job
+from jaxserve.offline import prepare_chat
+from jaxserve.offline.front_door import FrontDoor
+
+if TYPE_CHECKING:
+    from jaxserve.assemble import SchedulerChoice
 
 __all__ = ["AsyncLLM", "Update"]
 
@@ -33,8 +34,8 @@ class AsyncLLM(FrontDoor):
     `shutdown`.
     """
 
-    def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
-        super()._start(resolved, scheduler)
+    def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:
+        super()._start(resolved, scheduler, progress=progress)
         self._streams = AsyncEngine(self._engine)
         self._engine.start()
 
@@ -45,6 +46,11 @@ class AsyncLLM(FrontDoor):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        ttft_target_s: float | None = None,
+        tpot_target_s: float | None = None,
+        timeout_s: float | None = None,
         echo: bool = False,
     ) -> AsyncGenerator[Update, None]:
         """Completes one prompt: text, token ids, or one of the dictionaries of `LLM.generate`.
@@ -55,15 +61,29 @@ class AsyncLLM(FrontDoor):
         Args:
           sampling_params: None takes `get_default_sampling_params`.
           request_id: for `abort`; unique among live requests. None chooses one.
-          priority: smaller first; needs the policy 'priority', others refuse all but 0.
+          priority: smaller first; needs the policy 'priority' or 'preemptive', others refuse all but 0.
+          cache_salt: prompts share prefix pages only with the same salt; a dictionary's own wins.
+          tenant: for policies that share between tenants, as 'fair' does.
+          ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for the policy 'slo'; None:
+            those of the config.
+          timeout_s: seconds after which it ends with DeadlineExceeded; None: no limit.
           echo: the text begins with the prompt.
 
-        Raises, when first asked for an update, InvalidRequest and its kin, QueueFull or EngineStopped.
+        Raises, when first asked for an update, InvalidRequest and its kin, QueueFull or EngineStopped; DeadlineExceeded
+        when `timeout_s` is over.
         """
         sampling = self._sampling(sampling_params)
-        return self._stream(
-            lambda: prepare_job(self._engine, prompt, sampling, request_id=request_id, priority=priority, echo=echo)
+        options = RequestOptions(
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            ttft_target_s=ttft_target_s,
+            tpot_target_s=tpot_target_s,
+            timeout_s=timeout_s,
+            echo=echo,
         )
+        return self._stream(lambda: self._engine.prepare(prompt, sampling, options))
 
     def chat(
         self,
@@ -72,26 +92,41 @@ class AsyncLLM(FrontDoor):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        ttft_target_s: float | None = None,
+        tpot_target_s: float | None = None,
+        timeout_s: float | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         refuse_special_text: bool = False,
     ) -> AsyncGenerator[Update, None]:
-        """Answers one conversation. Arguments as in `LLM.chat`; yields and raises as `generate` does."""
+        """Answers one conversation. Arguments as in `generate` and `LLM.chat`; yields and raises as `generate` does."""
         sampling = self._sampling(sampling_params)
+        options = RequestOptions(
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            ttft_target_s=ttft_target_s,
+            tpot_target_s=tpot_target_s,
+            timeout_s=timeout_s,
+        )
         return self._stream(
-            lambda: prepare_chat(
-                self._engine,
-                self._engine.chat_template(chat_template),
-                messages,
-                sampling,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                variables=chat_template_kwargs,
-                refuse_special_text=refuse_special_text,
-                request_id=request_id,
-                priority=priority,
+            lambda: (
+                prepare_chat(
+                    self._engine,
+                    self._engine.chat_template(chat_template),
+                    messages,
+                    sampling,
+                    options,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    variables=chat_template_kwargs,
+                    refuse_special_text=refuse_special_text,
+                ).request
             )
         )
 
@@ -108,7 +143,9 @@ class AsyncLLM(FrontDoor):
         A cancel aborts it. Raises InvalidRequest and its kin, QueueFull or EngineStopped.
         """
         return await self._streams.embed(
-            prompt, request_id=request_id, priority=priority, truncate_prompt_tokens=truncate_prompt_tokens
+            prompt,
+            RequestOptions(request_id=request_id, priority=priority),
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
 
     def abort(self, request_id: str) -> None:
@@ -129,8 +166,8 @@ class AsyncLLM(FrontDoor):
     def _sampling(self, given: SamplingParams | None) -> SamplingParams:
         return self.get_default_sampling_params() if given is None else given
 
-    async def _stream(self, prepare: Callable[[], Job]) -> AsyncGenerator[Update, None]:
-        job = await self._streams.run(prepare)
-        async with contextlib.aclosing(self._streams.stream(job.request, echo=job.echo)) as updates:
+    async def _stream(self, prepare: Callable[[], Request]) -> AsyncGenerator[Update, None]:
+        request = await self._streams.run(prepare)
+        async with contextlib.aclosing(self._streams.stream(request)) as updates:
             async for update in updates:
                 yield update

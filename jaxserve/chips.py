@@ -1,10 +1,10 @@
-"""Chips: what the data sheets say of the devices that this engine runs on, and the names of their topologies.
+"""Chips: the figures in the data sheets of the devices that this engine runs on, and the names of their topologies.
 
-Owns the one table of published figures. Refuses measurements and guesses: which share of a peak a program reaches is
-an assumption of whoever predicts with it. Needs no JAX, so that a simulator may read it.
+The table has published figures only. The share of a peak that a program reaches is an assumption of the code that
+predicts with it. Nothing here needs JAX, so that a simulator may read it.
 
-Why per device and not per chip: memory, meshes and programs are JAX's, and JAX calls each half of an Ironwood chip a
-device.
+Figures are per device and not per chip: memory, meshes and programs are JAX's, and JAX calls each half of an Ironwood
+chip a device.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class Chip:
     """One kind of device. Figures are per JAX device; bandwidths are bytes a second, flops are dense.
 
     Attributes:
-      name: ours, the part of a topology's name before the colon.
+      name: the part of a topology's name before the colon.
       kind: JAX's `device_kind`.
       memory_bytes: of the device, as XLA counts it.
-      allocatable_bytes: what JAX's allocator gives a process that sets nothing (`memory_stats()["bytes_limit"]`).
+      allocatable_bytes: what a process can take of it: of a GPU, the share that it asks for.
       memory_bandwidth: between the device and its memory.
       flops: dtype -> operations a second; a dtype that the device has no units for is absent.
       link_bandwidth: to the other devices, one way, over all links together. 0: none.
@@ -80,9 +80,9 @@ _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 
 _NODE = ((1,), (2,), (4,), (8,))  # GPUs behind one NVSwitch
 
 # TPUs: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}, "System architecture". Links: the pages give both directions
-# together (400, 1200, 800 and 1200 GB/s a chip). Memory: what libtpu 0.0.42 says is there when a program asks for more.
+# together (400, 1200, 800 and 1200 GB/s a chip). Memory: what libtpu 0.0.42 reports when a program asks for more.
 # GPUs: NVIDIA's data sheets of the SXM modules, flops without sparsity, NVLink 900 GB/s both directions together; the
-# memory is nvidia-smi's total. JAX reserves three quarters of a GPU (docs.jax.dev, "GPU memory allocation").
+# memory is nvidia-smi's total.
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -144,7 +144,7 @@ CHIPS: Mapping[str, Chip] = {
             backend="gpu",
             kind="NVIDIA H100 80GB HBM3",
             memory_bytes=85_520_809_984,
-            allocatable_bytes=85_520_809_984 * 3 // 4,
+            allocatable_bytes=85_520_809_984,
             memory_bandwidth=3350e9,
             flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 67e12},
             link_bandwidth=450e9,
@@ -158,7 +158,7 @@ CHIPS: Mapping[str, Chip] = {
             backend="gpu",
             kind="NVIDIA H200",
             memory_bytes=150_754_820_096,
-            allocatable_bytes=150_754_820_096 * 3 // 4,
+            allocatable_bytes=150_754_820_096,
             memory_bandwidth=4800e9,
             flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 67e12},
             link_bandwidth=450e9,
@@ -182,6 +182,14 @@ CHIPS: Mapping[str, Chip] = {
         ),
     )
 }
+
+
+_OTHER_KINDS = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
+
+
+def canonical_kind(kind: str) -> str:
+    """The one of JAX's names for a device that the tables use: some versions of libtpu give the marketing name."""
+    return _OTHER_KINDS.get(kind, kind)
 
 
 def parse_topology(name: str) -> Topology:

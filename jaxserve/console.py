@@ -1,7 +1,7 @@
-"""What a person at a terminal sees: progress bars, log lines and complaints on stderr, results on stdout.
+"""The output at a terminal: progress bars, log lines and errors on stderr, results on stdout.
 
-Owns their look. Refuses results for programs (`offline.jsonl`). stdout belongs to results alone, so that they can be
-piped. Bars vanish or shrink to one line where stderr is no terminal; rich decides that.
+stdout belongs to results alone, so that they can be piped; results for programs are written by `offline.jsonl`. Bars
+vanish or shrink to one line where stderr is no terminal; rich decides that.
 """
 
 import logging
@@ -14,13 +14,11 @@ import rich.logging
 import rich.progress
 import rich.text
 
-from jaxserve.config_schema import RuntimeConfig
+from jaxserve.config.schema import RuntimeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.offline import Counts, Result
 from jaxserve.offline.jsonl import Entry
 from jaxserve.telemetry.logs import JsonFormatter
-
-logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.1
 
@@ -28,7 +26,7 @@ _REFRESH_S = 0.1
 def set_up_logging(config: RuntimeConfig) -> None:
     """Shows what the package logs, as `config` says. For programs; a library leaves logging to its user.
 
-    In JSON, the warnings of other packages are lines of JSON, too: what collects them reads nothing else.
+    In JSON, the warnings of other packages are lines of JSON, too: log collectors read nothing else.
     """
     console = rich.console.Console(stderr=True)
     handler: logging.Handler
@@ -51,7 +49,7 @@ def set_up_logging(config: RuntimeConfig) -> None:
 
 
 def complain(line: str) -> None:
-    """One line on stderr, as it is."""
+    """Writes one line to stderr, unchanged."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -64,7 +62,7 @@ class TextWriter:
         )
 
     def write(self, entry: Entry, result: Result) -> None:
-        """Prints nothing for an error: it has been reported on stderr."""
+        """Prints one result. Nothing for an error: it has been reported on stderr."""
         if isinstance(result, JaxserveError):
             return
         self._console.print(rich.text.Text(f"> {entry.fields.get('prompt')}", style="bold cyan"))
@@ -74,49 +72,6 @@ class TextWriter:
             self._console.print(rich.text.Text(note, style="dim"))
 
 
-def _columns(what: str) -> tuple[rich.progress.ProgressColumn, ...]:
-    return (
-        rich.progress.TextColumn(what),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.TimeElapsedColumn(),
-    )
-
-
-class StartBar:
-    """How many of the executables are compiled. A context manager; gone when it ends. Log lines without a terminal."""
-
-    def __init__(self, *, shown: bool = True) -> None:
-        console = rich.console.Console(stderr=True)
-        self._drawn = console.is_terminal or console.is_jupyter
-        self._bar = rich.progress.Progress(
-            *_columns("compiling"),
-            console=console,
-            transient=True,
-            disable=not (shown and self._drawn),
-        )
-        self._task: rich.progress.TaskID | None = None
-        self._shown = shown
-
-    def __enter__(self) -> "StartBar":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def update(self, done: int, total: int, newest: str) -> None:
-        """`newest` names the executable that was finished last."""
-        if self._shown and not self._drawn:
-            logger.info("compiled %d of %d: %s", done, total, newest)
-        if self._task is None:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=total)
-        self._bar.update(self._task, completed=done, description=newest)
-
-
 class BatchBar:
     """Prompts done and tokens a second of one batch. A context manager.
 
@@ -124,10 +79,18 @@ class BatchBar:
     """
 
     def __init__(self, total: int | None, *, shown: bool = True) -> None:
+        console = rich.console.Console(stderr=True)
+        # The widget of a notebook takes messages from the thread of the cell alone, so that no other may draw there.
+        self._draws_itself = not console.is_jupyter
         self._bar = rich.progress.Progress(
-            *_columns("prompts"),
+            rich.progress.TextColumn("prompts"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TimeElapsedColumn(),
             rich.progress.TimeRemainingColumn(),
-            console=rich.console.Console(stderr=True),
+            console=console,
+            auto_refresh=self._draws_itself,
             disable=not shown,
         )
         self._task = self._bar.add_task("", total=total)
@@ -161,4 +124,4 @@ class BatchBar:
         self._last_s = now_s
         seconds = max(now_s - self._start_s, 1e-9)
         rates = f"in {counts.prompt_tokens / seconds:.0f} tok/s, out {counts.output_tokens / seconds:.0f} tok/s"
-        self._bar.update(self._task, completed=counts.num_done, description=rates)
+        self._bar.update(self._task, completed=counts.num_done, description=rates, refresh=not self._draws_itself)

@@ -1,8 +1,7 @@
 """Typed errors for everything a user can cause, and the status each one maps to.
 
-Owns the exception classes and their transport-neutral `Status`. Refuses to know gRPC or HTTP: `serve` holds
-the one table that turns a `Status` into a code of a protocol. What only a bug can cause is an `assert`, not a
-class in this file, so that catching `UserError` never hides a defect.
+`Status` is neutral to protocols: `serve` holds the one table that turns it into a code of gRPC or HTTP. An error that
+only a bug can cause is an `assert`, not a class in this file, so that catching `UserError` never hides a defect.
 
 Every message says what was asked, what the limit is, and what to change.
 """
@@ -11,14 +10,14 @@ import enum
 
 
 class Status(enum.StrEnum):
-    """What kind of refusal this is, independent of any protocol."""
+    """The kind of an error, independent of any protocol."""
 
     INVALID = "invalid"  # the request itself is wrong; sending it again cannot help
     UNAUTHENTICATED = "unauthenticated"  # no credential, or one that is not known
     OVERLOADED = "overloaded"  # try again later
     UNAVAILABLE = "unavailable"  # the engine is stopping or dead
     DEADLINE = "deadline"
-    INTERNAL = "internal"  # a bug of ours
+    INTERNAL = "internal"  # a bug of jaxserve
 
 
 class JaxserveError(Exception):
@@ -37,8 +36,18 @@ class ConfigError(UserError):
     """A config file, an override or an environment variable is unusable."""
 
 
+class PolicyError(UserError):
+    """A scheduling policy broke a rule of its interface, so the engine cannot go on. Names policy, method and rule."""
+
+    status = Status.INTERNAL  # the sender of a request is not at fault
+
+
+class MissingCompiler(ConfigError):
+    """The compiler for a device that is not here is not installed; the message names the package."""
+
+
 class HostMismatch(ConfigError):
-    """Processes that shall run one model together were started with different versions, settings or weights."""
+    """Processes that run one model together were started with different versions, settings or weights."""
 
 
 class CheckpointError(UserError):
@@ -50,7 +59,7 @@ class CapacityError(UserError):
 
 
 class StepLogError(UserError):
-    """A step log cannot be read, is damaged, or does not fit the device that shall replay it."""
+    """A step log cannot be read, is damaged, or does not fit the device that replays it."""
 
 
 class InvalidRequest(UserError):

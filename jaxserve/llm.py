@@ -1,20 +1,18 @@
 """`LLM`: a model in a notebook or a script, with the names that vLLM users know.
 
-Owns prompts in many shapes, one call at a time. Refuses a loop of its own (`offline`) and a server (`serve`). Names are
-kept where the meaning is the same; an argument that would not do what vLLM's does is not accepted at all.
+It takes prompts in many forms and answers them with the loop of `offline`. Names are kept where the meaning is the
+same; an argument that would not do what vLLM's does is not accepted at all.
 """
 
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from jaxserve.api import SamplingParams
-from jaxserve.assemble import SchedulerChoice
+from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig, for_batches
 from jaxserve.console import BatchBar
 from jaxserve.engine import Prompt, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.front_door import FrontDoor
 from jaxserve.offline import (
     CompletionOutput,
     EmbeddingOutput,
@@ -25,9 +23,13 @@ from jaxserve.offline import (
     RequestOutput,
     Result,
     prepare_chat,
-    prepare_job,
+    prompt_text,
     run_jobs,
 )
+from jaxserve.offline.front_door import FrontDoor
+
+if TYPE_CHECKING:
+    from jaxserve.assemble import SchedulerChoice
 
 __all__ = [
     "LLM",
@@ -48,11 +50,11 @@ class LLM(FrontDoor):
     `LLM(model)` takes the names that vLLM has for its arguments, `LLM.from_config(file)` the settings of a config.
     """
 
-    def _start(self, resolved: ResolvedConfig, scheduler: SchedulerChoice | None) -> None:
-        super()._start(for_batches(resolved), scheduler)
+    def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:
+        super()._start(for_batches(resolved), scheduler, progress=progress)
 
     def close(self) -> None:
-        """Ends the step log, and what is still built in the background; nothing can be asked any more.
+        """Ends the step log and the builds in the background; no method may be called any more.
 
         `with LLM(...) as llm:` does it at the end of the block. Without it both end with the process.
         """
@@ -70,7 +72,11 @@ class LLM(FrontDoor):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
+        priority: Sequence[int] | int = 0,
+        cache_salt: Sequence[str] | str = "",
+        tenant: Sequence[str] | str = "",
+        ttft_target_s: Sequence[float | None] | float | None = None,
+        tpot_target_s: Sequence[float | None] | float | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; returns one output per prompt, in their order.
 
@@ -79,23 +85,31 @@ class LLM(FrontDoor):
             {"prompt_token_ids": ids}, each with an optional "cache_salt".
           sampling_params: for all, or one per prompt; None: `get_default_sampling_params`.
           use_tqdm: show a progress bar on stderr.
-          priority: one per prompt, smaller first; needs the policy 'priority', others refuse all but 0.
+          priority: smaller first; needs the policy 'priority' or 'preemptive', others refuse all but 0.
+          cache_salt: prompts share prefix pages only with the same salt; a dictionary's own wins.
+          tenant: for policies that share between tenants, as 'fair' does.
+          ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for the policy 'slo'; None:
+            those of the config.
+
+        `priority` and all after it: one value for all prompts, or a list with one for each.
 
         Raises InvalidRequest and its kin for the first bad prompt, before anything has run; RequestRejected when the
         pool could never hold one. Nothing is left running after an error or an interrupt.
         """
         batch: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
-        options = self._sampling_for(len(batch), sampling_params)
-        priorities = [0] * len(batch) if priority is None else list(priority)
-        if len(priorities) != len(batch):
-            raise InvalidRequest(f"{len(batch)} prompts, but {len(priorities)} priorities; give one for each")
+        sampling = self._sampling_for(len(batch), sampling_params)
+        options = _options(len(batch), "prompts", priority, cache_salt, tenant, ttft_target_s, tpot_target_s)
         jobs = []
         for index, prompt in enumerate(batch):
             try:
-                jobs.append(prepare_job(self._engine, prompt, options[index], priority=priorities[index]))
+                request = self._engine.prepare(prompt, sampling[index], options[index])
             except JaxserveError as error:
                 raise _numbered(error, "prompts", index, len(batch)) from error
-        return self._run(jobs, "prompts", use_tqdm)
+            jobs.append(Job(request=request, prompt=prompt_text(prompt)))
+        outputs = _Outputs("prompts", len(jobs))
+        with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
+            run_jobs(self._engine, jobs, outputs.take, bar.update)
+        return outputs.all
 
     def chat(
         self,
@@ -103,6 +117,11 @@ class LLM(FrontDoor):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | int = 0,
+        cache_salt: Sequence[str] | str = "",
+        tenant: Sequence[str] | str = "",
+        ttft_target_s: Sequence[float | None] | float | None = None,
+        tpot_target_s: Sequence[float | None] | float | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -112,6 +131,7 @@ class LLM(FrontDoor):
         """Answers one conversation or a list of them; a message is {"role": …, "content": …}.
 
         Args:
+          priority, cache_salt, tenant, ttft_target_s, tpot_target_s: as in `generate`.
           chat_template: Jinja source in place of the model's own.
           add_generation_prompt: end the prompt with the opening of the assistant's turn.
           tools: JSON schemas, handed to the template.
@@ -122,7 +142,10 @@ class LLM(FrontDoor):
         `RequestOutput.prompt` is the rendered text. Errors as in `generate`.
         """
         conversations = [messages] if _is_one_conversation(messages) else list(messages)
-        options = self._sampling_for(len(conversations), sampling_params)
+        sampling = self._sampling_for(len(conversations), sampling_params)
+        options = _options(
+            len(conversations), "conversations", priority, cache_salt, tenant, ttft_target_s, tpot_target_s
+        )
         template = self._engine.chat_template(chat_template)
         jobs = []
         for index, conversation in enumerate(conversations):
@@ -131,6 +154,7 @@ class LLM(FrontDoor):
                     self._engine,
                     template,
                     conversation,  # type: ignore[arg-type]
+                    sampling[index],
                     options[index],
                     add_generation_prompt=add_generation_prompt,
                     tools=tools,
@@ -140,7 +164,10 @@ class LLM(FrontDoor):
             except JaxserveError as error:
                 raise _numbered(error, "conversations", index, len(conversations)) from error
             jobs.append(job)
-        return self._run(jobs, "conversations", use_tqdm)
+        outputs = _Outputs("conversations", len(jobs))
+        with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
+            run_jobs(self._engine, jobs, outputs.take, bar.update)
+        return outputs.all
 
     def embed(
         self,
@@ -159,20 +186,24 @@ class LLM(FrontDoor):
         jobs = []
         for index, prompt in enumerate(batch):
             try:
-                jobs.append(prepare_job(self._engine, prompt, sampling, pooling=True))
+                request = self._engine.prepare(prompt, sampling, RequestOptions(pooling=True))
             except JaxserveError as error:
                 raise _numbered(error, "prompts", index, len(batch)) from error
-        outputs = []
-        for result in self._run(jobs, "prompts", use_tqdm):
-            assert result.embedding is not None, result.request_id
-            outputs.append(
+            jobs.append(Job(request=request, prompt=prompt_text(prompt)))
+        outputs = _Outputs("prompts", len(jobs))
+        with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
+            run_jobs(self._engine, jobs, outputs.take, bar.update)
+        embedded = []
+        for output in outputs.all:
+            assert output.embedding is not None, output.request_id
+            embedded.append(
                 EmbeddingRequestOutput(
-                    request_id=result.request_id,
-                    prompt_token_ids=result.prompt_token_ids,
-                    outputs=EmbeddingOutput(embedding=result.embedding),
+                    request_id=output.request_id,
+                    prompt_token_ids=output.prompt_token_ids,
+                    outputs=EmbeddingOutput(embedding=output.embedding),
                 )
             )
-        return outputs
+        return embedded
 
     def _sampling_for(
         self, count: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -187,17 +218,55 @@ class LLM(FrontDoor):
             )
         return sampling_params
 
-    def _run(self, jobs: Sequence[Job], what: str, show_bar: bool) -> list[RequestOutput]:
-        results: list[RequestOutput | None] = [None] * len(jobs)
 
-        def take(index: int, result: Result) -> None:
-            if isinstance(result, JaxserveError):
-                raise _numbered(result, what, index, len(jobs)) from result
-            results[index] = result
+class _Outputs:
+    """The outputs of one call. `run_jobs` gives them to `take`, which raises the first error."""
 
-        with BatchBar(len(jobs), shown=show_bar and bool(jobs)) as bar:
-            run_jobs(self._engine, jobs, take, bar.update)
-        return [r for r in results if r is not None]
+    def __init__(self, what: str, count: int) -> None:
+        self._what = what
+        self._outputs: list[RequestOutput | None] = [None] * count
+
+    def take(self, index: int, result: Result) -> None:
+        if isinstance(result, JaxserveError):
+            raise _numbered(result, self._what, index, len(self._outputs)) from result
+        self._outputs[index] = result
+
+    @property
+    def all(self) -> list[RequestOutput]:
+        """In the order of the prompts; all have ended."""
+        return [output for output in self._outputs if output is not None]
+
+
+def _options(
+    count: int,
+    what: str,
+    priority: Sequence[int] | int,
+    cache_salt: Sequence[str] | str,
+    tenant: Sequence[str] | str,
+    ttft_target_s: Sequence[float | None] | float | None,
+    tpot_target_s: Sequence[float | None] | float | None,
+) -> list[RequestOptions]:
+    """The options of each of `count` prompts. Raises InvalidRequest for a list of another length."""
+
+    def each(name: str, given: Any) -> Sequence[Any]:
+        if isinstance(given, str) or not isinstance(given, Collection):
+            return [given] * count
+        if len(given) != count:
+            raise InvalidRequest(f"{count} {what}, but {len(given)} of {name}; give one for all, or one for each")
+        return list(given)
+
+    rows = zip(
+        each("priority", priority),
+        each("cache_salt", cache_salt),
+        each("tenant", tenant),
+        each("ttft_target_s", ttft_target_s),
+        each("tpot_target_s", tpot_target_s),
+        strict=True,
+    )
+    return [
+        RequestOptions(priority=level, cache_salt=salt, tenant=name, ttft_target_s=ttft_s, tpot_target_s=tpot_s)
+        for level, salt, name, ttft_s, tpot_s in rows
+    ]
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

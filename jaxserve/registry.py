@@ -1,7 +1,7 @@
-"""One way to find an extension: by built-in name, entry point, dotted path, or the object itself.
+"""`Registry`: the one way to find an extension, by built-in name, entry point, dotted path, or the object itself.
 
-Owns the lookup rules. Refuses to hold anything else: registries are the only module-level state of the package,
-and they are filled at import by literal tables, so that a name always means the same thing.
+Registries are the only module-level state of the package, and they are filled at import by literal tables, so that a
+name always means the same thing.
 """
 
 import difflib

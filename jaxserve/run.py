@@ -1,16 +1,16 @@
 """`python -m jaxserve.run`: serve a model, or answer prompts and exit.
 
-Owns the options, the choice between the two, what is written where, and the exit code. Refuses everything else.
-stdout gets results and nothing else; progress, logs and complaints go to stderr.
+stdout gets results and nothing else; progress, logs and errors go to stderr.
 
 Exit codes: 0; 2 when the user can change something (one line that begins with "error:"); 1 for a defect (a traceback)
 and when a host of several is lost (one line).
-A batch ends with 0 when at least one of its entries succeeded: the others are reported one by one, and counted. It
-ends with 2 when none did.
+A batch ends with 0 when all of its entries succeeded, with 3 when some failed, which are reported one by one and
+counted, and with 2 when all did.
 """
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,19 +20,34 @@ from typing import IO, Annotated
 import typer
 
 from jaxserve.api import SamplingParams
-from jaxserve.command_line import USER_ERROR, ConfigOption, SetOption, one_line, run_app
+from jaxserve.cli.options import (
+    HELP_OPTIONS,
+    USER_ERROR,
+    ConfigOption,
+    ModelOption,
+    SetOption,
+    one_line,
+    run_app,
+    with_model,
+)
 from jaxserve.config import ResolvedConfig, for_batches, load_config
-from jaxserve.config_schema import HostsConfig
-from jaxserve.console import BatchBar, StartBar, TextWriter, complain, set_up_logging
+from jaxserve.config.schema import HostsConfig
+from jaxserve.console import BatchBar, TextWriter, complain, set_up_logging
 from jaxserve.engine import AnyEngine
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.offline import InOrder, Result, run_jobs
 from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
+from jaxserve.progress import Progress, show_progress
+
+logger = logging.getLogger("jaxserve.run")  # by its name: as a program this module is "__main__"
+
+SOME_FAILED = 3
 
 
 def run_command(
     config: ConfigOption = None,
     set_: SetOption = None,
+    model: ModelOption = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to complete or answer. Repeatable.")] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="JSONL file of prompts.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL file of results; default: stdout.")] = None,
@@ -47,7 +62,7 @@ def run_command(
     echo: Annotated[bool, typer.Option("--echo", help="The text begins with the prompt.")] = False,
 ) -> int:
     """Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."""
-    resolved = load_config(config, set_ or ())
+    resolved = load_config(config, with_model(set_, model))
     set_up_logging(resolved.config.runtime)
     if resolved.config.hosts != HostsConfig():
         from jaxserve.hosts import check_hosts  # gRPC: not needed by one process that answers prompts
@@ -62,7 +77,7 @@ def run_command(
         return _serve(resolved, [*sampling, *(name for name, given in others.items() if given)])
     if prompt and input_ is not None:
         raise ConfigError("give --prompt or --input, not both")
-    SamplingParams.from_dict(sampling)  # a wrong value is told before minutes are spent on loading
+    SamplingParams.from_dict(sampling)  # a wrong value is reported before minutes are spent on loading
     options = BatchOptions(sampling=sampling, chat=chat, echo=echo)
     with _open_files(input_, output) as files:
         pretty = input_ is None and output is None and not json_
@@ -71,8 +86,9 @@ def run_command(
 
 
 def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
+    from jaxserve.serve.ports import hold_ports
     from jaxserve.serve.service import check_serve_config, serve_forever  # gRPC: not needed for prompts
-    from jaxserve.telemetry import observe_requests
+    from jaxserve.telemetry import check_tracing, observe_requests
 
     serve = resolved.config.serve
     if offline_flags:
@@ -83,32 +99,46 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
             "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve, "
             "such as --set serve.grpc.port=8500"
         )
-    check_serve_config(serve)  # a wrong file is told before minutes are spent on loading
-    with _built(resolved) as (engine, _), observe_requests(engine, resolved.config.runtime):
-        return serve_forever(engine, serve)
+    check_serve_config(serve)  # a wrong file is reported before minutes are spent on loading
+    check_tracing(resolved.config.runtime)
+    with (
+        hold_ports(serve) as ports,  # and so is a port that is in use
+        _built(resolved) as (engine, _),
+        observe_requests(engine, resolved.config.runtime),
+    ):
+        return serve_forever(engine, serve, ports)
 
 
 @contextlib.contextmanager
 def _built(resolved: ResolvedConfig) -> Iterator[tuple[AnyEngine, Mapping[str, object]]]:
     """The engine and the sampling defaults. The other processes of a service over several hosts end with the block."""
-    from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost
-
     with contextlib.ExitStack() as stack:
-        with StartBar() as bar:
-            if resolved.config.hosts.coordinator is None:
-                assembly = assemble(resolved, on_compiled=bar.update)
-            else:
-                from jaxserve.many_hosts import lead
+        with _progress(resolved) as progress:
+            from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost
 
-                assembly = stack.enter_context(lead(resolved, bar.update))
+            if resolved.config.hosts.coordinator is None:
+                assembly = assemble(resolved, progress=progress)
+            else:
+                from jaxserve.assemble.many_hosts import lead
+
+                assembly = stack.enter_context(lead(resolved, progress))
         yield assembly.engine, assembly.sampling_defaults
 
 
 def _attend(resolved: ResolvedConfig) -> int:
-    from jaxserve.many_hosts import attend
+    with contextlib.ExitStack() as start:
+        progress = start.enter_context(_progress(resolved))
+        from jaxserve.assemble.many_hosts import attend
 
-    with StartBar() as bar:
-        return attend(resolved, bar.update)
+        return attend(resolved, progress, on_ready=start.close)
+
+
+@contextlib.contextmanager
+def _progress(resolved: ResolvedConfig) -> Iterator[Progress]:
+    """Begun before JAX is imported, which takes seconds."""
+    with show_progress(write=logger.info) as progress:
+        progress.begin(f"starting with model {resolved.config.model.path}: loading JAX")
+        yield progress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +152,7 @@ class _Files:
 
 @contextlib.contextmanager
 def _open_files(input_: Path | None, output: Path | None) -> Iterator[_Files]:
-    """Opens both before anything is loaded. What `output` holds stays until there is something to write."""
+    """Opens both before anything is loaded. The old content of `output` stays until there is something to write."""
     with contextlib.ExitStack() as stack:
         try:
             source = stack.enter_context(input_.open("rb")) if input_ is not None else None
@@ -188,7 +218,9 @@ def _run_batch(
         writer.write(entry, result)
     if files.source is not None:
         complain(f"{len(entries) - num_failed} of {len(entries)} entries of {files.source_name} succeeded")
-    return USER_ERROR if entries and num_failed == len(entries) else 0
+    if not num_failed:
+        return 0
+    return USER_ERROR if num_failed == len(entries) else SOME_FAILED
 
 
 def _place(entry: Entry, index: int, total: int | None, source_name: str) -> str:
@@ -199,7 +231,7 @@ def _place(entry: Entry, index: int, total: int | None, source_name: str) -> str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. `arguments` default to those of the process."""
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, context_settings=HELP_OPTIONS)
     app.command()(run_command)
     return run_app(typer.main.get_command(app), "python -m jaxserve.run", arguments)
 

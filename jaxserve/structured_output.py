@@ -1,7 +1,6 @@
-"""What a generated text must look like, and what the engine asks of a compiled form of it.
+"""`StructuredOutput`, the form that a generated text must have, and the protocols of its compiled form.
 
-Owns `StructuredOutput`, a frozen value, and the two protocols `Grammar` and `Matcher`. Refuses to compile: a schema is
-found good or bad in `text.grammar`, which knows a vocabulary.
+A schema is compiled, and found good or bad, in `text.grammar`, which knows a vocabulary.
 """
 
 import dataclasses
@@ -86,7 +85,7 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
 
 
 class Matcher(Protocol):
-    """How far one sequence has come in its grammar. Mutated by the engine's loop.
+    """The position of one sequence in its grammar. Mutated by the engine's loop.
 
     Attributes:
       mask: the tokens that may come next, one bit each, lowest first; whole 32-bit words. When the text is complete it

@@ -2,10 +2,10 @@
 
     python scripts/bench_attention.py [--json benchmarks/attention_cpu.json] [--rounds 15]
 
-Owns the formulations that were tried and lost, so that a claim in docs/attention-cpu.md can be measured again.
-Refuses correctness beyond a check of all formulations against each other: tests/kernels has the oracle.
+It keeps the formulations that were tried and lost, so that a claim in docs/attention-cpu.md can be measured again. The
+formulations are checked against each other only: tests/kernels has the oracle.
 
-Why rounds: other work on the machine disturbs all formulations alike only when they take turns.
+They are timed in rounds: other work on the machine disturbs all formulations alike only when they take turns.
 """
 
 import argparse
@@ -25,12 +25,13 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxserve.kernels.cases import MIXES, MODELS, Case, make_batch
-from jaxserve.kernels.cpu.body import make_body
-from jaxserve.kernels.paged_attention import Device, PagedAttention
-from jaxserve.kernels.xla_attention import BODY
+from jaxserve.kernels.cpu.implementation import make_attention
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.kernels.xla_softmax import PageArrays
 
-BODIES = (make_body(Device(backend="cpu", kind="cpu")), BODY)
+IMPLEMENTATIONS = (make_attention(Device(backend="cpu", kind="cpu")), XLA_ATTENTION)
 LAYERS = 4  # in one jit, each with its own cache: the cost of a launch is shared, and caches push each other out
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "1 row of 100": ((1, 100),),
@@ -140,7 +141,7 @@ class Data:
         return pages[page_ids, :, self.batch.positions % self.case.page_size]
 
 
-def run_body(shape: str, data: Data, body: PagedAttention) -> Candidate:
+def run_implementation(shape: str, data: Data, implementation: PagedAttention) -> Candidate:
     """What the engine runs, the write of the step's keys and values included."""
     spec, batch = data.case.spec, data.batch
     news = [(data.newest(k), data.newest(v)) for k, v in zip(data.keys, data.values, strict=True)]
@@ -148,7 +149,9 @@ def run_body(shape: str, data: Data, body: PagedAttention) -> Candidate:
 
     def chain(cache: list[PageArrays], q: Array, news: list[tuple[Array, Array]]) -> tuple[list[PageArrays], Array]:
         for layer, (k, v) in enumerate(news):
-            flat, cache[layer] = body.attend(q.reshape(len(q), -1, q.shape[-1]), k, v, cache[layer], batch, spec)
+            flat, cache[layer] = implementation.attend(
+                q.reshape(len(q), -1, q.shape[-1]), k, v, cache[layer], batch, spec
+            )
             q = flat.reshape(q.shape)
         return cache, q
 
@@ -159,7 +162,9 @@ def run_body(shape: str, data: Data, body: PagedAttention) -> Candidate:
         held[0], out = program(held[0], data.q, news)
         return out.block_until_ready()
 
-    return Candidate(shape=shape, name=body.name, page_size=data.case.page_size, run=run, kv_bytes=data.case.kv_bytes)
+    return Candidate(
+        shape=shape, name=implementation.name, page_size=data.case.page_size, run=run, kv_bytes=data.case.kv_bytes
+    )
 
 
 def loser(shape: str, data: Data, formulation: Formulation) -> Candidate:
@@ -201,11 +206,11 @@ def candidates(shape: str, page_sizes: list[int]) -> list[Candidate]:
         others = [loser(shape, data, f) for f in (gather, scan, alone)] if data.case.decode_only else []
         if not data.case.decode_only:
             others = [dense(shape, data)]
-        same = [*(run_body(shape, data, body) for body in BODIES), *others]
+        same = [*(run_implementation(shape, data, implementation) for implementation in IMPLEMENTATIONS), *others]
         outputs = [np.asarray(c.run()) for c in same]
         for candidate, out in zip(same[1:], outputs[1:], strict=True):
             np.testing.assert_allclose(out, outputs[0], atol=1e-4, err_msg=f"{shape}, {candidate.name}")
-        found += same if data.case.decode_only or not found else same[: len(BODIES)]
+        found += same if data.case.decode_only or not found else same[: len(IMPLEMENTATIONS)]
     return found
 
 

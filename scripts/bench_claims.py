@@ -29,10 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import SamplingParams
-from jaxserve.assemble import build_device
+from jaxserve.assemble import build_devices
 from jaxserve.config import load_config
 from jaxserve.engine import Engine, ModelInfo, Update
 from jaxserve.engine.interpreter import Interpreter
+from jaxserve.progress import Quiet
 from jaxserve.sched import Runner, SchedulerOptions, create_scheduler
 
 STREAMS = 16
@@ -60,7 +61,7 @@ def make_runner() -> Runner:
             "model.dtype": "float32",
             "cache.num_pages": 2560,
         }
-        return build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner
+        return build_devices(load_config(None, overrides).config, Quiet())[0].runner
 
 
 def make_engine(runner: Runner, *, prefix_caching: bool = True) -> Engine:

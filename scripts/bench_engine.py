@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import SamplingParams
-from jaxserve.assemble import build_device
+from jaxserve.assemble import build_devices
 from jaxserve.config import load_config
 from jaxserve.engine import Engine, ModelInfo
+from jaxserve.progress import Quiet
 from jaxserve.sched import create_scheduler
 from jaxserve.sched.plan import StepPlan, StepResult
 
@@ -216,7 +217,7 @@ def main() -> None:
             "runtime.token_buckets": [64, 512],
             "runtime.background_buckets": False,
         }
-        timer = WaitTimer(build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner)
+        timer = WaitTimer(build_devices(load_config(None, overrides).config, Quiet())[0].runner)
     engine = Engine(
         runner=timer,
         scheduler=create_scheduler("fcfs", timer.limits),

@@ -1,8 +1,7 @@
 """How close the simulator comes to the engine: the demo model serves a trace, then the same trace is simulated.
 
-Owns the measurement only. The cost model is fitted to the step log of another run of the same engine, half of it
-served before and half after the run that is judged, so that nothing of that run is known to it and both see the
-machine as it is then.
+The cost model is fitted to the step log of another run of the same engine, half of it served before and half after the
+run that is judged, so that nothing of that run is known to it and both see the machine as it is then.
 
     python scripts/bench_fidelity.py [--rounds 5] [--json FILE]
 """
@@ -23,12 +22,12 @@ from record import write_record
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.assemble import assemble
 from jaxserve.config import load_config
 from jaxserve.engine import AnyEngine, Update
-from jaxserve.lab.fitted import Fitted
-from jaxserve.sched import SimRequest, simulate
+from jaxserve.lab import SimRequest, simulate
+from jaxserve.lab.simulation.fitted import Fitted
 from jaxserve.sched.record import StepRecord, read_header, read_records
 
 SETTINGS = {
@@ -121,7 +120,7 @@ def serve(engine: AnyEngine, name: str, count: int, rate: float) -> Run:
         prompt = [rng.randint(5, 200) for _ in range(rng.randint(10, 150))]
         sampling = SamplingParams(temperature=0.0, max_tokens=rng.randint(8, 60), ignore_eos=True, detokenize=False)
         time.sleep(max(0.0, run.begin_s + due_s - time.monotonic()))
-        request = engine.prepare(prompt, sampling, request_id=f"{name}/{i}")
+        request = engine.prepare(prompt, sampling, RequestOptions(request_id=f"{name}/{i}"))
 
         def sink(update: Update, request_id: str = request.request_id) -> None:
             run.first_s.setdefault(request_id, time.monotonic())

@@ -26,9 +26,10 @@ from record import write_record
 from rich.console import Console
 
 from jaxserve.api import SamplingParams
-from jaxserve.assemble import build_device
+from jaxserve.assemble import build_devices
 from jaxserve.config import load_config
 from jaxserve.models import resolve_model_path
+from jaxserve.progress import Quiet
 from jaxserve.sched import Runner, StepPlan
 from jaxserve.sched.plan import PageGrant, RowSetup
 from jaxserve.text import Tokenizer, load_tokenizer
@@ -82,7 +83,7 @@ def make_runner(rows: Sequence[int], num_pages: int, max_len: int) -> Runner:
             "runtime.row_buckets": list(rows),
             "runtime.token_buckets": [max(rows)],
         }
-        return build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner
+        return build_devices(load_config(None, overrides).config, Quiet())[0].runner
 
 
 class Plans:
@@ -131,7 +132,8 @@ def _setup(row: int) -> RowSetup:
         index=0,
         seed=row,
         prompt_len=1,
-        token_ids=(1,),
+        num_tokens=1,
+        token_ids=(),
         sampling=SamplingParams(temperature=0.0, max_tokens=8),
         stop_token_ids=(),
         bad_word_ids=(),

@@ -39,11 +39,12 @@ from record import write_record
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.assemble import build_device
+from jaxserve.assemble import build_devices
 from jaxserve.config import load_config
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.models import resolve_model_path
+from jaxserve.progress import Quiet
 from jaxserve.runtime import pack as packing
 from jaxserve.runtime.runner import DeviceInFlight, DeviceRunner
 from jaxserve.sched import StepPlan, StepResult, create_scheduler
@@ -143,7 +144,7 @@ def run_model(rows: int, num_tokens: int, tokenizer: Tokenizer) -> dict[str, flo
             "runtime.row_buckets": [rows],
             "runtime.token_buckets": [512],
         }
-        runner = build_device(load_config(None, overrides).config, lambda done, total, name: None, 0).runner
+        runner = build_devices(load_config(None, overrides).config, Quiet())[0].runner
     assert isinstance(runner, DeviceRunner)
     watched = WatchedRunner(runner)
     limits = runner.limits

@@ -2,8 +2,8 @@
 
     python scripts/bench_products.py [--json benchmarks/products_cpu.json] [--rounds 15]
 
-Owns the forms that lost, so that a claim in docs/performance.md can be measured again. Refuses correctness beyond
-a check of all forms against each other: tests/kernels has the exact results.
+It keeps the forms that lost, so that a claim in docs/performance.md can be measured again. The forms are checked
+against each other only: tests/kernels has the exact results.
 """
 
 import argparse

@@ -56,6 +56,7 @@ def make_rows(num_rows: int, vocab_size: int, options: dict) -> tuple[np.ndarray
             index=0,
             seed=row,
             prompt_len=PROMPT_LEN,
+            num_tokens=PROMPT_LEN + OUTPUT_LEN,
             token_ids=tuple(rng.integers(0, vocab_size, PROMPT_LEN + OUTPUT_LEN).tolist()),
             sampling=SamplingParams(max_tokens=None, **options),
             stop_token_ids=(2,),

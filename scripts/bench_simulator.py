@@ -1,9 +1,9 @@
 """How many requests a second one core simulates, alone and as a cluster, and how that grows with replicas.
 
-Owns the measurement only. The trace is like ShareGPT's: log-normal lengths of 161 tokens in and 338 out on average.
-Alone, the engine has 256 rows that are always full. In a cluster requests arrive at random, as many for each replica as
-keep a given number of its rows busy; the cost of a run is that of its requests and grows with them, so that of a longer
-one is extrapolated from two lengths, or with --goal run to its end.
+The trace is like ShareGPT's: log-normal lengths of 161 tokens in and 338 out on average. Alone, the engine has 256 rows
+that are always full. In a cluster requests arrive at random, as many for each replica as keep a given number of its
+rows busy; the cost of a run is that of its requests and grows with them, so that of a longer one is extrapolated from
+two lengths, or with --goal run to its end.
 
     python scripts/bench_simulator.py [--requests 20000] [--clusters 10 30 100] [--per-replica 240] [--goal]
         [--json FILE]
@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.lab.cluster import simulate_cluster
-from jaxserve.lab.roofline import LLAMA_3_8B, Roofline
-from jaxserve.sched import Bucket, Limits, SimRequest, simulate
-from jaxserve.sched.simulate_values import SimulationResult
+from jaxserve.lab import SimRequest, simulate
+from jaxserve.lab.simulation.cluster import simulate_cluster
+from jaxserve.lab.simulation.roofline import LLAMA_3_8B, Roofline
+from jaxserve.lab.simulation.values import SimulationResult
+from jaxserve.sched import Bucket, Limits
 
 MEAN_INPUT, MEAN_OUTPUT = 161, 338
 MAX_TOKENS = 2048

@@ -1,6 +1,6 @@
-"""What the statistics cost the loop: python scripts/bench_stats.py [--rows 256]
+"""The cost of the statistics to the loop: python scripts/bench_stats.py [--rows 256]
 
-Owns one figure: microseconds a step. Two loops run the same steady decode on a runner that does nothing; one keeps
+The figure is microseconds a step. Two loops run the same steady decode on a runner that does nothing; one keeps
 statistics, in the other every hook is empty. The cost is the difference, and what each token costs. Needs no device.
 """
 
@@ -13,7 +13,7 @@ from typing import cast
 
 from jaxserve.api import PromptInfo, SamplingParams
 from jaxserve.engine import Engine, EngineStats, ModelInfo, Update
-from jaxserve.engine.stats_values import RequestTimes, SequenceTimes
+from jaxserve.engine.stats import RequestTimes, SequenceTimes
 from jaxserve.sched import Bucket, ContinuousScheduler, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.testing import make_request
 

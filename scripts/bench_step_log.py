@@ -1,9 +1,9 @@
-"""What a step log costs the loop: python scripts/bench_step_log.py [--rows 256] [--device-ms 5]
+"""The cost of a step log to the loop: python scripts/bench_step_log.py [--rows 256] [--device-ms 5]
 
-Owns one comparison. Two engines decode the same steady batch on a runner that only waits; one of them writes a log.
-They take turns in blocks, so that whatever else the machine does meets both. Waiting gives the interpreter away, as
-waiting for a device does, and that is when the lines are made. With --device-ms 0 nothing waits, and the whole work of
-a line is in the way. Needs no device.
+Two engines decode the same steady batch on a runner that only waits; one of them writes a log. They take turns in
+blocks, so that other work of the machine disturbs both. Waiting gives the interpreter away, as waiting for a device
+does, and that is when the lines are made. With --device-ms 0 nothing waits, and the whole work of a line is in the way.
+Needs no device.
 """
 
 import argparse

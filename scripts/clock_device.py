@@ -1,6 +1,6 @@
 """A device that is a clock, and the engine and the clients around it: what `bench_host.py` and `bench_growth.py` run.
 
-Owns the device, whose time line is known exactly, the loads and who reads them. Refuses to measure.
+The device's time line is known exactly. Loads and their clients are here; the two scripts measure.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.runtime import pack as packing
@@ -150,7 +150,7 @@ class Clients:
         tokens = 32 + int(self._rng.integers(480)) if self._case.churn else self._max_tokens
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         prompt = self._rng.integers(3, self._vocab_size, PROMPT_LEN).tolist()
-        return self.engine.prepare(prompt, sampling, request_id=f"r{number}")
+        return self.engine.prepare(prompt, sampling, RequestOptions(request_id=f"r{number}"))
 
     def _send(self) -> None:
         self.engine.submit(self._request(), self._take)

@@ -30,7 +30,7 @@ from peers.values import Settings
 from peers.workloads import TINY, WORKLOADS, Sizes, describe
 from record import write_record
 
-from jaxserve.workloads.tables import make_console, make_title
+from jaxserve.lab.workloads.tables import make_console, make_title
 
 _MIN_AGREEMENT = (
     0.98  # of choices in float32; llama.cpp's flash attention rounds, and random weights leave logits close

@@ -1,6 +1,6 @@
 """Writes the Python code of the gRPC protocol: `python scripts/gen_proto.py`.
 
-Owns how jaxserve/serve/proto/*.proto becomes jaxserve/serve/gen/. The result is committed, so that installing the
+It makes jaxserve/serve/gen/ from jaxserve/serve/proto/*.proto. The result is committed, so that installing the
 package needs no compiler; a test compiles again and compares. Written code demands a grpcio at least as new as its
 compiler, so this refuses a compiler newer than the oldest grpcio that pyproject.toml allows.
 """

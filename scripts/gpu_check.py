@@ -1,12 +1,11 @@
-"""Checks every kernel body on the accelerator at hand, then times it against the card and against other kernels.
+"""Checks every kernel on the accelerator at hand, then times it against the card and against other kernels.
 
     PYTHONPATH=. python scripts/gpu_check.py --json benchmarks/gpu_check_h200.json [--budget-s 450] [--only llama3]
 
-Owns the order of the checks, what a worker does, and the ceilings of the card (copy bandwidth, bf16 matrix rate).
-Refuses to stop: a case that fails, crashes or hangs is a line of the result, and the next one runs. What the budget
-did not reach is listed.
+It also measures the ceilings of the card (copy bandwidth, bf16 matrix rate). A case that fails, crashes or hangs is a
+line of the result, and the next one runs. Cases that the budget did not reach are listed.
 
-Why check and time in one task: the inputs and the compiled program cost far more than either.
+Checks and times are one task: the inputs and the compiled program cost far more than either.
 """
 
 import argparse
@@ -32,8 +31,8 @@ from kernel_runs import (
     Write,
     commit,
     device_at_hand,
-    find_body,
     find_case,
+    find_implementation,
     layers_of,
     mix_of,
     on_host,
@@ -49,14 +48,14 @@ from jaxserve.kernels.cases import CASES, REAL, Case, Inputs
 from jaxserve.kernels.oracle import relative_error
 from jaxserve.kernels.paged_attention import PagedAttention, stored
 
-BODIES = {"gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla"), "cpu": ("xla",)}
+IMPLEMENTATIONS = {"gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla"), "cpu": ("xla",)}
 # Mixes that are timed: of the main model, and of the others.
 TIMED = {MAIN: ("decode64", "prefill8k", "row128k", "busy")}
 TIMED_ELSE = ("decode64", "prefill8k")
 # How long a worker may stay in a stage. A kernel that hangs is in 'run'; in 'wait' others have the device.
 LIMITS_S = {"start": 120, "task": 30, "inputs": 90, "compile": 120, "wait": 400, "run": 25, "host": 120}
 MAX_QUERIES = 12  # of a row, that are held against float64
-# Short cases that tell at once where a body goes wrong.
+# Short cases that tell at once where an implementation goes wrong.
 SMOKE = (
     *(f"{MAIN}/{mix}/64/bfloat16" for mix in ("decode64", "prefill8k", "busy", "ragged", "row128k")),
     *("gemma2-9b/busy/64/bfloat16", "mpt-7b-alibi/busy/64/bfloat16", "phi3-mini/busy/64/bfloat16"),
@@ -67,9 +66,9 @@ SMOKE = (
 # --- which tasks, in which order -------------------------------------------------------------------------------------
 
 
-def plan(backend: str, bodies: Sequence[str], only: str) -> list[Task]:
+def plan(backend: str, implementations: Sequence[str], only: str) -> list[Task]:
     """The most telling first: the card, short cases, the cases of the targets with their peers, then everything."""
-    best, *others = bodies
+    best, *others = implementations
     shorten = (lambda name: f"{name}/small") if backend == "cpu" else (lambda name: name)
     targets = [name for _, name, _ in TARGETS]
     rest = [*REAL, *(name for name in CASES if name.endswith("/bfloat16"))]
@@ -81,14 +80,18 @@ def plan(backend: str, bodies: Sequence[str], only: str) -> list[Task]:
     tasks: list[Task] = [{"kind": "rates"}, *(_check(f"{name}/small", best) | {"timed": False} for name in SMOKE)]
     for name in targets:
         tasks += [_check(shorten(name), best), *_peers(shorten(name), backend)]
-    tasks += [{"kind": "write", "case": shorten(name), "body": best} for name in written]
+    tasks += [{"kind": "write", "case": shorten(name), "implementation": best} for name in written]
     tasks += [_check(shorten(name), best) for name in rest]
-    tasks += [{"kind": "write", "case": shorten(name), "body": body} for body in others for name in written]
-    tasks += [_check(shorten(name), body) for body in others for name in targets]
+    tasks += [
+        {"kind": "write", "case": shorten(name), "implementation": implementation}
+        for implementation in others
+        for name in written
+    ]
+    tasks += [_check(shorten(name), implementation) for implementation in others for name in targets]
     tasks += [peer for name in rest for peer in _peers(shorten(name), backend)]
-    tasks += [_check(shorten(name), body) for body in others for name in rest]
+    tasks += [_check(shorten(name), implementation) for implementation in others for name in rest]
     for task in tasks:
-        task["id"] = "/".join([task["kind"], *(task[k] for k in ("case", "body", "peer") if k in task)])
+        task["id"] = "/".join([task["kind"], *(task[k] for k in ("case", "implementation", "peer") if k in task)])
     unique = {task["id"]: task for task in tasks}
     return [task for task in unique.values() if task["kind"] == "rates" or re.search(only, task["id"])]
 
@@ -101,9 +104,9 @@ def _timed_mix(case: str) -> bool:
     return mix_of(case) in TIMED.get(case.split("/")[0], TIMED_ELSE)
 
 
-def _check(case: str, body: str) -> Task:
-    timed = _timed_mix(case) and (body != "xla" or case.startswith(f"{MAIN}/"))
-    return {"kind": "check", "case": case, "body": body, "timed": timed}
+def _check(case: str, implementation: str) -> Task:
+    timed = _timed_mix(case) and (implementation != "xla" or case.startswith(f"{MAIN}/"))
+    return {"kind": "check", "case": case, "implementation": implementation, "timed": timed}
 
 
 def _peers(case: str, backend: str) -> list[Task]:
@@ -142,19 +145,19 @@ class Worker:
             return {"device": dataclasses.asdict(device)} | rates(device.backend)
 
     def _check(self, task: Task, channel: Channel) -> Result:
-        case, body, refusal = self._start(task, channel)
+        case, implementation, refusal = self._start(task, channel)
         if refusal is not None:
             return {"refused": refusal}
         channel.stage("wait")
         with self._turns.shared():
             channel.stage("inputs")
-            inputs = prepare(case, body)
-            plain = body.name == "xla"  # the reference: quick answers matter more than telling a race
+            inputs = prepare(case, implementation)
+            plain = implementation.name == "xla"  # the reference: quick answers matter more than telling a race
             caches = layers_of(inputs.cache, LAYERS if task["timed"] else 1 if plain else 2)
             if plain:  # XLA tries matrix products on the device while it compiles
-                attention = self._compiled(case, body, inputs, caches, channel)
+                attention = self._compiled(case, implementation, inputs, caches, channel)
         if not plain:
-            attention = self._compiled(case, body, inputs, caches, channel)
+            attention = self._compiled(case, implementation, inputs, caches, channel)
         channel.stage("wait")
         with self._turns.shared():
             channel.stage("run")
@@ -176,25 +179,25 @@ class Worker:
         return result | {"error": error, "tolerance": tolerance(case), "passed": passed, "repeats_alike": same}
 
     def _compiled(
-        self, case: Case, body: PagedAttention, inputs: Inputs, caches: list[Any], channel: Channel
+        self, case: Case, implementation: PagedAttention, inputs: Inputs, caches: list[Any], channel: Channel
     ) -> Attention:
         channel.stage("compile")
         start = time.monotonic()
-        attention = Attention(case, body, inputs, caches)
+        attention = Attention(case, implementation, inputs, caches)
         channel.part({"compile_s": round(time.monotonic() - start, 2)})
         return attention
 
     def _write(self, task: Task, channel: Channel) -> Result:
-        case, body, refusal = self._start(task, channel)
+        case, implementation, refusal = self._start(task, channel)
         if refusal is not None:
             return {"refused": refusal}
         channel.stage("wait")
         with self._turns.shared():
             channel.stage("inputs")
-            inputs = prepare(case, body)
+            inputs = prepare(case, implementation)
             empty = dataclasses.replace(inputs, cache=jax.tree.map(jnp.zeros_like, inputs.cache))
         channel.stage("compile")
-        write = Write(body, empty)
+        write = Write(implementation, empty)
         channel.stage("wait")
         with self._turns.alone():
             channel.stage("run")
@@ -214,8 +217,8 @@ class Worker:
     def _start(self, task: Task, channel: Channel) -> tuple[Case, PagedAttention, str | None]:
         channel.stage("start")
         case = find_case(task["case"])
-        body = find_body(task["body"], device_at_hand())
-        return case, body, body.refuses(case.use)
+        implementation = find_implementation(task["implementation"], device_at_hand())
+        return case, implementation, implementation.refuses(case.use)
 
     def _peer(self, task: Task, channel: Channel) -> Result:
         case = find_case(task["case"])
@@ -287,7 +290,7 @@ def written_right(case: Case, inputs: Inputs, cache: Sequence[np.ndarray]) -> bo
 def run(args: argparse.Namespace) -> int:
     """All tasks within the budget; the exit status is 1 if a check failed."""
     deadline = time.monotonic() + args.budget_s
-    tasks = plan(args.backend, args.bodies or BODIES[args.backend], args.only)
+    tasks = plan(args.backend, args.implementations or IMPLEMENTATIONS[args.backend], args.only)
     results = Results(args.json.with_suffix(".jsonl"), args.resume)
     tasks = [task for task in tasks if task["id"] not in results.found]
     environment = worker_environment(args.backend, args.workers)
@@ -318,9 +321,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="results; .jsonl beside it grows")
     parser.add_argument("--budget-s", type=float, default=450, help="seconds after which nothing more is waited for")
-    parser.add_argument("--only", default="", help="regular expression; tasks are named kind/case/body")
-    parser.add_argument("--bodies", nargs="+", help="names of the registry; the first is checked first")
-    parser.add_argument("--backend", choices=tuple(BODIES), default="gpu", help="cpu: short cases, to try the script")
+    parser.add_argument("--only", default="", help="regular expression; tasks are named kind/case/implementation")
+    parser.add_argument("--implementations", nargs="+", help="names of the registry; the first is checked first")
+    parser.add_argument(
+        "--backend", choices=tuple(IMPLEMENTATIONS), default="gpu", help="cpu: short cases, to try the script"
+    )
     parser.add_argument("--workers", type=int, default=8, help="processes that compile and check side by side")
     parser.add_argument("--patience-s", type=float, help="seconds a kernel may run before it counts as hung")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git's folder")

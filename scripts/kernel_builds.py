@@ -1,9 +1,9 @@
-"""What a kernel body becomes when it is compiled for a device that is not here, or interpreted on this CPU.
+"""Builds of an implementation: compiled for a device that is not here, or interpreted on this CPU.
 
-Owns abstract inputs, the capture of what compilers and interpreters print, and the reading of ptxas' report. Refuses
-to run on an accelerator (`gpu_check`).
+The output of compilers and interpreters is captured, and ptxas' report read. `gpu_check` runs kernels on an
+accelerator.
 
-Why the compiler's own report and not the machine code: XLA packs the code into a compressed container, while Mosaic
+The compiler's own report is read and not the machine code: XLA packs the code into a compressed container, while Mosaic
 GPU prints, when asked through its environment variables, exactly what ptxas said of each kernel.
 """
 
@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from kernel_runs import attend_layers, find_body, on_host, prepare
+from kernel_runs import attend_layers, find_implementation, on_host, prepare
 
 from jaxserve.kernels.cases import Case, make_batch
+from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import relative_error
-from jaxserve.kernels.paged_attention import Device, KVScales, PagedAttention
+from jaxserve.kernels.paged_attention import KVScales, PagedAttention
+from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 from jaxserve.models.loading import one_device_mesh
-from jaxserve.runtime.topology import absent_devices, device_of_topology
 
 # What makes Mosaic GPU print ptxas' report, and the launch with its shared memory.
 ENVIRONMENT = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
@@ -41,41 +42,41 @@ _SHARED = re.compile(r"@mosaic_gpu_get_function\(ptr [^,]+, ptr @(\w+?)_name, i3
 _LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [^,]+, ){10})")
 
 
-def compile_for(case: Case, body_name: str, topology: str) -> dict[str, Any]:
+def compile_for(case: Case, implementation_name: str, topology: str) -> dict[str, Any]:
     """Compiles `attend` of a whole case for one device of `topology`: seconds, memory, and of GPUs each kernel's use.
 
-    {"refused": why} if the body does not run the case there.
+    {"refused": why} if the implementation does not run the case there.
     """
-    body = find_body(body_name, device_of_topology(topology))
-    refusal = body.refuses(case.use)
+    implementation = find_implementation(implementation_name, device_of_topology(topology))
+    refusal = implementation.refuses(case.use)
     if refusal is not None:
         return {"refused": refusal}
     with capture() as printed:
-        compiled, seconds = compile_attend(case, body, topology)
+        compiled, seconds = compile_attend(case, implementation, topology)
     memory = compiled.memory_analysis()
     found = {"seconds": round(seconds, 1), "temporary_bytes": memory.temp_size_in_bytes}
     return found | ({"kernels": kernels_of(printed[0])} if topology.startswith("h") else {})
 
 
-def compile_attend(case: Case, body: PagedAttention, topology: str, layers: int = 1) -> tuple[Any, float]:
+def compile_attend(case: Case, implementation: PagedAttention, topology: str, layers: int = 1) -> tuple[Any, float]:
     """The executable of `attend_layers`, its caches donated, and the seconds that lowering and compiling took."""
     device = absent_devices(topology)[0]
     sharding = NamedSharding(one_device_mesh(device), PartitionSpec())
     cache, args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_inputs(case, body)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_inputs(case, implementation)
     )
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     start = time.monotonic()
-    traced = jax.jit(attend_layers(case, body), donate_argnums=0).trace([cache] * layers, *args)
+    traced = jax.jit(attend_layers(case, implementation), donate_argnums=0).trace([cache] * layers, *args)
     return traced.lower(lowering_platforms=(platform,)).compile(), time.monotonic() - start
 
 
-def abstract_inputs(case: Case, body: PagedAttention) -> tuple[Any, tuple[Any, ...]]:
+def abstract_inputs(case: Case, implementation: PagedAttention) -> tuple[Any, tuple[Any, ...]]:
     """Shapes of the cache, and of (q, k, v, batch, (sinks, slopes, scales))."""
     batch, num_pages = make_batch(case, np.random.default_rng(0))
     spec, num_tokens = case.spec, batch.positions.shape[0]
     cache = jax.eval_shape(
-        lambda: body.init_cache(
+        lambda: implementation.init_cache(
             num_pages, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.dtype(case.cache_dtype)
         )
     )
@@ -87,19 +88,19 @@ def abstract_inputs(case: Case, body: PagedAttention) -> tuple[Any, tuple[Any, .
     return cache, (q, kv, kv, batch, (by_head if case.sinks else None, by_head if case.alibi else None, scales))
 
 
-def interpret(case: Case, body_name: str) -> dict[str, Any]:
-    """Error of a case in the body's interpreter, unused memory poisoned, and whether it saw a race. Short cases only.
+def interpret(case: Case, implementation_name: str) -> dict[str, Any]:
+    """Error of a case in an interpreter, unused memory poisoned, and whether it saw a race. Short cases only.
 
-    The `xla` body needs no interpreter: it runs on this CPU.
+    The `xla` implementation needs no interpreter: it runs on this CPU.
     """
-    refusal = find_body(body_name, _SIMULATED.get(body_name, _CPU)).refuses(case.use)
+    refusal = find_implementation(implementation_name, _SIMULATED.get(implementation_name, _CPU)).refuses(case.use)
     if refusal is not None:
         return {"refused": refusal}
     start = time.monotonic()
-    with capture() as printed, _interpreted(body_name) as body:
-        inputs = prepare(case, body)
+    with capture() as printed, _interpreted(implementation_name) as implementation:
+        inputs = prepare(case, implementation)
         options = (inputs.sinks, inputs.alibi_slopes, inputs.scales)
-        attend = jax.jit(body.attend, static_argnums=5)
+        attend = jax.jit(implementation.attend, static_argnums=5)
         out, _ = attend(inputs.q, inputs.k, inputs.v, inputs.cache, inputs.batch, case.spec, *options)
         error = relative_error(case, on_host(inputs), np.asarray(out))
     return {"error": error, "races": _RACE in printed[0], "seconds": round(time.monotonic() - start, 1)}
@@ -107,18 +108,18 @@ def interpret(case: Case, body_name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _interpreted(name: str) -> Iterator[PagedAttention]:
-    """The body as the tests interpret it. Imported late, since it needs private modules of JAX, and pytest."""
+    """As the tests interpret it. Imported late, since it needs private modules of JAX, and pytest."""
     if name == "mosaic_tpu":
-        from tests.kernels.tpu_interpreter import BODY
+        from tests.kernels.tpu_interpreter import IMPLEMENTATION
 
-        yield BODY
+        yield IMPLEMENTATION
     elif name == "mosaic_gpu":
-        from tests.kernels.gpu_interpreter import BODY, watched
+        from tests.kernels.gpu_interpreter import IMPLEMENTATION, watched
 
         with watched():
-            yield BODY
+            yield IMPLEMENTATION
     else:
-        yield find_body(name, _CPU)
+        yield find_implementation(name, _CPU)
 
 
 def kernels_of(printed: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Attention kernels of others on the same shapes and bytes: JAX's stock ones, cuDNN through JAX, PyTorch's SDPA.
 
-Owns how each is called and what it cannot do. Refuses to compare: `gpu_check` puts times side by side.
+Each peer is called here, or refuses a case; `gpu_check` compares times.
 
-Why dense keys and values: only one of them reads pages. All get the same number of tokens; under a window a decode
-row gets the window's tokens alone. None of them writes a cache, so they do a little less than a body does.
+Keys and values are dense: only one of them reads pages. All get the same number of tokens; under a window a decode
+row gets the window's tokens alone. None of them writes a cache, so they do a little less than an implementation does.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from kernel_runs import LAYERS, ROUNDS, seconds_per_call
 from jaxserve.kernels.cases import Case
 from jaxserve.kernels.oracle import attend_row
 
-# Peers of one case: they are not told to be as exact as a body, only to compute the same thing.
+# Peers of one case: they are not told to be as exact as an implementation, only to compute the same thing.
 PEER_TOLERANCE = 3e-2
 
 

@@ -1,10 +1,10 @@
 """Worker processes for work that may crash, hang or poison its process: one task at a time, results as JSON lines.
 
-Owns both ends of the pipe: `Pool` hands out tasks and kills what takes too long; `serve` is the loop of a worker.
-Refuses to know what a task is: a dict with an `id`, of which the worker makes a dict.
+Both ends of the pipe are here: `Pool` hands out tasks and kills workers that take too long; `serve` is the loop of a
+worker. A task is a dict with an `id`, of which the worker makes a dict.
 
-Why processes: a CUDA error poisons every later call of its process, and a kernel that waits for ever cannot be stopped
-from within.
+They are processes since a CUDA error poisons every later call of its process, and a kernel that waits for ever cannot
+be stopped from within.
 """
 
 import json

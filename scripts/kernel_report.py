@@ -1,15 +1,17 @@
-"""What is known of each case and kernel body: compiled for which device, interpreted with which error, measured where.
+"""How far each implementation of paged attention is proven: compiled for a device, interpreted, measured on it.
 
-    python scripts/kernel_report.py --compile --interpret [--only llama3]     asks again, and writes both files
-    python scripts/kernel_report.py                                           writes the table from what is known
+    python scripts/kernel_report.py --compile --interpret [--only llama3]     finds out, writes record and summary
+    python scripts/kernel_report.py                                           writes the summary of the record
+    python scripts/kernel_report.py --cases                                   and prints a line for each case
 
-Owns benchmarks/kernels.json (facts) and the table in docs/kernels.md between its two markers. Takes measurements from
-benchmarks/gpu_check_*.json. Refuses to claim: what has no record is 'unproven'.
+The record is benchmarks/kernels.json; measurements are read from benchmarks/gpu_check_*.json. The summary stands in
+docs/kernels.md between two markers. A case without a record is 'unproven'.
 
-Why facts are kept one by one, with the commit: asking for all of them takes hours on two cores.
+Facts are kept one by one, with the commit: asking for all of them takes hours on two cores.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import re
@@ -26,31 +28,42 @@ from kernel_runs import commit, find_case, tolerance, worker_environment, write_
 from jaxserve.kernels.cases import REAL
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- kernel table: made by scripts/kernel_report.py -->", "<!-- end of kernel table -->"
+BEGIN, END = "<!-- summary: written by scripts/kernel_report.py -->", "<!-- end of summary -->"
 TOPOLOGIES = {"mosaic_tpu": ("v5e:2x2", "v6e:2x2"), "mosaic_gpu": ("h200:1",), "xla": ()}
 LIMITS_S = {"start": 120, "task": 30, "compile": 400, "host": 900}
 # JAX's CPU client has a thread a device, and the GPU interpreter waits for ever with fewer than its kernels have.
 _HOST_DEVICES = "--xla_force_host_platform_device_count=8"
 
-Facts = dict[str, dict[str, dict[str, Any]]]  # case, body, 'compiled v5e' or 'interpreted' -> what was found
+Facts = dict[str, dict[str, dict[str, Any]]]  # case, implementation, 'compiled v5e' or 'interpreted' -> what was found
 
 
 def plan(args: argparse.Namespace, facts: Facts) -> list[Task]:
     """One task for each program: cases that differ only in name share it. With `args.missing`, what is not known."""
     tasks: dict[str, Task] = {}
     for name, case in REAL.items():
-        for body in args.bodies:
-            if not re.search(args.only, f"{name} {body}"):
+        for implementation in args.implementations:
+            if not re.search(args.only, f"{name} {implementation}"):
                 continue
             short = find_case(f"{name}/small")
             wanted = [("interpreted", short, "")] if args.interpret else []
-            wanted += [(f"compiled {t.partition(':')[0]}", case, t) for t in TOPOLOGIES[body]] if args.compile else []
-            known = facts.get(name, {}).get(body, {})
+            wanted += (
+                [(f"compiled {t.partition(':')[0]}", case, t) for t in TOPOLOGIES[implementation]]
+                if args.compile
+                else []
+            )
+            known = facts.get(name, {}).get(implementation, {})
             for fact, asked, topology in wanted:
                 if args.missing and "failure" not in known.get(fact, {"failure": "not tried"}):
                     continue
-                key = f"{fact} {body} {dataclasses.replace(asked, name='')}"
-                task = {"id": key, "fact": fact, "case": asked.name, "body": body, "topology": topology, "of": []}
+                key = f"{fact} {implementation} {dataclasses.replace(asked, name='')}"
+                task = {
+                    "id": key,
+                    "fact": fact,
+                    "case": asked.name,
+                    "implementation": implementation,
+                    "topology": topology,
+                    "of": [],
+                }
                 tasks.setdefault(key, task)["of"].append(name)
     return list(tasks.values())
 
@@ -59,9 +72,9 @@ def handle(task: Task, channel: Channel) -> Result:
     case = find_case(task["case"])
     if task["topology"]:
         channel.stage("compile")
-        return compile_for(case, task["body"], task["topology"])
+        return compile_for(case, task["implementation"], task["topology"])
     channel.stage("host")
-    return interpret(case, task["body"])
+    return interpret(case, task["implementation"])
 
 
 def ask(tasks: Sequence[Task], facts: Facts, path: Path, args: argparse.Namespace) -> None:
@@ -73,11 +86,14 @@ def ask(tasks: Sequence[Task], facts: Facts, path: Path, args: argparse.Namespac
         done += 1
         result = {k: v for k, v in result.items() if k not in ("parts", "crashed", "stage")} | {"commit": at}
         for name in task["of"]:
-            facts.setdefault(name, {}).setdefault(task["body"], {})[task["fact"]] = result
+            facts.setdefault(name, {}).setdefault(task["implementation"], {})[task["fact"]] = result
         write_results(path, facts)
         said = {k: v for k, v in result.items() if k not in ("commit", "kernels")}
         waited = time.monotonic() - start
-        print(f"[{waited:5.0f} s] {done}/{len(tasks)} {task['case']} {task['body']} {task['fact']}: {said}", flush=True)
+        print(
+            f"[{waited:5.0f} s] {done}/{len(tasks)} {task['case']} {task['implementation']} {task['fact']}: {said}",
+            flush=True,
+        )
         return []
 
     environment = worker_environment("cpu", args.processes) | ENVIRONMENT | {"XLA_FLAGS": _HOST_DEVICES}
@@ -92,19 +108,63 @@ def ask(tasks: Sequence[Task], facts: Facts, path: Path, args: argparse.Namespac
         print(f"the budget did not reach {len(left)} of {len(tasks)} programs")
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the summary, and the table of all cases -------------------------------------------------------------------------
+
+Measured = dict[
+    tuple[str, str], dict[str, dict[str, Any]]
+]  # (case, implementation), device -> a check of scripts/gpu_check.py
 
 
-def measurements(folder: Path) -> dict[tuple[str, str], str]:
-    """(case, body) to a cell: what the newest record of each device says."""
-    found: dict[tuple[str, str], list[str]] = {}
+def measurements(folder: Path) -> Measured:
+    """What the records of scripts/gpu_check.py say of the cases at full length."""
+    found: Measured = {}
     for path in sorted(folder.glob("gpu_check_*.json")):
         record = json.loads(path.read_text())
         device = (record["about"].get("device") or {}).get("kind", "unknown device")
         for check in record["results"]["checks"]:
             if not check["case"].endswith("/small"):
-                found.setdefault((check["case"], check["body"]), []).append(f"{device}: {_measured(check)}")
-    return {key: "<br>".join(cells) for key, cells in found.items()}
+                found.setdefault((check["case"], check["implementation"]), {})[device] = check
+    return found
+
+
+def summary(facts: Facts, measured: Measured) -> Iterator[str]:
+    """Markdown lines: for each implementation and kind of proof, the number of cases with each verdict."""
+    yield "| implementation | proof | right | refused | wrong | unproven | largest error |"
+    yield "|---" * 7 + "|"
+    for implementation, topologies in TOPOLOGIES.items():
+        for chip in (topology.partition(":")[0] for topology in topologies):
+            found = {name: facts.get(name, {}).get(implementation, {}).get(f"compiled {chip}") for name in REAL}
+            yield _summary_line(implementation, f"compiled for {chip}", found)
+        found = {name: facts.get(name, {}).get(implementation, {}).get("interpreted") for name in REAL}
+        yield _summary_line(implementation, "interpreted on a CPU" if topologies else "run on a CPU", found)
+        devices = sorted({d for (_, of), checks in measured.items() if of == implementation for d in checks})
+        for device in devices:
+            found = {name: measured.get((name, implementation), {}).get(device) for name in REAL}
+            yield _summary_line(implementation, f"measured on {device}", found)
+        if not devices:
+            yield _summary_line(implementation, "measured on a GPU or TPU", dict.fromkeys(REAL))
+
+
+def _summary_line(implementation: str, proof: str, found: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """One line of the summary. `found`: for each case its fact or check, None where there is none."""
+    counts = collections.Counter(_verdict(name, fact) for name, fact in found.items())
+    errors = [fact["error"] for fact in found.values() if fact is not None and "error" in fact]
+    cells = [str(counts[verdict]) for verdict in ("right", "refused", "wrong", "unproven")]
+    wrong = f"**{cells[2]}**" if counts["wrong"] else cells[2]
+    largest = f"{max(errors):.1e}" if errors else "-"
+    return f"| `{implementation}` | {proof} | {cells[0]} | {cells[1]} | {wrong} | {cells[3]} | {largest} |"
+
+
+def _verdict(name: str, fact: Mapping[str, Any] | None) -> str:
+    if fact is None or "skipped" in fact:
+        return "unproven"
+    if "refused" in fact:
+        return "refused"
+    if "failure" in fact or not fact.get("passed", True) or fact.get("races"):
+        return "wrong"
+    if any(kernel.get("spill_bytes", 0) for kernel in fact.get("kernels", ())):
+        return "wrong"
+    return "wrong" if "passed" not in fact and fact.get("error", 0.0) > tolerance(REAL[name]) else "right"
 
 
 def _measured(check: Mapping[str, Any]) -> str:
@@ -120,24 +180,27 @@ def _measured(check: Mapping[str, Any]) -> str:
 _SHARES = {"share_of_copy": "copy bandwidth", "share_of_matmul": "matrix rate"}
 
 
-def table(facts: Facts, measured: Mapping[tuple[str, str], str]) -> Iterator[str]:
-    """Markdown lines: a row for each case, for each body what was compiled, interpreted and measured."""
-    bodies = ("mosaic_tpu", "mosaic_gpu", "xla")
-    heads = [f"`{b}` {what}" for b in bodies[:2] for what in ("compiled", "interpreted", "measured")]
+def table(facts: Facts, measured: Measured) -> Iterator[str]:
+    """Markdown lines: a row for each case with the proofs of each implementation. Bold is wrong."""
+    implementations = ("mosaic_tpu", "mosaic_gpu", "xla")
+    heads = [f"`{b}` {what}" for b in implementations[:2] for what in ("compiled", "interpreted", "measured")]
     heads += ["`xla` run on a CPU", "`xla` measured"]
     yield f"| case | {' | '.join(heads)} |"
     yield "|---" * (len(heads) + 1) + "|"
     reasons: list[str] = []
     for name in REAL:
         cells = []
-        for body in bodies:
-            own = facts.get(name, {}).get(body, {})
+        for implementation in implementations:
+            own = facts.get(name, {}).get(implementation, {})
             compiled = [f for f in own if f.startswith("compiled")]
-            if body != "xla":
+            if implementation != "xla":
                 cells.append("<br>".join(_compiled(f, own[f], reasons) for f in sorted(compiled)) or "unproven")
             cells.append(_interpreted(name, own.get("interpreted"), reasons))
             refused = any("refused" in own[f] for f in own)
-            cells.append(measured.get((name, body), "-" if refused else "unproven"))
+            on_devices = [
+                f"{device}: {_measured(check)}" for device, check in measured.get((name, implementation), {}).items()
+            ]
+            cells.append("<br>".join(on_devices) or ("-" if refused else "unproven"))
         yield f"| {name} | {' | '.join(cells)} |"
     if reasons:
         yield ""
@@ -176,11 +239,11 @@ def _not_run(found: Mapping[str, Any], reasons: list[str]) -> str:
     return f"refused ({reasons.index(found['refused']) + 1})"
 
 
-def write_table(page: Path, lines: Sequence[str]) -> None:
+def write_summary(page: Path, lines: Sequence[str]) -> None:
     """Replaces what lies between the markers."""
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"{page} lacks a marker of the kernel table"
+    assert begin and end, f"{page} lacks a marker of the summary"
     page.write_text("\n".join([before + BEGIN, *lines, END + after]))
 
 
@@ -188,8 +251,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="ahead of time, for devices that are not here")
     parser.add_argument("--interpret", action="store_true", help="short forms, with race detection, on this CPU")
-    parser.add_argument("--only", default="", help="regular expression on 'case body'")
-    parser.add_argument("--bodies", nargs="+", choices=tuple(TOPOLOGIES), default=tuple(TOPOLOGIES))
+    parser.add_argument("--only", default="", help="regular expression on 'case implementation'")
+    parser.add_argument("--implementations", nargs="+", choices=tuple(TOPOLOGIES), default=tuple(TOPOLOGIES))
+    parser.add_argument("--cases", action="store_true", help="print what is known of each case")
     parser.add_argument("--missing", action="store_true", help="ask only for what failed or was not tried yet")
     parser.add_argument("--processes", type=int, default=2, help="each takes up to 2 GB")
     parser.add_argument("--budget-s", type=float, default=3600)
@@ -205,7 +269,10 @@ def main() -> None:
     heed_termination()
     if tasks := plan(args, facts):
         ask(tasks, facts, args.facts, args)
-    write_table(args.page, list(table(facts, measurements(args.facts.parent))))
+    measured = measurements(args.facts.parent)
+    write_summary(args.page, list(summary(facts, measured)))
+    if args.cases:
+        print("\n".join(table(facts, measured)))
 
 
 if __name__ == "__main__":

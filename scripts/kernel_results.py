@@ -1,6 +1,6 @@
-"""What gpu_check found: kept as it comes, held against the card, its targets and other kernels, and shown.
+"""The results of gpu_check: kept as they come, compared with the card, its targets and other kernels, and shown.
 
-Owns the targets and what of a result is a failure. Refuses to run anything.
+The targets are here, and the rule which results are failures.
 """
 
 import json
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 MAIN = "llama3-8b-tp1"
-GIVE_UP = 3  # crashes or hangs of one body on one mix, after which its others are skipped
+GIVE_UP = 3  # crashes or hangs of one implementation on one mix, after which its others are skipped
 TARGETS = (
     ("decode, batch 64, context 4k: share of the copy bandwidth", f"{MAIN}/decode64/64/bfloat16", 0.85),
     ("prefill of 8k: share of the bf16 matrix rate", f"{MAIN}/prefill8k/64/bfloat16", 0.65),
@@ -55,17 +55,19 @@ class Results:
         return []
 
     def skip(self, task: Task) -> str | None:
-        """Why a task is not worth its time: the body crashed or hung on others like it."""
+        """Why a task is not worth its time: the implementation crashed or hung on others like it."""
         if self._no_device is not None or self._lost[_sort(task)] < GIVE_UP:
             return self._no_device
-        return f"{task.get('body', task.get('peer'))} crashed or hung {GIVE_UP} times on {mix_of(task['case'])}"
+        return (
+            f"{task.get('implementation', task.get('peer'))} crashed or hung {GIVE_UP} times on {mix_of(task['case'])}"
+        )
 
     def of(self, kind: str) -> Iterator[Result]:
         return (r for r in self.found.values() if r["kind"] == kind)
 
 
 def _sort(task: Task) -> tuple[str, str]:
-    name = task.get("body", task.get("peer", ""))
+    name = task.get("implementation", task.get("peer", ""))
     return name, mix_of(task["case"]) + ("/small" if task["case"].endswith("/small") else "") if "case" in task else ""
 
 
@@ -109,10 +111,12 @@ def _shares(result: Result, ceilings: Result) -> Result:
 
 
 def _targets(checks: Sequence[Result]) -> Iterator[dict[str, Any]]:
-    """Each with what was reached by bodies that were right; `reached` is None where it was not measured."""
+    """Each with what was reached by implementations that were right; `reached` is None where it was not measured."""
     for what, name, wanted in TARGETS:
         key = "share_of_copy" if "decode64" in name else "share_of_matmul"
-        own = [c for c in checks if c["case"] == name and c["body"] != "xla" and "ms" in c and c.get("passed")]
+        own = [
+            c for c in checks if c["case"] == name and c["implementation"] != "xla" and "ms" in c and c.get("passed")
+        ]
         share = max((c[key] for c in own if key in c), default=None)
         yield {"target": what, "case": name, "wanted": wanted, "value": share, "reached": share and share >= wanted}
         ratios = [min(c["peers_ms"].values()) / c["ms"] for c in own if c["peers_ms"]]
@@ -134,17 +138,19 @@ def show(found: dict[str, Any], console: Console) -> None:
         if "failure" in result or not result.get("passed", True) or not result.get("repeats_alike", True):
             console.print(f"{result['id']}: {_verdict(result)}", markup=False, soft_wrap=True)
     table = Table(title="ms of one layer; share: of copy bandwidth (decode) or matrix rate", padding=(0, 0))
-    for column in ("case", "body", "error", "ms", "GB/s", "TFLOP/s", "share", "best peer", "its ms"):
-        table.add_column(column, justify="left" if column in ("case", "body", "best peer") else "right")
+    for column in ("case", "implementation", "error", "ms", "GB/s", "TFLOP/s", "share", "best peer", "its ms"):
+        table.add_column(column, justify="left" if column in ("case", "implementation", "best peer") else "right")
     for c in (c for c in ran if "ms" in c):
         peer = min(c["peers_ms"], key=c["peers_ms"].__getitem__, default=None)
         share = c.get("share_of_matmul", c.get("share_of_copy"))
         figures = (c["ms"], c["gb_per_s"], c.get("tflop_per_s"), share, peer and c["peers_ms"][peer])
         ms, gb, tflop, share_text, peer_ms = ("" if x is None else f"{x:.3g}" for x in figures)
-        table.add_row(c["case"], c["body"], f"{c['error']:.1e}", ms, gb, tflop, share_text, peer or "", peer_ms)
+        table.add_row(
+            c["case"], c["implementation"], f"{c['error']:.1e}", ms, gb, tflop, share_text, peer or "", peer_ms
+        )
     console.print(table)
     for w in found["writes"]:
-        console.print(f"write {w['case']} {w['body']}: {_verdict(w)}", markup=False)
+        console.print(f"write {w['case']} {w['implementation']}: {_verdict(w)}", markup=False)
     console.print({k: round(v, 1) for k, v in ceilings.items() if isinstance(v, float)})
     for target in found["targets"]:
         value = "not measured" if target["value"] is None else f"{target['value']:.3f}"
@@ -152,9 +158,9 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(
             f"{answer}: {target['target']} ({target['case']}): {value}, wanted {target['wanted']}", markup=False
         )
-    for body in sorted({c["body"] for c in found["checks"]}):
-        own = [c for c in found["checks"] if c["body"] == body]
+    for implementation in sorted({c["implementation"] for c in found["checks"]}):
+        own = [c for c in found["checks"] if c["implementation"] == implementation]
         right = sum(c.get("passed", False) for c in own)
         counts = Counter(next((k for k in ("refused", "skipped", "failure") if k in c), "ran") for c in own)
-        console.print(f"{body}: {right} right of {counts['ran']} that ran; {dict(counts)}", markup=False)
+        console.print(f"{implementation}: {right} right of {counts['ran']} that ran; {dict(counts)}", markup=False)
     console.print(f"not reached: {len(found['unreached'])} {' '.join(found['unreached'])[:1500]}", markup=False)

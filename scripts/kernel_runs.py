@@ -1,14 +1,16 @@
-"""What the scripts that check, time and tune kernels share: the device, a case made ready to run, timing, the record.
+"""The common part of the scripts that check, time and tune kernels: the device, a case ready to run, times, records.
 
-Owns how a body is launched when its time counts. Refuses to judge: `gpu_check` has the targets, `oracle` the error.
+An implementation is launched here when its time counts. `gpu_check` has the targets, `oracle` the error.
 
-Why several layers in one program: a launch of one attention can cost more on the host than on the device, and a cache
-that was just read may still lie in the chip's own cache. So each program attends LAYERS caches one after the other.
+There are several layers in one program: a launch of one attention can cost more on the host than on the device, and a
+cache that was just read may still lie in the chip's own cache. So each program attends LAYERS caches one after the
+other.
 """
 
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import importlib.metadata
 import json
 import os
@@ -25,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.kernels.cases import CASES, REAL, Case, Inputs, make_inputs, small
-from jaxserve.kernels.dispatch import PAGED_ATTENTION
+from jaxserve.chips import canonical_kind
+from jaxserve.kernels.cases import Case, Inputs, make_inputs, small
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.oracle import TOLERANCE
-from jaxserve.kernels.paged_attention import AttentionBatch, Device, PagedAttention
+from jaxserve.kernels.paged_attention import AttentionBatch, PagedAttention
 from jaxserve.kernels.tuning import TunedTable
 
 LAYERS = 4
@@ -38,34 +42,34 @@ _SMALL = "/small"
 
 
 def device_at_hand() -> Device:
-    """What a body may know of JAX's first device."""
+    """What an implementation may know of JAX's first device."""
     device = jax.devices()[0]
     if device.platform not in ("cuda", "gpu"):
-        return Device(backend=device.platform, kind=device.device_kind)
+        return Device(backend=device.platform, kind=canonical_kind(device.device_kind))
     major, minor = device.compute_capability.split(".")
     return Device(backend="gpu", kind=device.device_kind, compute_capability=(int(major), int(minor)))
 
 
 def find_case(name: str) -> Case:
-    """The case of that name of `REAL` or `CASES`; '.../small' is its short form."""
-    return small(find_case(name.removesuffix(_SMALL))) if name.endswith(_SMALL) else (REAL | CASES)[name]
+    """The case of that name; '.../small' is its short form."""
+    return small(find_case(name.removesuffix(_SMALL))) if name.endswith(_SMALL) else PAGED_ATTENTION.cases[name]
 
 
 def mix_of(name: str) -> str:
     return name.split("/")[1]
 
 
-def find_body(name: str, device: Device, table: TunedTable | None = None) -> PagedAttention:
-    """A body of the registry, or 'package.module:BODY'. `table` only for bodies that are made for a device."""
-    found = PAGED_ATTENTION.get(name)
-    if isinstance(found, PagedAttention):
-        return found
-    return found(device) if table is None else found(device, table=table)  # pyright: ignore[reportCallIssue]
+def find_implementation(name: str, device: Device, table: TunedTable | None = None) -> PagedAttention:
+    """One of the registry, or 'package.module:NAME'. `table` only for implementations that are made for a device."""
+    found = PAGED_ATTENTION.implementations.get(name)
+    if table is not None and not isinstance(found, PagedAttention):
+        found = functools.partial(found, table=table)  # pyright: ignore[reportCallIssue]
+    return PAGED_ATTENTION.make(found, device)
 
 
-def prepare(case: Case, body: PagedAttention, poison: bool = True) -> Inputs:
+def prepare(case: Case, implementation: PagedAttention, poison: bool = True) -> Inputs:
     """The inputs of `case`, keys and values of the step in the dtype that a model has them in."""
-    inputs = make_inputs(case, body, poison=poison)
+    inputs = make_inputs(case, implementation, poison=poison)
     dtype = jnp.dtype(case.query_dtype)
     return dataclasses.replace(inputs, k=inputs.k.astype(dtype), v=inputs.v.astype(dtype))
 
@@ -91,13 +95,13 @@ def tolerance(case: Case) -> float:
     return TOLERANCE[case.query_dtype]
 
 
-def attend_layers(case: Case, body: PagedAttention) -> Callable[..., tuple[list[Array], list[Any]]]:
+def attend_layers(case: Case, implementation: PagedAttention) -> Callable[..., tuple[list[Array], list[Any]]]:
     """A program (caches, q, k, v, batch, (sinks, slopes, scales)) -> (outputs, caches) with one attention a cache.
 
     Every layer attends with the same queries, so that of equal caches all outputs must be the same: if they are not,
     the kernel has a race.
     """
-    attend = jax.jit(body.attend, static_argnums=5)  # traced and lowered once for all layers
+    attend = jax.jit(implementation.attend, static_argnums=5)  # traced and lowered once for all layers
 
     def run(caches: list[Any], q: Array, k: Array, v: Array, batch: AttentionBatch, rest: tuple[Any, ...]):
         outs, caches = [], list(caches)
@@ -115,13 +119,13 @@ def layers_of(cache: Any, layers: int = LAYERS) -> list[Any]:
 
 
 class Attention:
-    """A body compiled for one case over `caches`, one a layer, which it owns and donates."""
+    """An implementation compiled for one case over `caches`, one a layer, which it owns and donates."""
 
-    def __init__(self, case: Case, body: PagedAttention, inputs: Inputs, caches: list[Any]) -> None:
+    def __init__(self, case: Case, implementation: PagedAttention, inputs: Inputs, caches: list[Any]) -> None:
         rest = (inputs.sinks, inputs.alibi_slopes, inputs.scales)
         self.caches = caches
         self._args = (inputs.q, inputs.k, inputs.v, inputs.batch, rest)
-        program = jax.jit(attend_layers(case, body), donate_argnums=0)
+        program = jax.jit(attend_layers(case, implementation), donate_argnums=0)
         self._program = program.lower(self.caches, *self._args).compile()
 
     @property
@@ -137,8 +141,8 @@ class Attention:
 class Write:
     """The write of a step's keys and values alone, `times` over, into one cache that it owns and donates."""
 
-    def __init__(self, body: PagedAttention, inputs: Inputs, times: int = 32) -> None:
-        write = jax.jit(body.write)
+    def __init__(self, implementation: PagedAttention, inputs: Inputs, times: int = 32) -> None:
+        write = jax.jit(implementation.write)
 
         def run(cache: Any, k: Array, v: Array, batch: AttentionBatch, scales: Any) -> Any:
             for _ in range(times):

@@ -1,7 +1,6 @@
 """Writes docs/config.md from the config schema: python scripts/make_config_docs.py
 
-Owns the layout of that page. Refuses to say anything of its own about a field: the schema's sentence is the only one.
-A test fails when the page and the schema differ.
+The page has the schema's sentence about each field and adds none. A test fails when the page and the schema differ.
 """
 
 from pathlib import Path
@@ -15,21 +14,23 @@ PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """\
 # Configuration
 
-<!-- Written by scripts/make_config_docs.py from jaxserve/config.py; change it there. -->
+<!-- Written by scripts/make_config_docs.py from jaxserve/config/__init__.py; change it there. -->
 
-One YAML file, one section for each part of the engine. Every setting has a default, so an empty file (or none) works.
+The configuration is one YAML file with a section for each part of the engine. Every setting has a default, so an empty
+file, or none, is enough. Terms such as page, row and bucket are in the [glossary](glossary.md).
 
     python -m jaxserve.run --config configs/demo.yaml --set cache.num_pages=64 --set 'model.name="7"'
     LLM.from_config("configs/demo.yaml", overrides={"cache.num_pages": 64})
-    jaxserve config --config configs/demo.yaml     # every value, and where it came from
+    jaxserve config --config configs/demo.yaml     # prints every value and its source
 
-Values are taken in this order, the later wins: default, file, environment variable, `--set` (or `overrides`). The value
-after `--set KEY=` is YAML: `null`, `true`, `[64, 256]`, and quotes for text that looks like a number.
+A value can come from four places; a later one replaces an earlier one: default, file, environment variable, `--set`
+(or `overrides`). The value after `--set KEY=` is YAML: `null`, `true`, `[64, 256]`, and quotes for text that looks like
+a number.
 
-A wrong key or value is an error before anything is loaded: it names the file and line, the key, what was given and
-what is wanted. A key given twice is an error too. Relative paths in a file are relative to that file's directory,
-elsewhere to the working directory; `~` is the home directory. The model path `demo` is the model inside the package,
-never a file; a directory of that name is `./demo`.
+A wrong key or value is an error before anything is loaded. The message has the file and line, the key, the given value
+and the values that are accepted. A key given twice is an error, too. Relative paths in a file are relative to that
+file's directory, other relative paths to the working directory; `~` is the home directory. The model path `demo` always
+means the model inside the package; a directory of that name is written as `./demo`.
 """
 
 
@@ -43,7 +44,7 @@ def render() -> str:
             parts.append(f"## {section}\n\n{sentence}\n\n{_table(fields)}")
     rows = [f"| `{variable}` | `{name}` |" for variable, name in ENVIRONMENT.items()]
     parts.append(
-        "## Environment variables\n\nNo others are read by this package. An empty one counts as absent.\n\n"
+        "## Environment variables\n\nThe package reads no other variables. An empty one counts as absent.\n\n"
         + "\n".join(["| variable | sets |", "|---|---|", *rows])
         + "\n"
     )

@@ -1,7 +1,7 @@
 """Writes deploy/grafana/jaxserve.json: python scripts/make_dashboard.py
 
-Owns the layout of the dashboard and its queries. A test fails when the file is not what this writes, and when a query
-names a metric that the server does not export.
+A test fails when the file differs from the output of this script, and when a query names a metric that the server does
+not export.
 """
 
 import dataclasses
@@ -33,6 +33,11 @@ class Panel:
 
 def _rate(name: str, by: str = "") -> str:
     return f"sum{f' by ({by})' if by else ''} (rate(jaxserve:{name}SELECT[$__rate_interval]))"
+
+
+def _door_rate(name: str, by: str) -> str:
+    """Of a counter of the doors, which all replicas share."""
+    return f'sum by ({by}) (rate(jaxserve:{name}{{model_name=~"$model"}}[$__rate_interval]))'
 
 
 def _quantiles(name: str) -> dict[str, str]:
@@ -112,6 +117,30 @@ ROWS: dict[str, list[Panel]] = {
         _latency("Decode", "request_decode_time_seconds", "From the first token to the last."),
         Panel(title="Prompt lengths", unit="short", queries=_quantiles("request_prompt_tokens")),
         Panel(title="Answer lengths", unit="short", queries=_quantiles("request_generation_tokens")),
+    ],
+    "Doors": [
+        Panel(
+            title="HTTP answers per second, by status",
+            stacked=True,
+            text="499: the client left before the answer began. Refusals are 4xx and 503.",
+            queries={"{{status}}": _door_rate("http_requests_total", "status")},
+        ),
+        Panel(
+            title="Refused per second, by reason",
+            stacked=True,
+            text="Through all doors. queue_full says that there is more load than this server takes.",
+            queries={"{{reason}}": _door_rate("refused_total", "reason")},
+        ),
+        Panel(
+            title="gRPC calls per second, by code",
+            stacked=True,
+            queries={"{{code}}": _door_rate("grpc_requests_total", "code")},
+        ),
+        Panel(
+            title="HTTP calls per second, by route",
+            stacked=True,
+            queries={"{{route}}": _door_rate("http_requests_total", "route")},
+        ),
     ],
     "Cache": [
         Panel(

@@ -3,15 +3,15 @@
     python3 -m venv oracle && oracle/bin/pip install torch transformers safetensors
     oracle/bin/python scripts/make_fixtures.py [--out tests/fixtures] [NAME ...]
 
-Owns what the fixtures hold. Needs torch and transformers, which nothing else here does: the tests read the files that
-are checked in. Each directory is a Hugging Face checkpoint plus `oracle.npz`:
+It needs torch and transformers, which nothing else here does: the tests read the files that are checked in. Each
+directory is a Hugging Face checkpoint plus `oracle.npz`:
 
     prompt_<i>  int32 [S]         token ids
     logits_<i>  float32 [S, V]    at every position, from one forward pass
     greedy_<i>  int32 [64]        what `generate` appends, the prompt left out (prompts of more than one token)
     versions    str               of torch and transformers
 
-Why the margins: a greedy token is only a fact when the runner-up is further away than float32 noise, so a seed is
+The margins: a greedy token is only a fact when the runner-up is further away than float32 noise, so a seed is
 taken that keeps every choice at least MIN_MARGIN ahead.
 """
 

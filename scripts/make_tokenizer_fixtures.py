@@ -23,6 +23,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
+DEMO = Path(__file__).resolve().parent.parent / "jaxserve" / "demo_model"
 ROOT = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "tokenizers"
 
 CORPUS = """The quick brown fox jumps over the lazy dog. A small model answers a question about the weather.
@@ -297,6 +298,29 @@ def chat_answers() -> list[dict[str, Any]]:
     return cases
 
 
+def demo_answers() -> dict[str, Any]:
+    """What `AutoTokenizer` makes of the demo model's own files: ids, and chats with and without tools."""
+    oracle = transformers.AutoTokenizer.from_pretrained(DEMO)
+    names = {"BOS": "<s>", "EOS": "<|end|>", "TAG": "<|user|>", "PLAIN": "<spare1>"}
+    cases = []
+    for text in (*TEXTS, "What is 1+2?", '{"name": "Ada", "age": 36}', "Here is a list: flag:93, doll:95."):
+        for role, token in names.items():
+            text = text.replace("{" + role + "}", token)
+        ids = oracle.encode(text)
+        decoded = oracle.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        cases.append({"text": text, "ids": ids, "decoded": decoded})
+    chats = []
+    developer = {"role": "developer", "content": " Be brief. "}
+    for messages in (TURNS, [developer, *CALL[:2], CALL[3], *CALL[3:]], [developer, TURNS[0]]):
+        for tools in (None, TOOLS):
+            options: dict[str, Any] = {"tools": tools, "add_generation_prompt": tools is None}
+            text = oracle.apply_chat_template(messages, tokenize=False, **options)
+            ids = oracle.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+            chats.append({"messages": messages, **options, "text": text, "ids": ids})
+    made_with = {m.__name__: m.__version__ for m in (transformers, tokenizers)}
+    return {"made_with": made_with, "cases": cases, "chats": chats}
+
+
 def main() -> None:
     makers = {
         "spm_bpe": lambda d: make_spm_bpe(d, legacy=False), "spm_bpe_legacy": lambda d: make_spm_bpe(d, legacy=True),
@@ -309,6 +333,7 @@ def main() -> None:
         names = make(directory)
         write(directory, "expected.json", answers(name, directory, names))
         print(name, sum(f.stat().st_size for f in directory.iterdir()), "bytes")
+    write(ROOT, "demo.json", demo_answers())
     write(ROOT, "chat.json", {"templates": CHAT_TEMPLATES, "cases": chat_answers()})
 
 

@@ -1,6 +1,6 @@
-"""What admission that looks ahead is worth: preemptions and throughput of one trace under several settings.
+"""The gain from admission that looks ahead: preemptions and throughput of one trace under several settings.
 
-Owns the measurement behind the defaults of `sched.watermark`, `sched.growth` and `sched.lengths`. No device takes part:
+The defaults of `sched.watermark`, `sched.growth` and `sched.lengths` come from this measurement. No device takes part:
 results are made up here, and a step takes `--base-ms` plus `--token-us` for each of its tokens on a virtual clock, so
 that the run is the same on every machine.
 

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
-from jaxserve.bench.about import about_machine
+from jaxserve.lab.bench.about import about_machine
+from jaxserve.lab.bench.rates import machine_rates
 
 
 def write_record(path: Path, results: object, **about: object) -> None:
-    """Writes {"about": command, machine, versions, commit and what the caller adds, "results": results} as JSON."""
+    """Writes {"about", "results"}: command, machine with its rates, versions, commit, what the caller adds; results."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": about_machine() | about, "results": results}, indent=1) + "\n")
+    about = about_machine() | {"rates": machine_rates()} | about
+    path.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")

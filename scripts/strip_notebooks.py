@@ -2,8 +2,8 @@
 
     python scripts/strip_notebooks.py            strips notebooks/*.ipynb in place, and names those that it changed
 
-Owns what a stored notebook may hold: its cells, their tags, the name of the language. Refuses to run any. The tests
-call `strip`: whoever forgot it is told.
+A stored notebook holds its cells, their tags and the name of the language. The tests call `strip`, and fail when it was
+forgotten.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Trains, evaluates and exports the demo model that ships in ``jaxserve/demo_model``.
 
-Owns the training side of a small Llama: a plain JAX forward over packed rows, the optimizer and
-its schedule, checkpoints, and the export to a Hugging Face style directory. It shares no code
-with the engine on purpose, so that the two can check each other.
+It is the training side of a small Llama: a plain JAX forward over packed rows, the optimizer and its schedule,
+checkpoints, and the export to a Hugging Face style directory. It shares no code with the engine on purpose, so that the
+two can check each other.
 
     XLA_FLAGS=--xla_cpu_enable_fast_math=true python scripts/train_demo.py --work runs/demo
 
@@ -30,7 +30,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import sentencepiece as spm
-from build_demo_tokenizer import CHAT_TAGS, build
+from build_demo_tokenizer import CHAT_TAGS, build, convert
 from demo_tasks import (
     TASKS,
     Conversation,
@@ -434,13 +434,7 @@ def show_samples(params: Params, evaluator: Evaluator, console: Console) -> None
 # Export
 # ---------------------------------------------------------------------------------------------
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+FILES = Path(__file__).resolve().parent.parent / "jaxserve" / "demo_model"
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -496,6 +490,9 @@ def export(params: Params, shape: Shape, tokenizer: Path, target: Path) -> None:
     part.replace(target / "model.safetensors")
     if tokenizer.resolve() != (target / "tokenizer.model").resolve():
         shutil.copyfile(tokenizer, target / "tokenizer.model")
+    convert(tokenizer, target / "tokenizer.json")
+    if target.resolve() != FILES:
+        shutil.copyfile(FILES / "chat_template.jinja", target / "chat_template.jinja")
     codec = Codec(tokenizer)
     ids = {"bos_token_id": BOS, "eos_token_id": codec.end, "pad_token_id": 2}
     _write_json(
@@ -542,17 +539,15 @@ def export(params: Params, shape: Shape, tokenizer: Path, target: Path) -> None:
     _write_json(
         target / "tokenizer_config.json",
         {
-            "tokenizer_class": "LlamaTokenizer",
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "add_bos_token": True,
             "add_eos_token": False,
             "add_prefix_space": False,
-            "legacy": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": CONTEXT,
             "added_tokens_decoder": added,
             "additional_special_tokens": list(CHAT_TAGS[:3]),
             **special,
-            "chat_template": CHAT_TEMPLATE,
         },
     )
 

@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python scripts/tune_kernels.py [--budget-s 1500] [--only mosaic_gpu/decode] [--dry-run]
 
-Owns which sizes are tried on which case. Refuses sizes that are fast and wrong: each is held against the `xla` body
-before it is timed. An entry is a model's heads, page size and cache dtype (`tuning.entry_name`); decode is timed on 64
-rows of 4k, prefill on a prompt of 8k.
+Every size is checked against the `xla` implementation before it is timed, so that a fast and wrong one is not taken. An
+entry is a model's heads, page size and cache dtype (`tuning.entry_name`); decode is timed on 64 rows of 4k, prefill on
+a prompt of 8k.
 
-Why one process an entry: inputs cost seconds and a candidate milliseconds. A candidate that crashes or hangs takes its
-process along; the next one goes on with the rest.
+Each entry has a process of its own: inputs cost seconds and a candidate milliseconds. A candidate that crashes or hangs
+takes its process along; the next one goes on with the rest.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from kernel_runs import (
     Turns,
     commit,
     device_at_hand,
-    find_body,
+    find_implementation,
     layers_of,
     prepare,
     seconds_per_call,
@@ -41,43 +41,45 @@ from kernel_runs import (
 )
 
 from jaxserve.kernels.cases import REAL, Case, case, small
-from jaxserve.kernels.paged_attention import Device
+from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.tuning import TunedTable, entry_name, file_name
 
 FOLDER = Path(__file__).parents[1] / "jaxserve/kernels/tuned"
-BODIES = {"gpu": ("mosaic_gpu",), "tpu": ("mosaic_tpu",), "cpu": ()}
+IMPLEMENTATIONS = {"gpu": ("mosaic_gpu",), "tpu": ("mosaic_tpu",), "cpu": ()}
 MIXES = {"decode": "decode64", "prefill": "prefill8k"}
 LIMITS_S = {"start": 120, "task": 30, "inputs": 200, "compile": 120, "wait": 600, "run": 40, "host": 120}
-# Two bodies round their results each for itself, so that they may differ by more than each is off.
+# Two implementations round their results each for itself, so that they may differ by more than each is off.
 APART = 3.0
-NOISE = 0.01  # how much faster than the body's own choice a size must be to replace it
+NOISE = 0.01  # how much faster than the implementation's own choice a size must be to replace it
 
 
-def search_of(body: str, variant: str) -> tuple[Any, Any]:
+def search_of(implementation: str, variant: str) -> tuple[Any, Any]:
     """(default_blocks, candidates) of a variant, both functions of a use."""
-    if body == "mosaic_gpu":
+    if implementation == "mosaic_gpu":
         module = importlib.import_module(f"jaxserve.kernels.pallas.gpu_{variant}")
         return module.default_blocks, module.candidates
-    path = "jaxserve.kernels.pallas.tpu_attention" if body == "mosaic_tpu" else body.partition(":")[0]
+    path = (
+        "jaxserve.kernels.pallas.tpu_attention" if implementation == "mosaic_tpu" else implementation.partition(":")[0]
+    )
     module = importlib.import_module(path)
     return functools.partial(module.default_blocks, variant), functools.partial(module.candidates, variant)
 
 
-def plan(bodies: Iterable[str], only: str, short: bool) -> list[Task]:
+def plan(implementations: Iterable[str], only: str, short: bool) -> list[Task]:
     """One task for each entry that the real cases ask for, the candidates in it."""
     tasks: dict[str, Task] = {}
     for name, real in REAL.items():
-        for body in bodies:
+        for implementation in implementations:
             for variant in MIXES:
-                entry = entry_name(body, variant, real.use)
+                entry = entry_name(implementation, variant, real.use)
                 if entry in tasks or not re.search(only, entry):
                     continue
-                default, candidates = search_of(body, variant)
+                default, candidates = search_of(implementation, variant)
                 first = dataclasses.asdict(default(real.use))
                 others = [dataclasses.asdict(blocks) for blocks in candidates(real.use)]
                 tasks[entry] = {
                     "id": entry,
-                    "body": body,
+                    "implementation": implementation,
                     "variant": variant,
                     "model": name.split("/")[0],
                     "use": [real.page_size, real.cache_dtype, real.query_dtype],
@@ -100,28 +102,30 @@ class Worker:
         channel.stage("start")
         device, timed = device_at_hand(), case_of(task)
         channel.part({"device": dataclasses.asdict(device)})
-        body = find_body(task["body"], device, TunedTable(device_kind=device.kind, entries={}))
-        refusal = body.refuses(timed.use)
+        implementation = find_implementation(
+            task["implementation"], device, TunedTable(device_kind=device.kind, entries={})
+        )
+        refusal = implementation.refuses(timed.use)
         if refusal is not None:
             return {"refused": refusal}
         channel.stage("wait")
         with self._turns.shared():
             channel.stage("inputs")
             wanted = self._reference(timed, device)
-            inputs = prepare(timed, body)
+            inputs = prepare(timed, implementation)
             caches = layers_of(inputs.cache)
         inputs = dataclasses.replace(inputs, cache=None, keys=[], values=[])
         for blocks in task["candidates"]:
             channel.part({"trying": blocks})
             table = TunedTable(device_kind=device.kind, entries={task["id"]: blocks})
-            body = find_body(task["body"], device, table)
-            refusal = body.refuses(timed.use)
+            implementation = find_implementation(task["implementation"], device, table)
+            refusal = implementation.refuses(timed.use)
             if refusal is not None:
                 channel.part({"blocks": blocks, "refused": refusal})
                 continue
             channel.stage("compile")
             try:
-                attention = Attention(timed, body, inputs, caches)
+                attention = Attention(timed, implementation, inputs, caches)
             except Exception as error:  # too many registers, too much memory: the next candidate may compile
                 channel.part({"blocks": blocks, "failure": error_lines(error, 2)})
                 continue
@@ -130,8 +134,8 @@ class Worker:
         return {}
 
     def _reference(self, timed: Case, device: Device) -> np.ndarray:
-        """What the `xla` body gives. Same seed, same queries, keys and values."""
-        xla = find_body("xla", device)
+        """What the `xla` implementation gives. Same seed, same queries, keys and values."""
+        xla = find_implementation("xla", device)
         inputs = prepare(timed, xla)
         return np.asarray(Attention(timed, xla, inputs, [inputs.cache]).launch()[0]).astype(np.float32)
 
@@ -143,7 +147,7 @@ class Worker:
         off = np.linalg.norm(out - wanted, axis=(1, 2)) / np.linalg.norm(wanted, axis=(1, 2))
         apart = float(np.sqrt(np.mean(np.square(off))))
         if not apart <= APART * tolerance(timed):
-            return {"apart": apart, "failure": f"differs by {apart:.1e} from the xla body"}
+            return {"apart": apart, "failure": f"differs by {apart:.1e} from the xla implementation"}
         channel.stage("wait")
         with self._turns.alone():
             channel.stage("run")
@@ -184,7 +188,7 @@ class Findings:
         return []
 
     def entries(self) -> tuple[dict[str, dict[str, int]], dict[str, Result]]:
-        """(the sizes to ship, what was measured). The body's own choice, tried first, stays unless beaten clearly."""
+        """(the sizes to ship, what was measured). The default sizes, tried first, stay unless beaten clearly."""
         chosen, measured = {}, {}
         for entry, found in self.by_entry.items():
             right = [part for part in found if "ms" in part]
@@ -220,7 +224,7 @@ def write_table(folder: Path, findings: Findings, at: str) -> Path | None:
 
 def run(args: argparse.Namespace) -> None:
     """All entries within the budget."""
-    tasks = plan(args.bodies or BODIES[args.backend], args.only, args.backend == "cpu")
+    tasks = plan(args.implementations or IMPLEMENTATIONS[args.backend], args.only, args.backend == "cpu")
     if args.dry_run:
         for task in tasks:
             print(f"{task['id']}: {len(task['candidates'])} candidates on {case_of(task).name}")
@@ -240,10 +244,14 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bodies", nargs="+", help="names of the registry, or 'package.module:make_body'")
+    parser.add_argument(
+        "--implementations", nargs="+", help="names of the registry, or 'package.module:make_attention'"
+    )
     parser.add_argument("--only", default="", help="regular expression on entries, e.g. 'decode/32x8x128'")
     parser.add_argument("--budget-s", type=float, default=1500)
-    parser.add_argument("--backend", choices=tuple(BODIES), default="gpu", help="cpu: short cases, to try the script")
+    parser.add_argument(
+        "--backend", choices=tuple(IMPLEMENTATIONS), default="gpu", help="cpu: short cases, to try the script"
+    )
     parser.add_argument("--workers", type=int, default=6, help="processes that compile side by side")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the table goes")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git's folder")

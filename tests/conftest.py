@@ -1,9 +1,47 @@
-"""Settings of the whole suite: eight CPU devices, no accelerator, no network."""
+"""Settings of the whole suite: eight CPU devices, no accelerator, no network, no limit of time on an example.
 
+What a test sets up of logging ends with it.
+"""
+
+import logging
 import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _DEVICES = "--xla_force_host_platform_device_count=8"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+# A machine may be busy with other things, and any example may be the one that waits for it.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for all that this run compiles: its worker processes, and those that tests start, find it there."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment is the controller's
+        folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
+        os.environ["JAXSERVE_COMPILE_CACHE"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a shell; its children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A program that a test ran in this process has pointed the handlers at a stderr that is gone afterwards."""
+    logger, root = logging.getLogger("jaxserve"), logging.getLogger()
+    handlers, level, propagate, roots = logger.handlers[:], logger.level, logger.propagate, root.handlers[:]
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+    for handler in root.handlers[:]:  # pytest's own come and go with each phase of a test
+        if handler not in roots and type(handler).__module__ == "logging":
+            root.removeHandler(handler)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Literal, Self
 
 from jaxserve import assemble
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
+from jaxserve.progress import Progress
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
 
 @dataclasses.dataclass(kw_only=True)
 class Fakes:
-    """How the next device behaves, and what was built last. Mutated by tests and by `build_device`."""
+    """How the next device behaves, and what was built last. Mutated by tests and by `build_devices`."""
 
     mode: Literal["count", "context"] = "count"
     fail_at: tuple[int, Literal["dispatch", "result"]] | None = None
@@ -27,18 +28,22 @@ class Fakes:
 
     def install(self, patch: Callable[[object, str, object], None] = setattr) -> Self:
         """Puts itself in the place of the device; `patch` may be that of a MonkeyPatch, which takes it back."""
-        patch(assemble, "build_device", self.build_device)
+        patch(assemble, "build_devices", self.build_devices)
         patch(assemble, "build_tokenizer", self.build_tokenizer)
         return self
 
-    def build_device(self, config: Config, on_compiled: assemble.OnCompiled, replica: int) -> assemble.Device:
+    def build_devices(self, config: Config, progress: Progress) -> list[assemble.Device]:
         self.config = config
+        progress.begin("building the fake")
+        progress.count(1, 1, "fake")
+        return [self._build(config, replica) for replica in range(config.parallel.data)]
+
+    def _build(self, config: Config, replica: int) -> assemble.Device:
         limits = make_limits(
             max_rows=self.max_rows, num_pages=config.cache.num_pages or 64, max_model_len=config.model.max_len or 64
         )
         fail_at = self.fail_at if self.fail_replica in (None, replica) else None
         self.runner = FakeRunner(limits, vocab_size=ByteTokenizer.vocab_size, mode=self.mode, fail_at=fail_at)
-        on_compiled(1, 1, "fake")
         return assemble.Device(
             runner=self.runner, vocab_size=ByteTokenizer.vocab_size, eos_token_ids=(257,),
             sampling_defaults=self.sampling_defaults,

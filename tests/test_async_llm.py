@@ -8,12 +8,14 @@ import pytest
 from fake_parts import Fakes
 
 from jaxserve import AsyncLLM, FinishReason, SamplingParams
+from jaxserve.api import Request
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, UnsupportedOption
-from jaxserve.sched import ContinuousScheduler
+from jaxserve.sched import ContinuousScheduler, Sequence
+from jaxserve.sched.policies import PriorityPolicy
 
 FOUR = SamplingParams(temperature=0.0, max_tokens=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -101,6 +103,24 @@ async def test_a_cancel_or_leaving_aborts(fakes: Fakes) -> None:
         assert await text_of(llm.generate("a", FOUR)) == "bcde"
 
 
+async def test_options_reach_the_policy(fakes: Fakes) -> None:
+    class Listening(PriorityPolicy):
+        def on_wait(self, seq: Sequence) -> None:
+            heard.append(seq.request)
+
+    heard: list[Request] = []
+    llm = AsyncLLM(served_model_name="fake", scheduler=Listening)
+    own = {"tenant": "t", "cache_salt": "s", "ttft_target_s": 0.5, "tpot_target_s": 0.1}
+    own |= {"priority": 3, "request_id": "r", "timeout_s": 60.0}
+    assert await text_of(llm.generate("a", FOUR, **own)) == "bcde"
+    await text_of(llm.chat([{"role": "user", "content": "a"}], FOUR, **own))
+    await llm.shutdown()
+    assert len(heard) == 2
+    for request in heard:
+        assert request.deadline_s == request.arrival_s + 60.0
+        assert {n: getattr(request, n) for n in own if n != "timeout_s"}.items() <= own.items()
+
+
 async def test_errors_come_with_the_first_update(fakes: Fakes) -> None:
     async with running() as llm:
         for stream, kind in (
@@ -111,7 +131,7 @@ async def test_errors_come_with_the_first_update(fakes: Fakes) -> None:
         ):
             with pytest.raises(kind):
                 await anext(stream)
-    with pytest.raises(TypeError, match="no_such"):
+    with pytest.raises(ConfigError, match="no_such"):
         AsyncLLM(no_such=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError):
         AsyncLLM(dtype="half")

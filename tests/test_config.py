@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jaxserve.config import ENVIRONMENT, field_docs, format_config, get_value, load_config, section_docs
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

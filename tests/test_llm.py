@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from fake_parts import Fakes
 
-from jaxserve import LLM, FinishReason, SamplingParams
+from jaxserve import LLM, AsyncLLM, FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong, RequestRejected
 from jaxserve.llm import CompletionOutput, Logprob, RequestOutput
-from jaxserve.sched import ContinuousScheduler, Policy
+from jaxserve.offline.results import Gatherer
+from jaxserve.sched import ContinuousScheduler, Policy, Sequence
+from jaxserve.sched.policies import PriorityPolicy
 from jaxserve.sched.record import StepLog
 
 FOUR = SamplingParams(temperature=0.0, max_tokens=4)
@@ -71,7 +73,8 @@ def test_one_text(llm: LLM) -> None:
     assert type(output.outputs[0].finish_reason) is str
     metrics = output.metrics
     assert metrics.first_token_s is not None
-    assert metrics.arrival_s <= metrics.first_token_s <= metrics.finished_s
+    assert metrics.admitted_s is not None
+    assert metrics.arrival_s <= metrics.admitted_s <= metrics.first_token_s <= metrics.finished_s
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,54 @@ def test_a_priority_needs_its_policy(fakes: Fakes, llm: LLM) -> None:
         llm.generate(["a", "b"], FOUR, priority=[0, 1], **QUIET)
     by_priority = LLM(served_model_name="fake", scheduler="priority")
     assert texts(by_priority.generate(["a", "b"], FOUR, priority=[1, 0], **QUIET)) == ["bcde", "cdef"]
+
+
+def test_options_reach_the_policy(fakes: Fakes) -> None:
+    class Listening(PriorityPolicy):
+        def on_wait(self, seq: Sequence) -> None:
+            request = seq.request
+            names = ("priority", "cache_salt", "tenant", "ttft_target_s", "tpot_target_s")
+            heard.append(tuple(getattr(request, name) for name in names))
+
+    heard: list[tuple[object, ...]] = []
+    listening = LLM(served_model_name="fake", scheduler=Listening)
+    own = {"cache_salt": ["s", ""], "ttft_target_s": [None, 0.5]}
+    listening.generate(["a", "b"], FOUR, priority=[2, 1], tenant="t", tpot_target_s=0.1, **own, **QUIET)
+    listening.generate({"prompt": "a", "cache_salt": "mine"}, FOUR, cache_salt="s", tenant=["u"], **QUIET)
+    chat = [{"role": "user", "content": "a"}]
+    listening.chat(chat, FOUR, priority=3, cache_salt="s", tenant="t", ttft_target_s=1, tpot_target_s=2, **QUIET)
+    assert heard == [
+        (2, "s", "t", None, 0.1),
+        (1, "", "t", 0.5, 0.1),
+        (0, "mine", "u", None, None),
+        (3, "s", "t", 1, 2),
+    ]
+
+
+def test_a_step_looks_at_no_job_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    class Watched(Gatherer):
+        def __getattribute__(self, name: str):
+            if name in ("index", "request_id", "result"):
+                looks.append(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr("jaxserve.offline.loop.Gatherer", Watched)
+    seen = []
+    for max_tokens in (4, 20):
+        looks.clear()
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        outputs = llm.generate(["abc"] * 40, sampling, **QUIET)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [max_tokens] * 40
+        seen.append(len(looks))
+    assert seen[0] == seen[1] >= 40, "five times the steps, no more looks"
+
+
+def test_engines_of_one_process_share_how_python_runs(llm: LLM) -> None:
+    """With a collector policy each, the first to come to rest would end what the others rely on."""
+    with LLM(model="demo", served_model_name="other", progress=False) as other:
+        assert llm._engine._interpreter is other._engine._interpreter is not None  # type: ignore[union-attr]
 
 
 def test_the_model_has_a_name(llm: LLM) -> None:
@@ -232,6 +283,10 @@ def test_bad_arguments(llm: LLM) -> None:
         lambda: llm.generate(7, FOUR),  # type: ignore[arg-type]
         lambda: llm.generate(["a", "b"], [FOUR]),
         lambda: llm.generate(["a", "b"], FOUR, priority=[1]),
+        lambda: llm.generate(["a", "b"], FOUR, tenant=["t"]),
+        lambda: llm.generate("a", FOUR, tenant=7),  # type: ignore[arg-type]
+        lambda: llm.generate("a", FOUR, ttft_target_s=0),
+        lambda: llm.generate("a", FOUR, tpot_target_s="soon"),  # type: ignore[arg-type]
         lambda: llm.chat("hi", FOUR),  # type: ignore[arg-type]
         lambda: llm.chat([], FOUR),
         lambda: llm.chat([{"role": "user"}], FOUR),
@@ -290,7 +345,18 @@ def test_more_prompts_than_may_wait(fakes: Fakes, tmp_path) -> None:
     assert fakes.config.cache.num_pages == 24
 
 
+@pytest.mark.parametrize("door", [LLM, AsyncLLM])
+def test_an_option_that_does_not_exist_is_told_by_door_and_name(door: type) -> None:
+    with pytest.raises(ConfigError, match=f"{door.__name__} has no option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        door("demo", max_num_seq=3)
+    with pytest.raises(ConfigError, match="'trust_remote_code'; it has tokenizer, ") as caught:
+        door("demo", trust_remote_code=True)
+    assert f"{door.__name__}.from_config(None, overrides=" in str(caught.value)
+
+
 def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
+    for name in ("config.json", "model.safetensors"):  # a fake device reads neither
+        (tmp_path / name).write_text("{}")
     LLM(
         tmp_path, tokenizer=tmp_path / "t", skip_tokenizer_init=True, served_model_name="n", dtype="bfloat16", seed=3,
         max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False,
@@ -303,7 +369,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "path": str(tmp_path), "tokenizer": str(tmp_path / "t"), "skip_tokenizer": True, "name": "n",
         "dtype": config.cache.dtype, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
         "memory_fraction": 0.5, "prefix_caching": False, "policy": "fcfs", "max_rows": 4, "max_step_tokens": 16,
-        "max_mixed_tokens": 0, "burst": 1,
+        "max_mixed_tokens": 0,
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
         "watermark": 0.03, "growth": 0.5, "lengths": "learned", "input_weight": 1.0, "output_weight": 2.0,
         "ttft_target_s": 1.0, "tpot_target_s": 0.1,
@@ -346,8 +412,8 @@ def test_a_scheduler_from_a_notebook(fakes: Fakes) -> None:
         llm = LLM(served_model_name="fake", scheduler=scheduler)
         llm.generate(["a", "b", "c"], FOUR, **QUIET)
         assert fakes.runner is not None
-        [setup] = fakes.runner.plans[0].setups
-        assert setup.token_ids[-1] == ord(first)
+        [chunk] = fakes.runner.plans[0].chunks
+        assert chunk.token_ids[-1] == ord(first)
 
 
 def test_the_bar_is_on_stderr_and_can_be_left_out(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

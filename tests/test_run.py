@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,6 +75,21 @@ def test_json_objects(call: Call) -> None:
             "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "cached_tokens": 0},
         },
     ]  # fmt: skip
+
+
+def test_what_a_model_directory_lacks_is_told_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ROOT / "configs" / "shapes" / "llama3.1-8b"
+    assert run.main(["--config", str(ROOT / "configs" / "llama3.1-8b-v5e-4.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "neither model.safetensors nor model.safetensors.index.json" in error and "jaxserve plan" in error
+    assert "tokenizer" not in error
+    (tmp_path / "config.json").write_text((shape / "config.json").read_text()[:-20])
+    assert run.main(["--set", f"model.path={tmp_path}", "--prompt", "a"]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/config.json cannot be read as JSON" in error
+    assert "tokenizer" not in error
 
 
 def test_for_people(call: Call) -> None:
@@ -156,7 +172,7 @@ def test_bad_lines_are_reported_and_the_rest_is_done(call: Call, tmp_path: Path)
     lines = [GOOD, *(x for bad, _ in BAD_LINES for x in (bad, GOOD))]
     source, target = write_lines(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     code, out, err = call("--input", str(source), "--output", str(target))
-    assert (code, out) == (0, "")
+    assert (code, out) == (3, "")
     results = objects(target.read_text())
     assert len(results) == len(lines)
     assert [r["text"] for r in results[::2]] == ["defg"] * (len(BAD_LINES) + 1)
@@ -182,7 +198,7 @@ def test_every_kind_of_line(call: Call, tmp_path: Path) -> None:
         {"id": 9, "prompt": "a", "max_tokens": 0},
     )
     code, out, _ = call("--input", str(source), "--max-tokens", "2")
-    assert code == 0
+    assert code == 3  # one of them failed
     first, ids, messages, n0, n1, listed, bad = objects(out)
     assert (first["id"], first["text"]) == ("first", "defg")
     assert (ids["id"], ids["token_ids"], ids["prompt"]) == ({"any": 1}, [3], None)
@@ -223,9 +239,47 @@ def test_bad_prompts_of_the_command_line(call: Call) -> None:
     [result] = objects(out)
     assert result["error_type"] == "PromptTooLong"
     code, out, err = call("--prompt", "a" * 64, "--prompt", "abc", "--max-tokens", "4")
-    assert code == 0
+    assert code == 3
     assert "error: prompt 1: the prompt has 65 tokens" in err
     assert out == "> abc\ndefg\n(4 tokens, length)\n\n"
+
+
+def test_a_missing_extra_for_traces_is_told_before_anything_is_loaded(
+    call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "jaxserve.telemetry.traces", raising=False)
+    code, _, err = call("--set", "serve.grpc.port=0", "--set", "runtime.trace_endpoint=http://localhost:4317")
+    assert code == 2 and err.splitlines()[-1].endswith("pip install 'jaxserve[otel]'")
+    assert fakes.config is None
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(call: Call, fakes: Fakes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for setting in ("serve.grpc.port", "serve.http.port"):
+            code, out, err = call("--set", f"{setting}={port}")
+            assert (code, out) == (2, "")
+            assert err.splitlines()[-1].startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
+            assert f"set serve.host or {setting}" in err
+            assert "add_port" not in err, "gRPC's own line"
+    assert fakes.config is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("sched.policy=fcsf", "no scheduler is called 'fcsf'"),
+        ("sched.lengths=lerned", "no length predictor is called 'lerned'"),
+        ("route.policy=prefx", "no router is called 'prefx'"),
+        ("sched.policy=jaxserve.sched.policy:Policy", "the policy Policy lacks the method key"),
+    ],
+)
+def test_a_wrong_name_is_told_before_anything_is_loaded(call: Call, fakes: Fakes, setting: str, words: str) -> None:
+    code, _, err = call("--prompt", "a", "--set", setting)
+    assert code == 2
+    assert words in err.splitlines()[-1]
+    assert fakes.config is None
 
 
 def test_results_survive_a_config_that_cannot_load(call: Call, fakes: Fakes, tmp_path: Path) -> None:
@@ -266,6 +320,14 @@ def test_wrong_use_is_one_line_before_anything_is_loaded(call: Call, fakes: Fake
     assert fakes.config is None
 
 
+def test_a_model_may_be_named_by_its_own_option(call: Call, fakes: Fakes, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):  # a fake device reads neither
+        (tmp_path / name).write_text("{}")
+    assert call("--set", "model.path=/nowhere", "--model", str(tmp_path), "--prompt", "abc")[0] == 0
+    assert fakes.config is not None
+    assert fakes.config.model.path == str(tmp_path)
+
+
 def test_input_and_output_must_differ(call: Call, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", GOOD)
     code, _, err = call("--input", str(source), "--output", str(tmp_path / "." / "in.jsonl"))
@@ -289,6 +351,8 @@ def test_the_console_script(capsysbinary: pytest.CaptureFixture[bytes], tmp_path
     assert f"# {path}:2" in out.decode()
     assert b"port: 1" in out
     assert err == b""
+    assert cli.main(["--version"]) == 0
+    assert capsysbinary.readouterr().out == f"jaxserve {__version__}\n".encode()
     assert cli.main(["version"]) == 0
     assert capsysbinary.readouterr().out.startswith(f"jaxserve {__version__}\njax ".encode())
     for wrong in ([], ["nonsense"], ["config", "--set", "x=1"], ["convert", "a"], ["run"]):
@@ -297,6 +361,17 @@ def test_the_console_script(capsysbinary: pytest.CaptureFixture[bytes], tmp_path
         assert out == b""
         assert err.startswith(b"error: ")
         assert err.count(b"\n") == 1
+
+
+def test_every_help_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-h"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for command in cli.COMMANDS.values():
+        assert command.about in told
+    for words in (["plan", "-h"], ["bench", "latency", "-h"]):
+        assert cli.main(words) == 0
+        assert "Usage:" in capsys.readouterr().out
+    assert run.main(["-h"]) == 0
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -311,6 +386,11 @@ def test_process_user_error_needs_no_jax() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     sections = "model, cache, sched, kernels, parallel, hosts, runtime, serve, route"
     assert rest == [f"error: --set: unknown key 'a.b'; known here: {sections}"]
+
+
+def test_process_the_package_is_the_console_script() -> None:
+    done = process([sys.executable, "-m", "jaxserve"], "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"jaxserve {__version__}\n", "")
 
 
 def test_process_json_is_all_there_is_on_stdout() -> None:
@@ -360,7 +440,7 @@ def test_echo_without_text_is_an_error_of_its_entry(call: Call, tmp_path: Path) 
     path.write_text('{"prompt": "a"}\n{"prompt": "a", "detokenize": false}\n')
     code, out, err = call("--input", str(path), "--echo", "--max-tokens", "2")
     first, second = objects(out)
-    assert code == 0
+    assert code == 3
     assert first["text"] == "abc"
     assert second["error_type"] == "UnsupportedOption"
     assert "detokenize" in err

@@ -1,4 +1,4 @@
-"""The other end of the gRPC service: a small client, blocking and asyncio.
+"""A small client of the gRPC service, blocking and asyncio.
 
     from jaxserve import SamplingParams
     from jaxserve.client import Client
@@ -7,17 +7,16 @@
         for reply in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(reply.text, end="", flush=True)
 
-Why it has this shape. A prompt is text, a list of token ids, or a list of chat messages, each one
-`{"role": ..., "content": ...}`. How tokens are chosen is the `SamplingParams` of the whole package; what is neither
-goes into `CallOptions`. What streams is the message of the protocol as it comes, since a wrapper around each token
-would only cost time; everything that comes once is a frozen value. A call that fails raises `RequestFailed`, whose
-`status` says of which kind.
+A prompt is text, a list of token ids, or a list of chat messages, each one `{"role": ..., "content": ...}`. Sampling is
+the `SamplingParams` of the whole package; all other options are in `CallOptions`. A stream yields the messages of the
+protocol as they come, since a wrapper around each token would only cost time; everything that comes once is a frozen
+value. A call that fails raises `RequestFailed`, whose `status` is the kind of the error.
 
 There are no retries and there is no balancing: a streamed answer cannot be taken back once a part of it was shown, so
-only the caller knows what may be sent again. `RequestFailed.retry_after_s` says when.
+only the caller knows which requests may be sent again. `RequestFailed.retry_after_s` says when.
 
-Nothing of the engine is loaded, nor anything that needs a device: a program that only talks to servers starts in a
-fraction of a second. A test holds that.
+Nothing of the engine is loaded, nor anything that needs a device: a program that only calls servers starts in a
+fraction of a second.
 """
 
 from jaxserve.client.asynchronous import AsyncClient

@@ -1,7 +1,4 @@
-"""The client for asyncio.
-
-Owns its methods, which are those of `blocking.Client` as coroutines. Refuses what both share (`connection`).
-"""
+"""`AsyncClient`: the client for asyncio, with the methods of `blocking.Client` as coroutines."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -13,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
-from jaxserve.client.connection import CHANNEL_OPTIONS, Tls, failure_of, metadata_of
+from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
 from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
 from jaxserve.serve.convert import (
     NO_OPTIONS,
@@ -109,17 +106,24 @@ class AsyncClient:
 
     async def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
         """See `Client.is_serving`."""
+        try:
+            return await self.check_health(service, timeout_s=timeout_s, wait_for_ready=wait_for_ready)
+        except RequestFailed:
+            return False
+
+    async def check_health(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
+        """See `Client.check_health`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)  # the package has no types
         try:
             reply = await stub.Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready
             )
-        except grpc.RpcError:
-            return False
+        except grpc.RpcError as error:
+            raise failure_of(error) from error
         return reply.status == health_pb2.HealthCheckResponse.SERVING
 
     async def close(self) -> None:
-        """Cancels what is running."""
+        """Closes the connection, which cancels running calls."""
         await self._channel.close()
 
     async def _ask(self, method: Callable[..., Awaitable[Reply]], message: Message, timeout_s: float) -> Reply:

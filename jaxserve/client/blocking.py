@@ -1,7 +1,4 @@
-"""The blocking client.
-
-Owns its methods. Refuses what both kinds of client share (`connection`), and asyncio (`asynchronous`).
-"""
+"""`Client`: the blocking client."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -12,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
-from jaxserve.client.connection import CHANNEL_OPTIONS, Tls, failure_of, metadata_of
+from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
 from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
 from jaxserve.serve.convert import (
     NO_OPTIONS,
@@ -57,8 +54,8 @@ class Client:
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Yields the messages of the server as they come. Leaving early cancels the call, and frees its memory there.
 
-        `timeout_s` ends the request on the server too. Raises RequestFailed, or InvalidRequest for what cannot even
-        be sent.
+        `timeout_s` ends the request on the server too. Raises RequestFailed, or InvalidRequest for values that
+        cannot be sent.
         """
         call = self._stub.Generate(
             request_to_proto(prompt, sampling, options), timeout=timeout_s, metadata=self._metadata
@@ -78,7 +75,7 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer. Raises as `generate` does."""
+        """Returns the whole answer. Raises as `generate` does."""
         return collect_replies(list(self.generate(prompt, sampling, options, timeout_s=timeout_s)))
 
     def tokenize(
@@ -100,15 +97,15 @@ class Client:
         return self._ask(self._stub.Detokenize, message, timeout_s).text
 
     def model(self, *, timeout_s: float = _SHORT_S) -> ServerModel:
-        """What is served."""
+        """The model that is served."""
         return model_from_proto(self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout_s))
 
     def load(self, *, timeout_s: float = _SHORT_S) -> ServerLoad:
-        """How busy the server is now."""
+        """The load of the server now."""
         return load_from_proto(self._ask(self._stub.GetLoad, pb.GetLoadRequest(), timeout_s))
 
     def abort(self, *request_ids: str, timeout_s: float = _SHORT_S) -> None:
-        """Ends requests, of whichever client. Unknown ids are no error: a request may just have ended."""
+        """Ends requests of any client. Unknown ids are no error: a request may just have ended."""
         self._ask(self._stub.Abort, pb.AbortRequest(request_ids=request_ids), timeout_s)
 
     def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
@@ -117,17 +114,24 @@ class Client:
         `service` is a name of the health service: "" is the whole server, "live" whether its process is worth keeping.
         `wait_for_ready` waits for a server that is still starting, up to `timeout_s`.
         """
+        try:
+            return self.check_health(service, timeout_s=timeout_s, wait_for_ready=wait_for_ready)
+        except RequestFailed:
+            return False
+
+    def check_health(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
+        """As `is_serving`, but raises RequestFailed where there is no answer, or no such service."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)  # the package has no types
         try:
             reply = stub.Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready
             )
-        except grpc.RpcError:
-            return False
+        except grpc.RpcError as error:
+            raise failure_of(error) from error
         return reply.status == health_pb2.HealthCheckResponse.SERVING
 
     def close(self) -> None:
-        """Cancels what is running."""
+        """Closes the connection, which cancels running calls."""
         self._channel.close()
 
     def _ask(self, method: Callable[..., Reply], message: Message, timeout_s: float) -> Reply:

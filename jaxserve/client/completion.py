@@ -1,7 +1,4 @@
-"""A streamed answer, put together again.
-
-Owns the values that a client gets who does not care for streaming. Refuses the network.
-"""
+"""`Completion`: a streamed answer as one value, for clients that do not want a stream."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,7 +28,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """All of one request. `prompt_logprobs` has one entry per prompt token after the first, when asked for."""
+    """The whole answer. `prompt_logprobs` has one entry per prompt token after the first, when asked for."""
 
     request_id: str
     outputs: tuple[Output, ...]
@@ -42,7 +39,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first sequence."""
+        """The text of the first sequence."""
         return self.outputs[0].text
 
 

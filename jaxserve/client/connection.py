@@ -1,6 +1,6 @@
-"""How a client reaches a server: channel, certificates, token, and what a failed call says.
+"""The connection of a client to a server: channel, certificates, token, and the typed form of a failed call.
 
-Owns everything that the blocking and the asyncio client share below the methods. Refuses the methods.
+The blocking and the asyncio client share this module.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxserve.serve.status import status_of_grpc
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # prompt log-probabilities exceed gRPC's 4 MiB
     # A server whose machine vanished sends no farewell, and a call without a deadline would wait for ever. gRPC servers
-    # that are not told otherwise, such as Ray's proxy, send clients away that ask more often than every five minutes.
+    # without other settings, such as Ray's proxy, drop clients that ping more often than every five minutes.
     ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -55,7 +55,7 @@ class Tls:
 class RequestFailed(JaxserveError):
     """The call ended without an answer.
 
-    `status` says of which kind; the text is the server's. `retry_after_s` is the server's estimate of when to come
+    `status` is the kind of the error; the text is the server's. `retry_after_s` is the server's estimate of when to try
     again, None where it gives none.
     """
 
@@ -66,7 +66,7 @@ class RequestFailed(JaxserveError):
 
 
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What goes with every call. Raises ConfigError for a token that no header can carry."""
+    """The metadata of every call. Raises ConfigError for a token that no header can carry."""
     if token is None:
         return ()
     if not token.isascii() or not token.isprintable() or " " in token or not token:

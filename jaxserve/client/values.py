@@ -1,7 +1,4 @@
-"""What a server says of itself, as values.
-
-Owns their fields and the way from messages to them. Refuses the network.
-"""
+"""The answers of a server about itself (`ServerModel`, `ServerLoad`), made from messages."""
 
 import dataclasses
 
@@ -10,7 +7,7 @@ from jaxserve.serve.gen import inference_pb2 as pb
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerModel:
-    """What is served. `max_model_len` counts tokens of prompt and output together; `version` is the server's."""
+    """The served model. `max_model_len` counts tokens of prompt and output together; `version` is the server's."""
 
     name: str
     vocab_size: int
@@ -23,11 +20,11 @@ class ServerModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """How busy a server is.
+    """The load of a server.
 
     Attributes:
-      num_running, num_waiting: requests with and without their first token.
-      num_waiting_tokens: tokens of the prompts that wait.
+      num_running: requests with their first token.
+      num_waiting, num_waiting_tokens: sequences without one (n for each request), and the tokens of their prompts.
       max_waiting, max_waiting_tokens: above these, requests are refused.
       num_pages, num_used_pages: pages of the KV cache, and those that running requests hold.
       accepting: False while it drains, or when its engine has died.

@@ -28,11 +28,10 @@ own, and front doors see one `AnyEngine`. A replica that dies gives its unanswer
 from jaxserve.engine.base import AnyEngine, Load
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
-from jaxserve.engine.inputs import Prompt, check_echo, check_token_ids, prepare_request
+from jaxserve.engine.inputs import Prompt, check_token_ids, prepare_request
 from jaxserve.engine.outputs import Sink, Update
 from jaxserve.engine.replicas import EngineGroup
-from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.stats_values import RequestStats, RequestTimes
+from jaxserve.engine.stats import EngineStats, RequestStats, RequestTimes
 from jaxserve.engine.streams import AsyncEngine
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "RequestTimes",
     "Sink",
     "Update",
-    "check_echo",
     "check_token_ids",
     "embedding_of",
     "pooling_params",

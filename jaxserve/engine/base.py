@@ -1,13 +1,12 @@
-"""What front doors use of an engine, whichever it is.
+"""`AnyEngine`: the protocol through which front doors use an engine, kept by one engine and by a group of replicas.
 
-Owns the protocol that one engine and a group of replicas both keep. Holds no code: a door written against it need not
-know how many devices, loops and schedulers are behind it.
+A door written against it need not know how many devices, loops and schedulers are behind it.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
@@ -17,11 +16,12 @@ from jaxserve.text.chat import ChatTemplate
 
 
 class Load(NamedTuple):
-    """How busy an engine is, roughly: its loop goes on while this is read.
+    """The load of an engine, roughly: its loop goes on while this is read.
 
     Attributes:
-      num_running, num_waiting: requests with and without their first token.
-      num_waiting_tokens: of the prompts that wait.
+      num_running: requests with their first token.
+      num_waiting: sequences without one; a request asks for n of them.
+      num_waiting_tokens: of the prompts of these sequences; a prompt counts for each of them.
       max_waiting, max_waiting_tokens: above these, requests are refused.
     """
 
@@ -33,7 +33,7 @@ class Load(NamedTuple):
 
 
 def reason_of(failure: BaseException | None) -> str:
-    """Why an engine takes nothing, to end a sentence. `failure`: of the engine; many exceptions have no text."""
+    """Why an engine takes no request, to end a sentence. `failure`: of the engine; many exceptions have no text."""
     if failure is None:
         return "it is shutting down"
     return str(failure) if isinstance(failure, JaxserveError) else repr(failure)
@@ -50,7 +50,7 @@ class AnyEngine(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why nothing can be answered any more; None while something can."""
+        """Why no request can be answered any more; None while requests can."""
         ...
 
     @property
@@ -60,12 +60,12 @@ class AnyEngine(Protocol):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which a loop has not come round although it has work."""
+        """Seconds for which a loop has not come round although it has work to do."""
         ...
 
     @property
     def stats(self) -> tuple[EngineStats, ...]:
-        """What each loop did, one for each replica."""
+        """The statistics of each loop, one for each replica."""
         ...
 
     @property
@@ -80,23 +80,10 @@ class AnyEngine(Protocol):
 
     @property
     def load(self) -> "Load":
-        """How busy it is."""
+        """The load now."""
         ...
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        add_special_tokens: bool = True,
-        timeout_s: float | None = None,
-        traceparent: str = "",
-        pooling: bool = False,
-    ) -> Request:
+    def prepare(self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions = NO_OPTIONS) -> Request:
         """Encodes and checks; see `Engine.prepare`."""
         ...
 
@@ -104,8 +91,12 @@ class AnyEngine(Protocol):
         """The model's own template, or one of Jinja `source`; see `Engine.chat_template`."""
         ...
 
-    def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
+    def submit(self, request: Request, sink: Sink) -> None:
         """Hands over a prepared request; see `Engine.submit`."""
+        ...
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raises QueueFull when this many more would be refused now; see `Engine.check_room`."""
         ...
 
     def abort(self, request: str | Request) -> None:
@@ -121,7 +112,11 @@ class AnyEngine(Protocol):
         ...
 
     def step(self) -> bool:
-        """One turn, for whoever drives the loop by hand. False when there is nothing to do."""
+        """One turn, for a caller that drives the loop by hand. False when there is nothing to do."""
+        ...
+
+    def pause(self, most_s: float = ...) -> None:
+        """Between two turns: sleeps while all work waits for something outside; see `Engine.pause`."""
         ...
 
     def run_until_idle(self) -> None:
@@ -129,7 +124,7 @@ class AnyEngine(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Declares it dead, for whoever drives the loop by hand when a step raised."""
+        """Declares it dead, for a caller that drives the loop by hand when a step raised."""
         ...
 
     def start(self) -> None:

@@ -1,9 +1,5 @@
-"""What other threads ask of the loop; each goes through its inbox.
+"""The commands that other threads put into the loop's inbox; `engine` carries them out."""
 
-Owns the four shapes. Refuses to do what they ask: the loop does (`engine`).
-"""
-
-import queue
 from typing import NamedTuple
 
 from jaxserve.api import Request
@@ -13,13 +9,12 @@ from jaxserve.engine.outputs import Sink
 class Submit(NamedTuple):
     request: Request
     sink: Sink
-    echo: bool
     submitted_s: float
 
 
 class Abort(NamedTuple):
     request_id: str
-    request: Request | None  # None: whichever request has the id
+    request: Request | None  # None: any request that has the id
 
 
 class Wake(NamedTuple):
@@ -31,13 +26,3 @@ class Interrupt(NamedTuple):
 
 
 Command = Submit | Abort | Wake | Interrupt
-
-
-def unheard(inbox: queue.SimpleQueue[Command]) -> list[Submit]:
-    """Empties the inbox of a loop that ends; requests that it never took."""
-    found: list[Submit] = []
-    while not inbox.empty():
-        command = inbox.get()
-        if isinstance(command, Submit):
-            found.append(command)
-    return found

@@ -1,7 +1,6 @@
-"""From the sum of hidden states to an embedding.
+"""The arithmetic from the sum of a prompt's final hidden states, which the device returns, to an embedding.
 
-Owns the arithmetic that turns what a device added up into what a client reads. Refuses to run anything. Here and not on
-the device, since a prompt may come in several steps, and only the last one knows the whole sum.
+It is not on the device, since a prompt may take several steps, and only the last one knows the whole sum.
 """
 
 import math
@@ -11,7 +10,7 @@ from jaxserve.errors import JaxserveError
 
 
 def pooling_params(truncate_prompt_tokens: int | None = None) -> SamplingParams:
-    """What `Engine.prepare` is given for a request with `pooling`: nothing is drawn. Raises InvalidRequest."""
+    """The sampling of a request with `pooling`, from which nothing is drawn. Raises InvalidRequest."""
     return SamplingParams(temperature=0.0, truncate_prompt_tokens=truncate_prompt_tokens)
 
 

@@ -1,33 +1,58 @@
 """The loop: drain the inbox, schedule, dispatch, commit the step before.
 
-Owns the order of a step, the inbox and the loop thread. Refuses what becomes of a request once it is taken (`live`),
-policy (the scheduler's), shapes (the runner's) and protocols (serve's).
+The order of a step, the inbox and the loop thread are here. A request that the loop has taken is looked after in
+`live`; which sequences run is decided by the scheduler, which shapes by the runner.
 """
 
+import contextlib
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
 from jaxserve.engine.base import Load, reason_of
-from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake, unheard
-from jaxserve.engine.inputs import ModelInfo, Prompt, check_echo, prepare_request
+from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
+from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.step_log import StepLogWriter, StepMarks
 from jaxserve.engine.structured import Grammars, RowMasks
-from jaxserve.engine.turn import Committed, Launched
 from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import LaterBuckets, Runner, Scheduler, TakesLimits
+from jaxserve.sched.base import InFlight, LaterBuckets, MayWait, Runner, Scheduler, TakesLimits
+from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
+
+
+class Launched(NamedTuple):
+    """A step that the device has, and when its planning began and ended and its launch ended."""
+
+    plan: StepPlan
+    limits: Limits  # that it was made for
+    handle: InFlight
+    begun_s: float
+    planned_s: float
+    launched_s: float
+
+
+class Committed(NamedTuple):
+    """A step whose tokens the scheduler has and its clients have not, and when the loop asked for it and had it."""
+
+    step: Launched
+    result: StepResult
+    num_events: int
+    asked_s: float
+    committed_s: float
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +63,11 @@ class Engine:
     """Runs requests to their end.
 
     Mutable state belongs to whoever calls `step`: the thread of `start`, or the caller itself when it drives the loop
-    by hand (offline use). `submit`, `abort`, `prepare`, `chat_template` and the read-only properties may be used from
-    any thread.
+    by hand (offline use). `submit`, `abort`, `wake`, `prepare`, `chat_template` and the read-only properties may be
+    used from any thread.
+
+    Attributes:
+      waits: the last turn found nothing in flight and only work that waits for something outside (`MayWait`).
     """
 
     def __init__(
@@ -83,6 +111,7 @@ class Engine:
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._woken_by: list[Command] = []  # what ended a sleep, for the next turn
         self._live = LiveRequests(scheduler, self._waiting, self._stats, model.eos_token_ids)
         # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
         self._gate = threading.Lock()
@@ -94,41 +123,26 @@ class Engine:
         self._idle.set()
         self._turned_s = clock()  # when the loop last came round, or got its first work after having none
         self._thread: threading.Thread | None = None
+        self.waits = False
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        add_special_tokens: bool = True,
-        timeout_s: float | None = None,
-        traceparent: str = "",
-        pooling: bool = False,
-    ) -> Request:
-        """Encodes, compiles a grammar, checks; takes as long as that takes. Raises the errors of `prepare_request`."""
+    def prepare(self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions = NO_OPTIONS) -> Request:
+        """Encodes, checks, compiles a grammar, decodes an echo; takes as long as that takes.
+
+        Raises the errors of `prepare_request`.
+        """
         number = next(self._numbers)
         return prepare_request(
             prompt,
             sampling,
-            request_id=request_id if request_id is not None else f"req-{number}",
+            options,
+            request_id=f"req-{number}",
             model=self.model,
             tokenizer=self.tokenizer,
             seed=(self._seed + (number + 1) * _SEED_STEP) % 2**63,
             arrival_s=self._clock(),
-            priority=priority,
             uses_priority=self._uses_priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            add_special_tokens=add_special_tokens,
-            timeout_s=timeout_s,
-            traceparent=traceparent,
-            pooling=pooling,
             grammars=self._grammars,
         )
 
@@ -145,15 +159,13 @@ class Engine:
             self._template = ChatTemplate.of(self.tokenizer)
         return self._template
 
-    def submit(self, request: Request, sink: Sink, *, echo: bool = False, accepted: bool = False) -> None:
+    def submit(self, request: Request, sink: Sink, *, accepted: bool = False) -> None:
         """Hands the request to the loop. `sink` gets every update, the last one with `last` set.
 
-        `accepted`: another replica took it before, so that a full queue does not refuse it any more. Raises QueueFull,
-        EngineStopped, or UnsupportedOption for an `echo` of what is no text; then nothing was accepted. What the
-        scheduler refuses later arrives at the sink as an update with `error`.
+        `accepted`: another replica took it before, so that a full queue does not refuse it any more. Raises QueueFull
+        or EngineStopped; then nothing was accepted. What the scheduler refuses later arrives at the sink as an update
+        with `error`.
         """
-        if echo:
-            check_echo(request, self.tokenizer)
         with self._gate:
             if not self.accepting:
                 raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
@@ -161,7 +173,11 @@ class Engine:
             if self._idle.is_set():
                 self._turned_s = self._clock()
             self._idle.clear()
-            self._inbox.put(Submit(request, sink, echo, self._clock()))
+            self._inbox.put(Submit(request, sink, self._clock()))
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raises QueueFull when so many more sequences would be refused now: before anything is made of them."""
+        self._waiting.check_room(num_sequences)
 
     def abort(self, request: str | Request) -> None:
         """Ends a request; its pages are free at the next step. Unknown ones are ignored (it may just have ended).
@@ -172,6 +188,10 @@ class Engine:
             self._inbox.put(Abort(request.request_id, request))
         else:
             self._inbox.put(Abort(request, None))
+
+    def wake(self) -> None:
+        """What the scheduler waited for may have come: a loop that sleeps looks again. Any thread."""
+        self._inbox.put(Wake())
 
     def interrupt(self, error: BaseException) -> None:
         """Ends the loop with `error` at its next turn, asleep or not, as if its device had raised it. Any thread."""
@@ -217,51 +237,86 @@ class Engine:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the loop's thread has not come round although it has work; 0 without either."""
-        if self._thread is None or self._idle.is_set():
+        """Seconds for which the loop's thread has not come round although it has work to do; 0 without either."""
+        if self._thread is None or self._idle.is_set() or self.waits:
             return 0.0
         return max(0.0, self._clock() - self._turned_s)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def step(self, *, launch: bool = True) -> bool:
         """One turn: launch the next step, then finish the one before. False when there is nothing to do.
+
+        `launch` False: only finishes what is in flight. Never sleeps: whoever drives the loop by hand calls `pause`
+        after a turn that was True.
 
         The tokens of a step reach their clients once the step after the next is launched, or at once when there is
         none to launch: a device that waits for a plan costs every client more than a token that waits for a launch.
         """
+        live, scheduler, stats = self._live, self._scheduler, self._stats
         self._turned_s = self._clock()
+        self.waits = False
         self._set_working(True)
-        self._drain_inbox()
-        self._live.end_late(self._turned_s)
-        stats = self._stats
+        while (command := self._next_command()) is not None:
+            if isinstance(command, Submit):
+                if live.enter(command, self.tokenizer):
+                    try:
+                        scheduler.add(command.request)
+                    except JaxserveError as error:
+                        live.refuse(command, error)
+            elif isinstance(command, Abort):
+                live.abort(command)
+            elif isinstance(command, Interrupt):
+                raise command.error
+        live.end_late(self._turned_s)
         self._take_buckets()
         begun_s = stats.start_turn()
-        plan = self._masks.put(self._scheduler.schedule(), self._live.by_id)
-        planned_s = stats.note_plan(plan, self._live.by_id)
+        plan = self._masks.put(scheduler.schedule(), live.by_id) if launch else None
+        planned_s = stats.note_plan(plan, live.by_id)
         launched = None
         if plan is not None:
             handle = self._runner.dispatch(plan)
             limits = self._runner.limits
             launched = Launched(plan, limits, handle, begun_s, planned_s, stats.add_time("dispatch"))
         previous, self._launched = self._launched, launched
-        self._deliver()
+        live.deliver()
+        self._end_delivery()
         if previous is not None:
-            self._commit(previous)
+            asked_s = stats.mark_s
+            result = previous.handle.result()
+            stats.note_result()
+            events = scheduler.commit(previous.plan, result)
+            live.take(events)
+            self._committed = Committed(previous, result, len(events), asked_s, stats.add_time("commit"))
             if launched is None:
-                self._deliver()
+                live.deliver()
+                self._end_delivery()
         elif launched is None:
-            assert not self._scheduler.has_work(), "nothing is in flight, work is left, and the scheduler plans nothing"
+            self.waits = launch and scheduler.has_work()
+            if self.waits:
+                waits = isinstance(scheduler, MayWait) and scheduler.waits()
+                assert waits, "nothing is in flight, work is left, and the scheduler neither plans nor waits"
             self._set_working(False)
-            return False
+            return self.waits
         return True
+
+    def pause(self, most_s: float = math.inf) -> None:
+        """Sleeps if all work `waits`, until somebody wants something, a deadline passes or `most_s` seconds are over.
+
+        For whoever calls `step`.
+        """
+        if not self.waits:
+            return
+        left_s = min(most_s, self._live.next_deadline_s - self._clock(), threading.TIMEOUT_MAX)
+        with contextlib.suppress(queue.Empty):  # the next turn ends what is late
+            self._woken_by.append(self._inbox.get(timeout=max(0.0, left_s)))
 
     def run_until_idle(self) -> None:
         """Drives the loop by hand until every request has ended (offline use, tests)."""
         assert self._thread is None, "the loop already has a thread"
         try:
             while self.step():
-                pass
+                self.pause()
         except BaseException as error:
             self.fail(error)
             raise
@@ -296,14 +351,16 @@ class Engine:
         try:
             while not self._stop_now.is_set():
                 if self.step():
+                    # `stop` raises its flag before it wakes us, and the wake may have been taken by the step above.
+                    if self.waits and not self._stop_now.is_set():
+                        self.pause()
                     continue
                 with self._gate:
                     if self._inbox.empty():
                         self._idle.set()
-                # `stop` raises its flag before it wakes us, and the wake may have been taken by the step above.
-                if not self._stop_now.is_set():
-                    self._take(self._inbox.get())  # sleeps until somebody wants something
-            self._finish_flight()
+                if not self._stop_now.is_set():  # as above
+                    self._woken_by.append(self._inbox.get())  # sleeps until somebody wants something
+            self.step(launch=False)
             self._end_all(None, FinishReason.ABORT)
         except EngineStopped as error:  # says all there is to say
             logger.error("the engine loop ends: %s", error)
@@ -332,26 +389,9 @@ class Engine:
         if isinstance(self._scheduler, TakesLimits):
             self._scheduler.use_limits(limits)
 
-    def _finish_flight(self) -> None:
-        previous, self._launched = self._launched, None
-        self._deliver()
-        if previous is not None:
-            self._commit(previous)
-            self._deliver()
-
-    def _commit(self, step: Launched) -> None:
-        stats = self._stats
-        asked_s = stats.mark_s
-        result = step.handle.result()
-        stats.note_result()
-        events = self._scheduler.commit(step.plan, result)
-        self._live.take(events)
-        self._committed = Committed(step, result, len(events), asked_s, stats.add_time("commit"))
-
-    def _deliver(self) -> None:
-        """Hands out the tokens of the step that was committed last, and whatever else clients were told."""
+    def _end_delivery(self) -> None:
+        """All sinks have their updates: wakes those who wait for them, and counts the step that they came from."""
         stats, begun_s = self._stats, self._stats.mark_s
-        self._live.deliver()
         self._live.flush()
         if self._launched is not None and self._interpreter is not None:
             self._interpreter.rest()
@@ -380,21 +420,20 @@ class Engine:
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
         try:
-            self._deliver()
+            self._live.deliver()
+            self._end_delivery()
         except Exception:  # after a defect of the loop, perhaps the same one; all clients must still hear of the end
             logger.exception("the last tokens could not be delivered")
-        self._live.end_all(unheard(self._inbox), error, reason, in_order=self.failure is None)
+        self.waits = False
+        unheard: list[Submit] = []
+        while (command := self._next_command()) is not None:
+            if isinstance(command, Submit):
+                unheard.append(command)
+        self._live.end_all(unheard, error, reason, in_order=self.failure is None)
         self._set_working(False)
         self._idle.set()
 
-    def _drain_inbox(self) -> None:
-        while not self._inbox.empty():
-            self._take(self._inbox.get())
-
-    def _take(self, command: Command) -> None:
-        if isinstance(command, Submit):
-            self._live.add(command, self.tokenizer)
-        elif isinstance(command, Interrupt):
-            raise command.error
-        elif isinstance(command, Abort):
-            self._live.abort(command)
+    def _next_command(self) -> Command | None:
+        if self._woken_by:
+            return self._woken_by.pop()
+        return None if self._inbox.empty() else self._inbox.get()

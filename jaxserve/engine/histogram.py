@@ -1,6 +1,5 @@
-"""Counts of values by size, kept for as long as the process lives.
+"""Counts of values by size, kept for as long as the process lives; the form needs no metrics system.
 
-Owns the bounds and the counts. Refuses to know what a metrics system looks like, so that the loop needs none.
 One thread adds; any thread may read a `HistogramSnapshot`, which is consistent with itself: its number of values is
 the sum of its counts.
 """
@@ -24,7 +23,7 @@ class HistogramSnapshot(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """How many there were."""
+        """Number of values counted."""
         return sum(self.counts)
 
 
@@ -40,10 +39,10 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Counts `value`, `times` over."""
+        """Counts `value` as `times` values."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def snapshot(self) -> HistogramSnapshot:
-        """What has been counted. Any thread."""
+        """A copy of the counts so far. Any thread."""
         return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)

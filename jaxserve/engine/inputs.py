@@ -1,7 +1,7 @@
-"""From what a client sends to a frozen `Request`: encode, check, resolve.
+"""From the parts of a client's request to a frozen `Request`: encode, check, resolve.
 
-Owns every check that needs the model's limits but not the scheduler's state. Refuses to touch the loop: it is pure and
-may run on any thread, since encoding a long prompt takes milliseconds that the loop must not spend.
+Every check that needs the model's limits but not the scheduler's state is made here. The functions are pure and may
+run on any thread, since encoding a long prompt takes milliseconds that the loop must not spend.
 """
 
 import dataclasses
@@ -9,13 +9,13 @@ import math
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 
-from jaxserve.api import Request, SamplingParams, check_request
+from jaxserve.api import Request, RequestOptions, SamplingParams, check_request
 from jaxserve.engine.structured import Grammars
 from jaxserve.errors import InvalidRequest, PromptTooLong, UnsupportedOption
 from jaxserve.text.base import Tokenizer
 
 # Text, token ids (a list or an array of whole numbers), or vLLM's dictionaries {"prompt": text} and
-# {"prompt_token_ids": ids}.
+# {"prompt_token_ids": ids}, each with an optional "cache_salt".
 Prompt = str | Sequence[int] | Mapping[str, object]
 
 # Put before a word to see how it is spelled where no space precedes it. Splitting rules keep a line feed apart from
@@ -35,6 +35,7 @@ class ModelInfo:
       max_pool_tokens: tokens of a sequence that has the whole page pool; None: as many as max_model_len.
       private_prompts_above: prompts longer than this share pages only with prompts of their own length; None: all
         share. Dynamic rope scaling turns keys by an angle that depends on the prompt's length beyond the trained one.
+      max_position: tokens that the checkpoint is made for, of which max_model_len may be a part; None: not known.
     """
 
     name: str
@@ -43,44 +44,44 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     max_pool_tokens: int | None = None
     private_prompts_above: int | None = None
+    max_position: int | None = None
 
 
 def prepare_request(
     prompt: Prompt,
     sampling: SamplingParams,
+    options: RequestOptions,
     *,
     request_id: str,
     model: ModelInfo,
     tokenizer: Tokenizer | None,
     seed: int,
     arrival_s: float,
-    priority: int = 0,
     uses_priority: bool = True,
-    cache_salt: str = "",
-    tenant: str = "",
-    add_special_tokens: bool = True,
-    timeout_s: float | None = None,
-    traceparent: str = "",
-    pooling: bool = False,
     grammars: Grammars | None = None,
 ) -> Request:
     """Builds the request that the scheduler gets. Pure.
 
-    `seed` is used when `sampling.seed` is None. `uses_priority` False refuses a priority that nothing would read.
-    `add_special_tokens` False is for text that already has them, such as a rendered chat. `timeout_s` counts from
-    `arrival_s`. `pooling` asks for an embedding of the prompt; `sampling` then only says how to truncate it. Raises
-    InvalidRequest, PromptTooLong or UnsupportedOption.
+    `request_id` is used when `options.request_id` is None, `seed` when `sampling.seed` is; the "cache_salt" of a
+    dictionary goes before that of `options`. `uses_priority` False
+    refuses a priority that nothing would read. `options.timeout_s` counts from `arrival_s`. Raises InvalidRequest,
+    PromptTooLong or UnsupportedOption.
     """
     grammars = Grammars(model.vocab_size, model.eos_token_ids) if grammars is None else grammars
-    token_ids = _prompt_ids(prompt, tokenizer, add_special_tokens)
+    if isinstance(prompt, Mapping) and "cache_salt" in prompt:
+        options = dataclasses.replace(options, cache_salt=prompt["cache_salt"])
+    token_ids = _prompt_ids(prompt, tokenizer, options.add_special_tokens)
     if sampling.truncate_prompt_tokens is not None:
         token_ids = token_ids[-sampling.truncate_prompt_tokens :]
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token")
-    _check_priority(priority, uses_priority)
-    if pooling:
+    _check_priority(options.priority, uses_priority)
+    _check_texts(options)
+    for name in ("ttft_target_s", "tpot_target_s"):
+        _check_seconds(name, getattr(options, name), "null for the engine's own")
+    if options.pooling:
         _check_pooling(len(token_ids), sampling, model)
-    max_tokens = 0 if pooling else _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
+    max_tokens = 0 if options.pooling else _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
     check_token_ids(token_ids, model.vocab_size)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
@@ -91,10 +92,11 @@ def prepare_request(
         raise UnsupportedOption(
             "stop strings need a tokenizer, and this engine was started without; use stop_token_ids"
         )
+    cache_salt = options.cache_salt
     if model.private_prompts_above is not None and len(token_ids) > model.private_prompts_above:
         cache_salt = f"{cache_salt}|prompt_len={len(token_ids)}"
     request = Request(
-        request_id=request_id,
+        request_id=request_id if options.request_id is None else options.request_id,
         prompt_token_ids=token_ids,
         sampling=sampling,
         max_tokens=max_tokens,
@@ -104,13 +106,16 @@ def prepare_request(
         ),
         bad_word_ids=_bad_word_ids(sampling.bad_words, tokenizer),
         arrival_s=arrival_s,
-        priority=priority,
+        priority=options.priority,
         cache_salt=cache_salt,
-        tenant=tenant,
-        deadline_s=arrival_s + _check_timeout(timeout_s),
-        traceparent=traceparent,
+        tenant=options.tenant,
+        ttft_target_s=options.ttft_target_s,
+        tpot_target_s=options.tpot_target_s,
+        deadline_s=arrival_s + _timeout(options.timeout_s),
+        traceparent=options.traceparent,
         grammar=grammars.compile(sampling, token_ids, tokenizer),
-        pooling=pooling,
+        echo_text=_echo_text(token_ids, sampling, tokenizer) if options.echo else "",
+        pooling=options.pooling,
     )
     check_request(request, model.vocab_size)
     return request
@@ -133,7 +138,7 @@ def _check_pooling(prompt_len: int, sampling: SamplingParams, model: ModelInfo) 
 def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
     if isinstance(prompt, Mapping):
         known = [k for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
-        extra = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
+        extra = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt"}
         if extra or not known:
             raise InvalidRequest(f"a prompt dictionary has 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}")
         prompt = prompt[known[0]]  # type: ignore[assignment]  # the ids win when both are given, as in vLLM
@@ -192,29 +197,41 @@ def _check_priority(priority: int, uses_priority: bool) -> None:
         )
 
 
-def _check_timeout(timeout_s: float | None) -> float:
-    if timeout_s is None:
-        return math.inf
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise InvalidRequest(f"timeout_s is {timeout_s!r}, but must be more than 0 seconds, or null for no limit")
-    return timeout_s
+def _check_texts(options: RequestOptions) -> None:
+    for name in ("cache_salt", "tenant"):
+        if not isinstance(getattr(options, name), str):
+            raise InvalidRequest(f"{name} must be text, got {getattr(options, name)!r:.80}")
 
 
-def check_echo(request: Request, tokenizer: Tokenizer | None) -> None:
-    """Raises UnsupportedOption when the output of `request` cannot begin with its prompt."""
+def _check_seconds(name: str, value: float | None, meaning: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InvalidRequest(f"{name} is {value!r}, but must be more than 0 seconds, or {meaning}")
+
+
+def _timeout(timeout_s: float | None) -> float:
+    _check_seconds("timeout_s", timeout_s, "null for no limit")
+    return math.inf if timeout_s is None else timeout_s
+
+
+def _echo_text(token_ids: Sequence[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         raise UnsupportedOption("echo needs a tokenizer, and this engine was started without; leave echo out")
-    if not request.sampling.detokenize:
+    if not sampling.detokenize:
         raise UnsupportedOption("echo needs text, but detokenize is false; leave one of them out")
+    return tokenizer.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
 
 
 def _resolve_max_tokens(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
     max_model_len = model.max_model_len
     room = max_model_len - prompt_len
     if room < 1:
+        can_be_raised = model.max_position is None or max_model_len < model.max_position
+        last = "or raise model.max_len" if can_be_raised else "or take a model of longer context: this one has no more"
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens; a sequence holds {max_model_len}, prompt and output together; "
-            "shorten it, set truncate_prompt_tokens, or raise model.max_len"
+            f"shorten it, set truncate_prompt_tokens, {last}"
         )
     if max_tokens is None:
         # A pool smaller than the context is the server's own limit; admission refuses what exceeds it, asked or not.

@@ -1,7 +1,7 @@
 """The requests that the loop has taken and that have not ended.
 
-Owns each of them from its acceptance to its last update: the text, the deadline, the place among those that wait, and
-the word to the scheduler when something else than a token ends it. Refuses threads and the order of a step (`engine`).
+Each request is here from its acceptance to its last update: its text, its deadline, its place among waiting requests.
+When a request ends by anything but a token (a stop string, an abort, a deadline), the scheduler is told from here.
 
 The tokens of a step come in twice. `take` has them before the next step is planned, and reads at once only what may
 change that plan: requests with stop strings, which may end, and with grammars, whose next mask follows. `deliver` has
@@ -10,16 +10,15 @@ the rest, when the device is busy with the next step: text and streams are most 
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxserve.api import FinishReason, TokenEvent
 from jaxserve.engine.commands import Abort, Submit
 from jaxserve.engine.outputs import LiveRequest, Update
-from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.stats_values import RequestTimes
+from jaxserve.engine.stats import EngineStats, RequestTimes
 from jaxserve.engine.waiting import Waiting, deadline_error
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.sched.base import Scheduler
+from jaxserve.sched.base import Scheduler, TakesEnds
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import PieceTexts
 
@@ -50,17 +49,41 @@ class LiveRequests:
         self._num_steering = 0  # live requests whose tokens must be read before the next plan
         self._pieces: PieceTexts | None = None  # of the one tokenizer
         self._scheduler = scheduler
+        self._finish = scheduler.finish if isinstance(scheduler, TakesEnds) else scheduler.abort
         self._waiting = waiting
         self._stats = stats
         self._eos_token_ids = eos_token_ids
 
-    def add(self, command: Submit, tokenizer: Tokenizer | None) -> None:
-        """Hands a request to the scheduler, or tells its client why not."""
-        refused = self._try_add(command, tokenizer)
+    def enter(self, command: Submit, tokenizer: Tokenizer | None) -> bool:
+        """Takes a request, or tells its client why not and returns False.
+
+        Called before the scheduler gets it: should that break, this client is told, too, that the loop has died.
+        """
         self._waiting.take()
-        if refused is not None:
-            self._waiting.leave(command.request, started=False)
-            self._make_silent(command).fail(refused)
+        request_id = command.request.request_id
+        try:
+            live = self._make(command, tokenizer)
+        except Exception as error:  # a defect of the tokenizer costs the request that met it
+            logger.exception("request %r failed", request_id)
+            self._decline(command, JaxserveError(f"the prompt could not be decoded: {error!r}"))
+            return False
+        if request_id in self.by_id:
+            error = InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+            self._decline(command, error)
+            return False
+        self.by_id[request_id] = live
+        self._num_steering += live.steers
+        self.next_deadline_s = min(self.next_deadline_s, command.request.deadline_s)
+        return True
+
+    def refuse(self, command: Submit, error: JaxserveError) -> None:
+        """The scheduler does not take a request that has been entered: tells its client why."""
+        self._forget(self.by_id[command.request.request_id])
+        self._decline(command, error)
+
+    def _decline(self, command: Submit, error: JaxserveError) -> None:
+        self._waiting.leave(command.request, command.request.sampling.n, first=True)
+        self._make_silent(command).fail(error)
 
     def take(self, events: list[TokenEvent]) -> None:
         """Takes the tokens of a step; `deliver` must have handed out those of the step before."""
@@ -78,9 +101,16 @@ class LiveRequests:
 
     def deliver(self) -> None:
         """Turns the tokens that were taken into updates, and gives all updates to their sinks."""
+        for live, update in self._updates():
+            try:
+                live.sink(update)
+            except Exception as error:  # a defect of one sink must not end the others
+                self._break(live, error)
+
+    def _updates(self) -> Iterator[tuple[LiveRequest, Update]]:
+        """Each is made when those before it have been given away: a sink that breaks ends its request."""
         read, self._read = self._read, []
-        for live, update in read:
-            self._tell(live, update)
+        yield from read
         unread, self._unread = self._unread, []
         by_id = self.by_id
         for event in unread:
@@ -88,7 +118,7 @@ class LiveRequests:
             if live is None:
                 self._stats.dropped += 1
             elif (update := self._push(live, event)) is not None:
-                self._tell(live, update)
+                yield live, update
 
     def flush(self) -> None:
         """Tells whoever collects updates that those of this turn are complete."""
@@ -100,9 +130,10 @@ class LiveRequests:
 
     def _push(self, live: LiveRequest, event: TokenEvent) -> Update | None:
         """The update of a token; None when there is none to be told."""
-        if not live.started:
+        if event.prompt is not None:  # the first token of this sequence
+            self._waiting.begin(live.request, first=not live.started)
             live.started = True
-            self._waiting.leave(live.request, started=True)
+            live.num_waiting -= 1
         try:
             update = live.push(event)
         except Exception as error:  # a defect in one request's text must not end the others
@@ -112,17 +143,12 @@ class LiveRequests:
             self._stats.dropped += 1
             return None
         if update.finish_reason is not None:
-            if event.finish_reason is None:
-                self._scheduler.abort(event.request_id, event.index)
+            if event.finish_reason is None:  # the scheduler does not know yet
+                end = self._finish if update.finish_reason is FinishReason.STOP else self._scheduler.abort
+                end(event.request_id, event.index)
             if live.done:
                 self._remove(live)
         return update
-
-    def _tell(self, live: LiveRequest, update: Update) -> None:
-        try:
-            live.sink(update)
-        except Exception as error:  # neither must a defect of its sink
-            self._break(live, error)
 
     def _break(self, live: LiveRequest, error: Exception) -> None:
         request_id = live.request.request_id
@@ -133,6 +159,11 @@ class LiveRequests:
         live.fail(JaxserveError(f"the output could not be processed: {error!r}"))
 
     def _remove(self, live: LiveRequest) -> None:
+        self._forget(live)
+        if live.num_waiting:
+            self._waiting.leave(live.request, live.num_waiting, first=not live.started)
+
+    def _forget(self, live: LiveRequest) -> None:
         del self.by_id[live.request.request_id]
         self._num_steering -= live.steers
 
@@ -174,15 +205,13 @@ class LiveRequests:
             return
         self._remove(live)
         self._scheduler.abort(request.request_id)
-        if not live.started:
-            self._waiting.leave(request, started=False)
         live.fail(error, reason)
 
     def _make_silent(self, command: Submit) -> LiveRequest:
         """One that will produce no text: all it can do is tell its client that it ended."""
-        return self._make(command, None, False)
+        return self._make(command, None)
 
-    def _make(self, command: Submit, tokenizer: Tokenizer | None, echo: bool) -> LiveRequest:
+    def _make(self, command: Submit, tokenizer: Tokenizer | None) -> LiveRequest:
         if tokenizer is not None and self._pieces is None:
             self._pieces = PieceTexts(tokenizer)
         return LiveRequest(
@@ -190,28 +219,7 @@ class LiveRequests:
             command.sink,
             tokenizer,
             self._eos_token_ids,
-            echo,
             stats=self._stats,
             times=RequestTimes(command.request, command.submitted_s),
             pieces=self._pieces,
         )
-
-    def _try_add(self, command: Submit, tokenizer: Tokenizer | None) -> JaxserveError | None:
-        """None when the scheduler has taken it, else why not."""
-        request_id = command.request.request_id
-        try:
-            live = self._make(command, tokenizer, command.echo)
-        except Exception as error:  # a defect of the tokenizer costs the request that met it
-            logger.exception("request %r failed", request_id)
-            return JaxserveError(f"the prompt could not be decoded: {error!r}")
-        if request_id in self.by_id:
-            return InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
-        self.by_id[request_id] = live  # before: if the scheduler breaks, this one too is told that the loop has died
-        self._num_steering += live.steers
-        try:
-            self._scheduler.add(command.request)
-        except JaxserveError as error:
-            self._remove(live)
-            return error
-        self.next_deadline_s = min(self.next_deadline_s, command.request.deadline_s)
-        return None

@@ -1,7 +1,6 @@
-"""From token events to what a client reads: text that never breaks a character, stop strings, finish reasons.
+"""From token events to the client's text: text that never breaks a character, stop strings, finish reasons.
 
-Owns the per-request text state. Refuses to decide who runs; the only thing it tells the scheduler is that a stop
-string ended a sequence. Used by the loop thread alone.
+The state of each request's text is kept here. Used by the loop thread alone.
 """
 
 import logging
@@ -9,8 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
-from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.stats_values import RequestTimes
+from jaxserve.engine.stats import EngineStats, RequestTimes
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer, PieceTexts
@@ -31,6 +29,7 @@ class Update(NamedTuple):
       prompt: on the first update of a sequence.
       error: set when the request ends without an answer; then `finish_reason` is ERROR.
       last: no update of any sequence of this request follows.
+      admitted_s: beside `prompt`: when a step first gave the request a row, on the engine's clock.
     """
 
     request_id: str
@@ -43,9 +42,10 @@ class Update(NamedTuple):
     prompt: PromptInfo | None = None
     error: JaxserveError | None = None
     last: bool = False
+    admitted_s: float | None = None
 
 
-# Called on the loop thread; must return at once (put it in a queue). To wake somebody costs more than all else here:
+# Called on the loop thread; must return at once (put it in a queue). To wake a thread costs more than all else here:
 # wake once for all updates of a turn, see `Engine.watch_deliveries`.
 Sink = Callable[[Update], None]
 
@@ -63,17 +63,18 @@ class _LiveSequence:
 
 
 class LiveRequest:
-    """One accepted request on its way. Mutated by the loop thread only.
+    """One accepted request that has not ended. Mutated by the loop thread only.
 
-    `steers` says whether its text or its grammar may change what the scheduler plans next.
+    `steers` says whether its text or its grammar may change what the scheduler plans next; `num_waiting`, how many of
+    its sequences have no token yet; `started`, that one has.
     """
 
     __slots__ = (
         "_eos_token_ids",
         "_sequences",
         "_stats",
-        "echo_text",
         "matchers",
+        "num_waiting",
         "request",
         "sink",
         "started",
@@ -87,7 +88,6 @@ class LiveRequest:
         sink: Sink,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
-        echo: bool,
         *,
         stats: EngineStats,
         times: RequestTimes,
@@ -100,11 +100,7 @@ class LiveRequest:
         self.started = False
         self._eos_token_ids = eos_token_ids
         sampling = request.sampling
-        self.echo_text = ""
-        if echo and tokenizer is not None:
-            self.echo_text = tokenizer.decode(
-                request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
-            )
+        self.num_waiting = sampling.n
         self._sequences = [_LiveSequence(_detokenizer(request, tokenizer, pieces)) for _ in range(sampling.n)]
         grammar = request.grammar
         self.matchers = () if grammar is None else tuple(grammar.start() for _ in self._sequences)
@@ -112,7 +108,7 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
-        """All sequences have ended."""
+        """Whether all sequences have ended."""
         return all(s.done for s in self._sequences)
 
     def push(self, event: TokenEvent) -> Update | None:
@@ -127,22 +123,29 @@ class LiveRequest:
             return None
         stats = self._stats
         if event.finish_reason is None and not self.steers and sequence.last_s == stats.previous_s:
-            # Nearly all tokens: neither the first nor the last, and nothing to look for. Half the time of what follows.
+            # Nearly all tokens: neither the first nor the last, and nothing to search. Half the time of the code below.
             sequence.last_s = stats.now_s
             sequence.num_tokens += 1
             token_ids, detokenizer = (event.token_id,), sequence.detokenizer
             text = "" if detokenizer is None else detokenizer.push(token_ids)
             logprobs = None if event.logprobs is None else (event.logprobs,)
             return tuple.__new__(
-                Update, (event.request_id, event.index, token_ids, text, None, None, logprobs, None, None, False)
+                Update, (event.request_id, event.index, token_ids, text, None, None, logprobs, None, None, False, None)
             )
         if self.request.pooling:
             sequence.done = True
             stats.take_pooled(self.times, event.prompt)
             stats.note_end(self.times, self._sequences, FinishReason.STOP)
-            return Update(event.request_id, 0, finish_reason=event.finish_reason, prompt=event.prompt, last=True)
+            return Update(
+                event.request_id,
+                0,
+                finish_reason=event.finish_reason,
+                prompt=event.prompt,
+                last=True,
+                admitted_s=self.times.scheduled_s,
+            )
         if sequence.last_s == stats.now_s:
-            stats.num_together += 1  # a later token of a burst
+            stats.num_together += 1  # not the first token that the step drew
         elif sequence.last_s != stats.previous_s:
             stats.take(sequence, self.times, event.prompt)
         sequence.last_s = stats.now_s
@@ -164,13 +167,14 @@ class LiveRequest:
             event.request_id,
             event.index,
             (event.token_id,),
-            self.echo_text + text if first else text,
+            self.request.echo_text + text if first else text,
             finish_reason,
             stop_reason,
             (event.logprobs,) if event.logprobs is not None else None,
             event.prompt,
             error,
             last,
+            self.times.scheduled_s if event.prompt is not None else None,
         )
 
     def _accept(self, event: TokenEvent) -> InvalidRequest | None:

@@ -1,20 +1,21 @@
-"""Several engines of one model behind one face.
+"""`EngineGroup`: several engines of one model behind the interface of one.
 
-Owns which replica has which request, and what becomes of it when a replica dies. Refuses the loops (each `Engine` has
-its own, with its own scheduler and device) and the choice (a `Router`'s).
+The group knows which replica has which request. Each replica is an `Engine` with its own loop, scheduler and device; a
+`Router` chooses between them.
 
-A replica that dies takes down no other. A request of it that has streamed nothing moves to another replica, where it
-runs from its beginning: its tokens depend on its seed alone, so the client cannot tell. One that has streamed ends
-with an error that says which replica died, since only the client knows whether half an answer may be told twice.
+A replica that dies takes down no other. A request that has streamed nothing moves to another replica, where it runs
+from its beginning: its tokens depend on its seed alone, so the client cannot tell. A request that has streamed ends
+with an error that says which replica died, since only the client knows whether half an answer may be repeated.
 """
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
 from jaxserve.engine.base import Load, reason_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
@@ -27,16 +28,17 @@ from jaxserve.text.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.01
+
 
 class _Routed:
     """One request and where it is. Mutated under the group's lock, but for `num_streamed`: by its replica's loop."""
 
-    __slots__ = ("aborted", "echo", "key", "num_moves", "num_streamed", "replica", "request", "sink")
+    __slots__ = ("aborted", "key", "num_moves", "num_streamed", "replica", "request", "sink")
 
-    def __init__(self, request: Request, sink: Sink, echo: bool, key: PromptKey) -> None:
+    def __init__(self, request: Request, sink: Sink, key: PromptKey) -> None:
         self.request = request
         self.sink = sink
-        self.echo = echo
         self.key = key
         self.replica = -1
         self.num_moves = 0
@@ -47,12 +49,12 @@ class _Routed:
 class EngineGroup:
     """Replicas of one model, an `AnyEngine`. Threads as for `Engine`: driven by hand, or by a thread per replica.
 
-    Requests wait in the queue of their replica, so `max_waiting` holds for each of them: the group is full when all
+    Requests wait in the queue of their replica, so `max_waiting` holds for each replica: the group is full when all
     are. A request that moves because its replica died is taken even by a full one, since it has been accepted.
     """
 
     def __init__(self, replicas: Sequence[Engine], router: Router, *, retries: int = 2) -> None:
-        """`retries`: times that a request may move; what has killed several replicas is likely their killer."""
+        """`retries`: times that a request may move; a request on which several replicas died is likely the cause."""
         assert replicas, "a group of nothing"
         self._replicas = tuple(replicas)
         self._retries = retries
@@ -64,6 +66,7 @@ class EngineGroup:
         self._idle = threading.Condition(self._lock)
         self._accepting = True
         self._moving = True
+        self._waits = False  # in the last turn by hand no replica did anything, and one at least waits
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
@@ -74,7 +77,7 @@ class EngineGroup:
 
     @property
     def model(self) -> ModelInfo:
-        """Of each replica."""
+        """The model of each replica."""
         return self._replicas[0].model
 
     @property
@@ -84,7 +87,7 @@ class EngineGroup:
 
     @property
     def failure(self) -> BaseException | None:
-        """None while one replica lives; then what each of them died of."""
+        """None while one replica lives; then the reasons for which they died."""
         failures = [replica.failure for replica in self._replicas]
         if None in failures:
             return None
@@ -97,12 +100,12 @@ class EngineGroup:
 
     @property
     def stalled_s(self) -> float:
-        """Of the replica that has stood still the longest: its requests hang, however well the others do."""
+        """Seconds of the replica that has stood still the longest: its requests hang, however well the others do."""
         return max(replica.stalled_s for replica in self._replicas)
 
     @property
     def stats(self) -> tuple[EngineStats, ...]:
-        """What each replica's loop did."""
+        """The statistics of each replica's loop."""
         return tuple(stats for replica in self._replicas for stats in replica.stats)
 
     @property
@@ -117,43 +120,19 @@ class EngineGroup:
 
     @property
     def load(self) -> Load:
-        """Of the living replicas together."""
+        """The load of the living replicas together."""
         loads = [replica.load for replica in self._replicas if replica.failure is None]
         return Load(*map(sum, zip(*loads, strict=True))) if loads else Load(0, 0, 0, 0, 0)
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        add_special_tokens: bool = True,
-        timeout_s: float | None = None,
-        traceparent: str = "",
-        pooling: bool = False,
-    ) -> Request:
+    def prepare(self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions = NO_OPTIONS) -> Request:
         """See `Engine.prepare`. Numbers and seeds come from one counter, so they do not depend on the replicas."""
-        return self._replicas[0].prepare(
-            prompt,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            add_special_tokens=add_special_tokens,
-            timeout_s=timeout_s,
-            traceparent=traceparent,
-            pooling=pooling,
-        )
+        return self._replicas[0].prepare(prompt, sampling, options)
 
     def chat_template(self, source: str | None = None) -> ChatTemplate:
         """See `Engine.chat_template`."""
         return self._replicas[0].chat_template(source)
 
-    def submit(self, request: Request, sink: Sink, *, echo: bool = False) -> None:
+    def submit(self, request: Request, sink: Sink) -> None:
         """Hands the request to a replica. `sink` gets every update, the last one with `last` set.
 
         Raises QueueFull when every living replica is full, and otherwise as `Engine.submit`; InvalidRequest when a
@@ -161,8 +140,8 @@ class EngineGroup:
         """
         key: PromptKey = ()
         if self._balancer.uses_prompt:
-            key = key_of_tokens(request.prompt_token_ids, cache_salt=request.cache_salt, tenant=request.tenant)
-        routed = _Routed(request, sink, echo, key)
+            key = key_of_tokens(request.prompt_token_ids, cache_salt=request.cache_salt, content=request.content)
+        routed = _Routed(request, sink, key)
         with self._lock:
             if not self.accepting:
                 raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
@@ -171,6 +150,20 @@ class EngineGroup:
             self._place(routed)
             self._routed[request.request_id] = routed
 
+    def check_room(self, num_sequences: int) -> None:
+        """See `Engine.check_room`. Requests are assumed to spread evenly: the group is full when all replicas are."""
+        living = [replica for replica in self._replicas if replica.accepting]
+        full: QueueFull | None = None
+        for replica in living:
+            try:
+                replica.check_room(-(-num_sequences // len(living)))
+            except QueueFull as error:
+                full = error
+            else:
+                return
+        if full is not None:
+            raise full
+
     def abort(self, request: str | Request) -> None:
         """See `Engine.abort`."""
         request_id = request.request_id if isinstance(request, Request) else request
@@ -178,7 +171,7 @@ class EngineGroup:
             routed = self._routed.get(request_id)
             if routed is None or (isinstance(request, Request) and request is not routed.request):
                 return
-            routed.aborted = True  # its replica may be dying, and it must not rise elsewhere
+            routed.aborted = True  # its replica may be dying, and the request must not be moved
             self._replicas[routed.replica].abort(routed.request)
 
     def watch_deliveries(self, tell: Callable[[], None]) -> None:
@@ -195,25 +188,34 @@ class EngineGroup:
 
     def step(self) -> bool:
         """One turn of each replica. A step that raises costs its replica alone; raises when none is left."""
-        worked = False
+        worked = waits = False
         for number, replica in enumerate(self._replicas):
             if replica.failure is not None:
                 continue
             try:
-                worked |= replica.step()
+                if replica.step():
+                    worked |= not replica.waits
+                    waits |= replica.waits
             except Exception as error:
-                logger.exception("the step of replica %d failed", number)
+                logger.error("the step of replica %d failed", number, exc_info=error)
                 replica.fail(error)
                 worked = True  # its requests have moved, perhaps to one that was idle in this turn
         if (failure := self.failure) is not None:
             raise failure
-        return worked
+        self._waits = waits and not worked
+        return worked or waits
+
+    def pause(self, most_s: float = math.inf) -> None:
+        """See `Engine.pause`. One thread cannot sleep in front of several inboxes, so it looks at all every 10 ms."""
+        if not self._waits:
+            return
+        next(replica for replica in self._replicas if replica.waits).pause(min(most_s, _LOOK_S))
 
     def run_until_idle(self) -> None:
         """Drives the loops by hand until every request has ended."""
         try:
             while self.step():
-                pass
+                self.pause()
         except BaseException as error:
             self.fail(error)
             raise
@@ -252,7 +254,7 @@ class EngineGroup:
         for thread in stopping:
             thread.join()
 
-    # ---- requests on their way -------------------------------------------------------------------------------------
+    # ---- requests that move ----------------------------------------------------------------------------------------
 
     def _place(self, routed: _Routed, *, accepted: bool = False) -> None:
         """Gives the request to a replica that takes it. Raises QueueFull or EngineStopped when there is none."""
@@ -266,7 +268,7 @@ class EngineGroup:
             routed.replica = number  # before its loop can call the sink
             try:
                 sink = functools.partial(self._take, routed)
-                self._replicas[number].submit(routed.request, sink, echo=routed.echo, accepted=accepted)
+                self._replicas[number].submit(routed.request, sink, accepted=accepted)
             except QueueFull as error:
                 full = error
             except EngineStopped:  # it died after it was asked whether it accepts
@@ -288,9 +290,9 @@ class EngineGroup:
 
     def _take(self, routed: _Routed, update: Update) -> None:
         """The sink that each replica is given; on its loop thread."""
-        if isinstance(update.error, EngineStopped):  # nothing but a death says so
+        if isinstance(update.error, EngineStopped):  # only the death of a replica gives this error
             if not routed.num_streamed:
-                if update.last:  # with n > 1 each sequence tells of it
+                if update.last:  # with n > 1 the error comes once for each sequence
                     self._move(routed, update.error)
                 return
             text = f"{self._name(routed.replica)} has died after {routed.num_streamed} tokens had been streamed"

@@ -1,10 +1,10 @@
-"""What the loop did: one record a step, one a request, and sums over all of them.
+"""Statistics of the loop: one record a step, one a request, and sums over all of them.
 
-Owns the definitions of every figure that metrics, dashboards and the live page show. Refuses to know how they are
-shown, and to keep anything without bound. The definitions are vLLM's, so that figures can be compared:
+Every figure that metrics, dashboards and the live page show is defined here. The records kept are bounded in number.
+The definitions are vLLM's, so that figures can be compared:
 
   * TTFT: from a request's arrival at the front door to its first token on the host.
-  * ITL: between two tokens of one sequence, as they reach the host; all tokens of a step, or a burst, do so together.
+  * ITL: between two tokens of one sequence, as they reach the host; all tokens of a step do so together.
   * TPOT: of a request that has ended, (last token - first token) / (tokens - 1); with n > 1, over all its sequences.
   * queue time: from the moment the engine was given a request to the step that first gave it a row.
   * end to end: from arrival to the end.
@@ -16,16 +16,122 @@ making the tuple may collect garbage, which runs Python code and lets the loop a
 """
 
 import collections
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from jaxserve.api import FinishReason, PromptInfo
-from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram
-from jaxserve.engine.stats_values import FirstToken, RequestStats, RequestTimes, SequenceTimes, StepStats, Timed, Totals
+from jaxserve.api import FinishReason, PromptInfo, Request
+from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
 from jaxserve.sched.base import BucketCounts, Scheduler
 from jaxserve.sched.counts import SchedulerCounts, counts_of, page_states_of
 from jaxserve.sched.plan import Limits, StepPlan
+
+
+class StepStats(NamedTuple):
+    """One step that was committed, and the turn of the loop in which it was.
+
+    Attributes:
+      time_s: when its tokens were on the host, on the engine's clock.
+      decode_rows, chunks, prefill_tokens: rows, chunks and tokens of prompts in the plan.
+      slots: tokens that the compiled shape has room for; those beyond the real ones are padding.
+      new_tokens: delivered to streams.
+      itl_s: of the rows that got a token in the step before, too; 0 when there was none.
+      schedule_s, dispatch_s, wait_s, commit_s: the parts of the turn: planning and launching a step after this one,
+        waiting for this one, and handing out its tokens.
+      counts: what the scheduler held afterwards; None for a scheduler without counts.
+    """
+
+    step_id: int
+    time_s: float
+    decode_rows: int
+    chunks: int
+    prefill_tokens: int
+    slots: int
+    new_tokens: int
+    itl_s: float
+    schedule_s: float
+    dispatch_s: float
+    wait_s: float
+    commit_s: float
+    counts: SchedulerCounts | None
+
+
+class FirstToken(NamedTuple):
+    """A request got its first token at `time_s`, as the `number`-th of all."""
+
+    number: int
+    time_s: float
+    ttft_s: float
+
+
+class RequestStats(NamedTuple):
+    """One request that has ended. Times that it never reached are None.
+
+    `finish_reason` is that of its sequence that ended last; `new_tokens` those of all its sequences.
+    """
+
+    request_id: str
+    time_s: float
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums since the start.
+
+    Attributes:
+      ended: requests by finish reason.
+      computed_tokens, slots: of all steps, without and with padding.
+      part_s: seconds of the loop by part: schedule, dispatch, wait, commit.
+    """
+
+    steps: int
+    prompt_tokens: int
+    new_tokens: int
+    computed_tokens: int
+    slots: int
+    ended: Mapping[FinishReason, int]
+    part_s: Mapping[str, float]
+    histograms: Mapping[str, HistogramSnapshot]
+
+
+class SequenceTimes(Protocol):
+    """When the tokens of one sequence came; -1 before the first. Mutated by `EngineStats.take`."""
+
+    first_s: float
+    last_s: float
+    num_tokens: int
+
+
+class RequestTimes:
+    """When one request reached each stage of its life. Mutated by the loop thread."""
+
+    __slots__ = ("arrival_s", "cached_tokens", "first_s", "request", "scheduled_s", "submitted_s")
+
+    def __init__(self, request: Request, submitted_s: float) -> None:
+        self.request = request
+        self.arrival_s = request.arrival_s
+        self.submitted_s = submitted_s
+        self.scheduled_s: float | None = None
+        self.first_s: float | None = None
+        self.cached_tokens = 0
+
+
+class Timed(Protocol):
+    """The part of a live request that statistics use."""
+
+    @property
+    def times(self) -> RequestTimes: ...
+
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +145,8 @@ class EngineStats:
     Attributes:
       now_s: when the tokens that are being handed out reached the host.
       previous_s: the same of the step before.
-      dropped: tokens of the step that nobody waits for any more. Added to by whoever drops them.
-      num_together: tokens of the step that came with an earlier one of their sequence. Added to by who counts tokens.
+      dropped: tokens of the step whose request has ended. Added to where tokens are dropped.
+      num_together: tokens of the step that came with an earlier one of their sequence. Added to where they are counted.
       alive: False once the loop has died; its requests have ended or moved, and its rows and pages are gone.
     """
 
@@ -73,7 +179,7 @@ class EngineStats:
 
     @property
     def counts(self) -> SchedulerCounts | None:
-        """What the scheduler holds now; None for one that does not tell. Of a dead loop the sums alone are left."""
+        """What the scheduler holds now; None for a scheduler without counts. Of a dead loop the sums alone are left."""
         counts = counts_of(self._scheduler)
         if self.alive or counts is None:
             return counts
@@ -81,16 +187,16 @@ class EngineStats:
 
     @property
     def clock_s(self) -> float:
-        """Now, on the clock of all times here."""
+        """The time now, on the clock of all times of this object."""
         return self._clock()
 
     @property
     def num_compiles(self) -> int:
-        """Programs compiled since start, as far as somebody counts them; must stay 0."""
+        """Programs compiled since the start, where a counter was given; must stay 0."""
         return self._count_compiles()
 
     def watch_compiles(self, count: Callable[[], int]) -> None:
-        """`count` tells how many there were. Called once, before the loop starts: nothing here knows the device."""
+        """`count` returns the number of compiles. Called once, before the loop starts."""
         self._count_compiles = count
 
     @property
@@ -99,7 +205,7 @@ class EngineStats:
         return self._count_buckets()
 
     def watch_buckets(self, count: Callable[[], BucketCounts]) -> None:
-        """`count` tells what became of the step shapes. Called once, before the loop starts."""
+        """`count` returns the step shapes by state. Called once, before the loop starts."""
         self._count_buckets = count
 
     def watch_ends(self, watcher: Callable[[RequestTimes, RequestStats], None]) -> None:
@@ -155,14 +261,14 @@ class EngineStats:
         return self._mark_s
 
     def add_time(self, part: str) -> float:
-        """The time since the last mark belongs to `part`. Returns the new mark."""
+        """Adds the time since the last mark to `part`. Returns the new mark."""
         now_s = self._clock()
         self._turn[part] += now_s - self._mark_s
         self._mark_s = now_s
         return now_s
 
     def note_plan(self, plan: StepPlan | None, live: Mapping[str, Timed]) -> float:
-        """A step was planned; those that it sets up have left the queue. Returns the new mark."""
+        """A step was planned; the sequences that it sets up have left the queue. Returns the new mark."""
         now_s = self.add_time("schedule")
         if plan is None or not plan.setups:
             return now_s
@@ -240,9 +346,9 @@ class EngineStats:
             turn[part] = 0.0
         self._num_steps += 1
         self._num_new_tokens += new_tokens
-        self._num_computed_tokens += plan.num_fed
-        self._num_slots += slots * plan.num_steps
-        self._histograms["step_tokens"].add(plan.num_fed)
+        self._num_computed_tokens += num_tokens
+        self._num_slots += slots
+        self._histograms["step_tokens"].add(num_tokens)
         self._histograms["step"].add(schedule_s + dispatch_s + wait_s + commit_s)
         self._steps.append(
             StepStats(
@@ -259,12 +365,11 @@ class EngineStats:
                 wait_s,
                 commit_s,
                 counts_of(self._scheduler),
-                plan.num_steps,
             )
         )
 
     def note_end(self, times: RequestTimes, sequences: Sequence[SequenceTimes], reason: FinishReason) -> None:
-        """A request has ended, whichever way. Called once for each that was submitted."""
+        """A request has ended, for whatever reason. Called once for each submitted request."""
         now_s = self._clock()
         new_tokens = sum(s.num_tokens for s in sequences)
         begun = [s for s in sequences if s.num_tokens > 1]
@@ -298,7 +403,7 @@ class EngineStats:
         for watcher in self._watchers:
             try:
                 watcher(times, stats)
-            except Exception:  # what watches must not end what it watches
+            except Exception:  # an error of a watcher must not end the loop
                 logger.exception("a watcher of requests failed")
 
     def note_death(self) -> None:

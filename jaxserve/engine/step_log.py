@@ -1,11 +1,11 @@
-"""Writing the step log while the loop runs.
+"""The writer of the step log while the loop runs: the file, the queue before it and the thread that writes the lines.
 
-Owns the file, the queue before it and the thread that turns steps into lines. Refuses the form of a line
-(`sched.record`) and clocks: the loop measures.
+The form of a line is defined in `sched.record`; the loop measures the times.
 
-The loop hands over what it has anyway, and the lines are made while it waits for its device. When the disk is slower
-than the steps, the loop waits for it, since a log with a gap cannot be replayed beyond it. When the disk stands still,
-the loop goes on without: serving comes first, and what is lost is counted, in the log and in the file.
+The loop hands over values that it has anyway, and the lines are made while it waits for its device. When the disk is
+slower than the steps, the loop waits for it, since a log with a gap cannot be replayed beyond the gap. When the disk
+stands still, the loop goes on without a log: serving comes first, and lost steps are counted, in the log and in the
+file.
 """
 
 import atexit
@@ -29,13 +29,13 @@ CLOSE_S = 10.0
 
 
 class StepMarks(NamedTuple):
-    """When one step came to what, in seconds on the engine's clock.
+    """When each part of one step began and ended, in seconds on the engine's clock.
 
     Attributes:
       begun_s, planned_s, launched_s: planning began, it ended, `dispatch` returned.
       asked_s, ready_s: the loop began to wait for the result, and had it.
       previous_s: when it had the result of the step before; NaN for the first.
-      commit_s: how long it took to take its tokens in and to hand them out. Between the two the loop launched a step.
+      commit_s: time to take its tokens in and to hand them out; the launch of a step between the two is left out.
     """
 
     begun_s: float
@@ -73,15 +73,18 @@ class StepLogWriter:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """`start_s`: zero of the times in the log, on the engine's clock. Raises ConfigError when it cannot write."""
-        self.path, self._file = _open_new(Path(path).expanduser())
+        asked = Path(path).expanduser()
+        self.path, self._file = _open_new(asked)
+        if self.path != asked:
+            logger.warning("runtime.step_log: %s exists, so the steps of this run are in %s", asked, self.path)
         self._limits: Limits = header.limits
         self._start_s = start_s
         self._patience_s = patience_s
         self._queue: queue.Queue[_Step | None] = queue.Queue(capacity)
         self._may_wait = True
-        self._missing = 0  # since the last step that was taken; the loop's
-        self._dropped = 0  # of them all, the loop's
-        self._records = self._unwritten = 0  # the writing thread's
+        self._missing = 0  # since the last step that was taken; written by the loop
+        self._dropped = 0  # of all lost steps; written by the loop
+        self._records = self._unwritten = 0  # written by the writing thread
         self._closing = threading.Lock()
         self._closed = False
         self._write(header.to_json())
@@ -100,7 +103,7 @@ class StepLogWriter:
         counts: list[int] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Takes a step that was committed, with the `counts` of a burst.
+        """Takes a step that was committed, with the `counts` of its result.
 
         Waits for a slow disk; for one that stands still, once. `limits`: those of the device when it was launched;
         None: those of the header, which has all buckets.
@@ -187,7 +190,7 @@ class StepLogWriter:
 
 
 def check_step_log(path: str) -> None:
-    """Whether a log can be put there, told before minutes are spent on loading. Raises ConfigError."""
+    """Raises ConfigError when no log can be written there, before minutes are spent on loading."""
     directory = Path(path).expanduser().absolute().parent
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         raise ConfigError(
@@ -207,7 +210,7 @@ def _open_new(path: Path) -> tuple[Path, IO[bytes]]:
     number, name = 1, path
     while True:
         try:
-            # Prompts are in it: for nobody but who runs the engine.
+            # The log holds prompts, so only the user who runs the engine may read it.
             descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             number += 1

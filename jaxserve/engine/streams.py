@@ -1,7 +1,7 @@
-"""Streams for asyncio: one async iterator per request on top of the engine's loop thread.
+"""Streams for asyncio: one async iterator per call on top of the engine's loop thread.
 
-Owns the bridge between threads and an event loop. Refuses to know a protocol, or how a request is made: that is
-`Engine.prepare`, which front doors call through `run`, since a long prompt must not hold up the other streams.
+This is the bridge between threads and an event loop. A request is made by `Engine.prepare`, which front doors call
+through `run`, since a long prompt must not hold up the other streams.
 
 A turn of the engine's loop wakes the event loop once, when all its updates are there: a wake-up for each token would
 let both threads take the interpreter from each other hundreds of times a step.
@@ -10,156 +10,181 @@ let both threads take the interpreter from each other hundreds of times a step.
 import asyncio
 import collections
 import contextlib
-import functools
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from jaxserve.api import Request
+from jaxserve.api import NO_OPTIONS, Request, RequestOptions
 from jaxserve.engine.base import AnyEngine, reason_of
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
-from jaxserve.errors import EngineStopped, JaxserveError, QueueFull
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
 
 T = TypeVar("T")
 
-
-class _Stream:
-    """Updates of one request, for the one coroutine that reads them. `asyncio.Queue` does more, in twice the time."""
-
-    __slots__ = ("_loop", "_updates", "_waiter")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._updates: collections.deque[Update] = collections.deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, update: Update) -> None:
-        """Adds one; on the event loop."""
-        self._updates.append(update)
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def get(self) -> Update:
-        """The next one."""
-        while not self._updates:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._updates.popleft()
+_SUBMITTED_AT_ONCE = 32  # requests of one call; then other coroutines have their turn
 
 
-class _Mail:
-    """Updates on their way to one event loop. `put` and `flush` are for the engine's threads, the rest for the loop's.
+class _Reader:
+    """What one coroutine reads: the updates of its requests. Its event loop owns it.
 
     Attributes:
-      streams: those that are running: where their updates go, and their requests.
+      updates: the engine's threads append, the coroutine pops; each is one uninterrupted operation of the interpreter.
+      live: requests that have been submitted and have not ended, by id.
+      waiter: what the coroutine waits for when there is nothing to read.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Request], None]) -> None:
-        self.loop = loop
-        self.streams: dict[_Stream, Request] = {}
-        self._abort = abort
-        # Appending, popping and testing are each one uninterrupted operation of the interpreter.
-        self._sent: collections.deque[tuple[_Stream, Update]] = collections.deque()
+    __slots__ = ("live", "updates", "waiter")
 
-    def put(self, stream: _Stream, update: Update) -> None:
-        """Sends an update; it leaves with the next `flush`."""
-        self._sent.append((stream, update))
+    def __init__(self) -> None:
+        self.updates: collections.deque[Update] = collections.deque()
+        self.live: dict[str, Request] = {}
+        self.waiter: asyncio.Future[None] | None = None
+
+
+class _Readers:
+    """The readers of one event loop. `flush` is for the engine's threads, the rest for the loop's own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Request], None]) -> None:
+        self.active: set[_Reader] = set()
+        self._loop = loop
+        self._abort = abort
+        self._waking = False  # `wake` has been asked for and has not begun: it will see all updates there are
 
     def flush(self) -> None:
-        """Wakes the event loop if anything was sent."""
-        if not self._sent:
-            return
-        try:
-            self.loop.call_soon_threadsafe(self._hand_out)
-        except RuntimeError:  # it is closed, so that nobody will ever read
-            self._sent.clear()
-            for request in tuple(self.streams.values()):
+        """Has the event loop wake whoever waits for updates that are there."""
+        if self._loop.is_closed():  # nobody will ever read
+            for request in [request for reader in self.active for request in reader.live.values()]:
                 self._abort(request)
-            self.streams.clear()
+            self.active.clear()
+        elif self.active and not self._waking:
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # it has closed since, as the next turn will see
+                self._loop.call_soon_threadsafe(self.wake)
 
-    def _hand_out(self) -> None:
-        sent = self._sent
-        while sent:
-            stream, update = sent.popleft()
-            stream.put(update)
+    def wake(self) -> None:
+        """Wakes the readers that wait and have something to read."""
+        self._waking = False
+        for reader in self.active:
+            waiter = reader.waiter
+            if waiter is not None and reader.updates and not waiter.done():
+                waiter.set_result(None)
 
 
 class AsyncEngine:
     """The engine as coroutines. One per event loop; closing it does not stop the engine."""
 
-    def __init__(self, engine: AnyEngine, encode_threads: int = 2) -> None:
+    def __init__(
+        self,
+        engine: AnyEngine,
+        encode_threads: int = 2,
+        *,
+        max_prompts: int | None = None,
+        max_n: int | None = None,
+    ) -> None:
+        """`max_prompts`, `max_n`: of one call; None: as many as may wait."""
         self.engine = engine
+        self._max_prompts = max_prompts
+        self._max_n = max_n
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
-        self._num_pending = 0
-        self._mail: dict[asyncio.AbstractEventLoop, _Mail] = {}  # of the loops that have running streams
+        self._num_pending = 0  # sequences whose prompts wait to be encoded; other work counts as one
+        self._readers: dict[asyncio.AbstractEventLoop, _Readers] = {}  # of the loops that have running streams
         engine.watch_deliveries(self._flush)
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], *, prompts: int = 0, n: int = 1) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
 
-        Raises what `work` raises, EngineStopped after `close` or once the engine has died, and QueueFull when as much
-        waits as may wait at all.
+        `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
+        there is no room for is refused here, before anything is encoded or made for a sequence.
+
+        Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
+        that could never be taken, and QueueFull when as much waits as may wait at all.
         """
         failure = self.engine.failure
         if self._closed or failure is not None:
             raise EngineStopped(f"the engine takes no more requests: {reason_of(failure)}")
-        if self._num_pending >= self.engine.load.max_waiting:
+        if prompts:
+            self._check_call(prompts, n)
+            self.engine.check_room(self._num_pending + prompts * n)
+        elif self._num_pending >= self.engine.load.max_waiting:
             raise QueueFull(
                 f"{self._num_pending} prompts wait to be encoded; sched.max_waiting is {self.engine.load.max_waiting}; "
                 "try again later",
                 retry_after_s=1.0,
             )
-        self._num_pending += 1
+        weight = prompts * n if prompts else 1
+        self._num_pending += weight
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
-            self._num_pending -= 1
+            self._num_pending -= weight
 
-    async def stream(self, request: Request, *, echo: bool = False) -> AsyncGenerator[Update, None]:
-        """Submits a prepared request; yields updates until it has ended. Leaving early, or a cancel, aborts it.
+    def _check_call(self, prompts: int, n: int) -> None:
+        if n < 1:  # a call of less than nothing would be room for others
+            raise InvalidRequest(f"n is {n}, but must be at least 1")
+        for what, count, most, setting in (
+            ("prompts", prompts, self._max_prompts, "serve.max_prompts"),
+            ("sequences of a prompt (n)", n, self._max_n, "serve.max_n"),
+            ("sequences (prompts times n)", prompts * n, self.engine.load.max_waiting, "sched.max_waiting"),
+        ):
+            if most is not None and count > most:
+                raise InvalidRequest(
+                    f"the call asks for {count} {what} and at most {most} are taken ({setting}); ask for fewer"
+                )
 
-        Raises what `Engine.submit` raises, and the typed error that ended the request, if one did.
+    async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
+        """Submits prepared requests, each with an id of its own; yields updates as they come, until all have ended.
+
+        Leaving early, or a cancel, aborts what has not ended. Raises what `Engine.submit` raises, and the typed error
+        that ended one of them; the others are aborted.
         """
         loop = asyncio.get_running_loop()
-        mail = self._mail.setdefault(loop, _Mail(loop, self.engine.abort))
-        updates = _Stream(loop)
-        mail.streams[updates] = request
-        ended = True  # what is refused need not be aborted
+        readers = self._readers.setdefault(loop, _Readers(loop, self.engine.abort))
+        reader = _Reader()
+        live, updates = reader.live, reader.updates
+        readers.active.add(reader)
         try:
-            self.engine.submit(request, functools.partial(mail.put, updates), echo=echo)
-            ended = False
-            while not ended:
-                update = await updates.get()
-                ended = update.last
+            for number, request in enumerate(requests, start=1):
+                self.engine.submit(request, updates.append)
+                live[request.request_id] = request
+                if number % _SUBMITTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            while live:
+                while not updates:
+                    reader.waiter = loop.create_future()
+                    await reader.waiter
+                update = updates.popleft()
+                if update.last:
+                    live.pop(update.request_id, None)
                 if update.error is not None:
                     raise update.error
                 yield update
         finally:
-            mail.streams.pop(updates, None)
-            if not mail.streams:
-                self._mail.pop(loop, None)
-            if not ended:
+            readers.active.discard(reader)
+            if not readers.active:
+                self._readers.pop(loop, None)
+            for request in live.values():
                 self.engine.abort(request)
 
     def end_streams(self, error: JaxserveError) -> None:
-        """Every running stream raises `error`, and its request is aborted: for a loop that answers nobody any more."""
-        for updates in [updates for mail in self._mail.values() for updates in mail.streams]:
-            updates.put(Update("", 0, error=error))
+        """Every running stream raises `error`, which aborts its requests: for a loop that answers nobody any more."""
+        for readers in self._readers.values():
+            for reader in readers.active:
+                reader.updates.append(Update("", 0, error=error))
+            readers.flush()
 
     def _flush(self) -> None:
-        for mail in self._mail.copy().values():
-            mail.flush()
+        for readers in self._readers.copy().values():
+            readers.flush()
 
     async def embed(
         self,
         prompt: Prompt,
+        options: RequestOptions = NO_OPTIONS,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
         """The embedding of a prompt: the mean of its final hidden states, of Euclidean length 1. [D] numbers.
@@ -168,9 +193,8 @@ class AsyncEngine:
         raises.
         """
         sampling = pooling_params(truncate_prompt_tokens)
-        request = await self.run(
-            lambda: self.engine.prepare(prompt, sampling, request_id=request_id, priority=priority, pooling=True)
-        )
+        options = dataclasses.replace(options, pooling=True)
+        request = await self.run(lambda: self.engine.prepare(prompt, sampling, options))
         async with contextlib.aclosing(self.stream(request)) as updates:
             async for update in updates:
                 if update.prompt is not None:

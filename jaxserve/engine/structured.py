@@ -1,8 +1,8 @@
-"""Constrained output in the loop: grammars for requests, and masks for the rows that draw under one.
+"""Constrained output in the loop: grammars for requests, and masks for the rows that draw under a grammar.
 
-Owns who sits in which row, as far as masks are concerned. Refuses grammars themselves (`text.grammar`) and the order of
-steps: the scheduler plans a row with a grammar only after its last token has been committed, and so been accepted by
-its matcher. A plan leaves here complete: a device, a log or another host needs nothing beside it.
+Grammars are compiled in `text.grammar`. The scheduler plans a row with a grammar only after its last token has been
+committed, and so been accepted by its matcher. The plan leaves this module complete: a device, a log or another host
+needs nothing beside it.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from jaxserve.text.grammar import GrammarCompiler
 
 
 class Grammars:
-    """Compiles what requests ask for. May be used from several threads."""
+    """Compiles the grammars of requests. May be used from several threads."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Both of the model, which may have more ids than the tokenizer."""
+        """Tokenizer and vocabulary of the model, which may have more ids than the tokenizer."""
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(i for i in eos_token_ids if i < vocab_size)
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class Grammars:
         """The grammar of a request; None when it asks for none. Takes milliseconds, at worst some seconds.
 
         Raises InvalidRequest for a schema or grammar that cannot be compiled, UnsupportedOption for one that takes too
-        much to compile, and for a model that has no text, or no end of it.
+        much to compile, and for a model without a tokenizer or without an end-of-sequence token.
         """
         if sampling.structured is None:
             return None
@@ -60,7 +60,7 @@ class Grammars:
 
 
 class Matched(Protocol):
-    """What the loop keeps of a live request, as far as it matters here."""
+    """The part of a live request that masks need."""
 
     @property
     def matchers(self) -> Sequence[Matcher]:
@@ -79,7 +79,7 @@ class _Place:
 
 
 class RowMasks:
-    """Which rows draw under a grammar. Mutated by the loop thread."""
+    """The rows that draw under a grammar. Mutated by the loop thread."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
@@ -87,7 +87,7 @@ class RowMasks:
     def put(self, plan: StepPlan | None, live: Mapping[str, Matched]) -> StepPlan | None:
         """The plan with a mask for each row that needs one; the very plan when none does."""
         if not live:
-            self._places.clear()  # whoever sat there has ended, perhaps before the last plan that could say so
+            self._places.clear()  # the row's former sequence has ended, perhaps before the last plan that could say so
         if plan is None or not (plan.setups or self._places):
             return plan
         for row in plan.freed_rows:

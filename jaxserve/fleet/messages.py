@@ -1,7 +1,7 @@
-"""What an engine replica tells the ingress beside the answer itself.
+"""The values that an engine replica and the ingress exchange through Ray, beside the answer itself.
 
-Owns the values that cross Ray between the two. Refuses exceptions: Ray wraps those in classes of its own and logs them
-as defects of the deployment, and a full queue is neither.
+They are values and not exceptions: Ray wraps exceptions in classes of its own and logs them as defects of the
+deployment, and a full queue is no defect.
 """
 
 import dataclasses

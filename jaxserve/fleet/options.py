@@ -1,14 +1,13 @@
-"""What the operator of a fleet may set, beside the engine's own config.
+"""The `args` of a fleet in a Ray Serve config file: what its operator may set beside the engine's own config.
 
-Owns the `args` of the application in a Ray Serve config file. Refuses what Ray's file already says: ports, and the
-place of the proxies.
+Ports and the place of the proxies are settings of Ray's own file.
 """
 
 from typing import Self
 
 import pydantic
 
-from jaxserve.config_schema import Section
+from jaxserve.config.schema import Section
 
 
 class FleetOptions(Section):

@@ -1,6 +1,6 @@
 """The application that a Ray Serve config file names: `import_path: jaxserve.fleet.ray_app:build_app`.
 
-Owns how the options of a fleet become deployments. Refuses to start anything: Ray does, where it likes.
+It turns the options of a fleet into deployments; Ray starts them, on whichever machines it likes.
 """
 
 from ray import serve
@@ -8,7 +8,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from jaxserve.config import ResolvedConfig, load_config
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.options import FleetOptions
 from jaxserve.fleet.ray_engine import EngineReplica
@@ -18,7 +18,7 @@ ENGINE = "Engine"  # names that Ray shows, and that a Serve config file may refe
 INGRESS = "Ingress"
 
 _STOP_S = 15.0  # beyond the drain: for the last step, and for last messages to leave
-_MANY = 100_000  # streams cost an ingress little; the engine is the one who refuses
+_MANY = 100_000  # streams cost an ingress little; the engine refuses what is too much
 
 
 def build_app(options: FleetOptions) -> Application:
@@ -41,7 +41,7 @@ def build_app(options: FleetOptions) -> Application:
 
 
 def build_engine_deployment(options: FleetOptions, resolved: ResolvedConfig) -> Deployment:
-    """How many engines there are, what each may use, who chooses between them, and how one ends."""
+    """The deployment of the engines: their number, resources, router and shutdown."""
     route = resolved.config.route
     return serve.deployment(
         name=ENGINE,
@@ -72,5 +72,5 @@ def build_engine_deployment(options: FleetOptions, resolved: ResolvedConfig) -> 
 
 
 def _most_requests(config: Config) -> int:
-    """Above what the engine takes, so that its own refusal, which names the setting, is what a client reads."""
+    """More requests than the engine takes, so that a client reads the engine's own refusal, which names the setting."""
     return config.sched.max_waiting + 2 * (config.sched.max_rows or 1024)

@@ -1,7 +1,7 @@
 """The deployment that holds an engine: one process of Ray, one model.
 
-Owns the life of the engine in such a process: built when Ray makes the replica, red when it has died, ended when Ray
-lets the replica go. Refuses to choose requests (`ray_router`) and to repeat them (`ray_ingress`).
+The engine is built when Ray makes the replica, reported as unhealthy once it has died, and ended when Ray lets the
+replica go. Requests are distributed in `ray_router` and repeated in `ray_ingress`.
 """
 
 import contextlib
@@ -31,14 +31,16 @@ class EngineReplica:
 
     def __init__(self, resolved: ResolvedConfig) -> None:
         """Loads and compiles, which takes as long as it takes: Ray sends nothing here before it is done."""
-        self._ending = contextlib.ExitStack()  # first of all, since Ray calls `__del__` on what failed to build too
+        self._ending = contextlib.ExitStack()  # first of all, since Ray calls `__del__` even when building failed
         set_up_logging(resolved.config.runtime)
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._engine = assemble(resolved).engine
         self._ending.enter_context(observe_requests(self._engine, resolved.config.runtime))
-        self._async_engine = AsyncEngine(self._engine, resolved.config.serve.encode_threads)
+        doors = resolved.config.serve
+        self._async_engine = AsyncEngine(self._engine, doors.encode_threads, max_n=doors.max_n)
         self._ending.callback(self._async_engine.close)
-        self._service = InferenceService(self._async_engine)
+        self._refuse_special_text = resolved.config.serve.grpc.refuse_special_text
+        self._service = InferenceService(self._async_engine, refuse_special_text=self._refuse_special_text)
         self._engine.start()
         self._ending.callback(self._engine.stop)
         logger.info("replica %s serves %s", self._replica, self._engine.model.name)
@@ -54,7 +56,11 @@ class EngineReplica:
         """
         yield Accepted(replica=self._replica)
         try:
-            replies = generate_replies(self._async_engine, pb.GenerateRequest.FromString(message))
+            replies = generate_replies(
+                self._async_engine,
+                pb.GenerateRequest.FromString(message),
+                refuse_special_text=self._refuse_special_text,
+            )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
                     yield reply.SerializeToString()
@@ -75,12 +81,12 @@ class EngineReplica:
         return self._engine.accepting
 
     async def check_health(self) -> None:
-        """Ray's question. Raises EngineStopped when the engine has died, so that Ray replaces this replica."""
+        """Called by Ray. Raises EngineStopped when the engine has died, so that Ray replaces this replica."""
         if self._engine.failure is not None:
             raise EngineStopped(f"the engine has died: {self._engine.failure!r}")
 
     def __del__(self) -> None:
-        """Ray calls it once no request is left, or when their time is up."""
+        """Ends the engine. Ray calls it once no request is left, or when the time to drain is over."""
         self._ending.close()
 
 

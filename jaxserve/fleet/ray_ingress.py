@@ -1,7 +1,8 @@
-"""The deployment behind Ray's gRPC proxy: our services, in front of many replicas.
+"""The deployment behind Ray's gRPC proxy: the services of jaxserve, in front of many replicas.
 
-Owns retries and statuses. Refuses to choose replicas (`ray_router`) and to hold anything: it may run many times over.
-A request is sent again only while nothing of its answer has been streamed, since a client cannot be asked to unread.
+It repeats requests and translates statuses; replicas are chosen in `ray_router`. An ingress keeps nothing between
+calls, so that there may be many of them. A request is sent again only while nothing of its answer has been streamed,
+since a client cannot be asked to unread.
 """
 
 import asyncio
@@ -28,12 +29,12 @@ from jaxserve.serve.status import GRPC_CODES
 
 logger = logging.getLogger(__name__)
 
-# Trailing metadata of an answer, for those who look into routing: which replica gave it, and on which attempt.
+# Trailing metadata of an answer, to inspect routing: which replica gave it, and on which attempt.
 REPLICA_TRAILER = "jaxserve-replica"
 ATTEMPT_TRAILER = "jaxserve-attempt"
 
-_ASK_S = 2.0  # for some replica to say that it lives
-_WATCH_S = 1.0  # between two looks, for those who watch
+_ASK_S = 2.0  # for some replica to answer that it is alive
+_WATCH_S = 1.0  # between two checks, for `Watch`
 _SERVICES = ("", SERVICE_NAME)
 
 
@@ -88,7 +89,7 @@ class Ingress:
                     yield pb.GenerateResponse.FromString(item)
             ended = True
         except (RayTaskError, TaskCancelledError):
-            raise  # a defect, which another replica would have too; or nobody waits for the answer any more
+            raise  # a defect, which another replica would have too; or the client is gone
         except RayError as error:
             ended = True
             logger.warning(
@@ -96,21 +97,21 @@ class Ingress:
             )
             call.refusal = Refusal(status=Status.UNAVAILABLE, text=f"{replica} died")
         finally:
-            if not ended:  # the client left, and what nobody reads must not be generated
+            if not ended:  # the client left, and its answer must not be generated any more
                 stream.cancel()
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
-        """By any replica: they have one tokenizer."""
+        """Answered by any replica: they have the same tokenizer."""
         return pb.TokenizeResponse.FromString(await self._ask_one("Tokenize", request, grpc_context))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
     ) -> pb.DetokenizeResponse:
-        """By any replica."""
+        """Answered by any replica."""
         return pb.DetokenizeResponse.FromString(await self._ask_one("Detokenize", request, grpc_context))
 
     async def GetModel(self, request: pb.GetModelRequest, grpc_context: RayServegRPCContext) -> pb.GetModelResponse:
-        """By any replica: they serve one model."""
+        """Answered by any replica: they serve the same model."""
         return pb.GetModelResponse.FromString(await self._ask_one("GetModel", request, grpc_context))
 
     async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.GetLoadResponse:
@@ -122,7 +123,7 @@ class Ingress:
         raise _unimplemented(grpc_context, "Abort", "cancel the call that asked")
 
     async def _ask_one(self, method: str, request: Message, grpc_context: RayServegRPCContext) -> bytes:
-        """The answer of a replica; of another one when it, or its engine, has died: nothing of it was heard."""
+        """The answer of a replica, or of another one when the first, or its engine, has died without an answer."""
         for attempt in range(1, self._max_attempts + 1):
             try:
                 answer: Any = await self._answer.remote(method, request.SerializeToString())
@@ -156,7 +157,7 @@ class Ingress:
     async def Watch(
         self, request: health_pb2.HealthCheckRequest
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """The same whenever it changes."""
+        """Streams the status of `Check` whenever it changes."""
         last = None
         while True:
             now = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
@@ -178,7 +179,7 @@ class Ingress:
 
 
 class _Call:
-    """Where one request stands. Mutated by the call's own coroutine."""
+    """The state of one request. Mutated by the call's own coroutine."""
 
     def __init__(self, message: bytes, prompt_key: PromptKey) -> None:
         self.message = message

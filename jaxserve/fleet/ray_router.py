@@ -1,7 +1,7 @@
-"""Which replica Ray sends a request to: the policies of `jaxserve.routing`, as a request router of Ray Serve.
+"""The policies of `jaxserve.routing` as a request router of Ray Serve: which replica Ray sends a request to.
 
-Owns the way from Ray's hooks to a `Balancer`. Refuses policy of its own: `route:` in the engine's config names it. Ray
-calls all of it on one event loop of the ingress, so each ingress replica counts what it has sent itself, no more.
+The policy is named by `route:` in the engine's config. Ray calls all methods on one event loop of the ingress, so each
+ingress replica counts only the requests that it has sent itself.
 """
 
 import collections
@@ -20,13 +20,13 @@ class FleetRouter(RequestRouter):
         """Ray's second constructor. Raises ConfigError for a policy that does not exist."""
         options = RouterOptions(slack=slack, table_blocks=table_blocks, seed=seed)
         self._balancer = Balancer(create_router(policy, options))
-        # Ray also reports the end of what was never taken (a replica was full), and knows no attempt from the next.
+        # Ray also reports the end of requests that were never taken (a full replica), and does not tell attempts apart.
         self._running: collections.Counter[tuple[str, str]] = collections.Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen one, then the others by load, in case it is full. What has just failed comes last."""
+        """The chosen replica, then the others by load, in case it is full. One that has just failed comes last."""
         if pending_request is None or "prompt_key" not in pending_request.kwargs or not candidate_replicas:
             return [candidate_replicas]
         by_id = {_id(replica.replica_id): replica for replica in candidate_replicas}
@@ -44,7 +44,7 @@ class FleetRouter(RequestRouter):
             self._running[pending_request.metadata.internal_request_id, _id(replica_id)] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It has ended, whichever way."""
+        """The request has ended, for whatever reason."""
         attempt = (internal_request_id, _id(replica_id))
         if self._running[attempt]:
             self._balancer.end(_id(replica_id))
@@ -53,14 +53,14 @@ class FleetRouter(RequestRouter):
             del self._running[attempt]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray's list, whenever it changes. The caches of those that left are gone."""
+        """Takes Ray's list of replicas, whenever it changes. The caches of replicas that left are gone."""
         left = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
         for replica_id in left:
             self._balancer.forget(_id(replica_id))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Told by whoever met the corpse, before Ray's list changes."""
+        """A caller has found the replica dead, before Ray's list changes."""
         super().on_replica_actor_died(replica_id)
         self._balancer.forget(_id(replica_id))
 

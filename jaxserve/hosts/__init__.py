@@ -11,10 +11,13 @@
     tokens -> Engine                                       tokens -> digest
     digest -> DigestBook  <--- digest up to step 15 ----- every hosts.check_every steps
 
-Why it has this shape. A step is one program over the devices of all hosts, so every process must launch the same steps
-in the same order. The plan is the only thing that varies, and it is a small value: process 0 decides, the others
-execute, and there is nothing that they could decide differently. No process waits for another's Python: the devices
-keep step through their collectives, the plans run ahead in a queue.
+A step is one program over the devices of all hosts, so every process must launch the same steps in the same order. The
+plan is the only thing that varies, and it is a small value: process 0 decides, the others execute, and there is nothing
+that they could decide differently. No process waits for another's Python: the devices keep step through their
+collectives, the plans run ahead in a queue.
+
+Plans contain the prompts of users, so a stranger must not get them: both sides of a connection prove that they know one
+secret before anything else is sent, and every frame is sealed with a key of that connection.
 
 Three things can go wrong, and each must be loud. A process dies or falls silent: both ends notice a broken connection
 at once and a silent one within `hosts.heartbeat_s`, long before the runtime's own timeout, and every stream ends with
@@ -28,16 +31,19 @@ threads of their own (`execution`), waits for futures, and ends without asking t
 
 How the package is cut:
 
-    frames, link, fingerprint, digest   the values: bytes of a message, liveness, what is compared
+    frames, link, fingerprint, digest   bytes of a message, liveness, and the values that are compared
+    handshake                           the proof of the secret, and the seals of frames
     leader, follower                    the two ends of the connection
     execution, running                  plans on a device, and the loops of both kinds of process
-    distributed, settings               the one call of `jax.distributed`; what a config may ask for
+    distributed, settings               the one call of `jax.distributed`; the check of a config, secrets and
+                                        certificates from files
 """
 
 from jaxserve.hosts.digest import StepDigest
-from jaxserve.hosts.fingerprint import config_facts, device_facts
+from jaxserve.hosts.fingerprint import checkpoint_digest, config_facts, device_facts
 from jaxserve.hosts.follower import Follower
 from jaxserve.hosts.leader import Leader
+from jaxserve.hosts.link import Tls, Trust
 from jaxserve.hosts.running import LeaderRunner, follow
 from jaxserve.hosts.settings import check_hosts
 
@@ -46,7 +52,10 @@ __all__ = [
     "Leader",
     "LeaderRunner",
     "StepDigest",
+    "Tls",
+    "Trust",
     "check_hosts",
+    "checkpoint_digest",
     "config_facts",
     "device_facts",
     "follow",

@@ -1,7 +1,4 @@
-"""What a process has computed, in sixteen bytes, and the comparison of those.
-
-Owns the chained digest of one process and the book in which process 0 compares. Refuses to send or to raise: the
-callers do.
+"""The digest of what a process has computed, in sixteen bytes, and the book in which process 0 compares digests.
 
 A step's digest covers every integer that went to the device and every token that came back, chained to the steps
 before. Both are needed: where devices sample together all processes read the same tokens, even if one was fed a
@@ -30,7 +27,7 @@ class StepDigest:
         self._inputs.update(memoryview(data).cast("B"))  # type: ignore[arg-type]
 
     def take_inputs(self) -> bytes:
-        """The digest of all that was observed since the last call."""
+        """The digest of all bytes observed since the last call."""
         taken, self._inputs = self._inputs.digest(), hashlib.blake2b(digest_size=_SIZE)
         return taken
 
@@ -72,7 +69,7 @@ class DigestBook:
         return min(self._agreed.values(), default=-1)
 
     def add_own(self, seq: int, digest: bytes) -> Divergence | None:
-        """Process 0 has finished step `seq`; what others reported too early is compared now."""
+        """Process 0 has finished step `seq`; earlier reports of other processes are compared now."""
         self._own[seq] = digest
         for process_id, early in self._early.items():
             while early and early[0][0] <= seq:

@@ -1,16 +1,16 @@
 """The one call of `jax.distributed`, with settings that fit a service.
 
-Owns the joining of JAX's own runtime. Refuses plans and liveness: those are `leader` and `follower`, whose news come
-sooner and in better words than what JAX prints when it aborts a process.
+Liveness is watched by `leader` and `follower`, which report a loss sooner and in better words than JAX does when it
+aborts a process.
 """
 
 import jax
 
-from jaxserve.config_schema import HostsConfig, ParallelConfig
+from jaxserve.config.schema import HostsConfig, ParallelConfig
 from jaxserve.errors import ConfigError
 
-# JAX aborts every process when one is silent for this long. It is the second net: long enough that ours, which tells
-# clients and the operator before it ends, is always the first.
+# JAX aborts every process when one is silent for this long. It is the second net: long enough that the watch of
+# `hosts`, which tells clients and the operator before the process ends, is always the first.
 _SILENCE_FACTOR = 10
 _MIN_SILENCE_S = 60
 _SHUTDOWN_S = 30
@@ -21,13 +21,13 @@ def join_processes(hosts: HostsConfig) -> None:
 
     Raises RuntimeError when the processes do not come together within `hosts.join_s`.
     """
-    # Its handler of SIGTERM would take the place of ours, which drains.
+    # Its handler of SIGTERM would replace the one of the service, which drains.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=hosts.coordinator,
         num_processes=hosts.num_processes,
         process_id=hosts.process_id,
-        cluster_detection_method="deactivate",  # all is said above; local devices stay as the platform finds them
+        cluster_detection_method="deactivate",  # nothing is detected; local devices stay as the platform has them
         initialization_timeout=max(1, int(hosts.join_s)),
         heartbeat_timeout_seconds=max(_MIN_SILENCE_S, int(_SILENCE_FACTOR * hosts.heartbeat_s)),
         shutdown_timeout_seconds=_SHUTDOWN_S,
@@ -44,5 +44,5 @@ def check_devices(parallel: ParallelConfig) -> None:
 
 
 def leave_processes() -> None:
-    """The orderly end, which waits for all others to come to it."""
+    """Leaves in order, which waits until all other processes leave, too."""
     jax.distributed.shutdown()

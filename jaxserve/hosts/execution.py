@@ -1,8 +1,7 @@
-"""Plans run on two threads of their own, so that nobody hangs together with a device.
+"""The execution of plans on two threads of their own, so that no other thread hangs together with a device.
 
-Owns the order of execution and the digest of each step. Refuses networks and policy. Why threads: when a process dies,
-the collectives of the others may wait for it for ever inside of the device's runtime, where Python cannot interrupt
-them. Whoever waits for a result here waits for a future, which an error can end at any time.
+When a process dies, the collectives of the others may wait for it for ever inside of the device's runtime, where Python
+cannot interrupt them. So callers wait for a future, which an error can end at any time.
 
 One thread dispatches, the other reads: a step must be launched while the one before still runs.
 """
@@ -37,9 +36,9 @@ class Execution:
     Args:
       runner: used by these threads alone from now on.
       digest: `digest.observe` must see all that `runner` sends to its device.
-      on_digest: told of each finished step and the digest up to it, on the reading thread.
-      patience_s: when the device fails, how long to wait for `fail` to say why: a lost process breaks the device's
-        connections too, often before it is known to be lost.
+      on_digest: called with each finished step and the digest up to it, on the reading thread.
+      patience_s: when the device fails, how long to wait for `fail` to give the reason: a lost process breaks the
+        device's connections too, often before it is known to be lost.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Execution:
             thread.start()
 
     def submit(self, seq: int, plan: StepPlan) -> "Future[StepResult]":
-        """Queues a plan and returns at once. What `dispatch` raises arrives in the future, too."""
+        """Queues a plan and returns at once. Errors of `dispatch` arrive in the future, too."""
         future: Future[StepResult] = Future()
         with self._lock:
             if self._failure is not None:
@@ -90,7 +89,7 @@ class Execution:
             _end(future, error)
 
     def close(self, timeout_s: float) -> bool:
-        """Finishes what was submitted. True when it was done in time; False leaves the threads to their device."""
+        """Finishes the submitted plans. True when that was in time; False leaves the threads to their device."""
         self._planned.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
@@ -102,7 +101,7 @@ class Execution:
                 continue
             try:
                 handle = self._runner.dispatch(item.plan)
-            except BaseException as error:  # the boundary of the thread; whoever waits is told
+            except BaseException as error:  # the boundary of the thread; the waiting callers get the error
                 self._give_up(item.future, error)
                 continue
             self._running.put(_Running(item.seq, handle, self._digest.take_inputs(), item.future))

@@ -1,8 +1,7 @@
-"""What must be the same in all processes of one service, as short texts to compare.
+"""The facts that must be the same in all processes of one service, as short texts to compare.
 
-Owns the choice of facts and the words of a difference. Refuses to ask others: `leader` and `follower` carry the facts.
-
-Why texts and not one hash: an operator must read which setting differs, and on which host.
+`leader` and `follower` exchange them. They are texts and not one hash, since an operator must read which setting
+differs, and on which host.
 """
 
 import json
@@ -11,16 +10,16 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
 from jaxserve.sched import Limits
 
-# Settings that may differ between hosts: where things lie, and what only the front door or the scheduler of process 0
+# Settings that may differ between hosts: paths, and settings that only the front door or the scheduler of process 0
 # reads; a batch there takes other steps than a service.
 _LOCAL_FIELDS = {
-    "hosts": {"coordinator", "process_id"},
+    "hosts": {"coordinator", "process_id", "secret_file", "tls_cert", "tls_key", "tls_ca"},
     "model": {"path", "tokenizer", "name"},
     "sched": {"max_mixed_tokens"},
-    "runtime": {"compile_cache", "compile_threads", "log_level", "step_log"},
+    "runtime": {"compile_cache", "compile_cache_bytes", "compile_threads", "log_level", "step_log"},
 }
 _LOCAL_SECTIONS = {"serve", "route"}
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
@@ -39,17 +38,16 @@ def config_facts(config: Config, checkpoint: Path, version_here: str) -> dict[st
             continue
         local = _LOCAL_FIELDS.get(section, set())
         facts |= {f"{section}.{key}": json.dumps(value) for key, value in values.items() if key not in local}
-    facts["checkpoint"] = _checkpoint_digest(checkpoint, config.model.random_weights)
+    facts["checkpoint"] = checkpoint_digest(checkpoint, config.model.random_weights)
     return facts
 
 
 def device_facts(limits: Limits, model: Mapping[str, str]) -> dict[str, str]:
-    """What was built: sizes of the pool, compiled shapes, and what the device tells of itself."""
+    """Facts of the built device: sizes of the pool, compiled shapes, and its own description."""
     return {
         "rows": str(limits.max_rows),
         "pages": f"{limits.num_pages} of {limits.page_size} tokens",
         "context": str(limits.max_model_len),
-        "burst": str(limits.max_burst),
         "buckets": " ".join(f"{b.tokens}x{b.rows}{'d' * b.decode_only}" for b in limits.buckets),
         **model,
     }
@@ -68,7 +66,7 @@ def _short(value: str | None) -> str:
     return "absent" if value is None else value if len(value) <= 120 else f"{value[:120]}…"
 
 
-def _checkpoint_digest(directory: Path, config_only: bool) -> str:
+def checkpoint_digest(directory: Path, config_only: bool) -> str:
     """Names, sizes and samples of the files: enough to tell two trainings of one model apart, in milliseconds."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(directory)))
     checksum, total = 0, 0

@@ -1,13 +1,12 @@
-"""Process 0's end: who has joined, what they were told, whether they live, and what they have computed.
+"""`Leader`: process 0's end of the connections. It admits processes, sends them plans, and watches and compares them.
 
-Owns the port, the members, the stages of the start, the broadcast and the comparison of digests. Refuses devices: it
-sends bytes and compares digests, whatever they stand for.
+The stages of the start, the broadcast and the comparison of digests are here. A connection is a stranger until it has
+proved that it knows the secret (`handshake`): a stranger is told nothing, costs little, and is soon closed.
 
-The first failure is the only one: it is logged for the operator, sent to every member, and handed to whoever asked
-by `on_failure`. Nothing is retried, since a process that has missed one plan can never take part again.
+The first failure is the only one: it is logged for the operator, sent to every member, and passed to the callbacks of
+`on_failure`. Nothing is retried, since a process that has missed one plan can never take part again.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -20,20 +19,34 @@ import grpc
 from jaxserve.errors import ConfigError, EngineStopped, HostLost, HostMismatch, HostsDiverged, PlanCorrupt
 from jaxserve.hosts.digest import DigestBook, Divergence
 from jaxserve.hosts.fingerprint import differences
-from jaxserve.hosts.frames import Frame, Kind, decode, encode, make_frame
-from jaxserve.hosts.link import BEATS, MAX_AHEAD, NAME, SERVICE, Hearing, Peer, transport_options
+from jaxserve.hosts.frames import MAX_REPORT_BYTES, Frame, Kind, make_frame
+from jaxserve.hosts.handshake import Answering, Greeting, Session, Strangers, refusal
+from jaxserve.hosts.link import (
+    BEATS,
+    GREETING_S,
+    MAX_AHEAD,
+    MAX_STRANGERS,
+    NAME,
+    SERVICE,
+    Hearing,
+    Peer,
+    Trust,
+    server_options,
+)
 
 logger = logging.getLogger(__name__)
 
 SERVING = "ready"  # the last stage; after it silence of a process's Python is a failure, too: loading keeps it busy
+_QUIET_S = 1.0  # between lines about strangers, of which there may be many
 
 
 class _Member:
     """One of the other processes. Guarded by the leader's lock, but for the outbox."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, session: Session) -> None:
         self.peer = peer
-        self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.session = session  # seals on the thread that sends, opens on the one that reads
+        self.outbox: SimpleQueue[Frame | None] = SimpleQueue()
         self.met: dict[str, tuple[dict[str, str], dict[str, int]]] = {}
         self.gone = False
 
@@ -41,13 +54,28 @@ class _Member:
 class Leader:
     """The processes 1 to num_processes - 1, as process 0 sees them. Methods may be called from any thread."""
 
-    def __init__(self, *, address: str, num_processes: int, heartbeat_s: float, check_every: int) -> None:
+    def __init__(
+        self,
+        *,
+        address: str,
+        num_processes: int,
+        heartbeat_s: float,
+        check_every: int,
+        max_plan_bytes: int,
+        trust: Trust,
+        greeting_s: float = GREETING_S,
+    ) -> None:
         """Listens at once. `address` is HOST:PORT, port 0 takes a free one. Raises ConfigError when it cannot."""
         assert num_processes > 1, num_processes
         self.failure: EngineStopped | HostMismatch | None = None
         self._num_processes = num_processes
         self._heartbeat_s = heartbeat_s
         self._max_ahead = MAX_AHEAD + check_every
+        self._max_plan_bytes = max_plan_bytes
+        self._secret = trust.secret
+        self._strangers = Strangers(limit=MAX_STRANGERS, patience_s=greeting_s)
+        self._quiet_until_s = 0.0
+        self._unsaid = 0  # lines about strangers since the last one
         self._changed = threading.Condition()  # guards all below
         self._members: dict[int, _Member] = {}
         self._is_serving = False
@@ -57,13 +85,15 @@ class Leader:
         self._saying_bye = False
         self._hearing = Hearing(heartbeat_s)
         self._stopped = threading.Event()
-        # Each member's stream holds one thread; a few more, so that strangers can be refused meanwhile.
-        self._pool = ThreadPoolExecutor(num_processes + 3, thread_name_prefix="jaxserve-plans")
-        self._server = grpc.server(self._pool, options=transport_options(heartbeat_s))
+        # Each member's stream and each stranger holds one thread; a few more, for connections that are being refused.
+        most = num_processes + MAX_STRANGERS + 4
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="jaxserve-plans")
+        options = server_options(heartbeat_s, num_processes, MAX_REPORT_BYTES)
+        self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=2 * most)
         handler = grpc.stream_stream_rpc_method_handler(self._attend)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
         try:
-            self.port: int = self._server.add_insecure_port(address)
+            self.port: int = self._server.add_secure_port(address, trust.server_credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address} for the other processes: {error}; set hosts.plan_port"
@@ -116,6 +146,13 @@ class Leader:
 
     def broadcast(self, plan: bytes) -> int:
         """Sends a plan to all and returns its number. Waits while a process is too far behind. Raises the failure."""
+        if len(plan) > self._max_plan_bytes:
+            self._fail(
+                EngineStopped(
+                    f"the plan of a step has {len(plan)} bytes, more than hosts.max_plan_bytes = "
+                    f"{self._max_plan_bytes}; raise that on all hosts, or lower sched.max_rows or model.max_len"
+                )
+            )
         with self._changed:
             while self.failure is None and self._next_seq - self._book.confirmed > self._max_ahead:
                 self._changed.wait()
@@ -179,63 +216,92 @@ class Leader:
     # ---- one member's stream, on threads of gRPC -------------------------------------------------------------------
 
     def _attend(self, incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        number = self._strangers.begin(context.cancel)
+        if not context.add_callback(lambda: self._strangers.finish(number)):
+            self._strangers.finish(number)
+            return
+        address = context.peer()
         try:
-            member = self._admit(decode(next(incoming)), context.peer())
+            answering = Answering(self._secret, next(incoming))
+            yield answering.challenge
+            if not answering.check(next(incoming)):
+                raise HostMismatch(
+                    f"{_peer(answering.greeting, address)} does not know the secret of process 0: give all processes "
+                    "the same hosts.secret_file"
+                )
+            member = self._admit(answering.greeting, answering.session, address)
         except (StopIteration, grpc.RpcError):
+            self._tell_of_stranger(
+                f"{address} has not proved that it is a process of this service, and left or was sent away"
+            )
             return
         except (ConfigError, EngineStopped) as error:
-            logger.warning("%s", error)
-            yield encode(make_frame(Kind.REFUSED, str(error)))
+            self._tell_of_stranger(f"{address} is refused: {error}")
+            yield refusal(str(error))
             return
+        self._strangers.finish(number)
         if not context.add_callback(lambda: self._leave(member)):
             self._leave(member)
             return
+        yield answering.admitted
         threading.Thread(
             target=self._read, args=(member, incoming), name=f"jaxserve-{member.peer.process_id}", daemon=True
         ).start()
-        while (raw := member.outbox.get()) is not None:
-            yield raw
+        while (frame := member.outbox.get()) is not None:
+            yield member.session.seal(frame)
 
-    def _admit(self, hello: Frame, address: str) -> _Member:
-        assert hello.kind is Kind.HELLO, hello.kind
-        peer = Peer(hello.seq, str(hello.fields["host"]), address)
+    def _tell_of_stranger(self, text: str) -> None:
+        """Logs at most a line a second: strangers must not fill the log."""
+        now_s = time.monotonic()
+        with self._changed:
+            if now_s < self._quiet_until_s:
+                self._unsaid += 1
+                return
+            unsaid, self._unsaid = self._unsaid, 0
+            self._quiet_until_s = now_s + _QUIET_S
+        logger.warning("%s%s", text, f" (and {unsaid} more since the last such line)" if unsaid else "")
+
+    def _admit(self, greeting: Greeting, session: Session, address: str) -> _Member:
+        peer = _peer(greeting, address)
         with self._changed:
             if self.failure is not None or self._stopped.is_set():
                 raise EngineStopped(f"{peer} came too late: {self.failure or 'the service has ended'}")
-            if not 0 < peer.process_id < self._num_processes:
+            if greeting.num_processes != self._num_processes or not 0 < peer.process_id < self._num_processes:
                 raise HostMismatch(
-                    f"{peer} wants to join, but hosts.num_processes is {self._num_processes} on process 0: numbers go "
-                    f"from 1 to {self._num_processes - 1} beside 0"
+                    f"{peer} of {greeting.num_processes} wants to join, but hosts.num_processes is "
+                    f"{self._num_processes} on process 0: numbers go from 1 to {self._num_processes - 1} beside 0"
                 )
             if (other := self._members.get(peer.process_id)) is not None:
                 raise HostMismatch(
                     f"{peer} wants to join, but {other.peer} has that number; give each process its own "
                     "hosts.process_id, and after a failure start all of them again"
                 )
-            member = self._members[peer.process_id] = _Member(peer)
+            member = self._members[peer.process_id] = _Member(peer, session)
         logger.info("%s has joined", peer)
         return member
 
     def _read(self, member: _Member, incoming: Iterator[bytes]) -> None:
         process_id = member.peer.process_id
-        with contextlib.suppress(grpc.RpcError):  # `_leave` hears of it, too
+        try:
             for raw in incoming:
-                try:
-                    frame = decode(raw)
-                except PlanCorrupt as error:
-                    self._fail(PlanCorrupt(f"{member.peer}: {error}"))
-                    return
+                frame = member.session.open(raw)
                 with self._changed:
                     if self._is_serving:
                         self._hearing.heard(process_id)
                 self._take(member, frame)
-        member.outbox.put(None)  # it has sent its last, so the stream may end
+        except grpc.RpcError:
+            pass  # `_leave` hears of it, too
+        except PlanCorrupt as error:
+            self._fail(PlanCorrupt(f"{member.peer}: {error}"))
+        except Exception as error:  # the boundary of the thread: nobody reads this member's frames any more
+            self._fail(EngineStopped(f"what {member.peer} has sent cannot be handled: {error!r}"))
+        member.outbox.put(None)  # the member has sent its last frame, so the stream may end
 
     def _take(self, member: _Member, frame: Frame) -> None:
         if frame.kind is Kind.MEET:
-            fields = frame.fields
+            stage, facts, numbers = frame.take(stage=str, facts=dict, numbers=dict)
             with self._changed:
-                member.met[fields["stage"]] = (fields["facts"], fields["numbers"])
+                member.met[stage] = (facts, numbers)
                 self._changed.notify_all()
         elif frame.kind is Kind.REPORT:
             with self._changed:
@@ -244,8 +310,8 @@ class Leader:
             self._judge(found)
         elif frame.kind is Kind.FAILED:
             self._fail(HostLost(f"{member.peer} has given up: {frame.text}"))
-        else:
-            assert frame.kind is Kind.BEAT, frame
+        elif frame.kind is not Kind.BEAT:
+            raise PlanCorrupt(f"a frame of kind {frame.kind.name} arrived, which only process 0 sends")
 
     def _leave(self, member: _Member) -> None:
         with self._changed:
@@ -265,7 +331,7 @@ class Leader:
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        beat = encode(Frame(Kind.BEAT))
+        beat = Frame(Kind.BEAT)
         while not self._stopped.wait(self._heartbeat_s / BEATS):
             with self._changed:
                 members = [m for m in self._members.values() if not m.gone]
@@ -313,8 +379,11 @@ class Leader:
             raise self.failure
 
     def _tell_all(self, frame: Frame) -> None:
-        raw = encode(frame)
         with self._changed:
             members = list(self._members.values())
         for member in members:
-            member.outbox.put(raw)
+            member.outbox.put(frame)
+
+
+def _peer(greeting: Greeting, address: str) -> Peer:
+    return Peer(greeting.process_id, greeting.host, address)

@@ -1,6 +1,6 @@
-"""The two loops around a device: process 0 runs what its scheduler plans, the others run what they are sent.
+"""The two loops around a device: `LeaderRunner`, which an engine takes for its device in process 0, and `follow`.
 
-Owns `LeaderRunner`, which an engine takes for its device, and `follow`. Refuses to start or end processes.
+Process 0 runs the plans of its scheduler, the others run the plans that they are sent.
 """
 
 import logging
@@ -40,7 +40,7 @@ class LeaderRunner:
         return self._limits
 
     def dispatch(self, plan: StepPlan) -> "_Awaited":
-        """Sends and queues the plan. Raises why the service has failed; what the device raises comes later."""
+        """Sends and queues the plan. Raises the failure of the service; errors of the device come later."""
         seq = self._leader.broadcast(plan.to_json().encode())
         return _Awaited(seq, self._execution.submit(seq, plan), self._stall_s)
 
@@ -60,7 +60,7 @@ class _Awaited:
         self._stall_s = stall_s
 
     def result(self) -> StepResult:
-        """Raises why the service has failed, or StepStalled after `hosts.stall_s`."""
+        """Raises the failure of the service, or StepStalled after `hosts.stall_s`."""
         try:
             return self._future.result(self._stall_s)
         except TimeoutError:

@@ -1,12 +1,11 @@
 """Real-world attention shapes by name: the same data for tests, benchmark, tuner and `scripts/gpu_check.py`.
 
-Owns the cases and the batches made of them. Refuses results: what is right is decided by `oracle`, what is fast by
-the benchmark.
+Results are judged elsewhere: their error by `oracle`, their speed by the benchmark.
 
-Why names: a figure or a bug report that says `llama3-8b-tp1/decode64/64` can be run again by anyone. Why two sizes: a
-case of the `REAL` table holds what a busy server holds, and `small(case)` is the same case with shorter rows (each
-keeps its kind: on a page edge, one token, all of a prompt, a piece of one) for interpreters, which take a second for
-what a chip does in a microsecond.
+Cases have names since a figure or a bug report that says `llama3-8b-tp1/decode64/64` can then be run again by anyone.
+They have two sizes: a case of the `REAL` table holds the batch of a busy server, and `small(case)` is the same case
+with shorter rows (each keeps its kind: on a page edge, one token, all of a prompt, a piece of one) for interpreters,
+which take a second for what a chip does in a microsecond.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ MIXES: dict[str, Rows] = {
     "prefill": ((512, 512),),
     "mixed": ((1, 40), (1, 129), (1, 513), (7, 7), (64, 200), (100, 100)),
     "crumbs": ((1, 1), (1, 64), (2, 2), (2, 130), (3, 65), (31, 31), (33, 97)),
-    # What a server holds.
+    # Batches of a busy server.
     "decode64": ((1, 4096),) * 64,
     "prefill8k": ((8192, 8192),),
     "busy": (*((1, 2048),) * 48, (300, 300), (512, 512), (1024, 4096)),
@@ -168,7 +167,7 @@ def _real(model: str, mix: str, page_size: int = 64, cache_dtype: str = "bfloat1
 
 
 def small(case: Case) -> Case:
-    """The same case with rows that an interpreter gets through in seconds; a window shrinks along."""
+    """The same case with rows that an interpreter computes in seconds; a window shrinks along."""
     mix = case.name.split("/")[1]
     rows = _SMALL[mix]
     window = case.spec.window if case.spec.window is None else min(case.spec.window, 100)
@@ -185,7 +184,7 @@ def _named(*cases: Case) -> dict[str, Case]:
     return {c.name: c for c in cases}
 
 
-# For the XLA body on a CPU.
+# For the XLA implementation on a CPU.
 CASES: dict[str, Case] = _named(
     *(case("bench125m", mix, page) for mix in tuple(MIXES)[:6] for page in (16, 64)),
     *(case("bench125m", mix, 128) for mix in ("decode16", "ragged16", "mixed")),
@@ -201,7 +200,7 @@ _REAL_MODELS = (
     *("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "mistral-7b", "gemma2-9b", "mpt-7b-alibi", "gpt-oss", "phi3-mini"),
 )
 _REAL_MIXES = ("decode64", "prefill8k", "busy", "ragged", "row128k")
-# For bodies on accelerators; whole on hardware, `small` in interpreters.
+# For implementations on accelerators; whole on hardware, `small` in interpreters.
 REAL: dict[str, Case] = _named(
     *(_real(model, mix) for model in _REAL_MODELS for mix in _REAL_MIXES),
     *(_real("llama3-8b-tp1", mix, page) for mix in ("decode64", "busy") for page in (16, 24, 128)),
@@ -216,9 +215,37 @@ REAL: dict[str, Case] = _named(
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulCase:
+    """Rows [rows, *in_shape] times one weight [*out_shape, *in_shape], both in `dtype`."""
+
+    name: str
+    rows: int
+    out_shape: tuple[int, ...]
+    in_shape: tuple[int, ...]
+    dtype: str
+
+
+_MATMUL_SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "demo/qkv": ((2, 4, 64), (256,)),
+    "demo/out": ((256,), (4, 64)),
+    "bench125m/gate_up": ((2, 2048), (768,)),
+    "llama3-8b-tp8/qkv": ((1, 6, 128), (4096,)),
+    "llama3-8b-tp8/down": ((4096,), (1792,)),
+}
+MATMUL_CASES: dict[str, MatmulCase] = {
+    f"{name}/{rows}/{dtype}": MatmulCase(
+        name=f"{name}/{rows}/{dtype}", rows=rows, out_shape=out_shape, in_shape=in_shape, dtype=dtype
+    )
+    for name, (out_shape, in_shape) in _MATMUL_SHAPES.items()
+    for rows in (1, 16, 65)
+    for dtype in ("float32", "bfloat16")
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What `attend` takes, and the whole sequences (`keys`, `values`: one [context, K, H] array for each row)."""
+    """The arguments of `attend`, and the whole sequences (`keys`, `values`: one [context, K, H] array for each row)."""
 
     q: Float[Array, "T N H"]
     k: Float[Array, "T K H"]
@@ -271,9 +298,9 @@ def make_batch(case: Case, rng: np.random.Generator, room: Room | None = None) -
 
 
 def make_inputs(
-    case: Case, body: PagedAttention, seed: int = 0, poison: bool = False, room: Room | None = None
+    case: Case, implementation: PagedAttention, seed: int = 0, poison: bool = False, room: Room | None = None
 ) -> Inputs:
-    """Random inputs whose cache already holds the earlier tokens, written by the body itself.
+    """Random inputs whose cache already holds the earlier tokens, written by the implementation itself.
 
     With `poison`, every slot of the cache that no row holds is NaN (where the dtype has one).
     """
@@ -289,20 +316,20 @@ def make_inputs(
             values=jnp.asarray(spread * rng.uniform(0.8, 1.2, spec.num_kv_heads), jnp.float32),
         )
 
-    def sequence(context: int, scale: Array | None) -> Array | np.ndarray:  # what the cache can hold of a random one
+    def sequence(context: int, scale: Array | None) -> Array | np.ndarray:  # a random number as the cache stores it
         kept = stored(draw(rng, (context, *kv_shape)), scale, jnp.dtype(case.cache_dtype)).astype(jnp.float32)
         return _near(kept if scale is None else kept * scale[:, None])
 
     keys = [sequence(context, scales and scales.keys) for _, context in case.rows]
     values = [sequence(context, scales and scales.values) for _, context in case.rows]
-    cache = body.init_cache(num_pages, case.page_size, *kv_shape, jnp.dtype(case.cache_dtype))
+    cache = implementation.init_cache(num_pages, case.page_size, *kv_shape, jnp.dtype(case.cache_dtype))
     if poison and case.cache_dtype != "int8":
-        # A body may keep the bits of floats as integers; all ones are NaN.
+        # An implementation may keep the bits of floats as integers; all ones are NaN.
         cache = jax.tree.map(
             lambda x: jnp.full_like(x, jnp.nan if jnp.isdtype(x.dtype, "real floating") else jnp.iinfo(x.dtype).max),
             cache,
         )
-    cache = _fill(case, body, cache, batch, scales, keys, values)
+    cache = _fill(case, implementation, cache, batch, scales, keys, values)
     num_tokens = batch.positions.shape[0]
     padding = _near(draw(rng, (num_tokens - sum(n for n, _ in case.rows), *kv_shape)))
     own = [(k[c - n :], v[c - n :]) for (n, c), k, v in zip(case.rows, keys, values, strict=True)]
@@ -344,14 +371,14 @@ def _joined(parts: Sequence[Array | np.ndarray]) -> Array | np.ndarray:
 
 def _fill(
     case: Case,
-    body: PagedAttention,
+    implementation: PagedAttention,
     cache: LayerCache,
     batch: AttentionBatch,
     scales: KVScales | None,
     keys: Sequence[Array | np.ndarray],
     values: Sequence[Array | np.ndarray],
 ) -> LayerCache:
-    """Writes the earlier tokens of all rows in pieces of one size, since only the body knows its layout."""
+    """Writes the earlier tokens of all rows in pieces of one size, since only the implementation knows its layout."""
     lens = np.array([context - n for n, context in case.rows] + [0] * case.padding_rows)
     total = int(lens.sum())
     if total == 0:
@@ -360,7 +387,7 @@ def _fill(
     rows = np.repeat(np.arange(len(lens)), lens)
     positions = np.concatenate([np.arange(n) for n in lens])
     k, v = (_joined([x[:n] for x, n in zip(xs, lens, strict=False)]) for xs in (keys, values))
-    write = jax.jit(body.write, donate_argnums=2)
+    write = jax.jit(implementation.write, donate_argnums=2)
     for first in range(0, total, piece):
         own = slice(first, min(first + piece, total))
         padding = piece - (own.stop - own.start)

@@ -1,114 +1,164 @@
-"""Chooses the body of each op, once, at start.
+"""`Op`, the record of an operation, and the choice of its implementation, once, at start.
 
-Owns the registry of bodies, which of them `auto` prefers on each backend, and the default page sizes. Refuses to run
-anything, and to fall back later: the body that the log names is the body that runs.
+An `Op` is a record of all that is known of one operation: its implementations, which of them is preferred on which
+backend, what they refuse, its named cases, and how to tell whether an implementation is right. Choosing, refusing,
+checking and listing work from the record alone (`ops` has those of this package), so that another op is another record.
 
-Why at start: a try/except around each call hides which kernel a figure was measured with.
+Nothing falls back later: a try/except around each call hides which kernel a figure was measured with. The
+implementation that the log names is the one that runs.
 """
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from jaxserve.errors import ConfigError
-from jaxserve.kernels.paged_attention import CACHE_DTYPES, AttentionUse, BodyMaker, Device, PagedAttention
 from jaxserve.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("cpu", "gpu", "tpu")
-PAGED_ATTENTION: Registry[PagedAttention | BodyMaker] = Registry(
-    "paged_attention body",
-    "jaxserve.kernels",
-    {
-        "xla": "jaxserve.kernels.xla_attention:BODY",
-        "mosaic_tpu": "jaxserve.kernels.pallas.tpu_body:make_body",
-        "mosaic_gpu": "jaxserve.kernels.pallas.gpu_body:make_body",
-        "numba_cpu": "jaxserve.kernels.cpu.body:make_body",
-    },
-)
-_REGISTRIES = {"paged_attention": PAGED_ATTENTION}
-
-# What `auto` takes on each backend: the first that does not refuse.
-_PREFERRED = {"cpu": ("numba_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
-_PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
+ENTRY_POINTS = "jaxserve.kernels"  # under which other packages offer implementations
 
 
-def resolve(
-    *,
-    device: Device,
-    op: str = "paged_attention",
-    uses: Sequence[AttentionUse] = (),
-    choice: str | PagedAttention = "auto",
-) -> PagedAttention:
-    """The body that runs `op` on `device`.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The facts about the hardware that an implementation may use.
 
-    `choice` is 'auto', a name known to the registry, 'package.module:BODY', or the body itself. `uses` are what the
-    body will be asked for, checked here.
-
-    Raises ConfigError when the op, the backend or the body is unknown, or the body named cannot run a use.
+    Attributes:
+      backend: 'cpu', 'gpu' or 'tpu'.
+      kind: JAX's `device_kind`, e.g. 'NVIDIA H200' or 'TPU v5 lite'; it names the tuned table.
+      compute_capability: of NVIDIA GPUs, e.g. (9, 0).
     """
-    if op not in _REGISTRIES:
-        raise ConfigError(f"no kernel op is called {op!r}; known: {', '.join(_REGISTRIES)}")
-    _check_backend(device.backend)
-    for use in uses:
-        _check_use(use)
-    if isinstance(choice, str) and choice == "auto":
-        return _best(op, device, uses)
-    body = _body(op, choice, device)
-    refusals = _refusals(body, uses)
-    if refusals:
-        raise ConfigError(f"kernels.{op} names {body.name!r}, which cannot run this model: {'; '.join(refusals)}")
-    logger.info("%s on %s: body %r, since kernels.%s names it", op, device.kind, body.name, op)
-    return body
+
+    backend: str
+    kind: str
+    compute_capability: tuple[int, int] | None = None
 
 
-def _best(op: str, device: Device, uses: Sequence[AttentionUse]) -> PagedAttention:
-    passed_over = []
-    for name in _PREFERRED[device.backend]:
-        body = _body(op, name, device)
-        refusals = _refusals(body, uses)
-        if not refusals:
-            reason = "; ".join(passed_over) or f"it is the body made for {device.backend}"
-            logger.info("%s on %s: body %r, since %s", op, device.kind, name, reason)
-            return body
-        passed_over.append(f"{name!r} cannot run this model ({'; '.join(refusals)})")
-    raise ConfigError(f"no body of {op} runs this model on {device.kind}: {'; '.join(passed_over)}")
+class Implementation(Protocol):
+    """What every op's implementations have, whatever else theirs do.
+
+    `refuses(use)` says why it cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes ready what
+    executables of that use call by name.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def refuses(self) -> Callable[[Any], str | None]: ...
+    @property
+    def prepare(self) -> Callable[[Any], object]: ...
 
 
-def _body(op: str, choice: str | PagedAttention, device: Device) -> PagedAttention:
-    found = _REGISTRIES[op].get(choice)
-    if isinstance(found, PagedAttention):
+I = TypeVar("I", bound=Implementation)  # noqa: E741
+U = TypeVar("U")  # a use: what is known of the calls before anything is compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op(Generic[I, U]):
+    """One operation.
+
+    Attributes:
+      name: and the setting that names an implementation, `kernels.<name>`.
+      kind: the type of its implementations.
+      implementations: by name, a value for any device or a function that makes one for the device at hand.
+      preferred: what 'auto' tries on each backend, in that order; it takes the first that does not refuse.
+      reference: the implementation that refuses nothing and is taken for right: XLA's.
+      slow_reference: why 'auto' takes the reference on a GPU or TPU only with `kernels.fallback`; None: it may.
+      validate: raises ConfigError for a use that no implementation can have.
+      describe: a use in words.
+      cases: named batches of real models, for tests and benchmarks.
+      case_of: a small case that shows whether a use is computed right.
+      error: how far an implementation is from float64 over a case, relative; infinity for NaN.
+      limit: the largest such error that rounding explains.
+    """
+
+    name: str
+    kind: type[I]
+    implementations: Registry[I | Callable[[Device], I]]
+    preferred: Mapping[str, Sequence[str]]
+    reference: str = "xla"
+    slow_reference: str | None = None
+    validate: Callable[[U], None] = lambda use: None
+    describe: Callable[[U], str]
+    cases: Mapping[str, Any]
+    case_of: Callable[[U], Any]
+    error: Callable[[I, Any], float]
+    limit: Callable[[I, U], float]
+
+    def resolve(self, *, device: Device, uses: Sequence[U] = (), choice: str | I = "auto", fallback: bool = False) -> I:
+        """The implementation that runs on `device`.
+
+        `choice` is 'auto', a known name, 'package.module:NAME', or the implementation itself. `uses` are what it will
+        be asked for, checked here. `fallback` lets 'auto' take a reference that is slow there.
+
+        Raises ConfigError when the backend or the name is unknown, or the implementation named cannot run a use, or
+        when 'auto' finds none.
+        """
+        if device.backend not in self.preferred:
+            raise ConfigError(f"no kernels for backend {device.backend!r}; known: {', '.join(self.preferred)}")
+        for use in uses:
+            self.validate(use)
+        if isinstance(choice, str) and choice == "auto":
+            return self._best(device, uses, fallback)
+        found = self.make(choice, device)
+        if refusals := _refusals(found, uses):
+            raise ConfigError(
+                f"kernels.{self.name} names {found.name!r}, which cannot run this model: {'; '.join(refusals)}"
+            )
+        logger.info("%s on %s: %r, since kernels.%s names it", self.name, device.kind, found.name, self.name)
         return found
-    body = found(device) if callable(found) else found
-    if not isinstance(body, PagedAttention):
-        raise ConfigError(f"{choice!r} is a {type(found).__name__}, but {op} needs a PagedAttention value or a maker")
-    return body
 
+    def make(self, choice: str | I | Callable[[Device], I], device: Device) -> I:
+        """The implementation of that name, or of that maker, for a device. Raises ConfigError where there is none."""
+        found = self.implementations.get(choice)
+        made = found if isinstance(found, self.kind) or not callable(found) else found(device)
+        if not isinstance(made, self.kind):
+            raise ConfigError(
+                f"{choice!r} is a {type(found).__name__}, but {self.name} needs a {self.kind.__name__} value or a maker"
+            )
+        return made
 
-def _refusals(body: PagedAttention, uses: Sequence[AttentionUse]) -> list[str]:
-    found = (body.refuses(use) for use in uses)
-    return list(dict.fromkeys(reason for reason in found if reason is not None))
-
-
-def default_page_size(backend: str) -> int:
-    """Tokens of a KV page where the config gives none. The CPU's is measured: docs/attention-cpu.md."""
-    _check_backend(backend)
-    return _PAGE_SIZES[backend]
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ConfigError(f"no kernels for backend {backend!r}; known: {', '.join(BACKENDS)}")
-
-
-def _check_use(use: AttentionUse) -> None:
-    spec = use.spec
-    if spec.num_query_heads % spec.num_kv_heads:
+    def _best(self, device: Device, uses: Sequence[U], fallback: bool) -> I:
+        passed_over = []
+        for name in self.preferred[device.backend]:
+            found = self.make(name, device)
+            refusals = _refusals(found, uses)
+            if refusals:
+                passed_over.append(f"{name!r} cannot run this model ({'; '.join(refusals)})")
+            elif name == self.reference and self.slow_reference and device.backend != "cpu" and not fallback:
+                wanted = " and ".join(dict.fromkeys(map(self.describe, uses))) or "it"
+                raise ConfigError(
+                    f"no kernel of {self.name} runs {wanted} on {device.kind}: {'; '.join(passed_over)}. {name!r} "
+                    f"would, but {self.slow_reference}; change what is refused, or set kernels.fallback to true to "
+                    "have it all the same"
+                )
+            else:
+                reason = "; ".join(passed_over) or f"it is the one made for {device.backend}"
+                logger.info("%s on %s: %r, since %s", self.name, device.kind, name, reason)
+                return found
         raise ConfigError(
-            f"{spec.num_query_heads} query heads do not divide by {spec.num_kv_heads} key/value heads; "
-            "check num_attention_heads and num_key_value_heads of the checkpoint"
+            f"no implementation of {self.name} runs this model on {device.kind}: {'; '.join(passed_over)}"
         )
-    if spec.window is not None and spec.window < 1:
-        raise ConfigError(f"attention window is {spec.window}, but must be at least 1 token")
-    if use.cache_dtype not in CACHE_DTYPES:
-        raise ConfigError(f"cache dtype {use.cache_dtype!r} is not one of {', '.join(CACHE_DTYPES)}")
+
+    def check(self, implementation: I, use: U, device: Device) -> float:
+        """The relative error over a small batch on JAX's default device.
+
+        Raises ConfigError where it is more than rounding explains. A kernel is proven for a device, a driver and a
+        version of the compiler, and all three change under a server; wrong attention is not a crash, but fluent
+        nonsense.
+        """
+        error, limit = self.error(implementation, self.case_of(use)), self.limit(implementation, use)
+        if error > limit:
+            raise ConfigError(
+                f"the {self.name} implementation {implementation.name!r} is wrong on {device.kind}: it is off by "
+                f"{error:.2g} of the right result, where rounding explains {limit:.2g}; set kernels.{self.name}: "
+                f"{self.reference}, which is slower and right, and report this with the versions of jax and the driver"
+            )
+        return error
+
+
+def _refusals(implementation: Implementation, uses: Sequence[Any]) -> list[str]:
+    found = (implementation.refuses(use) for use in uses)
+    return list(dict.fromkeys(reason for reason in found if reason is not None))

@@ -1,7 +1,7 @@
-"""What is right: attention of whole sequences in float64 numpy, written from the equation in `PagedAttention`.
+"""The exact result: attention of whole sequences in float64 numpy, written from the equation in `PagedAttention`.
 
-Owns the equation a second time, with none of the bodies' tricks (no pages, no online softmax, no masks that cancel),
-and the measure of error. Refuses speed; callers pick a few queries of long rows.
+It has none of the tricks of the implementations (no pages, no online softmax, no masks that cancel). It is slow, so
+callers pick a few queries of long rows. The measure of error is here too.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.kernels.cases import Case, Inputs
 from jaxserve.kernels.paged_attention import AttentionSpec
 
-# Largest `relative_error` of a body, by the dtype of queries.
+# Largest `relative_error` of an implementation, by the dtype of queries.
 TOLERANCE = {"bfloat16": 2e-3, "float32": 1e-5}
 
 
@@ -43,12 +43,12 @@ def attend_row(
 
 
 def relative_error(case: Case, inputs: Inputs, out: np.ndarray, max_queries: int | None = None) -> float:
-    """How far `out` is from exact: the root mean square over tokens of each token's error, or half the worst token's.
+    """The relative error of `out`: the root mean square over tokens of each token's error, or half the worst token's.
 
     A token's error is ||out - exact|| / ||exact||, norms over [N, H], less what rounding the exact result to the dtype
-    of `out` costs by itself (1.65e-3 for bfloat16; independent errors add in squares). What remains is the body's
-    arithmetic. `max_queries` bounds how many tokens of each row are looked at; the first and the last always are. NaN
-    or infinity anywhere in `out`, padding included, gives infinity.
+    of `out` costs by itself (1.65e-3 for bfloat16; independent errors add in squares). What remains is the
+    implementation's arithmetic. `max_queries` bounds how many tokens of each row are compared; the first and the last
+    always are. NaN or infinity anywhere in `out`, padding included, gives infinity.
     """
     dtype = out.dtype
     out = np.asarray(out).astype(np.float64)

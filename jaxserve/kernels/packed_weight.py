@@ -1,11 +1,8 @@
 """A weight in the order in which the CPU's own product reads it, and that product.
 
-Owns the layout and what can be done with such a weight. Refuses to choose it (`runtime.resolve` does) and the machine
-code (`cpu.matmul`).
-
-Why: XLA:CPU multiplies weights where they lie, or packs them anew in every call. In panels of the width that vector
+XLA:CPU multiplies weights where they lie, or packs them anew in every call. In panels of the width that vector
 registers hold, each number is read once and in order: one row at the speed of the memory, many at that of the
-arithmetic units (docs/performance.md).
+arithmetic units (docs/performance.md). The machine code is in `cpu.matmul`.
 """
 
 import dataclasses
@@ -19,6 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.cpu import machine_code, scratch
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
+from jaxserve.kernels.xla_matmul import DenseWeight
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,7 @@ class PackedWeight:
     in_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
-        """x [T, *in] as [T, *out], in float32. What a row gives does not depend on the others, to the last bit."""
+        """x [T, *in] as [T, *out], in float32. A row's result does not depend on the other rows, to the last bit."""
         panels, depth, width = self.panels.shape
         rows = x.reshape(-1, depth).astype(jnp.float32)
         results = (
@@ -48,9 +48,49 @@ class PackedWeight:
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
-        """Rows of a weight [out, in], such as those of an embedding table."""
+        """`Weight.take`."""
         width = self.panels.shape[2]
-        return self.panels[rows // width, :, rows % width]
+        return self.panels.at[rows // width, :, rows % width].get(mode="fill", fill_value=0)
+
+    def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
+        """`Weight.leaf_axes`: panels are never cut."""
+        del axes
+        return ((None, None, None),)
+
+
+def make_matmul(device: Device) -> Matmul:
+    """The implementation for a device; it refuses all that are no CPUs."""
+
+    def refuses(use: MatmulUse) -> str | None:
+        if device.backend != "cpu":
+            return f"it runs on CPUs alone, and this is a {device.backend}"
+        if use.num_devices > 1:
+            return (
+                f"{use.num_devices} devices share each weight, and packed ones are never cut; set parallel.tensor to 1"
+            )
+        if use.dtype not in machine_code.DTYPES:
+            return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
+        return machine_code.missing()
+
+    def convert(weight: DenseWeight) -> Weight:
+        return pack(weight.array, weight.num_in, _width()) if weight.num_in else weight
+
+    def shapes(weight: DenseWeight) -> Weight:
+        return packed_shape(weight.array, weight.num_in, _width()) if weight.num_in else weight
+
+    return Matmul(
+        name="numba_cpu",
+        convert=convert,
+        shapes=shapes,
+        refuses=refuses,
+        prepare=lambda use: machine_code.provide("matmul", use.dtype),
+    )
+
+
+def _width() -> int:
+    from jaxserve.kernels.cpu.target import find_target  # needs Numba
+
+    return find_target().width
 
 
 def pack(weight: Float[Array, "..."], num_in: int, width: int) -> PackedWeight:
@@ -70,7 +110,7 @@ def pack(weight: Float[Array, "..."], num_in: int, width: int) -> PackedWeight:
 
 
 def packed_shape(weight: jax.ShapeDtypeStruct | Array, num_in: int, width: int) -> PackedWeight:
-    """What `pack` returns, with a shape in place of its numbers."""
+    """The result of `pack`, with a shape in place of its numbers."""
     out_shape, in_shape = weight.shape[: weight.ndim - num_in], weight.shape[weight.ndim - num_in :]
     panels = (-(-math.prod(out_shape) // width), math.prod(in_shape), width)
     shape: Any = jax.ShapeDtypeStruct(panels, weight.dtype)

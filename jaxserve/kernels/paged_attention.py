@@ -1,7 +1,7 @@
-"""Contract of paged attention: the arrays, the equation, and what every body must do.
+"""Contract of paged attention: the arrays, the equation, and what every implementation must do.
 
-Owns the types shared by all bodies and by the models. Refuses to choose a body (`dispatch.resolve` does) and to know
-a layout of the cache: each body owns its own.
+The types shared by all implementations and by the models are here. `Op.resolve` chooses an implementation, and each
+has a cache layout of its own.
 """
 
 import dataclasses
@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# What a cache may hold; the last three need scales that fit the model, or 1.
+# Types of numbers that a cache may hold; the last three need scales that fit the model, or 1.
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+# Tokens of a page by backend, where the config gives none. The CPU's is measured: docs/attention-cpu.md.
+PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What is static of one layer's attention.
+    """The static parameters of one layer's attention.
 
     Attributes:
       num_query_heads, num_kv_heads: N, K; N is a multiple of K, query head n reads key/value head n // (N // K).
@@ -64,14 +66,14 @@ class AttentionBatch:
     decode_only: bool = dataclasses.field(metadata={"static": True})
 
 
-# The cache of one layer: whatever pytree of arrays its body wants, page axis first and head axis second in every leaf.
+# The cache of one layer: any pytree of arrays, page axis first and head axis second in every leaf.
 LayerCache = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVScales:
-    """What a stored number of each key/value head is multiplied with, for caches of eight bits. Float32."""
+    """The factors of stored numbers, one for each key/value head, for caches of eight bits. Float32."""
 
     keys: Float[Array, " K"]
     values: Float[Array, " K"]
@@ -91,23 +93,8 @@ def stored(x: Float[Array, "T K H"], scale: Float[Array, " K"] | None, dtype: jn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """What a body may know of the hardware.
-
-    Attributes:
-      backend: 'cpu', 'gpu' or 'tpu'.
-      kind: JAX's `device_kind`, e.g. 'NVIDIA H200' or 'TPU v5 lite'; it names the tuned table.
-      compute_capability: of NVIDIA GPUs, e.g. (9, 0).
-    """
-
-    backend: str
-    kind: str
-    compute_capability: tuple[int, int] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionUse:
-    """What a body will be asked for: all that is known of the calls before anything is compiled."""
+    """A use of an implementation: all that is known of the calls before anything is compiled."""
 
     spec: AttentionSpec
     page_size: int
@@ -117,7 +104,7 @@ class AttentionUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttention:
-    """One body. `attend` writes k and v of the step into the cache, then attends.
+    """One implementation. `attend` writes k and v of the step into the cache, then attends.
 
         attend(q [T, N, H], k [T, K, H], v [T, K, H], cache, batch, spec, sinks=None [N], alibi_slopes=None [N],
                scales=None) -> (out [T, N, H] in q's dtype, cache)
@@ -125,14 +112,15 @@ class PagedAttention:
         out[t, n] = sum_s softmax_s(cap(scale * q[t, n] . K[s, n // G]) + slope[n] * (s - p)) V[s, n // G]
 
     over positions s <= p of the same row (and within the window); softmax in float32; a sink adds exp(sink[n]) to the
-    denominator only; K and V are what `stored` left of k and v, times `scales`. The caller donates the cache; a body
-    must update it in place (no copy of its size).
+    denominator only; K and V are what `stored` left of k and v, times `scales`. The caller donates the cache; an
+    implementation must update it in place (no copy of its size).
 
     `write(k, v, cache, batch, scales=None) -> cache` is the first half of `attend` alone.
     `init_cache(num_pages, page_size, num_kv_heads, head_dim, dtype)` gives zeros for num_pages + 1 pages (page 0 is
     the dummy). `copy_pages(cache, sources [C], targets [C])` copies whole pages; padding entries are (0, 0).
-    `refuses(use)` says why the body cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes
-    ready what executables of that use call by name; it comes before any of them runs, those read from a disk included.
+    `refuses(use)` says why the implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)`
+    makes ready what executables of that use call by name; it comes before any of them runs, those read from a disk
+    included.
     """
 
     name: str
@@ -142,7 +130,3 @@ class PagedAttention:
     copy_pages: Callable[..., LayerCache]
     refuses: Callable[[AttentionUse], str | None]
     prepare: Callable[[AttentionUse], object] = lambda use: None
-
-
-# What a registry of bodies holds: a body for any device, or a function that makes one for the device at hand.
-BodyMaker = Callable[[Device], PagedAttention]

@@ -1,30 +1,28 @@
-"""Does the chosen body work on this very device? One small batch, at start, against float64.
+"""The error of an implementation against float64: over any case, and over one small case for a use.
 
-Owns that batch and the verdict. Refuses to choose another body: a kernel that is wrong here is a fact to be told.
-
-Why at every start: a kernel is proven for a device, a driver and a version of the compiler, and all three change
-under a server. Wrong attention is not a crash; it is fluent nonsense.
+The small cases are run at each start, on the very device (`Op.check`). An implementation that fails is an error, and no
+other one takes its place.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.errors import ConfigError
-from jaxserve.kernels.cases import Case, make_inputs
+from jaxserve.kernels.cases import Case, MatmulCase, make_inputs
+from jaxserve.kernels.matmul import Matmul, MatmulUse
 from jaxserve.kernels.oracle import relative_error
-from jaxserve.kernels.paged_attention import AttentionUse, Device, PagedAttention
+from jaxserve.kernels.paged_attention import AttentionUse, PagedAttention
+from jaxserve.kernels.xla_matmul import DenseWeight
 
-_LIMIT = {"bfloat16": 1e-2, "float32": 1e-4}  # queries and weights are rounded, by each body in its own way
+# Queries and the weights of softmax are rounded, by each implementation in its own way.
+_ATTENTION_LIMIT = {"bfloat16": 1e-2, "float32": 1e-4}
 
 
-def check_body(body: PagedAttention, use: AttentionUse, device: Device) -> float:
-    """The relative error of `body` over decode rows, whole prompts and a later piece.
-
-    Raises ConfigError where it is more than rounding explains.
-    """
+def attention_case(use: AttentionUse) -> Case:
+    """Decode rows, whole prompts and a later piece."""
     page = use.page_size
     rows = ((1, 1), (1, page), (1, 2 * page + 3), (5, 5), (33, page + 40))
-    case = Case(
+    return Case(
         name="self check",
         spec=use.spec,
         rows=rows,
@@ -34,15 +32,42 @@ def check_body(body: PagedAttention, use: AttentionUse, device: Device) -> float
         padding_rows=1,
         padding_tokens=-sum(n for n, _ in rows) % 32,
     )
-    inputs = make_inputs(case, body)
-    attend = jax.jit(body.attend, static_argnums=5, donate_argnums=3)
-    out, _ = attend(inputs.q, inputs.k, inputs.v, inputs.cache, inputs.batch, case.spec, None, None, inputs.scales)
-    error = relative_error(case, inputs, np.asarray(out))
-    limit = _LIMIT[use.query_dtype]
-    if error > limit:
-        raise ConfigError(
-            f"the paged attention body {body.name!r} is wrong on {device.kind}: it is off by {error:.2g} of the right "
-            f"result, where rounding explains {limit:.2g}; set kernels.paged_attention: xla, which is slower and "
-            "right, and report this with the versions of jax and the driver"
-        )
-    return error
+
+
+def attention_error(attention: PagedAttention, case: Case) -> float:
+    """`oracle.relative_error` of what it attends to."""
+    inputs = make_inputs(case, attention)
+    attend = jax.jit(attention.attend, static_argnums=5, donate_argnums=3)
+    out, _ = attend(
+        *(inputs.q, inputs.k, inputs.v, inputs.cache, inputs.batch, case.spec),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.scales),
+    )
+    return relative_error(case, inputs, np.asarray(out))
+
+
+def attention_limit(attention: PagedAttention, use: AttentionUse) -> float:
+    """The error that is rounding."""
+    del attention
+    return _ATTENTION_LIMIT[use.query_dtype]
+
+
+def matmul_case(use: MatmulUse) -> MatmulCase:
+    """Few rows, axes of several sizes, and no size that is a multiple of a vector's."""
+    return MatmulCase(name="self check", rows=9, out_shape=(3, 35), in_shape=(5, 13), dtype=use.dtype)
+
+
+def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
+    """The root mean square of the differences over that of the exact products."""
+    rng = np.random.default_rng(0)
+    x, array = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
+        for shape in ((case.rows, *case.in_shape), (*case.out_shape, *case.in_shape))
+    )
+    weight = matmul.convert(DenseWeight(array=array, num_in=len(case.in_shape)))
+    out = np.asarray(jax.jit(lambda weight, x: weight.multiply(x))(weight, x), np.float64)
+    num_in, num_out = len(case.in_shape), len(case.out_shape)
+    axes = (range(1, 1 + num_in), range(num_out, num_out + num_in))
+    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(array, np.float64), axes)
+    if not np.isfinite(out).all():
+        return float("inf")
+    return float(np.sqrt(np.mean(np.square(out - exact)) / np.mean(np.square(exact))))

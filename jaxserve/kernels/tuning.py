@@ -1,9 +1,8 @@
-"""Block sizes that were measured, by device kind.
+"""Measured block sizes by device kind, in the files `tuned/<device kind>.json`.
 
-Owns the files `tuned/<device kind>.json` and the names of their entries. Refuses heuristics: each body has its own for
-what no one has measured, and its own checks for what fits.
+Each implementation has its own heuristic for cases that were not measured, and its own checks of sizes that fit.
 
-Why the commit is in the file: a size is a fact about one version of a kernel, and outlives it in silence otherwise.
+The commit is in the file because a size is a fact about one version of a kernel, and would outlive it in silence.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ class TunedTable:
 
     Attributes:
       device_kind: JAX's name of it.
-      entries: `entry_name(...)` to the sizes, by the names the body gives them.
+      entries: `entry_name(...)` to the sizes, by the names the implementation gives them.
       commit: the version of the kernels that was measured; '' for an empty table.
     """
 
@@ -31,20 +30,20 @@ class TunedTable:
     entries: Mapping[str, Blocks]
     commit: str = ""
 
-    def get(self, body: str, variant: str, use: AttentionUse) -> Blocks | None:
-        """The sizes for one variant of a body, or None where nobody measured."""
-        return self.entries.get(entry_name(body, variant, use))
+    def get(self, implementation: str, variant: str, use: AttentionUse) -> Blocks | None:
+        """The sizes for one variant of an implementation, or None when it was not measured."""
+        return self.entries.get(entry_name(implementation, variant, use))
 
 
-def entry_name(body: str, variant: str, use: AttentionUse) -> str:
-    """All that block sizes depend on, e.g. 'mosaic_tpu/decode/32x8x128/page128/bfloat16'."""
+def entry_name(implementation: str, variant: str, use: AttentionUse) -> str:
+    """The name of an entry: all that block sizes depend on, e.g. 'mosaic_tpu/decode/32x8x128/page128/bfloat16'."""
     spec = use.spec
     heads = f"{spec.num_query_heads}x{spec.num_kv_heads}x{spec.head_dim}"
-    return f"{body}/{variant}/{heads}/page{use.page_size}/{use.cache_dtype}"
+    return f"{implementation}/{variant}/{heads}/page{use.page_size}/{use.cache_dtype}"
 
 
 def file_name(device_kind: str) -> str:
-    """'NVIDIA H200' lies in nvidia_h200.json."""
+    """The file of a device kind: 'NVIDIA H200' has nvidia_h200.json."""
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
 
 

@@ -1,10 +1,10 @@
-"""Paged attention in plain XLA: the body for CPUs, and the reference that all others are checked against.
+"""Paged attention in plain XLA: the implementation for CPUs, and the reference that all others are checked against.
 
-Owns the body's cache layout, the write of a step's keys and values, and the split of a batch into rows of one query
-(`xla_rows`) and of several (`xla_tiles`). Refuses devices: nothing here depends on the backend.
+Its cache layout and the write of a step's keys and values are here; a batch is split into rows of one query
+(`xla_rows`) and rows of several (`xla_tiles`). Nothing depends on the backend.
 
-Why not one gather and one einsum: that moves every page three times and costs what the block table could hold, not
-what the rows hold (docs/attention-cpu.md has the figures of each formulation that was tried).
+One gather and one einsum would move every page three times, at a cost that follows from the size of the block table and
+not from the length of the rows (docs/attention-cpu.md has the figures of each formulation that was tried).
 """
 
 import jax
@@ -87,10 +87,10 @@ def write(k: Array, v: Array, cache: PageArrays, batch: AttentionBatch, scales: 
 
 
 def refuses(use: AttentionUse) -> str | None:
-    """Nothing: this body is the one that runs everything."""
+    """None: this implementation runs every case."""
     del use
 
 
-BODY = PagedAttention(
+XLA_ATTENTION = PagedAttention(
     name="xla", attend=attend, write=write, init_cache=init_cache, copy_pages=copy_pages, refuses=refuses
 )

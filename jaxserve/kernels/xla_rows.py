@@ -1,8 +1,8 @@
 """Rows of one query each: decode, where the cost is reading the cache.
 
-Owns the order in which pages of many rows of different length are visited. Refuses arithmetic (`xla_softmax`).
+The order in which pages of many rows of different length are visited is here, the arithmetic in `xla_softmax`.
 
-Why two loops: all rows together keep every core busy, but run as long as the longest row; one row at a time costs
+There are two loops: all rows together keep every core busy, but run as long as the longest row; one row at a time costs
 exactly its own length, but uses about one core. So all rows advance together while more than half of them have pages
 left, and the longer ones go on alone. No row waits for a neighbour more than twice its share of work.
 """

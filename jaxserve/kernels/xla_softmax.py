@@ -1,14 +1,15 @@
-"""One block of keys against some queries, folded into an online softmax: the inner step of the XLA body.
+"""One block of keys against some queries, folded into an online softmax: the inner step of XLA's attention.
 
-Owns the arithmetic: scores, masks, caps, biases, the running maximum and sums. Refuses to know which rows there are
-and in what order blocks are visited; `xla_rows` and `xla_tiles` loop.
+The arithmetic is here: scores, masks, caps, biases, the running maximum and sums. The loops over rows and blocks are in
+`xla_rows` and `xla_tiles`.
 
 Letters beside the package's: L lanes (independent rows handled together), W pages of one block, M queries of a lane
 that share a key head.
 
-Why the sums look odd: a lane's result must not depend on how many lanes ride along, to the last bit, or a request's
-tokens would change with its neighbours. XLA's CPU dots keep that promise, its reductions do not (they split by the
-size of the whole array), so sums are written as dots or as explicit additions. docs/attention-cpu.md has the test.
+The sums look odd for a reason: a lane's result must not depend on how many lanes ride along, to the last bit, or a
+request's tokens would change with its neighbours. XLA's CPU dots keep that promise, its reductions do not (they split
+by the size of the whole array), so sums are written as dots or as explicit additions. docs/attention-cpu.md has the
+test.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class Queries(NamedTuple):
 
 
 def pages_per_block(page_size: int, block_tokens: int) -> int:
-    """How many pages are read together, so that a block has about `block_tokens` tokens."""
+    """Number of pages that are read together, so that a block has about `block_tokens` tokens."""
     return min(max(1, block_tokens // page_size), _MAX_WIDTH)
 
 
@@ -100,7 +101,7 @@ def fold(
     weights = jnp.exp(scores - top[:, None, :, :, None])  # [L, W, K, M, S]
     shrink = jnp.exp(state.top - top)
     held = (key_positions < queries.ends[:, None, None])[:, :, None, :, None]
-    # Slots past the end hold whatever was there before, NaN included, and 0 * NaN is NaN.
+    # Slots past the end hold old numbers, NaN included, and 0 * NaN is NaN.
     values = jnp.where(held, cache.values[page_ids].astype(jnp.float32), 0.0).reshape(flat, page_size, head_dim)
     flat_weights = weights.reshape(flat, per_head, page_size)
     mixed = jax.lax.dot_general(flat_weights, values, (((2,), (1,)), ((0,), (0,))), precision=_EXACT)

@@ -1,10 +1,9 @@
 """Rows of several queries each: pieces of prompts, where the cost is multiplying.
 
-Owns the cut of a ragged batch into tiles of queries. Refuses arithmetic (`xla_softmax`) and rows of one query
-(`xla_rows`).
+A ragged batch is cut into tiles of queries here; the arithmetic is in `xla_softmax`.
 
-Why tiles start at the row's own first token: shapes are static, so a tile may reach past the end of its row into the
-next; it computes there and throws that away, and what a row gets does not depend on where it lies in the batch.
+Tiles start at the row's own first token. Shapes are static, so a tile may reach past the end of its row into the next;
+that part of its result is thrown away, and a row's result does not depend on its place in the batch.
 """
 
 import jax

@@ -1,51 +1,70 @@
-"""The scheduler lab: policies, devices and clusters on paper, judged by the metrics of real runs.
+"""The workshop beside the engine: everything that measures, predicts, imitates or replays it, and that it never needs.
 
-    Trace --requests--> simulate, or simulate_cluster --times--> LabResult --> table, data frame, picture
-                                  ^
-    World: limits of a device, and a cost model: Roofline (published peaks) or Fitted (steps that an engine ran)
+    workloads    requests for an engine, and the definitions of the metrics of its answers
+    bench        sends requests to an endpoint, or to an engine in this process, and measures
+    simulation   policies, devices and clusters on paper, judged by the same definitions
+    planner      whether a config fits devices that are not here, and how fast it could be
+    compiled     facts of a compiled step: collectives, bytes moved, for chips that are not here
+    replay       step logs: run again, or read as a table
+    roofline     seconds from operations, bytes and the peaks of a chip
 
-Why it has this shape. The scheduler that is simulated is the very object that runs on a device, so what needs to be
-imitated is small: how long a step takes, and when requests come. Each is a value that can be replaced alone. Requests
-come from the datasets of `jaxserve bench`, and times are judged by its definitions, so a simulated row and a measured
-row can stand in one table.
-
-`requests` makes traces, `roofline` and `fitted` say what steps cost, `cluster` runs many engines behind a router,
-`world` puts limits and costs together from a config, `compare` runs several policies, `results` and `plots` tell. The
-simulation of one engine is `jaxserve.sched.simulate`, which needs nothing of this. Nothing here loads JAX before the
-sizes of a model are read from a checkpoint.
+The engine imports nothing of this, which a test checks. The names below are for notebooks; each is imported
+when it is first used.
 """
 
-from jaxserve.lab.cluster import simulate_cluster
-from jaxserve.lab.cluster_values import Autoscale, ClusterResult, Failure, ScaleTo, Slowdown
-from jaxserve.lab.compare import compare_policies
-from jaxserve.lab.fitted import Fitted
-from jaxserve.lab.plots import plot_gantt, plot_latencies, plot_overview, plot_pages, save_figure
-from jaxserve.lab.requests import ClientOptions, Trace, sim_requests
-from jaxserve.lab.results import LabResult, compare_frame, show_results
-from jaxserve.lab.roofline import DecoderShape, HostCost, Roofline
-from jaxserve.lab.world import World, world_of_device, world_of_log
-from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
-from jaxserve.workloads.datasets import DatasetOptions
-from jaxserve.workloads.metrics import Goodput
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.lab.simulation.cluster import simulate_cluster
+    from jaxserve.lab.simulation.cluster_values import Autoscale, ClusterResult, Failure, ScaleTo, Slowdown
+    from jaxserve.lab.simulation.compare import compare_policies
+    from jaxserve.lab.simulation.fitted import Fitted
+    from jaxserve.lab.simulation.plots import plot_gantt, plot_latencies, plot_overview, plot_pages, save_figure
+    from jaxserve.lab.simulation.requests import ClientOptions, Trace, sim_requests
+    from jaxserve.lab.simulation.results import LabResult, compare_frame, show_results
+    from jaxserve.lab.simulation.roofline import DecoderShape, HostCost, Roofline
+    from jaxserve.lab.simulation.simulate import simulate
+    from jaxserve.lab.simulation.values import (
+        CostModel,
+        FixedCost,
+        SimRequest,
+        SimulationResult,
+        StepCost,
+        VirtualClock,
+    )
+    from jaxserve.lab.simulation.world import World, world_of_device, world_of_log
+    from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
+    from jaxserve.lab.workloads.datasets import DatasetOptions
+    from jaxserve.lab.workloads.metrics import Goodput
+    from jaxserve.lab.workloads.samples import Part, Shape
 
 __all__ = [
     "ArrivalOptions",
     "Autoscale",
     "ClientOptions",
     "ClusterResult",
+    "CostModel",
     "DatasetOptions",
     "DecoderShape",
     "Diurnal",
     "Failure",
     "Fitted",
+    "FixedCost",
     "Goodput",
     "HostCost",
     "LabResult",
+    "Part",
     "Ramp",
     "Roofline",
     "ScaleTo",
+    "Shape",
+    "SimRequest",
+    "SimulationResult",
     "Slowdown",
+    "StepCost",
     "Trace",
+    "VirtualClock",
     "World",
     "compare_frame",
     "compare_policies",
@@ -56,7 +75,79 @@ __all__ = [
     "save_figure",
     "show_results",
     "sim_requests",
+    "simulate",
     "simulate_cluster",
     "world_of_device",
     "world_of_log",
 ]
+
+_HOME = {
+    "simulation.cluster": ("simulate_cluster",),
+    "simulation.cluster_values": (
+        "Autoscale",
+        "ClusterResult",
+        "Failure",
+        "ScaleTo",
+        "Slowdown",
+    ),
+    "simulation.compare": ("compare_policies",),
+    "simulation.fitted": ("Fitted",),
+    "simulation.plots": (
+        "plot_gantt",
+        "plot_latencies",
+        "plot_overview",
+        "plot_pages",
+        "save_figure",
+    ),
+    "simulation.requests": (
+        "ClientOptions",
+        "Trace",
+        "sim_requests",
+    ),
+    "simulation.results": (
+        "LabResult",
+        "compare_frame",
+        "show_results",
+    ),
+    "simulation.roofline": (
+        "DecoderShape",
+        "HostCost",
+        "Roofline",
+    ),
+    "simulation.simulate": ("simulate",),
+    "simulation.values": (
+        "CostModel",
+        "FixedCost",
+        "SimRequest",
+        "SimulationResult",
+        "StepCost",
+        "VirtualClock",
+    ),
+    "simulation.world": (
+        "World",
+        "world_of_device",
+        "world_of_log",
+    ),
+    "workloads.arrivals": (
+        "ArrivalOptions",
+        "Diurnal",
+        "Ramp",
+    ),
+    "workloads.datasets": ("DatasetOptions",),
+    "workloads.metrics": ("Goodput",),
+    "workloads.samples": (
+        "Part",
+        "Shape",
+    ),
+}
+_MODULES = {name: f"jaxserve.lab.{module}" for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxserve.lab' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

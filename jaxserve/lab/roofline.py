@@ -1,219 +1,179 @@
-"""A cost model for devices that nobody has at hand: published peaks, the sizes of a model, and assumed shares.
+"""The roofline: seconds of a step from bytes and flops, for plans and simulations.
 
-Owns the way from a plan to bytes and operations of one device. Refuses measurements (`fitted`) and the arithmetic that
-the planner shares (`jaxserve.roofline`). A step computes the whole bucket, padding included, but attends only what is
-there.
+A step takes as long as the slower of two streams, bytes through the device's memory and operations through its matrix
+units, each at an assumed share of its published peak; collectives come after it, unhidden. `Work` is the least that a
+step must do; the planner adds what a compiler adds, and `simulation.fitted` has measured times. Nothing here needs JAX.
 
-What it cannot know: what a compiler adds, and the host. Compare with `jaxserve plan`, which compiles the real step for
-the same device, before you believe an absolute figure; differences between policies depend on it far less.
+The assumptions are shares since no program reaches a peak. They are the same for every chip: none of them was measured
+here, and a different number for each would pretend otherwise.
 """
 
 import dataclasses
-import math
+from typing import NamedTuple, Protocol
 
-from jaxserve.chips import Topology, parse_topology
-from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.roofline import Assumptions, ModelShape, Seconds, Work, roofline_seconds
-from jaxserve.sched.plan import Bucket, StepPlan
-from jaxserve.sched.record import context_tokens
-from jaxserve.sched.simulate_values import StepCost
+from jaxserve.chips import Topology
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
-_SUMS_PER_LAYER = 2  # behind attention and behind the feed-forward block, of all hidden states
+_ACTIVATION_WIDTHS = (8, 4)  # of D and of F that a layer reads and writes for each token, in the weights' dtype
+_LOGIT_PASSES = 2  # of the logits of a row in float32: written, read
+_FLOAT32_PASSES = 6  # of bfloat16 products for one of float32, on units that have none
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """The sizes of a decoder, for those who have no checkpoint. See `ModelShape` for the letters."""
-
-    hidden_size: int
-    ffn_size: int
-    vocab_size: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    layer_windows: tuple[int | None, ...] = ()
+class ModelShape(Protocol):
+    """The sizes of a decoder. Letters as everywhere: [D], [F], [V], [N], [K], [H]; `windows` has one entry a layer."""
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer; None: full attention."""
-        return self.layer_windows or (None,) * self.num_layers
+    def hidden_size(self) -> int: ...
 
+    @property
+    def ffn_size(self) -> int: ...
 
-# From the config.json files of the published checkpoints.
-LLAMA_3_8B = DecoderShape(
-    hidden_size=4096,
-    ffn_size=14336,
-    vocab_size=128256,
-    num_layers=32,
-    num_query_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
-LLAMA_3_70B = DecoderShape(
-    hidden_size=8192,
-    ffn_size=28672,
-    vocab_size=128256,
-    num_layers=80,
-    num_query_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-)
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_query_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HostCost:
-    """Seconds of the loop's thread, assumed: a step, and each row of it, before the launch and after the result.
+class Assumptions:
+    """Assumptions about a device that are in no data sheet.
 
-    The defaults are near what the scheduler, packing and streams of this engine take on a server's core at 256 rows.
+    Attributes:
+      memory_share, compute_share, link_share: of the published peak.
+      hop_seconds: from a chip to its neighbour; a collective crosses the slice and comes back.
+      switch_seconds: of one collective through a switch.
     """
 
-    step_s: float = 300e-6
-    row_s: float = 1e-6
-    commit_row_s: float = 2e-6
+    memory_share: float = 0.8
+    compute_share: float = 0.5
+    link_share: float = 0.5
+    hop_seconds: float = 1e-6
+    switch_seconds: float = 10e-6
+
+    def sentences(self, topology: Topology, context: int, dtype: str, tensor: int) -> tuple[str, ...]:
+        """One for each figure that a prediction used."""
+        chip = topology.chip
+        peak = peak_flops(topology, dtype)
+        lines = [
+            f"memory: {self.memory_share:.0%} of {chip.memory_bandwidth / 1e9:.0f} GB/s; "
+            f"compute: {self.compute_share:.0%} of {peak / 1e12:.0f} Tflop/s in {dtype}",
+            f"every row has {context} tokens of context, and asks for the dearest options of sampling",
+            "the next step is launched while one runs: no gap of the host; the batch is full",
+        ]
+        if tensor > 1:
+            wait = (
+                f"{self.hop_seconds * 1e6:.0f} us a hop" if chip.torus else f"{self.switch_seconds * 1e6:.0f} us each"
+            )
+            lines.append(
+                f"collectives: rings at {self.link_share:.0%} of {chip.link_bandwidth / 1e9:.0f} GB/s one way, "
+                f"{wait}, never hidden behind compute"
+            )
+        return tuple(lines)
 
 
-class Roofline:
-    """A `CostModel`. Remembers what it computed of each bucket; nothing else of it changes.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The least that a step must do on one device, counted from the sizes that the device holds.
 
-    Args:
-      topology: 'v5e:2x4', 'h200:1', or a parsed one. One of its devices alone is meant by 'cpu:1'.
-      model: sizes of the whole model; a `DecoderConfig` is one.
-      tensor: devices that share every layer; None: all of the topology.
-      dtype: of weights and matrix products; bfloat16, or float32 on a CPU, when empty. `cache_dtype`: of keys and
-        values, the same when empty.
-      assumed, host: what no data sheet says.
-
-    Raises ConfigError for a topology or a type that does not exist, or more devices than there are.
+    `model`: the part of it on one device; `weight_size` and `cache_size` are bytes of a number.
     """
 
-    def __init__(
-        self,
-        topology: Topology | str,
-        model: ModelShape,
-        *,
-        tensor: int | None = None,
-        dtype: str = "",
-        cache_dtype: str = "",
-        assumed: Assumptions | None = None,
-        host: HostCost | None = None,
-    ) -> None:
-        self.topology = parse_topology(topology) if isinstance(topology, str) else topology
-        self.tensor = self.topology.num_devices if tensor is None else tensor
-        self.dtype = dtype = _checked_dtype(self.topology, dtype)
-        self.assumed = assumed or Assumptions()
-        self.host = host or HostCost()
-        cache_dtype = cache_dtype or dtype
-        if cache_dtype not in _ITEM_BYTES:
-            raise ConfigError(f"no numbers of type {cache_dtype!r} are known; there are {', '.join(_ITEM_BYTES)}")
-        if not 1 <= self.tensor <= self.topology.num_devices:
-            raise ConfigError(
-                f"a step on {self.tensor} devices was asked for, but {self.topology.name} has "
-                f"{self.topology.num_devices}; lower `tensor` or name a larger topology"
-            )
-        self.work = Work(
-            model=local_shape(model, self.tensor),
-            weight_size=_ITEM_BYTES[dtype],
-            cache_size=_ITEM_BYTES[cache_dtype],
-        )
-        self._has_windows = any(window is not None for window in self.work.model.windows)
-        self._of_bucket: dict[Bucket, Seconds] = {}
-        # Of one more pair of tokens, and one more token of context, in all layers; meaningless with windows.
-        self._of_pair_s = self._seconds(flops=self.work.flops(0, 0, 1.0)).compute
-        self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory
+    model: ModelShape
+    weight_size: int
+    cache_size: int
 
-    def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
-        """See `CostModel`. All steps of a burst cost the device the same, that of the mean context."""
-        num_rows = len(plan.decode_rows) + len(plan.chunks)
-        context = pairs = sum(plan.decode_positions) + len(plan.decode_positions)
-        for chunk in plan.chunks:
-            length = len(chunk.token_ids)
-            context += chunk.start + length
-            pairs += length * chunk.start + length * (length + 1) // 2
-        num_steps = plan.num_steps
-        if num_steps > 1:
-            context = pairs = context_tokens(plan) / num_steps
-        base = self._of_bucket.get(bucket)
-        if base is None:
-            base = self._of_bucket[bucket] = self._base(bucket)
-        memory_s, compute_s, collective_s = base
-        if self._has_windows:
-            attended = self.work.flops(bucket.tokens, 0, pairs) - self.work.flops(bucket.tokens, 0, 0.0)
-            compute_s += self._seconds(flops=attended).compute
-            memory_s += self._seconds(moved_bytes=self.work.cache_bytes(0, num_rows, context / num_rows)).memory
-        else:
-            compute_s += self._of_pair_s * pairs
-            memory_s += self._of_context_s * context
-        host = self.host
-        device_s = (memory_s if memory_s > compute_s else compute_s) + collective_s
-        num_committed = num_rows if num_steps == 1 else plan.num_fed
-        return StepCost(host.step_s + host.row_s * num_rows, device_s * num_steps, host.commit_row_s * num_committed)
+    @property
+    def layer_params(self) -> int:
+        """Parameters of the matrices of one layer."""
+        m = self.model
+        attention = m.hidden_size * m.head_dim * (2 * m.num_query_heads + 2 * m.num_kv_heads)
+        return attention + 3 * m.hidden_size * m.ffn_size
 
-    def num_pages(self, page_size: int, *, memory_fraction: float = 0.9, reserved_bytes: int = 2**30) -> int:
-        """Pages that fit beside the weights on each device, `reserved_bytes` left for what a step needs.
+    def flops(self, tokens: int, rows: int, pairs: float) -> float:
+        """Operations of the step. `pairs`: of a token and one that it sees, over all rows (full attention)."""
+        m = self.model
+        dense = 2 * tokens * m.num_layers * self.layer_params + 2 * rows * m.hidden_size * m.vocab_size
+        # A window narrower than the context lets each token see fewer.
+        attended = sum(pairs if w is None else min(pairs, tokens * w) for w in m.windows)
+        return dense + 4 * attended * m.num_query_heads * m.head_dim
 
-        An estimate; `jaxserve plan` asks the compiler. Raises CapacityError when not one does.
-        """
-        m = self.work.model
-        embeddings = 2 * m.vocab_size * m.hidden_size
-        weights = self.work.weight_size * (m.num_layers * self.work.layer_params + embeddings)
-        page = 2 * m.num_layers * m.num_kv_heads * m.head_dim * self.work.cache_size * page_size
-        budget = int(self.topology.chip.allocatable_bytes * memory_fraction) - reserved_bytes
-        if budget - weights < page:
-            raise CapacityError(
-                f"the weights take {weights / 2**30:.1f} GiB of the {budget / 2**30:.1f} GiB that may be used on a "
-                f"device of {self.topology.name}; take more devices, or a narrower dtype than {self.dtype}"
-            )
-        return (budget - weights) // page
+    def cache_bytes(self, tokens: int, rows: int, context: float) -> float:
+        """Keys and values that the kernels read and write. `context`: tokens that a row sees, on average."""
+        m = self.model
+        of_token = 2 * m.num_kv_heads * m.head_dim * self.cache_size
+        read = sum(rows * (context if w is None else min(context, w)) for w in m.windows)
+        return of_token * (read + tokens * m.num_layers)
 
-    def _base(self, bucket: Bucket) -> Seconds:
-        """What a bucket costs whose rows see nothing."""
-        work, model = self.work, self.work.model
-        number = _SUMS_PER_LAYER * model.num_layers if self.tensor > 1 else 0
-        payload = number * bucket.tokens * model.hidden_size * work.weight_size
-        return self._seconds(
-            flops=work.flops(bucket.tokens, bucket.rows, 0.0),
-            moved_bytes=work.cache_bytes(bucket.tokens, 0, 0.0) + work.other_bytes(bucket.tokens, bucket.rows),
-            collectives=number,
-            sent_bytes=2 * (self.tensor - 1) / self.tensor * payload,  # a ring: scatter, then gather
-        )
-
-    def _seconds(
-        self, *, flops: float = 0.0, moved_bytes: float = 0.0, collectives: int = 0, sent_bytes: float = 0.0
-    ) -> Seconds:
-        return roofline_seconds(
-            self.topology,
-            self.assumed,
-            self.dtype,
-            flops=flops,
-            moved_bytes=moved_bytes,
-            collectives=collectives,
-            sent_bytes=sent_bytes,
-            group=self.tensor,
-        )
+    def other_bytes(self, tokens: int, rows: int) -> int:
+        """Bytes of weights, activations and logits: those outside of the kernels."""
+        m = self.model
+        of_d, of_f = _ACTIVATION_WIDTHS
+        weights = m.num_layers * self.layer_params + m.vocab_size * m.hidden_size
+        activations = m.num_layers * tokens * (of_d * m.hidden_size + of_f * m.ffn_size)
+        return self.weight_size * (weights + activations) + 4 * _LOGIT_PASSES * rows * m.vocab_size
 
 
-def _checked_dtype(topology: Topology, dtype: str) -> str:
-    flops = topology.chip.flops
-    if not dtype:
-        return "bfloat16" if "bfloat16" in flops else "float32"
-    offered = {*flops, "float32"}  # bfloat16 units compute float32 in several passes
-    if dtype not in offered:
-        raise ConfigError(f"{topology.name} computes {', '.join(sorted(offered))}, but {dtype!r} was asked for")
-    return dtype
+class Seconds(NamedTuple):
+    """Seconds of one step; `total` is the longer of the first two, and the third."""
+
+    memory: float
+    compute: float
+    collective: float
+
+    @property
+    def total(self) -> float:
+        return max(self.memory, self.compute) + self.collective
 
 
-def local_shape(model: ModelShape, devices: int) -> DecoderShape:
-    """What the most loaded of `devices` devices has of a model; heads of keys fewer than devices are copied."""
-    kv_heads = math.ceil(model.num_kv_heads / devices)
-    return DecoderShape(
-        hidden_size=model.hidden_size,
-        ffn_size=math.ceil(model.ffn_size / devices),
-        vocab_size=math.ceil(model.vocab_size / devices),
-        num_layers=model.num_layers,
-        num_query_heads=math.ceil(model.num_query_heads / devices),
-        num_kv_heads=kv_heads,
-        head_dim=model.head_dim,
-        layer_windows=model.windows,
+def roofline_seconds(
+    topology: Topology,
+    assumed: Assumptions,
+    dtype: str,
+    *,
+    flops: float,
+    moved_bytes: float,
+    collectives: int,
+    sent_bytes: float,
+    group: int,
+) -> Seconds:
+    """Seconds of a step on one device.
+
+    `collectives` of them are carried out in groups of `group` devices; each device sends `sent_bytes` for all of them.
+    """
+    chip = topology.chip
+    collective_s = 0.0
+    if collectives:
+        wait_s = collective_wait(topology, assumed, group)
+        collective_s = collectives * wait_s + sent_bytes / (chip.link_bandwidth * assumed.link_share)
+    return Seconds(
+        moved_bytes / (chip.memory_bandwidth * assumed.memory_share),
+        flops / (peak_flops(topology, dtype) * assumed.compute_share),
+        collective_s,
     )
+
+
+def collective_wait(topology: Topology, assumed: Assumptions, group: int) -> float:
+    """Latency of a collective of `group` devices, in seconds: its time for no bytes."""
+    chip = topology.chip
+    if not chip.torus:
+        return assumed.switch_seconds
+    fitting = [s for s in chip.shapes if chip.num_devices(s) >= group]
+    return 2 * sum(side - 1 for side in fitting[0]) * assumed.hop_seconds
+
+
+def peak_flops(topology: Topology, dtype: str) -> float:
+    """Operations a second of a matrix product in `dtype`."""
+    flops = topology.chip.flops
+    return flops[dtype] if dtype in flops else flops["bfloat16"] / _FLOAT32_PASSES

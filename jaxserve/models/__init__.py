@@ -1,4 +1,4 @@
-"""Models: one decoder, and a page per family that says how to read its checkpoints.
+"""Models: one decoder, and a module per family that says how to read its checkpoints.
 
     config.json --adapt--> DecoderConfig --nnx.eval_shape--> abstract Decoder --+
                                                                                 |-- nnx.split --> graphdef, state
@@ -17,11 +17,11 @@ Why a model is cut by hand. A step runs under `shard_map`: modules see the array
 add something up (`sharding.Shards`), and `partition` pads and copies what does not divide, so no cut changes a result
 beyond the order of a sum.
 
-The forward pass takes flat ragged batches and a paged cache. It owns neither: `kernels` says what they mean, `runtime`
-packs them, and hands the attention body in.
+The forward pass takes flat ragged batches and a paged cache: `kernels` defines both, `runtime` packs them and passes
+the implementation of attention in.
 """
 
-from jaxserve.models.checkpoint import Checkpoint, read_checkpoint, resolve_model_path
+from jaxserve.models.checkpoint import Checkpoint, check_described, read_checkpoint, resolve_model_path
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import FAMILIES, Family, Rule
@@ -40,6 +40,7 @@ __all__ = [
     "Partition",
     "PlannedModel",
     "Rule",
+    "check_described",
     "load_model",
     "plan_model",
     "read_checkpoint",

@@ -1,7 +1,7 @@
-"""How many bytes threads may hold at once.
+"""A limit on the bytes that threads hold at once.
 
-Owns the count. Refuses to hold anything. Why not a smaller pool of threads: parameters differ a thousandfold in size,
-and a pool that is right for the largest leaves the disk idle for the others.
+A smaller pool of threads would not do: parameters differ a thousandfold in size, and a pool that is right for the
+largest leaves the disk idle for the others.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 class ByteBudget:
-    """Bytes that threads may hold at once. One that alone wants more than there are gets them all."""
+    """Bytes that threads may hold at once. A thread that wants more than the limit gets them when it is alone."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = self._all = max(1, num_bytes)
@@ -18,7 +18,7 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def of(self, num_bytes: int) -> Iterator[None]:
-        """Waits until so many bytes are free, and takes them for the length of the block."""
+        """Waits until `num_bytes` are free, and takes them for the length of the block."""
         taken = min(num_bytes, self._all)
         with self._changed:
             self._changed.wait_for(lambda: self._left >= taken)

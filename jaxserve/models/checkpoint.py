@@ -1,7 +1,7 @@
-"""A checkpoint directory on disk: what is there, before any weight is read.
+"""A checkpoint directory on disk, before any weight is read: its JSON files and the values in them.
 
-Owns the JSON files, the ids that end a sequence, default sampling options, and the name 'demo'. Refuses weights
-(`safetensors_files`, `orbax_io`) and tokenizers (`text`).
+These are the config, the ids that end a sequence and default sampling options; the name 'demo' stands for the packaged
+model. Weights are read in `safetensors_files` and `orbax_io`, tokenizers in `text`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 
 class CheckpointKind(enum.StrEnum):
-    """How the weights are stored."""
+    """Forms in which the weights are stored."""
 
     HUGGING_FACE = "hugging_face"
     ORBAX = "orbax"
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def config_file(self) -> str:
-        """For messages about a field."""
+        """The path of config.json, for messages about a field."""
         return str(self.path / CONFIG_NAME)
 
     @property
@@ -70,7 +70,7 @@ class Checkpoint:
         """Sampling options that the checkpoint recommends, by the names of `SamplingParams`.
 
         With `do_sample` false: greedy, with the repetition penalty, which transformers applies then too.
-        max_new_tokens and max_length are not read: how much to generate is for the request to say.
+        max_new_tokens and max_length are not read: the length is a matter of the request.
         """
         given = {name: self.generation.get(name) for name in _SAMPLING_FIELDS}
         if self.generation.get("do_sample") is False:
@@ -108,6 +108,28 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         config=read_json(directory / CONFIG_NAME),
         generation=read_json(generation_file) if generation_file.is_file() else {},
     )
+
+
+def check_described(path: str | Path, *, random_weights: bool) -> None:
+    """Checks the files that a directory must have beside its config.json, before anything is read that takes long.
+
+    Raises CheckpointError as `read_checkpoint`, and where there are no weights.
+    """
+    checkpoint = read_checkpoint(path)
+    if not random_weights and checkpoint.kind is CheckpointKind.HUGGING_FACE:
+        find_weights(checkpoint.path)
+
+
+def find_weights(directory: Path) -> Path:
+    """The index of a Hugging Face directory, or its only file of weights. Raises CheckpointError without either."""
+    for name in (INDEX_NAME, SINGLE_NAME):
+        if (directory / name).is_file():
+            return directory / name
+    others = sorted(f.name for f in directory.glob("*.bin")) + sorted(f.name for f in directory.glob("*.pt*"))
+    hint = "it has sizes alone, enough for `jaxserve plan` and `simulate`; set model.path to a directory with weights"
+    if others:
+        hint = f"found {', '.join(others)}, which must be converted to safetensors first"
+    raise CheckpointError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; {hint}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The one decoder of all families: embedding, layers, final norm, output projection; or one stage of it.
 
-Owns the order of the parts and the named scopes that profiles show. Refuses to know a family (a config says what to
-build), a checkpoint (`loading` fills the parameters) or batching (the batch comes packed from `runtime`).
+The config says what to build, `loading` fills the parameters, and the batch comes packed from `runtime`. The named
+scopes are those that profiles show.
 
 Why layers are unrolled: on CPUs a scan over stacked weights ran at 0.3-0.6 times the speed, and windows may differ by
 layer.
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jaxserve.kernels.packed_weight import PackedWeight
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig, MlpKind, NormKind, PositionKind
-from jaxserve.models.layers import Attention, GatedMlp, RmsNorm, matmul, soft_cap
+from jaxserve.models.layers import Attention, GatedMlp, RmsNorm, soft_cap
 from jaxserve.models.rope import RopeTable, rope_table
-from jaxserve.models.sharding import WHOLE, Shards, param
+from jaxserve.models.sharding import WHOLE, Shards, weight
 
 __all__ = ["Decoder", "DecoderConfig"]
 
@@ -48,7 +47,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer over a paged cache. Parameters are mutated by nobody after loading.
+    """A decoder-only transformer over a paged cache. Parameters do not change after loading.
 
     All parameters start at zero (norms at one): build it under `nnx.eval_shape` and load them.
     """
@@ -77,7 +76,7 @@ class Decoder(nnx.Module):
         chosen = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = chosen.start == 0, chosen.stop == config.num_layers
         self.embedding = (
-            param(
+            weight(
                 jnp.zeros((config.vocab_size, config.hidden_size), dtype),
                 ("vocab", "embed"),
                 num_in=1 if self.is_last and config.tied_embeddings else 0,
@@ -88,7 +87,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, config.windows[i], dtype, shards) for i in chosen])
         self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype) if self.is_last else None
         self.lm_head = (
-            param(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"), num_in=1)
+            weight(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"), num_in=1)
             if self.is_last and not config.tied_embeddings
             else None
         )
@@ -137,13 +136,8 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Each device looks up the tokens it has; the others' contribution is zero, so the sum is exact."""
         assert self.embedding is not None
-        table = self.embedding.get_value()
-        if isinstance(table, PackedWeight):
-            return table.take(tokens)
-        if self.shards.count == 1:
-            return table[tokens]
-        local = self.shards.local_ids(tokens, table.shape[0])
-        return self.shards.sum(table.at[local].get(mode="fill", fill_value=0))
+        local = self.shards.local_ids(tokens, self.config.vocab_size)
+        return self.shards.sum(self.embedding.get_value().take(local))
 
     @jax.named_scope("logits")
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
@@ -151,12 +145,9 @@ class Decoder(nnx.Module):
 
         Of this device's part of the vocabulary; padding has -inf.
         """
-        if self.lm_head is not None:
-            weight = self.lm_head.get_value()
-        else:
-            assert self.embedding is not None, "logits are the last stage's"
-            weight = self.embedding.get_value()
-        logits = soft_cap(matmul(hidden, weight), self.config.logit_soft_cap)
+        head = self.embedding if self.lm_head is None else self.lm_head
+        assert head is not None, "logits are the last stage's"
+        logits = soft_cap(head.get_value().multiply(hidden), self.config.logit_soft_cap)
         size = logits.shape[1]
         if size * self.shards.count == self.num_tokens:
             return logits

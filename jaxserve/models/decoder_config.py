@@ -1,7 +1,7 @@
-"""What a decoder is made of: the one value that a family's adapter produces and the modules read.
+"""`DecoderConfig`, the static description of a decoder: a family's adapter produces it, the modules read it.
 
-Owns `DecoderConfig`, `RopeConfig` and the kinds they choose from. Refuses to know Hugging Face names (the families
-translate) and to touch arrays, so that a config can be read and compared without a device.
+The families translate Hugging Face names into it. There are no arrays here, so that a config can be read and compared
+without a device.
 """
 
 import dataclasses
@@ -9,13 +9,13 @@ import enum
 
 
 class NormKind(enum.StrEnum):
-    """How hidden states are normalised before a sub-block."""
+    """Kinds of normalisation of hidden states before a sub-block."""
 
     RMS = "rms"
 
 
 class PositionKind(enum.StrEnum):
-    """How attention learns where a token stands."""
+    """Kinds of positions in attention."""
 
     ROPE = "rope"
 
@@ -27,7 +27,7 @@ class MlpKind(enum.StrEnum):
 
 
 class RopeScaling(enum.StrEnum):
-    """How the rotation frequencies are stretched beyond the trained length."""
+    """Formulas that stretch the rotation frequencies beyond the trained length."""
 
     NONE = "none"
     LINEAR = "linear"

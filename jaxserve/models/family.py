@@ -1,7 +1,4 @@
-"""What a family of models is: an architecture name, an adapter of its config, a table of its weights.
-
-Owns `Family`, `Rule` and the lookup by Hugging Face architecture. Refuses to read files.
-"""
+"""`Family`: an architecture name, an adapter of its config, and a table of its weights; and the lookup of families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -47,7 +44,7 @@ class Family:
 
     Attributes:
       architecture: as in `architectures[0]` of config.json.
-      adapt: its config to ours; raises CheckpointError for fields that change results and are not implemented.
+      adapt: from its config to a `DecoderConfig`; raises CheckpointError for fields that are not implemented.
       weights: the rules.
       ignored: regular expressions of tensor names that carry no weights.
     """

@@ -1,10 +1,10 @@
-"""Reading a Hugging Face `config.json`: typed fields, and the parts that several families spell the same way.
+"""A reader of Hugging Face's `config.json`: typed fields, and the parts that several families spell the same way.
 
-Owns field access with errors that name the file and the field, both spellings of rope settings, and windows.
-Refuses family knowledge: which fields exist and what they mean for one architecture is that family's page.
+Errors name the file and the field. The shared parts are both spellings of rope settings, and windows; which fields
+exist and what they mean for one architecture is written in the module of its family.
 
-Why not a schema: checkpoints carry arbitrary extra fields that change nothing. What must never happen is that a
-field which does change results is ignored, so each family names those and refuses values it does not implement.
+There is no schema: checkpoints carry arbitrary extra fields that change nothing. But a field that does change results
+must never be ignored, so each family names such fields and refuses values that it does not implement.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder_config import RopeConfig, RopeScaling
 from jaxserve.models.layers import ACTIVATIONS
 
-# Hugging Face's names of activations, and ours.
+# From Hugging Face's names of activations to those of `layers.ACTIVATIONS`.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -39,7 +39,7 @@ _ROPE_KINDS = {"default": RopeScaling.NONE} | {kind.value: kind for kind in Rope
 
 
 class Heads(NamedTuple):
-    """Letters N, K and H."""
+    """Numbers of query heads N and key/value heads K, and the head dimension H."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -59,7 +59,7 @@ class HfConfig:
         raise CheckpointError(f"{self.origin}: {message}")
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Refuses a field that is present with a value we do not implement."""
+        """Refuses a field that is present with a value that is not implemented."""
         value = self.values.get(name, allowed[0])
         if value not in allowed:
             known = " or ".join("null" if v is None else repr(v) for v in allowed)

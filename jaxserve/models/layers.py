@@ -1,16 +1,12 @@
-"""The parts of a decoder: matmuls, RMS norm, attention block, gated feed-forward block.
+"""The parts of a decoder: projections, RMS norm, attention block, gated feed-forward block.
 
-Owns parameter layouts, their logical axes, and the arithmetic on them. Refuses to know a family, a checkpoint or a
-cache layout: attention itself is the body it is handed.
+Parameter layouts, their logical axes and the arithmetic on them are here. The layout of the cache is not: attention
+itself is the function that the block is given.
 
-Why kernels are [out, in], as checkpoints store them: a CPU then multiplies a few rows fastest (see `matmul`), loading
-copies without a transposition, and accelerators do not mind. Fused parts are grouped by key/value head, and gate and
-up share the column index, so that cutting the named axis over devices gives each device whole heads and matching
-halves.
+Kernels are [out, in] (`kernels.xla_matmul` says why). Fused parts are grouped by key/value head, and gate and up share
+the column index, so that cutting the named axis over devices gives each device whole heads and matching halves.
 """
 
-import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -18,16 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxserve.kernels.packed_weight import PackedWeight
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, LayerCache, PagedAttention
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.rope import RopeTable, rotate
-from jaxserve.models.sharding import WHOLE, Axes, Shards, param
-
-# Where weights are not packed: rows up to which a CPU takes float32 ones as the left operand. YNNPACK then streams over
-# them once, where it reads a right operand of few rows in narrow blocks of columns. 1.5 times as fast at 16 rows, 1.2
-# at 64, slower at 512 (docs/performance.md). A single row is a matrix-vector product, which XLA emits itself.
-_MAX_COLUMNS = 64
+from jaxserve.models.sharding import WHOLE, Axes, Shards, param, weight
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -37,48 +27,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def matmul(
-    x: Float[Array, "T ..."], weight: Float[Array, "..."] | PackedWeight, num_contracted: int = 1
-) -> Float[Array, "T ..."]:
-    """x [T, *in] times weight [*out, *in], accumulated and returned in float32.
-
-    float32 operands ask for the highest precision, since the default of TPUs and GPUs would round them to bfloat16 or
-    tf32, and "float32" must mean the same everywhere. bfloat16 operands are exact products already; asking for a
-    float32 result is what makes XLA:CPU 6 times faster there (132 to 859 tokens/s at 16 rows).
-    """
-    if isinstance(weight, PackedWeight):
-        return weight.multiply(x)
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dot = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    num_out = weight.ndim - num_contracted
-    num_rows = x.shape[0]
-    out_shape = (num_rows, *weight.shape[:num_out])
-
-    def on_accelerators(x: Array, weight: Array) -> Array:
-        contracted = (tuple(range(1, x.ndim)), tuple(range(num_out, weight.ndim)))
-        return dot(x, weight, (contracted, ((), ())))
-
-    def on_cpus(x: Array, weight: Array) -> Array:
-        # Two axes each: XLA:CPU would copy a weight of more into another order.
-        x, weight = x.reshape(num_rows, -1), weight.reshape(math.prod(out_shape[1:]), -1)
-        if weight.dtype == jnp.float32 and 1 < num_rows <= _MAX_COLUMNS:
-            # Without the barriers XLA would turn the two transpositions into the product below again.
-            columns = jax.lax.optimization_barrier(x.T)
-            return jax.lax.optimization_barrier(dot(weight, columns, (((1,), (0,)), ((), ())))).T.reshape(out_shape)
-        if weight.dtype != jnp.float32 and num_rows == 1:
-            x = jnp.pad(x, ((0, 1), (0, 0)))  # a second row makes it a product of matrices, 9 times as fast
-        return dot(x, weight, (((1,), (1,)), ((), ())))[:num_rows].reshape(out_shape)
-
-    return jax.lax.platform_dependent(x, weight, cpu=on_cpus, default=on_accelerators)
-
-
 def soft_cap(x: Array, cap: float | None) -> Array:
     """cap * tanh(x / cap), or x itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def attention_spec(config: DecoderConfig, window: int | None) -> AttentionSpec:
-    """What a layer with this window asks of a paged attention body."""
+    """The use of paged attention by a layer with this window."""
     return AttentionSpec(
         num_query_heads=config.num_query_heads,
         num_kv_heads=config.num_kv_heads,
@@ -120,12 +75,11 @@ class Projection(nnx.Module):
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
-        self.num_contracted = len(in_shape)
-        self.kernel = param(jnp.zeros((*out_shape, *in_shape), dtype), axes, num_in=len(in_shape))
+        self.kernel = weight(jnp.zeros((*out_shape, *in_shape), dtype), axes, num_in=len(in_shape))
         self.bias = param(jnp.zeros(out_shape, dtype), axes[: len(out_shape)]) if bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
-        out = matmul(x, self.kernel.get_value(), self.num_contracted)
+        out = self.kernel.get_value().multiply(x)
         if self.shards.count > 1:
             out = self.shards.sum(out.astype(x.dtype)).astype(jnp.float32)
         if self.bias is not None:

@@ -1,9 +1,7 @@
-"""From checkpoint axes to parameter axes, on any slice.
+"""The small einops language of weight rules, and the mapping from slices of a parameter to slices of a tensor on disk.
 
-Owns the little einops language of weight rules and the mapping of a slice of a parameter to a slice of a tensor.
-Refuses files and devices: it asks a callable for a slice of the source.
-
-Why not einops itself: it needs the whole tensor, and the point is to read only what one device holds.
+The source is a callable that returns a slice, so nothing here knows files or devices. einops itself needs the whole
+tensor, and the point is to read only what one device holds.
 """
 
 import dataclasses
@@ -58,7 +56,7 @@ def read_target(
         name: range(*cut.indices(1 if name == "1" else sizes[name]))
         for name, cut in zip(pattern.target, target_index, strict=True)
     }
-    source_index, elementary = [], []  # cuts on disk; shape of what comes back, product axes taken apart
+    source_index, elementary = [], []  # cuts on disk; shape of the result, product axes taken apart
     for names in pattern.source:
         outer, inner = wanted[names[0]], math.prod(sizes[name] for name in names[1:])
         source_index.append(slice(outer.start * inner, outer.stop * inner))

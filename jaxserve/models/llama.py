@@ -1,6 +1,6 @@
-"""Llama 1 to 3.x, and the many checkpoints that call themselves Llama. Also the weight table that its relatives share.
+"""Llama 1 to 3.x, and the many checkpoints that call themselves Llama; also the weight table that its relatives share.
 
-Owns the reading of a Llama config. Refuses nothing that Hugging Face ignores: only fields that it reads are read.
+Fields of a config that Hugging Face ignores for Llama are ignored here as well.
 """
 
 from jaxserve.models.decoder_config import DecoderConfig
@@ -52,7 +52,7 @@ IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 def adapt(config: HfConfig, default_head_dim: int | None = None) -> DecoderConfig:
-    """LlamaConfig to ours. `default_head_dim`: where the config gives none; None means hidden_size over heads."""
+    """From a LlamaConfig. `default_head_dim`: where the config gives none; None means hidden_size over heads."""
     heads = config.heads(default_head_dim)
     rope = read_rope(config, heads.head_dim)
     num_layers = config.integer("num_hidden_layers")

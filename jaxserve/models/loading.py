@@ -1,11 +1,12 @@
-"""From a checkpoint directory to a model whose arrays lie where they will be used.
+"""From a checkpoint directory to a model whose arrays lie on the devices that will use them.
 
-Owns dtype choice, the abstract model, and filling it: from safetensors slice by slice, from Orbax, or at random.
-Refuses to run the model, to build meshes, and to know how a model is cut (`partition`).
+The dtype is chosen, the abstract model made, and filled: from safetensors or Orbax slice by slice, or at random. How a
+model is cut over devices is decided in `partition`.
 
-Why slice by slice: a host must never hold more than the share of its own devices, and little beside it.
+Weights are read slice by slice, since a host must never hold more than the share of its own devices, and little beside
+it.
 
-Why `nnx.split` once: the state is a plain tree of arrays for the compiled step; Python-side flattening of modules
+`nnx.split` is called once: the state is a plain tree of arrays for the compiled step; Python-side flattening of modules
 in a loop costs tens of milliseconds a step on large models.
 """
 
@@ -15,7 +16,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 from typing import Any
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.byte_budget import ByteBudget
@@ -33,15 +34,19 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, axis_sizes, find_family
 from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.layout import Index
 from jaxserve.models.partition import Block, Partition, spread
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader
-from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS, Axes, shardings_for, with_value
+from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, plan_weights
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
-_IN_FLIGHT = 0.05  # part of a process's share that may be on its way from the files to the devices
+_IN_FLIGHT = 0.05  # part of a process's share that may be in transit from the files to the devices
+_ReaderOf = Callable[
+    [Path, np.dtype], Callable[[Index | None], np.ndarray]
+]  # of a parameter: a function that reads any part of it
 _RANDOM_STD = 0.02  # the initial spread of most published checkpoints
 
 
@@ -58,6 +63,7 @@ class LoadedModel:
       mesh: axes `sharding.MESH_AXES`.
       checkpoint: where it came from.
       dtype: of weights and activations.
+      num_params: numbers in its arrays as they are loaded, padding included, whatever form they take later.
     """
 
     graphdef: nnx.GraphDef
@@ -68,10 +74,7 @@ class LoadedModel:
     mesh: Mesh
     checkpoint: Checkpoint
     dtype: np.dtype
-
-    @property
-    def num_params(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.state))
+    num_params: int
 
     @property
     def num_bytes(self) -> int:
@@ -142,12 +145,7 @@ def plan_model(
         shardings=shardings_for(abstract, mesh),
         is_whole=layers is None and partition == Partition.of(config, 1),
     )
-    if random_weights:
-        fill = functools.partial(filler.draw, seed)
-    elif checkpoint.kind is CheckpointKind.ORBAX:
-        fill = filler.restore
-    else:
-        fill = filler.reader()
+    fill = functools.partial(filler.draw, seed) if random_weights else filler.reader()
     shapes = LoadedModel(
         graphdef=graphdef,
         state=abstract,
@@ -157,6 +155,7 @@ def plan_model(
         mesh=mesh,
         checkpoint=checkpoint,
         dtype=chosen,
+        num_params=sum(leaf.size for leaf in jax.tree.leaves(abstract)),
     )
     return PlannedModel(shapes=shapes, fill=fill)
 
@@ -167,7 +166,7 @@ def one_device_mesh(device: Any) -> Mesh:
 
 
 def read_decoder_config(path: str | FilePath) -> DecoderConfig:
-    """What the config.json of a directory describes; weights need not be there. Raises CheckpointError."""
+    """The decoder that a directory's config.json describes; weights need not be there. Raises CheckpointError."""
     return decoder_config(read_checkpoint(path))[1]
 
 
@@ -180,7 +179,7 @@ def split_abstract(partition: Partition, dtype: np.dtype, layers: range | None) 
 
 
 def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
-    """The family and the config of a checkpoint. Raises CheckpointError when it is not one we run."""
+    """The family and the config of a checkpoint. Raises CheckpointError when it cannot be run."""
     family = find_family(checkpoint.config, checkpoint.config_file)
     return family, family.adapt(HfConfig(checkpoint.config, checkpoint.config_file))
 
@@ -199,14 +198,30 @@ def choose_dtype(name: str, platform: str, checkpoint: Checkpoint) -> np.dtype:
         raise CheckpointError(f"dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
     if name == "auto":
         # XLA computes bfloat16 on CPUs up to 17 times slower than float32.
-        stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+        stated = stated_dtype(checkpoint)
         name = "float32" if platform == "cpu" or stated == "float32" else "bfloat16"
     return jnp.dtype(name)
 
 
+def stated_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype of the weights in config.json; float32 when it says nothing."""
+    return checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+
+
+def describe_rounding(name: str, dtype: np.dtype, checkpoint: Checkpoint) -> str | None:
+    """A sentence when 'auto' has chosen a `dtype` with fewer digits than the checkpoint's; None when it has not."""
+    stated = stated_dtype(checkpoint)
+    if name != "auto" or stated in ("float32", dtype.name) or dtype.name == "float32":
+        return None
+    return (
+        f"the checkpoint is {stated}, and model.dtype auto rounds its weights to {dtype.name}: 8 bits of precision, "
+        "where float16 has 11. Set model.dtype to float32 to keep them, at twice the memory"
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Filler:
-    """What the three ways of filling an abstract model share. Methods return its state with arrays in it.
+    """The common part of the ways of filling an abstract model.
 
     `is_whole`: `abstract` has the shapes of the checkpoint, and all its layers.
     """
@@ -220,75 +235,69 @@ class _Filler:
     is_whole: bool
 
     def reader(self) -> Callable[[], nnx.State]:
-        """Checks the names and shapes of safetensors. What it returns reads every parameter: a few at a time, each
+        """Checks the names and shapes of the files. Returns a function that reads every parameter: a few at once, each
         device's share by itself."""
-        config = self.partition.model
-        params = dict(nnx.to_flat_state(self.abstract))
+        params, placed = arrays_of(self.abstract), arrays_of(self.shardings)
         shapes = self._checkpoint_shapes()
-        plan = plan_weights(self.family, config, shapes)
-        tensors = checked_tensors(self.checkpoint, self.family, config, plan)
-        sizes, placed = axis_sizes(config), dict(nnx.to_flat_state(self.shardings))
+        open_source = self._orbax_reader if self.checkpoint.kind is CheckpointKind.ORBAX else self._safetensors_reader
+        reader_of = open_source(shapes)
 
-        share = {path: _share_bytes(param, placed[path].get_raw_value()) for path, param in params.items()}
+        share = {path: _share_bytes(param, placed[path]) for path, param in params.items()}
         budget = ByteBudget(int(sum(share.values()) * _IN_FLIGHT))
 
         def load(path: Path) -> jax.Array:
             param, source = params[path], self._source_path(path)
-            reader = shard_reader(plan[source], tensors, sizes, shapes[source], param.dtype)
+            reader = reader_of(source, param.dtype)
             if param.shape != shapes[source]:
                 reader = block_reader(reader, self._blocks(path, shapes[source]), param.shape, param.dtype)
             with budget.of(share[path]):
-                array = jax.make_array_from_callback(param.shape, placed[path].get_raw_value(), reader)
+                array = jax.make_array_from_callback(param.shape, placed[path], reader)
                 return jax.block_until_ready(array)  # until then the host's copy is held
 
-        # What is on its way comes on top of what is there.
+        # Parameters in transit come on top of those already on the devices.
         largest_first = sorted(params, key=lambda path: -share[path])
 
         def read() -> nnx.State:
             # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
                 arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
-            return nnx.map_state(lambda path, param: with_value(param, arrays[path]), self.abstract)
+            return nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), self.abstract)
 
         return read
 
-    def restore(self) -> nnx.State:
-        """Every parameter from Orbax, straight into its sharding; one that is padded or copied, whole and then cut."""
-        shapes, placed = self._checkpoint_shapes(), dict(nnx.to_flat_state(self.shardings))
-        wanted = {}
-        for path, param in nnx.to_flat_state(self.abstract):
-            source, sharding = self._source_path(path), placed[path].get_raw_value()
-            if shapes[source] != param.shape:
-                sharding = NamedSharding(sharding.mesh, PartitionSpec())
-            wanted[source] = jax.ShapeDtypeStruct(shapes[source], param.dtype, sharding=sharding)
-        from jaxserve.models.orbax_store import restore_arrays  # Orbax takes a quarter of a second to import
+    def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
+        config = self.partition.model
+        plan = plan_weights(self.family, config, shapes)
+        tensors = checked_tensors(self.checkpoint, self.family, config, plan)
+        sizes = axis_sizes(config)
+        return lambda source, dtype: shard_reader(plan[source], tensors, sizes, shapes[source], dtype)
 
-        arrays = restore_arrays(self.checkpoint.path, wanted, known=set(shapes))
+    def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
+        from jaxserve.models.orbax_store import open_arrays  # Orbax takes a quarter of a second to import
 
-        def fill(path: Path, param: nnx.Variable) -> nnx.Variable:
-            array = arrays.pop(self._source_path(path))
-            return with_value(param, self._spread(path, param, placed[path].get_raw_value())(array))
-
-        return nnx.map_state(fill, self.abstract)
+        wanted = {self._source_path(path) for path, _ in nnx.to_flat_state(self.abstract)}
+        stored = open_arrays(self.checkpoint.path, shapes, wanted)
+        return lambda source, dtype: functools.partial(stored[source].read, dtype=dtype)
 
     def draw(self, seed: int) -> nnx.State:
         """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""
-        shapes, placed = self._checkpoint_shapes(), dict(nnx.to_flat_state(self.shardings))
+        shapes, placed = self._checkpoint_shapes(), arrays_of(self.shardings)
 
-        def fill(path: Path, param: nnx.Variable) -> nnx.Variable:
-            source, sharding = self._source_path(path), placed[path].get_raw_value()
+        def drawn(path: Path, param: jax.ShapeDtypeStruct) -> jax.Array:
+            source, sharding = self._source_path(path), placed[path]
             if path[-1] == "weight":
-                return with_value(param, jnp.ones(param.shape, param.dtype, device=sharding))
+                return jnp.ones(param.shape, param.dtype, device=sharding)
             if path[-1] == "bias":
-                return with_value(param, jnp.zeros(param.shape, param.dtype, device=sharding))
+                return jnp.zeros(param.shape, param.dtype, device=sharding)
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
             blocks = tuple(self._blocks(path, shapes[source]))
-            return with_value(param, _drawer(shapes[source], blocks, param.shape, param.dtype, sharding)(key))
+            return _drawer(shapes[source], blocks, param.shape, param.dtype, sharding)(key)
 
-        return nnx.map_state(fill, self.abstract)
+        arrays = {path: drawn(path, param) for path, param in arrays_of(self.abstract).items()}
+        return nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), self.abstract)
 
     def _source_path(self, path: Path) -> Path:
-        """The same parameter in a decoder of all layers."""
+        """The path of a stage's parameter in a decoder of all layers."""
         return ("layers", path[1] + self.first_layer, *path[2:]) if path[0] == "layers" else path
 
     def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
@@ -296,27 +305,15 @@ class _Filler:
         state = self.abstract
         if not self.is_whole:
             _, state = split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)
-        return {path: tuple(param.shape) for path, param in nnx.to_flat_state(state)}
+        return {path: param.shape for path, param in arrays_of(state).items()}
 
     def _blocks(self, path: Path, shape: tuple[int, ...]) -> list[Block]:
-        axes: Axes = dict(nnx.to_flat_state(self.abstract))[path].get_metadata()["logical_axes"]
-        return self.partition.blocks(axes, shape)
-
-    def _spread(
-        self, path: Path, param: nnx.Variable, sharding: jax.sharding.Sharding
-    ) -> Callable[[jax.Array], jax.Array]:
-        def cut(array: jax.Array) -> jax.Array:
-            if array.shape == param.shape:
-                return array
-            blocks = self._blocks(path, array.shape)
-            return jax.jit(functools.partial(spread, blocks=blocks, shape=param.shape), out_shardings=sharding)(array)
-
-        return cut
+        return self.partition.blocks(axes_of(self.abstract)[path], shape)
 
 
-def _share_bytes(param: nnx.Variable, sharding: jax.sharding.Sharding) -> int:
+def _share_bytes(param: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
     """Bytes of a parameter that the devices of this process hold."""
-    shard = math.prod(sharding.shard_shape(tuple(param.shape))) * np.dtype(param.dtype).itemsize
+    shard = math.prod(sharding.shard_shape(param.shape)) * np.dtype(param.dtype).itemsize
     return shard * len(sharding.addressable_devices)
 
 

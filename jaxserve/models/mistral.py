@@ -1,6 +1,6 @@
 """Mistral: Llama without biases, with one sliding window on every layer (or none, from v0.2 on).
 
-Owns the reading of a Mistral config; the weights are Llama's.
+The weight table is Llama's.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jaxserve.models.hf_config import HfConfig
 
 
 def adapt(config: HfConfig) -> DecoderConfig:
-    """MistralConfig to ours. An absent `sliding_window` means 4096 there; null means none."""
+    """From a MistralConfig. An absent `sliding_window` means 4096 there; null means none."""
     config.require("attention_bias", False, None)
     config.require("mlp_bias", False, None)
     config.require("layer_types", None)  # that is the Ministral architecture

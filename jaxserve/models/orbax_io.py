@@ -1,13 +1,13 @@
 """Orbax checkpoint directories, and conversion from and to Hugging Face ones, exact to the bit.
 
-Owns the layout of such a directory and both directions of `convert`. Refuses arrays of a running engine: it reads and
-writes directories. What it keeps:
+The layout of such a directory:
 
     jaxserve_orbax.json      marker, with the version of this layout
     weights/                 Orbax: one array per decoder parameter, in the dtype of the checkpoint it came from
     config.json, generation_config.json, tokenizer files     as they were
 
-Why our parameter layout and not the checkpoint's: restoring is then a plain read of each device's share.
+Arrays have the layout of the decoder's parameters and not that of the checkpoint, so that loading is a plain read of
+each device's share.
 """
 
 import json
@@ -17,7 +17,6 @@ from pathlib import Path as FilePath
 
 import jax
 import numpy as np
-from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
@@ -34,57 +33,65 @@ from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, axis_sizes
 from jaxserve.models.layout import write_source
 from jaxserve.models.loading import decoder_config, split_abstract
-from jaxserve.models.orbax_store import LAYOUT_VERSION, read_shapes, restore_arrays, save_arrays
+from jaxserve.models.orbax_store import LAYOUT_VERSION, open_arrays, read_shapes, save_arrays
 from jaxserve.models.partition import Partition
 from jaxserve.models.safetensors_files import TensorSource
 from jaxserve.models.shard_reading import checked_tensors, shard_reader
+from jaxserve.models.sharding import Axes, arrays_of, axes_of
 from jaxserve.models.weights import Path, Piece, plan_weights
+from jaxserve.new_directory import new_directory
+from jaxserve.progress import Progress, Quiet
 
 MAX_FILE_BYTES = 5_000_000_000  # of one safetensors file, as transformers cuts them
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
-def convert(source: str | FilePath, target: str | FilePath) -> CheckpointKind:
-    """Converts a Hugging Face directory to an Orbax one, or an Orbax one back, and returns what `target` now is.
+def convert(
+    source: str | FilePath,
+    target: str | FilePath,
+    *,
+    progress: Progress = Quiet(),  # noqa: B008 (does nothing)
+) -> CheckpointKind:
+    """Converts a Hugging Face directory to an Orbax one, or an Orbax one back, and returns the kind of `target`.
 
-    Every weight that the model uses keeps its bytes. What carries no weights is dropped: an output projection beside
-    tied embeddings, stored rotation frequencies.
+    Every weight that the model uses keeps its bytes. Tensors that the model does not use are dropped: an output
+    projection beside tied embeddings, stored rotation frequencies.
 
-    Raises CheckpointError when the source is unusable or the target exists and is not an empty directory. A target
-    that could not be finished is removed.
+    Raises CheckpointError when the source is unusable or the target exists and is not an empty directory. The target
+    appears when all of it is there.
     """
     checkpoint = read_checkpoint(source)
-    directory = FilePath(target).expanduser()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(f"target {directory} exists already; give a new or empty directory")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with new_directory(FilePath(target).expanduser()) as directory:
         if checkpoint.kind is CheckpointKind.HUGGING_FACE:
-            _to_orbax(checkpoint, directory)
+            _to_orbax(checkpoint, directory, progress)
             return CheckpointKind.ORBAX
-        _to_hugging_face(checkpoint, directory)
+        _to_hugging_face(checkpoint, directory, progress)
         return CheckpointKind.HUGGING_FACE
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)  # half a checkpoint would be mistaken for a whole one
-        raise
 
 
-def _plan(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig, dict[Path, list[Piece]], dict[Path, tuple[int, ...]]]:
+def _plan(
+    checkpoint: Checkpoint,
+) -> tuple[Family, DecoderConfig, dict[Path, list[Piece]], dict[Path, tuple[int, ...]], dict[Path, Axes]]:
+    """The last two are the shapes and the logical axes of all parameters."""
     family, config = decoder_config(checkpoint)
     _, abstract = split_abstract(Partition.of(config, 1), np.dtype("float32"), None)
-    shapes = {path: tuple(param.shape) for path, param in nnx.to_flat_state(abstract)}
-    return family, config, plan_weights(family, config, shapes), shapes
+    shapes = {path: array.shape for path, array in arrays_of(abstract).items()}
+    return family, config, plan_weights(family, config, shapes), shapes, axes_of(abstract)
 
 
-def _to_orbax(checkpoint: Checkpoint, directory: FilePath) -> None:
-    family, config, plan, shapes = _plan(checkpoint)
+def _to_orbax(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -> None:
+    family, config, plan, shapes, axes = _plan(checkpoint)
     sizes = axis_sizes(config)
     tensors = checked_tensors(checkpoint, family, config, plan)
     arrays = {}
-    for path, shape in shapes.items():
+    progress.begin("reading the weights")
+    for number, (path, shape) in enumerate(shapes.items()):
+        progress.count(number, len(shapes))
         reader = shard_reader(plan[path], tensors, sizes, shape, _common_dtype(path, plan[path], tensors))
         arrays[path] = jax.device_put(reader((slice(None),) * len(shape)), _on_host())
-    save_arrays(directory, arrays)
+    num_bytes = sum(array.nbytes for array in arrays.values())
+    progress.begin(f"writing {num_bytes / 2**30:.2f} GiB")
+    save_arrays(directory, arrays, axes)
     _copy_small_files(checkpoint.path, directory)
     marker = {"layout_version": LAYOUT_VERSION, "architecture": family.architecture}
     (directory / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
@@ -97,30 +104,26 @@ def _common_dtype(path: Path, pieces: list[Piece], tensors: Mapping[str, TensorS
     return jax.numpy.dtype(next(iter(names.values())))
 
 
-def _to_hugging_face(checkpoint: Checkpoint, directory: FilePath) -> None:
-    _, config, plan, shapes = _plan(checkpoint)
+def _to_hugging_face(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -> None:
+    _, config, plan, shapes, _ = _plan(checkpoint)
     sizes = axis_sizes(config)
-    stored = read_shapes(checkpoint.path)
-    # A parameter that is not stored is asked for all the same, so that the full list of missing ones comes back.
-    wanted = {
-        path: jax.ShapeDtypeStruct(shape, stored[path].dtype if path in stored else np.float32, sharding=_on_host())
-        for path, shape in shapes.items()
-    }
-    arrays = restore_arrays(checkpoint.path, wanted)
+    progress.begin("reading the weights")
+    arrays, stored = open_arrays(checkpoint.path, shapes), read_shapes(checkpoint.path)
     tensors: dict[str, np.ndarray] = {}
     for path, pieces in plan.items():
-        whole = np.asarray(arrays[path])
+        whole = arrays[path].read((slice(None),) * len(shapes[path]), stored[path].dtype)
         for piece in pieces:
             cuts: list[slice] = [slice(None)] * whole.ndim
             if piece.part is not None:
                 cuts[piece.part.axis] = slice(piece.part.start, piece.part.stop)
             tensors[piece.source] = write_source(whole[tuple(cuts)], piece.pattern, sizes)
+    progress.begin(f"writing {sum(tensor.nbytes for tensor in tensors.values()) / 2**30:.2f} GiB")
     _write_safetensors(directory, tensors)
     _copy_small_files(checkpoint.path, directory)
 
 
 def _on_host() -> jax.sharding.Sharding:
-    """Conversions pass through host memory, whatever accelerator there is."""
+    """The mesh of a conversion: it passes through host memory, even where there is an accelerator."""
     return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
 
@@ -132,7 +135,7 @@ def _write_safetensors(directory: FilePath, tensors: Mapping[str, np.ndarray]) -
         if files[-1] and used + tensors[name].nbytes > MAX_FILE_BYTES:
             files.append({})
         files[-1][name] = tensors[name]
-    metadata = {"format": "pt"}  # transformers refuses files that do not say so
+    metadata = {"format": "pt"}  # transformers refuses files without this entry
     if len(files) == 1:
         save_file(files[0], str(directory / SINGLE_NAME), metadata=metadata)
         return

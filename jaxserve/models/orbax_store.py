@@ -1,27 +1,45 @@
 """The weights of an Orbax directory: a flat table from parameter path to array.
 
-Owns reading and writing that table. Refuses the rest of the directory (`orbax_io`) and to know a module.
+The rest of the directory is handled in `orbax_io`.
+
+Arrays are read by TensorStore, on which Orbax itself is built: Orbax restores the array that is stored, and a parameter
+that is padded or copied for its devices would first lie whole on every one of them.
 """
 
 from collections.abc import Mapping, Set
 from pathlib import Path as FilePath
-from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.checkpoint import ORBAX_MARKER, read_json
+from jaxserve.models.layout import Index
+from jaxserve.models.sharding import Axes
 from jaxserve.models.weights import Path, path_of
 
 WEIGHTS_NAME = "weights"  # subdirectory
-LAYOUT_VERSION = 1  # of parameter names and axes; raised when either changes
+LAYOUT_VERSION = 2  # of parameter names, axes and the order in them; raised when one of these changes
+_CHUNK_BYTES = 2**20  # read at once: a device's share should touch few numbers of others
+_HEADS = ("kv_heads", "heads")  # axes that are short, and cut first
 
 
-def save_arrays(directory: FilePath, arrays: Mapping[Path, jax.Array]) -> None:
-    """Writes `arrays` below `directory`, which must not hold weights yet, and returns when they are on disk."""
+def save_arrays(directory: FilePath, arrays: Mapping[Path, jax.Array], axes: Mapping[Path, Axes]) -> None:
+    """Writes `arrays` below `directory`, which must not hold weights yet, and returns when they are on disk.
+
+    `axes` are their logical axes: an array is stored in chunks that follow the cuts.
+    """
+    chunks = {
+        _name(path): ocp.SaveArgs(
+            chunk_byte_size=_CHUNK_BYTES, shard_axes=tuple(i for i, axis in enumerate(axes[path]) if axis in _HEADS)
+        )
+        for path in arrays
+    }
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((directory / WEIGHTS_NAME).absolute(), {_name(path): a for path, a in arrays.items()})
+        weights = (directory / WEIGHTS_NAME).absolute()
+        checkpointer.save(weights, {_name(path): a for path, a in arrays.items()}, save_args=chunks)
         checkpointer.wait_until_finished()
 
 
@@ -44,36 +62,49 @@ def read_shapes(directory: FilePath) -> dict[Path, jax.ShapeDtypeStruct]:
     return {path_of(name): jax.ShapeDtypeStruct(m.shape, m.dtype) for name, m in metadata.items()}
 
 
-def restore_arrays(
-    directory: FilePath, wanted: Mapping[Path, jax.ShapeDtypeStruct], *, known: Set[Path] | None = None
-) -> dict[Path, jax.Array]:
-    """The arrays of `wanted`, cast to its dtypes, each device reading its share of the shardings there.
+class StoredArray:
+    """One array on disk."""
 
-    `known` are all arrays that there may be, for a stage that wants some of them; None: those wanted.
+    def __init__(self, weights: FilePath, name: str) -> None:
+        """Raises CheckpointError when it is missing or unreadable."""
+        self._weights = weights
+        kvstore = {"driver": "ocdbt", "base": f"file://{weights}", "path": name}
+        try:
+            self._store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{weights} is truncated or corrupt: {error}") from error
 
-    Raises CheckpointError with the full lists when names differ, or when shapes differ or data is unreadable.
+    def read(self, index: Index | None, dtype: np.dtype) -> np.ndarray:
+        """That part of it, in `dtype`; never None, which is in the type of `make_array_from_callback` alone.
+
+        Raises CheckpointError.
+        """
+        assert index is not None, self._weights
+        try:
+            return np.asarray(self._store[index].read().result()).astype(dtype, copy=False)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self._weights} is truncated or corrupt: {error}") from error
+
+
+def open_arrays(
+    directory: FilePath, known: Mapping[Path, tuple[int, ...]], wanted: Set[Path] | None = None
+) -> dict[Path, StoredArray]:
+    """The arrays of `wanted`, all by default, none of them read yet. `known`: all that there must be, and their shapes.
+
+    Raises CheckpointError with the full lists when names or shapes differ.
     """
     weights = (directory / WEIGHTS_NAME).absolute()
     stored = read_shapes(directory)
-    _check_same(weights, "missing", set(wanted) - set(stored))
-    _check_same(weights, "unknown", set(stored) - (set(wanted) if known is None else known))
+    _check_same(weights, "missing", set(known) - set(stored))
+    _check_same(weights, "unknown", set(stored) - set(known))
     wrong = [
-        f"{_name(path)} is {list(stored[path].shape)}, not {list(want.shape)}"
-        for path, want in wanted.items()
-        if stored[path].shape != want.shape
+        f"{_name(path)} is {list(stored[path].shape)}, not {list(shape)}"
+        for path, shape in known.items()
+        if stored[path].shape != shape
     ]
     if wrong:
         raise CheckpointError(f"{weights}: shapes disagree with config.json: {'; '.join(wrong)}")
-    target: dict[str, Any] = {_name(path): want for path, want in wanted.items()}
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            arguments = ocp.checkpoint_utils.construct_restore_args(target)
-            restored = checkpointer.restore(
-                weights, ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True)
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{weights} is truncated or corrupt: {error}") from error
-    return {path_of(name): array for name, array in restored.items()}
+    return {path: StoredArray(weights, _name(path)) for path in (known if wanted is None else wanted)}
 
 
 def _check_same(weights: FilePath, what: str, paths: set[Path]) -> None:

@@ -1,10 +1,10 @@
-"""How the arrays of one decoder are cut over devices that share every layer, also when nothing divides evenly.
+"""The partition of one decoder over devices that share every layer, also when nothing divides evenly.
 
-Owns the numbers (heads, ffn columns and vocabulary of each device) and the blocks that carry a parameter of the
-checkpoint into its padded form. Refuses meshes and rules (`sharding`) and files (`loading`).
+It gives the numbers of heads, ffn columns and vocabulary entries of each device, and the blocks that carry a parameter
+of the checkpoint into its padded form. Axes of the mesh and rules are in `sharding`.
 
-Why padding and copies instead of uneven cuts: XLA and the kernels want equal shapes on every device. Zeros beside the
-real columns add exact zeros to every sum, so a padded model computes the very same function. Key/value heads fewer
+Padding and copies take the place of uneven cuts: XLA and the kernels want equal shapes on every device. Zeros beside
+the real columns add exact zeros to every sum, so a padded model computes the very same function. Key/value heads fewer
 than devices are copied, and the query heads of their group are dealt out over the copies: each device then reads the
 whole context for its share of the queries, which costs cache (that of one head on each device) and no time.
 """
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.sharding import WHOLE, Axes, Shards
+from jaxserve.models.sharding import TENSOR_AXIS, WHOLE, Axes, Shards
 
 _MASK_BITS = 32  # token masks keep 32 tokens in a word, and a word lies on one device
 
@@ -32,7 +32,7 @@ class Partition:
 
     Attributes:
       model: as the checkpoint says.
-      devices: that share every layer.
+      devices: number of devices that share every layer.
       copies: of each key/value head.
       kv_heads, group: key/value heads over all devices, copies and padding included; query heads of each of them.
       ffn_size, vocab_size: F and V, padded.
@@ -66,8 +66,8 @@ class Partition:
 
     @property
     def shards(self) -> Shards:
-        """What one of the devices knows of the others."""
-        return WHOLE if self.devices == 1 else Shards(count=self.devices)
+        """The `Shards` of one of the devices."""
+        return WHOLE if self.devices == 1 else Shards(count=self.devices, axis=TENSOR_AXIS)
 
     @property
     def padded(self) -> DecoderConfig:
@@ -76,7 +76,7 @@ class Partition:
 
     @property
     def local(self) -> DecoderConfig:
-        """Sizes of what one device holds."""
+        """Sizes of the arrays of one device."""
         return self._resized(self.devices)
 
     def _resized(self, parts: int) -> DecoderConfig:
@@ -89,7 +89,7 @@ class Partition:
         )
 
     def blocks(self, axes: Axes, shape: tuple[int, ...]) -> list[Block]:
-        """What of a checkpoint parameter with these axes and this shape goes where; all else of the padded is zero."""
+        """The blocks of a checkpoint parameter with these axes and this shape; the rest of the padded array is zero."""
         if "kv_heads" in axes:
             return [self._block(axes, shape, {"kv_heads": heads, "group": group}) for heads, group in self._qkv_runs()]
         if "heads" in axes:

@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama with biases on q, k and v, and sliding windows on the upper layers where switched on.
 
-Owns the reading of a Qwen2 config; the weights are Llama's.
+The weight table is Llama's.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jaxserve.models.hf_config import HfConfig, read_layer_windows
 
 
 def adapt(config: HfConfig) -> DecoderConfig:
-    """Qwen2Config to ours. The biases are part of the architecture, not a field."""
+    """From a Qwen2Config. The biases are part of the architecture, not a field."""
     config.require("attention_bias", None, True)
     config.require("mlp_bias", False, None)
     base = llama.adapt(config)

@@ -1,6 +1,6 @@
 """Qwen 3: Llama with a norm on each head of q and k, a head dimension of its own, and optional sliding windows.
 
-Owns the reading of a Qwen3 config and the two extra rows of the weight table.
+The weight table is Llama's with two more rows.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ WEIGHTS = (
 
 
 def adapt(config: HfConfig) -> DecoderConfig:
-    """Qwen3Config to ours. An absent `head_dim` means 128 there."""
+    """From a Qwen3Config. An absent `head_dim` means 128 there."""
     config.require("mlp_bias", False, None)
     base = llama.adapt(config, default_head_dim=128)
     return dataclasses.replace(base, qk_norm=True, windows=read_layer_windows(config, base.num_layers))

@@ -1,9 +1,9 @@
 """Rotary positions: frequencies for every scaling, and the rotation itself.
 
-Owns the formulas. Refuses configuration parsing (`hf_config` resolves defaults) and caching: tables are functions of
-the positions in the step, computed once per step and shared by all layers.
+`hf_config` reads the settings. Tables are not cached: they are functions of the positions in the step, computed once
+per step and shared by all layers.
 
-Why frequencies are numpy: they depend on the config alone, so they are constants of the compiled step; float32 in
+Frequencies are numpy arrays: they depend on the config alone, so they are constants of the compiled step; float32 in
 the order of operations of the reference implementation, since positions multiply every rounding error.
 """
 
@@ -70,7 +70,7 @@ def rope_table(rope: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array
     """cos and sin of every token's angles, float32.
 
     `lengths` matters to the dynamic scaling alone: the sequence length that the token's rotation is stretched for
-    (at least the trained length), see `Decoder.__call__` for who chooses it.
+    (at least the trained length), see `Decoder.__call__`.
     """
     if rope.scaling is RopeScaling.DYNAMIC:
         frequencies = _dynamic(rope, lengths)
@@ -105,7 +105,7 @@ def rotate(x: Float[Array, "T M H"], table: RopeTable) -> Float[Array, "T M H"]:
     cos, sin = (t[:, None, None, :] for t in table)  # [T, 1, 1, C]
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
-    # Turned round instead of joined from halves: that is one loop over all cores, a concatenation two on one core.
+    # A roll and not a concatenation of halves: it is one loop over all cores, a concatenation two loops on one core.
     signs = jnp.asarray([[-1.0], [1.0]])
     turned = (pairs * cos + pairs[..., ::-1, :] * (sin * signs)).reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
     return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)

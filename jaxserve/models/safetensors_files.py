@@ -1,10 +1,8 @@
 """The safetensors files of one checkpoint, as one lazy table of tensors.
 
-Owns finding and opening the files, the index, and slices of tensors. Refuses to know what a tensor is for.
-
-Why slices: a device that holds an eighth of a matrix must read an eighth of it from disk. Why plain reads and not the
-library's memory map: what was touched of a map counts as memory of the process, for all tensors together, and a page
-fault on a slow disk stops every thread of Python.
+Tensors are read in slices: a device that holds an eighth of a matrix must read an eighth of it from disk. They are read
+by plain reads and not through the library's memory map: touched pages of a map count as memory of the process, for all
+tensors together, and a page fault on a slow disk stops every thread of Python.
 """
 
 import dataclasses
@@ -19,7 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.checkpoint import INDEX_NAME, SINGLE_NAME, read_json
+from jaxserve.models.checkpoint import INDEX_NAME, find_weights, read_json
+from jaxserve.models.weights import fold_names
 
 # Written names of element types, as numpy (with ml_dtypes' bfloat16) knows them.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -43,7 +42,7 @@ class TensorSource:
         dtype = jnp.dtype(self.dtype)
         bounds = [range(*cut.indices(size)) for cut, size in zip(index, self.shape, strict=True)]
         steps = [math.prod(self.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(self.shape))]
-        # Behind the last axis that is cut all lies together, in the file and in the result.
+        # Behind the last axis that is cut, elements are contiguous in the file and in the result.
         cut_axes = [axis for axis, bound in enumerate(bounds) if len(bound) < self.shape[axis]]
         last = max(cut_axes, default=0)
         out = np.empty(math.prod(len(bound) for bound in bounds) * dtype.itemsize, np.uint8)
@@ -72,15 +71,8 @@ def open_tensors(directory: Path) -> dict[str, TensorSource]:
     Raises CheckpointError naming the file when one is missing, truncated or corrupt, when the index and its files
     disagree, or when an element type is not floating point.
     """
-    index_file = directory / INDEX_NAME
-    if index_file.is_file():
-        return _open_indexed(index_file)
-    file = directory / SINGLE_NAME
-    if not file.is_file():
-        others = sorted(f.name for f in directory.glob("*.bin")) + sorted(f.name for f in directory.glob("*.pt*"))
-        hint = f"; found {', '.join(others)}, which must be converted to safetensors first" if others else ""
-        raise CheckpointError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
-    return _open_file(file)
+    file = find_weights(directory)
+    return _open_indexed(file) if file.name == INDEX_NAME else _open_file(file)
 
 
 def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
@@ -96,13 +88,13 @@ def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
     for name in names:
         tensors |= _open_file(index_file.parent / name)
     if absent := sorted(t for t, f in weight_map.items() if t not in tensors or tensors[t].file.name != f):
-        raise CheckpointError(f"{index_file} promises tensors that its files lack: {', '.join(absent)}")
+        raise CheckpointError(f"{index_file} promises tensors that its files lack: {fold_names(absent)}")
     return tensors
 
 
 def _open_file(file: Path) -> dict[str, TensorSource]:
     try:
-        with safe_open(str(file), framework="numpy"):  # proves the header and the length of the file
+        with safe_open(str(file), framework="numpy"):  # checks the header and the length of the file
             pass
         with file.open("rb") as opened:
             header_len = int.from_bytes(opened.read(8), "little")

@@ -1,7 +1,6 @@
-"""One device's share of one parameter, read from safetensors piece by piece.
+"""The reader of one device's share of one parameter from safetensors, piece by piece.
 
-Owns which bytes of which tensors a shard needs, and where they go. Refuses files (`safetensors_files`), names
-(`weights`) and devices (`loading`).
+Files are opened in `safetensors_files`, names matched in `weights`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +14,11 @@ from jaxserve.models.family import Family, axis_sizes
 from jaxserve.models.layout import Index, read_target
 from jaxserve.models.partition import Block
 from jaxserve.models.safetensors_files import TensorSource, open_tensors
-from jaxserve.models.weights import Path, Piece, check_names
+from jaxserve.models.weights import Path, Piece, check_names, fold_names
 
-_BAND_BYTES = 4 * 2**20  # read, rearranged and converted at once
+_FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size"}  # axes that have a field each
+_MAX_KINDS = 4  # wrong shapes that are listed one by one
+_BAND_BYTES = 4 * 2**20  # bytes that are read, rearranged and converted at once
 
 
 def checked_tensors(
@@ -29,14 +30,32 @@ def checked_tensors(
     """
     tensors, sizes = open_tensors(checkpoint.path), axis_sizes(config)
     check_names(family, config, plan, tensors, str(checkpoint.path))
-    wrong = []
-    for piece in (piece for pieces in plan.values() for piece in pieces):
-        tensor, expected = tensors[piece.source], piece.pattern.source_shape(sizes)
-        if tensor.shape != expected:
-            wrong.append(f"{tensor.name} in {tensor.file} is {list(tensor.shape)}, not {list(expected)}")
+    pieces = [piece for pieces in plan.values() for piece in pieces]
+    wrong = [p for p in pieces if tensors[p.source].shape != p.pattern.source_shape(sizes)]
     if wrong:
-        raise CheckpointError(f"shapes disagree with config.json: {'; '.join(wrong)}")
+        raise CheckpointError(_describe_shapes(wrong, len(pieces), tensors, sizes, checkpoint.config_file))
     return tensors
+
+
+def _describe_shapes(
+    wrong: list[Piece], count: int, tensors: Mapping[str, TensorSource], sizes: Mapping[str, int], config_file: str
+) -> str:
+    """The sizes that disagree by their names in config.json, and the tensors, those of all layers as one."""
+    fields: dict[str, None] = {}
+    groups: dict[str, list[str]] = {}
+    for piece in wrong:
+        found, expected = tensors[piece.source].shape, piece.pattern.source_shape(sizes)
+        for names, has, wants in zip(piece.pattern.source, found, expected, strict=False):
+            if has != wants and names[0] in _FIELDS:
+                fields[f"{_FIELDS[names[0]]} is {wants}, but the weights have {has}"] = None
+        groups.setdefault(f"{list(found)}, not {list(expected)}", []).append(piece.source)
+    kinds = [f"{fold_names(names)}: {shapes}" for shapes, names in groups.items()]
+    more = f"; and {len(kinds) - _MAX_KINDS} shapes more" if len(kinds) > _MAX_KINDS else ""
+    said = f"{', '.join(fields)}; " if fields else ""
+    return (
+        f"shapes disagree with {config_file}: {said}{len(wrong)} of {count} tensors are others ("
+        f"{'; '.join(kinds[:_MAX_KINDS])}{more}); do config.json and the weights belong together?"
+    )
 
 
 def shard_reader(
@@ -86,7 +105,7 @@ def _bands(piece: Piece, cuts: list[slice], out: np.ndarray) -> Iterator[tuple[I
 def block_reader(
     read: Callable[[Index], np.ndarray], blocks: list[Block], shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[Index | None], np.ndarray]:
-    """The callback for a padded `shape`: what of each block lies in a shard is read, all else is zero."""
+    """The callback for a padded `shape`: the part of each block in a shard is read, the rest is zero."""
 
     def read_shard(index: Index | None) -> np.ndarray:
         assert index is not None, shape

@@ -1,8 +1,7 @@
 """From logical axis names to mesh axes: the one table that says how a model is spread over devices.
 
-Owns the names of the mesh axes, the rules table, its application to parameters, and `Shards`: what a device does
-together with the others that share its layers. Refuses to build a mesh (`runtime.mesh` does) and to know a model:
-modules name the logical axes of each parameter, this file alone names mesh axes.
+`Shards` is here too: the operations of a device together with the others that share its layers. Meshes are built in
+`runtime.mesh`. Modules name the logical axes of each parameter; this file alone names mesh axes.
 
 Why a table: another layout (experts, a second tensor axis) is another table, not a change in every model file. Why
 the collectives are written out: the whole step runs under `shard_map`, so that every sum over devices stands in the
@@ -10,19 +9,19 @@ code where it happens, kernels see the arrays of one device, and no partitioner 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from jaxserve.kernels.packed_weight import PackedWeight
+from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.xla_matmul import DenseWeight
 
-Axes = tuple[str | None, ...]
 Rules = Mapping[str, str | None]  # logical axis -> mesh axis; None or absent: replicated
 
 EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS = "expert", "sequence", "model"
@@ -42,25 +41,29 @@ TENSOR_PARALLEL: Rules = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The devices that share a layer, seen by one of them, inside of a `shard_map`; `WHOLE` when there is but one."""
+    """The devices along one axis of the mesh, seen by one of them inside a `shard_map`; `WHOLE` when there is but one.
+
+    What is cut along several axes has one of these for each.
+    """
 
     count: int
+    axis: str
 
     def sum(self, x: Array) -> Array:
         """Over all devices, on all devices."""
-        return x if self.count == 1 else lax.psum(x, TENSOR_AXIS)
+        return x if self.count == 1 else lax.psum(x, self.axis)
 
     def max(self, x: Array) -> Array:
         """Over all devices, on all devices."""
-        return x if self.count == 1 else lax.pmax(x, TENSOR_AXIS)
+        return x if self.count == 1 else lax.pmax(x, self.axis)
 
     def gather(self, x: Array) -> Array:
         """[..., n] of each device as [..., count * n], in their order, on all devices."""
-        return x if self.count == 1 else lax.all_gather(x, TENSOR_AXIS, axis=x.ndim - 1, tiled=True)
+        return x if self.count == 1 else lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
 
     def start(self, size: int) -> Int[Array, ""]:
         """Where this device's part begins of an axis of which each holds `size`."""
-        return jnp.int32(0) if self.count == 1 else lax.axis_index(TENSOR_AXIS) * size
+        return jnp.int32(0) if self.count == 1 else lax.axis_index(self.axis) * size
 
     def local_ids(self, ids: Int[Array, "..."], size: int) -> Int[Array, "..."]:
         """Ids of a shared axis as indices into this device's `size` of them; `size` for those of others."""
@@ -70,21 +73,56 @@ class Shards:
         return jnp.where((local >= 0) & (local < size), local, size)
 
 
-WHOLE = Shards(count=1)
+WHOLE = Shards(count=1, axis=TENSOR_AXIS)
 
 
-def param(value: jax.Array, axes: Axes, num_in: int = 0) -> nnx.Param:
-    """A parameter that carries its logical axes. They are ours: flax's own sharding metadata would act eagerly.
+class Parameter(nnx.Param):
+    """An array that carries its logical axes. They are ours: flax's own sharding metadata would act eagerly."""
 
-    `num_in`: of a weight that `layers.matmul` multiplies with, how many axes are multiplied away, the last ones.
-    """
+    def leaf_axes(self) -> tuple[Axes, ...]:
+        """Logical axes of each array in it, in the order of `jax.tree.leaves`."""
+        return (self.get_metadata()["logical_axes"],)
+
+
+class WeightParameter(Parameter):
+    """A `kernels.matmul.Weight`. `logical_axes` are those of the whole; the weight knows which its leaves have."""
+
+    def leaf_axes(self) -> tuple[Axes, ...]:
+        """See `Parameter`."""
+        return self.get_raw_value().leaf_axes(self.get_metadata()["logical_axes"])
+
+
+def param(value: jax.Array, axes: Axes) -> Parameter:
+    """A parameter that is no weight: of a norm, or a bias."""
     assert value.ndim == len(axes), (value.shape, axes)
-    return nnx.Param(value, logical_axes=axes, num_in=num_in)
+    return Parameter(value, logical_axes=axes)
 
 
-def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
-    """The same variable, metadata included, around another value (an array, a shape, a sharding)."""
-    return jax.tree.map(lambda _: value, variable)
+def weight(value: jax.Array, axes: Axes, num_in: int) -> WeightParameter:
+    """A dense weight [*out, *in]. A product sums over its last `num_in` axes; 0: it is only looked up."""
+    assert value.ndim == len(axes), (value.shape, axes)
+    return WeightParameter(DenseWeight(array=value, num_in=num_in), logical_axes=axes)
+
+
+def with_leaves(variable: nnx.Variable, leaves: Sequence[Any]) -> nnx.Variable:
+    """The same variable, metadata included, around other leaves (arrays, shapes, shardings)."""
+    return jax.tree.unflatten(jax.tree.structure(variable), leaves)
+
+
+def arrays_of(state: nnx.State) -> dict[tuple[Any, ...], Any]:
+    """The array (or shape, or sharding) of each parameter of a model as it is loaded, by its path: one each."""
+    arrays = {}
+    for path, variable in nnx.to_flat_state(state):
+        (arrays[path],) = jax.tree.leaves(variable)
+    return arrays
+
+
+def axes_of(state: nnx.State) -> dict[tuple[Any, ...], Axes]:
+    """Logical axes of each of `arrays_of`."""
+    axes = {}
+    for path, variable in nnx.to_flat_state(state):
+        (axes[path],) = variable.leaf_axes()
+    return axes
 
 
 def spec_for(axes: Axes, rules: Rules) -> PartitionSpec:
@@ -92,29 +130,21 @@ def spec_for(axes: Axes, rules: Rules) -> PartitionSpec:
     return PartitionSpec(*(rules.get(axis) if axis is not None else None for axis in axes))
 
 
-def _spec_of(variable: nnx.Variable, rules: Rules) -> PartitionSpec:
-    if isinstance(variable.get_raw_value(), PackedWeight):  # never cut
-        return PartitionSpec()
-    return spec_for(variable.get_metadata()["logical_axes"], rules)
-
-
-def axes_tree(state: nnx.State) -> dict[tuple[Any, ...], Axes]:
-    """Logical axes of each parameter of `nnx.split`'s state, keyed by its path."""
-    return {path: variable.get_metadata()["logical_axes"] for path, variable in nnx.to_flat_state(state)}
-
-
 def specs_for(state: nnx.State, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
     """A tree like `state` (abstract or not) with a `PartitionSpec` at each leaf."""
-    return nnx.map_state(lambda _, variable: with_value(variable, _spec_of(variable, rules)), state)
+    return nnx.map_state(
+        lambda _, variable: with_leaves(variable, [spec_for(axes, rules) for axes in variable.leaf_axes()]), state
+    )
 
 
-def shardings_for(state: nnx.State, mesh: Mesh, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
+def shardings_for(state: nnx.State, mesh: Mesh | AbstractMesh, rules: Rules = TENSOR_PARALLEL) -> nnx.State:
     """A tree like `state` (abstract or not) with a sharding at each leaf. `Partition` has made all sizes divide."""
 
-    def one(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        spec = _spec_of(variable, rules)
-        for size, mesh_axis in zip(jax.tree.leaves(variable)[0].shape, spec, strict=False):
-            assert mesh_axis is None or size % mesh.shape[mesh_axis] == 0, (path, spec, size, mesh.shape)
-        return with_value(variable, NamedSharding(mesh, spec))
+    def one(path: tuple[Any, ...], variable: Parameter) -> nnx.Variable:
+        specs = [spec_for(axes, rules) for axes in variable.leaf_axes()]
+        for leaf, spec in zip(jax.tree.leaves(variable), specs, strict=True):
+            for size, mesh_axis in zip(leaf.shape, spec, strict=True):
+                assert mesh_axis is None or size % mesh.shape[mesh_axis] == 0, (path, spec, leaf.shape, mesh.shape)
+        return with_leaves(variable, [NamedSharding(mesh, spec) for spec in specs])
 
     return nnx.map_state(one, state)

@@ -1,9 +1,10 @@
-"""Which checkpoint tensors fill which parameters: a family's rules, expanded and checked against what is there.
+"""The plan of which checkpoint tensors fill which parameters: a family's rules, expanded and checked against the files.
 
-Owns the expansion over layers and the two full lists, of missing and of unknown names. Refuses reading.
+Errors list all missing and all unknown names.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, Part, axis_sizes, fused_parts
 from jaxserve.models.layout import Pattern, parse
+
+_NUMBER = re.compile(r"\d+")
 
 Path = tuple[Any, ...]  # of a parameter in the state of `nnx.split`, such as ("layers", 0, "mlp", "down", "kernel")
 
@@ -64,6 +67,30 @@ def _fits(pattern: Pattern, sizes: Mapping[str, int], expected: list[int]) -> bo
     return pattern.target_shape(sizes) == tuple(expected)
 
 
+def fold_names(names: Iterable[str]) -> str:
+    """All names, those that differ in numbers alone as one: model.layers.[0-79].mlp.up_proj.weight."""
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for name in sorted(names):
+        groups.setdefault(_NUMBER.sub("\0", name), []).append(tuple(map(int, _NUMBER.findall(name))))
+    return ", ".join(_fold(text, numbers) for text, numbers in groups.items())
+
+
+def _fold(text: str, numbers: list[tuple[int, ...]]) -> str:
+    """One name, with the ranges of each of its numbers; with the number of names where not every combination exists."""
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    folded = text
+    for column in columns:
+        folded = folded.replace("\0", str(column[0]) if len(column) == 1 else f"[{_ranges(column)}]", 1)
+    return folded if math.prod(map(len, columns)) == len(numbers) else f"{folded} ({len(numbers)} of these)"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, as 0-3,7."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
 def check_names(
     family: Family, config: DecoderConfig, plan: Mapping[Path, list[Piece]], found: Iterable[str], origin: str
 ) -> None:
@@ -80,8 +107,8 @@ def check_names(
     unknown = sorted(name for name in found - needed if not any(p.fullmatch(name) for p in accepted))
     complaints = []
     if missing:
-        complaints.append(f"{len(missing)} weights are missing: {', '.join(missing)}")
+        complaints.append(f"{len(missing)} weights are missing: {fold_names(missing)}")
     if unknown:
-        complaints.append(f"{len(unknown)} weights are unknown to {family.architecture}: {', '.join(unknown)}")
+        complaints.append(f"{len(unknown)} weights are unknown to {family.architecture}: {fold_names(unknown)}")
     if complaints:
         raise CheckpointError(f"{origin}: {'; '.join(complaints)}; do config.json and the weights belong together?")

@@ -5,15 +5,15 @@
     results   updates -> RequestOutput, in the names and meanings of vLLM
     jsonl     files of prompts, files of results
 
-`LLM` and the command line are two skins over this package: the one raises the first error, the other writes it beside
-the results and goes on. Hence an error is a value here, in the place of a job or of a result.
+`LLM` and the command line are two interfaces of this package: the one raises the first error, the other writes it
+beside the results and goes on. Hence an error is a value here, in the place of a job or of a result.
 
-Why no thread. A caller that waits for everything gains nothing from one, and an interrupt in a notebook would leave
-requests running behind its back. Here an interrupt takes effect between two steps: what was running is aborted, its
-pages are free, and the next call works.
+There is no thread. A caller that waits for everything gains nothing from one, and an interrupt in a notebook would
+leave requests running behind its back. Here an interrupt takes effect between two steps: running requests are aborted,
+their pages are free, and the next call works.
 """
 
-from jaxserve.offline.jobs import Job, prepare_chat, prepare_job
+from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
 from jaxserve.offline.loop import InOrder, run_jobs
 from jaxserve.offline.results import (
     CompletionOutput,
@@ -38,6 +38,6 @@ __all__ = [
     "RequestOutput",
     "Result",
     "prepare_chat",
-    "prepare_job",
+    "prompt_text",
     "run_jobs",
 ]

@@ -1,56 +1,27 @@
-"""From what a user writes to a job: a checked request, and what to show of it.
-
-Owns the shapes of prompts that only offline use takes. Refuses to run anything.
-"""
+"""From a prompt, in the forms that only offline use takes, to a job: a checked request and the text to show with it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.api import Request, SamplingParams
-from jaxserve.engine import AnyEngine, Prompt, check_echo
-from jaxserve.errors import InvalidRequest
+from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
+from jaxserve.engine import AnyEngine, Prompt
 from jaxserve.text import ChatTemplate, check_special_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A prepared request, the text it was made of, and whether the output begins with the prompt."""
+    """A prepared request, and the text it was made of."""
 
     request: Request
     prompt: str | None = None
-    echo: bool = False
 
 
-def prepare_job(
-    engine: AnyEngine,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    *,
-    request_id: str | None = None,
-    priority: int = 0,
-    echo: bool = False,
-    pooling: bool = False,
-) -> Job:
-    """Encodes and checks one prompt; a dictionary may also hold a "cache_salt". `pooling` asks for its embedding.
-
-    Raises what `Engine.prepare` raises, and UnsupportedOption for an `echo` of what is no text.
-    """
-    cache_salt = ""
-    if isinstance(prompt, Mapping) and "cache_salt" in prompt:
-        cache_salt = prompt["cache_salt"]
-        if not isinstance(cache_salt, str):
-            raise InvalidRequest(f"cache_salt must be text, got {cache_salt!r}")
-        prompt = {key: value for key, value in prompt.items() if key != "cache_salt"}
-    request = engine.prepare(
-        prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt, pooling=pooling
-    )
-    if echo:
-        check_echo(request, engine.tokenizer)
-    text = prompt
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text that `Engine.prepare` encodes; None for ids."""
     if isinstance(prompt, Mapping):
-        text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
-    return Job(request=request, prompt=text if isinstance(text, str) else None, echo=echo)
+        prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None  # type: ignore[assignment]
+    return prompt if isinstance(prompt, str) else None
 
 
 def prepare_chat(
@@ -58,14 +29,12 @@ def prepare_chat(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     sampling: SamplingParams,
+    options: RequestOptions = NO_OPTIONS,
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
     refuse_special_text: bool = False,
-    request_id: str | None = None,
-    priority: int = 0,
-    echo: bool = False,
 ) -> Job:
     """Renders, encodes and checks one conversation. Raises InvalidRequest and its kin.
 
@@ -75,7 +44,5 @@ def prepare_chat(
         check_special_text(engine.tokenizer, messages)
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
     # The template has written the special tokens; encoding must not add them again.
-    request = engine.prepare(text, sampling, request_id=request_id, priority=priority, add_special_tokens=False)
-    if echo:
-        check_echo(request, engine.tokenizer)
-    return Job(request=request, prompt=text, echo=echo)
+    request = engine.prepare(text, sampling, dataclasses.replace(options, add_special_tokens=False))
+    return Job(request=request, prompt=text)

@@ -1,7 +1,6 @@
 """Files of prompts, one JSON object a line, and the objects that are written for them.
 
-Owns both formats. Refuses files as such (the command line opens them) and the engine's loop. A line that is wrong
-becomes an error in its place, so that a file of a million lines is never lost to one.
+A line that is wrong becomes an error in its place, so that a file of a million lines is never lost to one.
 
 A line has one of "prompt" (text or ids), "prompt_token_ids" and "messages"; "id", which is given back; and any option
 of `SamplingParams`.
@@ -13,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.engine import AnyEngine
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.offline.jobs import Job, prepare_chat, prepare_job
+from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
 from jaxserve.offline.results import CompletionOutput, Logprob, RequestOutput, Result
 
-DEFAULT_MAX_TOKENS = 256  # when neither the line nor the command line says; less where the context leaves less
+DEFAULT_MAX_TOKENS = 256  # when neither the line nor the command line has one; less where the context leaves less
 _INPUTS = ("prompt", "prompt_token_ids", "messages")
 _LEAST_LOGPROB = -3.4028234663852886e38  # of float32; JSON has no infinity, which a forbidden token's logprob is
 _BOM = b"\xef\xbb\xbf"
@@ -31,7 +30,7 @@ class Entry:
 
     Attributes:
       line: number in the file, from 1; None for a prompt of the command line.
-      id: what the line calls itself, any JSON value.
+      id: from the line, any JSON value.
       fields: the line without its id; empty when it could not be read.
     """
 
@@ -42,7 +41,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """What holds for all entries that do not say otherwise.
+    """Options of all entries that do not have their own.
 
     Attributes:
       sampling: options of `SamplingParams`; an entry's own win.
@@ -64,7 +63,7 @@ def read_entries(file: IO[bytes]) -> Iterator[tuple[Entry, InvalidRequest | None
 
 
 def count_entries(file: IO[bytes]) -> int | None:
-    """How many lines `read_entries` will give; None for a pipe, which cannot be read twice."""
+    """Number of lines that `read_entries` will yield; None for a pipe, which cannot be read twice."""
     if not file.seekable():
         return None
     count = sum(1 for raw in file if raw.strip())
@@ -86,7 +85,7 @@ def _read_line(number: int, raw: bytes) -> tuple[Entry, InvalidRequest | None]:
     name = fields.pop("id", None)
     try:
         json.dumps(name, allow_nan=False)
-    except ValueError:  # Python reads NaN and Infinity, but what is written must be JSON for everybody
+    except ValueError:  # Python reads NaN and Infinity, but the output must be valid JSON
         return Entry(line=number, fields=fields), InvalidRequest(f"id has a number that is no JSON, got {name!r:.80}")
     return Entry(line=number, id=name, fields=fields), None
 
@@ -99,7 +98,7 @@ def make_job(engine: AnyEngine, entry: Entry, options: BatchOptions) -> Job:
         raise InvalidRequest(f"an entry has exactly one of {', '.join(_INPUTS)}; this one has {found}")
     own = {name: value for name, value in entry.fields.items() if name not in _INPUTS}
     merged = {**options.sampling, **own}
-    # What nobody asked for must not fail: the default length gives way to the context.
+    # A default must not fail: the default length is cut to the context.
     sampling = SamplingParams.from_dict({"max_tokens": None, **merged})
     job = _prepare(engine, given[0], entry.fields[given[0]], sampling, options)
     if "max_tokens" not in merged:
@@ -111,13 +110,14 @@ def make_job(engine: AnyEngine, entry: Entry, options: BatchOptions) -> Job:
 def _prepare(engine: AnyEngine, kind: str, value: Any, sampling: SamplingParams, options: BatchOptions) -> Job:
     if kind == "prompt_token_ids" and not isinstance(value, list):
         raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
+    asked = RequestOptions(echo=options.echo)
     if kind == "prompt" and options.chat and isinstance(value, str):
         messages = [{"role": "user", "content": value}]
-        chat = prepare_chat(engine, engine.chat_template(), messages, sampling, echo=options.echo)
+        chat = prepare_chat(engine, engine.chat_template(), messages, sampling, asked)
         return dataclasses.replace(chat, prompt=value)
     if kind == "messages":
-        return prepare_chat(engine, engine.chat_template(), value, sampling, echo=options.echo)
-    return prepare_job(engine, value, sampling, echo=options.echo)
+        return prepare_chat(engine, engine.chat_template(), value, sampling, asked)
+    return Job(request=engine.prepare(value, sampling, asked), prompt=prompt_text(value))
 
 
 def _shortened(request: Request, max_tokens: int) -> Request:
@@ -156,7 +156,7 @@ class JsonWriter:
 
 
 def result_objects(entry: Entry, result: Result) -> list[dict[str, Any]]:
-    """What is written for one entry: an object per sequence, or one with "error"."""
+    """The objects written for one entry: one per sequence, or one with "error"."""
     head: dict[str, Any] = {} if entry.id is None else {"id": entry.id}
     if isinstance(result, JaxserveError):
         where = {"prompt": entry.fields.get("prompt")} if entry.line is None else {"line": entry.line}
@@ -195,7 +195,7 @@ def _position_object(position: Mapping[int, Logprob]) -> dict[str, Any]:
 
 
 def _json_number(logprob: float | None) -> float | None:
-    """The nearest that JSON can say; None for what is no number."""
+    """The nearest number that JSON has; None for NaN."""
     if logprob is None or math.isnan(logprob):
         return None
     return min(max(logprob, _LEAST_LOGPROB), -_LEAST_LOGPROB)

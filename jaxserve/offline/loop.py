@@ -1,7 +1,4 @@
-"""The loop: feed the engine, step it, hand out what has ended.
-
-Owns the pace of feeding, and the clean end after an interrupt. Refuses to know what a job or a result means.
-"""
+"""The loop of a batch: feed the engine, step it, hand out results; with a clean end after an interrupt."""
 
 import contextlib
 import signal
@@ -14,6 +11,7 @@ from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.offline.jobs import Job
 from jaxserve.offline.results import Counts, Gatherer, Result
 
+_PAUSE_S = 0.1  # the longest sleep for work that waits: interrupts are checked between two
 FEED_PER_STEP = 64  # requests handed over before each step: the device starts early, however many wait to be encoded
 
 
@@ -26,18 +24,57 @@ def run_jobs(
     """Runs every job; `on_result` gets the job's number and its result or error, in order of completion.
 
     `jobs` is read a little ahead of the engine, so it may be longer than memory or than the engine's queue. An error in
-    place of a job is handed on. The engine must have no thread of its own. Whatever ends this early (an interrupt, an
-    exception of a callback) first aborts what was running.
+    place of a job is passed on. The engine must have no thread of its own. An early end (an interrupt, an
+    exception of a callback) first aborts the running requests.
     """
-    run = _Run(engine, jobs, on_result)
+    counts = Counts()
+    live: dict[str, Gatherer] = {}
+    ended: list[Gatherer] = []  # in the last step
+    numbered = enumerate(jobs)
+    held: tuple[int, Job | JaxserveError] | None = None  # read from `jobs`, but the engine's queue was full
+    done = False  # `jobs` is read to its end
     with _interrupts_between_steps() as check_interrupt:
         try:
-            while run.feed() or run.live:
+            while True:
+                for _ in range(FEED_PER_STEP):
+                    index, job = held or next(numbered, (0, None))
+                    held = None
+                    if job is None:
+                        done = True
+                        break
+                    if isinstance(job, JaxserveError):
+                        counts.num_done += 1
+                        on_result(index, job)
+                        continue
+                    gatherer = Gatherer(index, job, engine.tokenizer, counts, ended.append)
+                    try:
+                        engine.submit(job.request, gatherer.take)
+                    except QueueFull:
+                        held = index, job
+                        break
+                    live[gatherer.request_id] = gatherer
+                    counts.prompt_tokens += len(job.request.prompt_token_ids)
+                if done and not live:
+                    return
                 check_interrupt()
-                run.step()
-                on_step(run.counts)
+                try:
+                    engine.pause(_PAUSE_S)
+                    worked = engine.step()
+                except BaseException as error:  # a defect: the engine's state is unknown, so it must not be used again
+                    engine.fail(error)
+                    raise
+                assert worked or len(ended) == len(live), f"the engine is idle, but {sorted(live)} have not ended"
+                for gatherer in ended:
+                    del live[gatherer.request_id]
+                    counts.num_done += 1
+                    on_result(gatherer.index, gatherer.result())
+                ended.clear()
+                on_step(counts)
         finally:
-            run.settle()
+            if engine.failure is None:  # the step that was launched ahead of the last token ends, too
+                for request_id in live:
+                    engine.abort(request_id)
+                engine.run_until_idle()
 
 
 class InOrder:
@@ -53,73 +90,6 @@ class InOrder:
         while self._next in self._early:
             self._emit(self._next, self._early.pop(self._next))
             self._next += 1
-
-
-class _Run:
-    """The state of one `run_jobs`; mutated by it alone."""
-
-    def __init__(
-        self, engine: AnyEngine, jobs: Iterable[Job | JaxserveError], on_result: Callable[[int, Result], None]
-    ) -> None:
-        self.live: dict[str, Gatherer] = {}
-        self.counts = Counts()
-        self._engine = engine
-        self._jobs = enumerate(jobs)
-        self._held: tuple[int, Job] | None = None  # read from `jobs`, but the engine's queue was full
-        self._on_result = on_result
-
-    def feed(self) -> bool:
-        """Hands over a bounded number of jobs. False when there are no more."""
-        for _ in range(FEED_PER_STEP):
-            if self._held is not None:
-                index, job = self._held
-            else:
-                index, job = next(self._jobs, (0, None))
-            if job is None:
-                return False
-            if isinstance(job, JaxserveError):
-                self._end(index, job)
-            elif not self._submit(index, job):
-                break
-        return True
-
-    def _submit(self, index: int, job: Job) -> bool:
-        gatherer = Gatherer(index, job, self._engine.tokenizer, self.counts)
-        try:
-            self._engine.submit(job.request, gatherer.take, echo=job.echo)
-        except QueueFull:
-            self._held = index, job
-            return False
-        self._held = None
-        self.live[job.request.request_id] = gatherer
-        self.counts.prompt_tokens += len(job.request.prompt_token_ids)
-        return True
-
-    def step(self) -> None:
-        engine = self._engine
-        try:
-            worked = engine.step()
-        except BaseException as error:  # a defect: the engine's state is unknown, so it must not be used again
-            engine.fail(error)
-            raise
-        ended = [gatherer for gatherer in self.live.values() if gatherer.ended]
-        assert worked or len(ended) == len(self.live), f"the engine is idle, but {sorted(self.live)} have not ended"
-        for gatherer in ended:
-            del self.live[gatherer.request_id]
-            self._end(gatherer.index, gatherer.result())
-
-    def _end(self, index: int, result: Result) -> None:
-        self.counts.num_done += 1
-        self._on_result(index, result)
-
-    def settle(self) -> None:
-        """Leaves the engine idle, the step that was launched ahead of the last token included."""
-        if self._engine.failure is not None:
-            return
-        for request_id in self.live:
-            self._engine.abort(request_id)
-        self._engine.run_until_idle()
-        self.live.clear()
 
 
 @contextlib.contextmanager

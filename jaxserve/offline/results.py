@@ -1,12 +1,9 @@
-"""What comes back of a prompt, in the names and meanings of vLLM, and how it is gathered from updates.
-
-Owns the result types and the sink that fills them. Refuses to run anything.
-"""
+"""Results of prompts, in the names and meanings of vLLM, and the sink that gathers them from updates."""
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.api import FinishReason, PromptInfo, TokenLogprobs
 from jaxserve.engine import Update, embedding_of
@@ -49,16 +46,21 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Monotonic seconds. `first_token_s` is None when nothing was generated."""
+    """Monotonic seconds. `first_token_s` and `admitted_s` are None when nothing was generated.
+
+    `admitted_s` is when a step first gave the request a row: it queued from `arrival_s` until then, and its prompt was
+    computed from then to `first_token_s`.
+    """
 
     arrival_s: float
     first_token_s: float | None
     finished_s: float
+    admitted_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """All that became of one prompt.
+    """The result of one prompt.
 
     Attributes:
       prompt: the text that was encoded; None when ids were given.
@@ -88,7 +90,7 @@ class EmbeddingOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """What became of one prompt of `LLM.embed`."""
+    """The result of one prompt of `LLM.embed`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -101,7 +103,7 @@ Result = RequestOutput | JaxserveError
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """Progress so far. Written by `run_jobs`, read by whoever draws a bar."""
+    """Progress so far. Written by `run_jobs`, read by progress bars."""
 
     num_done: int = 0
     prompt_tokens: int = 0
@@ -109,7 +111,7 @@ class Counts:
 
 
 class _Sequence:
-    """What has come of one sequence. Mutated by its Gatherer."""
+    """The output of one sequence so far. Mutated by its Gatherer."""
 
     __slots__ = ("finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
 
@@ -124,9 +126,17 @@ class _Sequence:
 class Gatherer:
     """The sink of one request. Mutated by the engine's step."""
 
-    def __init__(self, index: int, job: Job, tokenizer: Tokenizer | None, counts: Counts) -> None:
+    def __init__(
+        self,
+        index: int,
+        job: Job,
+        tokenizer: Tokenizer | None,
+        counts: Counts,
+        on_end: Callable[["Gatherer"], None],
+    ) -> None:
+        """`on_end` is called once, with the last update."""
         self.index = index
-        self.ended = False
+        self._on_end = on_end
         self._job = job
         self._tokenizer = tokenizer
         self._counts = counts
@@ -134,14 +144,15 @@ class Gatherer:
         self._prompt: PromptInfo | None = None
         self._error: JaxserveError | None = None
         self._first_token_s: float | None = None
+        self._admitted_s: float | None = None
 
     @property
     def request_id(self) -> str:
-        """Of the job's request."""
+        """The id of the job's request."""
         return self._job.request.request_id
 
     def take(self, update: Update) -> None:
-        """The sink: notes one piece of news."""
+        """The sink: takes one update."""
         sequence = self._sequences[update.index]
         if self._first_token_s is None and update.token_ids:
             self._first_token_s = time.monotonic()
@@ -151,12 +162,14 @@ class Gatherer:
         sequence.finish_reason = update.finish_reason
         sequence.stop_reason = update.stop_reason
         self._prompt = self._prompt or update.prompt
+        self._admitted_s = update.admitted_s if self._admitted_s is None else self._admitted_s
         self._error = self._error or update.error
         self._counts.output_tokens += len(update.token_ids)
-        self.ended = update.last
+        if update.last:
+            self._on_end(self)
 
     def result(self) -> Result:
-        """All of it, once `ended`; the error if there was one."""
+        """The whole result, after the last update; the error if there was one."""
         if self._error is not None:
             return self._error
         request, prompt = self._job.request, self._prompt
@@ -176,7 +189,10 @@ class Gatherer:
             finished=True,
             num_cached_tokens=prompt.num_cached_tokens if prompt is not None else 0,
             metrics=RequestMetrics(
-                arrival_s=request.arrival_s, first_token_s=self._first_token_s, finished_s=time.monotonic()
+                arrival_s=request.arrival_s,
+                first_token_s=self._first_token_s,
+                finished_s=time.monotonic(),
+                admitted_s=self._admitted_s,
             ),
             embedding=embedding,
         )

@@ -1,18 +1,18 @@
-"""Which replica gets a request: small policies that know loads and prompts, and nothing of devices or networks.
+"""The choice of a replica for a request: small policies that know loads and prompts, but no devices or networks.
 
-    base      the seam: `Load`, `Router`, `RouterOptions`
-    prompts   prompt beginnings as chained hashes, and which replica has seen which
+    base      what a policy is: `Load`, `Router`, `RouterOptions`
+    prompts   prompt beginnings as chained hashes, and a memory of the replicas that have seen them
     policies  round_robin, least_load, power_of_two
     prefix    affinity to the replica whose cache has the beginning, within a cap on its load
-    balancer  the counts that a policy needs, kept for whoever routes
+    balancer  a policy together with the counts that it needs
 
 The same objects route between the replicas of one process (`engine.replicas`) and between processes
 (`serve.route`), and a simulator can drive them too: they are plain Python, they never look at a clock, and the one
-that draws lots has a seed. What they see of the world is a list of loads of the replicas that are alive.
+that draws random numbers has a seed. They see only a list of loads of the replicas that are alive.
 
-Loads are requests that were routed and have not ended, as counted where the routing is done. That is known exactly
-and at once; a figure reported by a replica would be old by the time it arrives, and a crowd would run to the replica
-that was idle a second ago. Several routers before the same replicas each see their own share.
+Loads are requests that were routed and have not ended, as counted where the routing is done. That number is exact and
+current; a figure reported by a replica would be old when it arrives, and all routers would send their requests to the
+replica that was idle a second ago. Several routers before the same replicas each see their own share.
 
 To bring another policy, derive from `Router` and name it: an entry point in the group `jaxserve.routers`,
 `package.module:Class`, or the class itself.

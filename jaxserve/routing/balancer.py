@@ -1,7 +1,6 @@
-"""The counts that a policy needs, kept for whoever routes.
+"""A routing policy together with the counts that it needs: how many requests each replica has.
 
-Owns how many requests each replica has. Refuses threads and health: its owner calls it under a lock, and shows it the
-replicas that may be chosen.
+Its owner calls it under a lock, and passes in the replicas that are alive.
 """
 
 import collections
@@ -20,11 +19,11 @@ class Balancer:
 
     @property
     def uses_prompt(self) -> bool:
-        """False: an empty key does for `choose` and `start`."""
+        """False: `choose` and `start` may be given an empty key."""
         return self._router.uses_prompt
 
     def load(self, replica: Replica) -> int:
-        """Requests that were started there and have not ended."""
+        """Requests that were started on the replica and have not ended."""
         return self._loads[replica]
 
     def choose(self, key: PromptKey, alive: Iterable[Replica]) -> Replica:
@@ -41,12 +40,12 @@ class Balancer:
         self._router.routed(key, replica)
 
     def end(self, replica: Replica) -> None:
-        """One of its requests has ended, however."""
+        """One of its requests has ended, for whatever reason."""
         self._loads[replica] -= 1
         assert self._loads[replica] >= 0, f"more requests ended on {replica} than were started"
 
     def forget(self, replica: Replica) -> None:
-        """It has died or left. Its requests still end one by one."""
+        """The replica has died or left. Its requests still end one by one."""
         self._router.forget(replica)
         if not self._loads[replica]:
             del self._loads[replica]

@@ -1,7 +1,6 @@
-"""The seam of routing: what a policy sees, and what it must answer.
+"""`Router`, the base class of routing policies, and the values `Load` and `RouterOptions` that a policy is given.
 
-Owns `Load`, `RouterOptions` and the base class `Router`. Refuses counting (`balancer`) and health (whoever routes):
-a policy is shown only replicas that are alive, so none can choose a dead one.
+Requests are counted in `balancer`. A policy is given only replicas that are alive, so none can choose a dead one.
 """
 
 import abc
@@ -44,9 +43,9 @@ class RouterOptions:
 
 
 class Router(abc.ABC):
-    """Base of all policies. Mutated by one caller at a time: whoever owns it holds a lock, or has one thread.
+    """Base of all policies. Mutated by one caller at a time: its owner holds a lock, or has one thread.
 
-    `uses_prompt` False: `choose` is given an empty key, so that nobody hashes prompts for nothing.
+    `uses_prompt` False: `choose` is given an empty key, so that prompts are not hashed in vain.
     """
 
     uses_prompt = False
@@ -62,10 +61,10 @@ class Router(abc.ABC):
         """
 
     def routed(self, key: PromptKey, replica: Replica) -> None:  # noqa: B027  (a hook)
-        """Told that `replica` took the request."""
+        """Called when `replica` has taken the request."""
 
     def forget(self, replica: Replica) -> None:  # noqa: B027  (a hook)
-        """Told that `replica` has died or left: whatever it had cached is gone."""
+        """Called when `replica` has died or left: its cache is gone."""
 
 
 def least_loaded(loads: Sequence[Load], first: int) -> int:

@@ -1,7 +1,4 @@
-"""Three policies that look at loads alone.
-
-Owns round robin, least load and the power of two choices. Refuses prompts (`prefix`).
-"""
+"""The policies that look at loads alone: round robin, least load and the power of two choices."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +8,7 @@ from jaxserve.routing.prompts import PromptKey
 
 
 class RoundRobin(Router):
-    """One after the other, whatever they have to do."""
+    """The replicas in turn, whatever their load."""
 
     def __init__(self, options: RouterOptions) -> None:
         super().__init__(options)
@@ -24,7 +21,7 @@ class RoundRobin(Router):
 
 
 class LeastLoad(Router):
-    """The one with the fewest requests; equals take turns."""
+    """The replica with the fewest requests; equals take turns."""
 
     def __init__(self, options: RouterOptions) -> None:
         super().__init__(options)
@@ -37,7 +34,7 @@ class LeastLoad(Router):
 
 
 class PowerOfTwo(Router):
-    """Of two drawn by lot, the one with fewer requests.
+    """Of two replicas drawn at random, the one with fewer requests.
 
     Nearly as even as least load, and routers that do not know of each other do not all run to the same replica
     (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).

@@ -1,7 +1,7 @@
 """Affinity to cached prompt beginnings, within a cap on load.
 
-Owns the trade-off between a cache hit and a queue. Refuses to learn what a replica really has cached: it remembers
-what it sent where, which needs no message from the replica and is right as long as its cache is as large as the table.
+This is the trade-off between a cache hit and a queue. The policy does not ask what a replica has cached: it remembers
+which prompts it sent where, which needs no message and is right as long as the cache is as large as the table.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from jaxserve.routing.prompts import PrefixTable, PromptKey
 class Prefix(Router):
     """Among replicas whose load is at most the least load plus `slack`: the one that saw most of this beginning.
 
-    Equals, and prompts that nobody has seen, go to the least loaded of them. So a system prompt that everybody shares
+    Equals, and prompts that no replica has seen, go to the least loaded of them. So a system prompt that all requests
+    share
     spreads by itself: its replica fills up to the cap, the next request goes to another, and then both have seen it.
     """
 

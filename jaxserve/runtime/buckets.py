@@ -1,7 +1,7 @@
-"""Which step shapes are compiled: few, since each costs seconds of start-up and megabytes of code.
+"""The step shapes that are compiled: few, since each costs seconds of start-up and megabytes of code.
 
-Owns the default sizes per backend. Refuses to pick a bucket for a plan (`Limits.find_bucket` does), since the
-scheduler must see the same list.
+The default sizes of each backend are here. The bucket of a plan is picked by `Limits.find_bucket`, since the scheduler
+must see the same list.
 
 The list is a sum, not a product: decode steps vary in rows, mixed steps in tokens.
 

@@ -1,8 +1,9 @@
-"""From a config to a runner that is ready: sizes and memory first, then weights and executables at once.
+"""From a config to one ready runner per replica: sizes and memory first, then weights and executables at once.
 
-Owns the order and what is printed on the way. Compiling needs shapes alone, so the weights are read meanwhile; and the
-largest bucket of each kind holds every plan, so the others may come while the engine answers (`later`).
-Refuses to start an engine. Everything derived lives in the values made here; nothing is written back into the config.
+Compiling needs shapes alone, so the weights are read meanwhile; and the largest bucket of each kind holds every plan,
+so the others may come while the engine answers (`later`). Replicas are alike: the first one's weights are copied to the
+others' devices, and its executables are loaded there. Every derived value lives in the objects made here; nothing is
+written back into the config.
 """
 
 import dataclasses
@@ -15,29 +16,31 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.cpu import machine_code
+from jaxserve.kernels.matmul import MatmulUse
+from jaxserve.kernels.ops import MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
-from jaxserve.models.sharding import specs_for
+from jaxserve.models.sharding import shardings_for, specs_for
+from jaxserve.progress import Progress, Quiet
 from jaxserve.runtime.compile import (
     Compiled,
     Compiler,
     Job,
-    Progress,
+    build_replicas,
     make_cache_directory,
     report_lines,
     use_compile_cache,
 )
+from jaxserve.runtime.convert_weights import converted
 from jaxserve.runtime.executables import (
     AbstractStage,
     Sizes,
-    bucket_jobs,
     bucket_layouts,
-    burst_layouts,
-    burst_name,
     device_bytes,
     first_buckets,
     flat_weights,
@@ -48,26 +51,25 @@ from jaxserve.runtime.executables import (
     step_name,
 )
 from jaxserve.runtime.later import BackgroundBuckets
-from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, plan_memory
+from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, memory_share, plan_memory
 from jaxserve.runtime.mesh import replicated
-from jaxserve.runtime.packing import packed
-from jaxserve.runtime.resolve import backend_of, choose_attention, packing_width, resolve_sizes
+from jaxserve.runtime.resolve import attention_uses, backend_of, choose, resolve_sizes
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.store import ExecutableStore
-from jaxserve.sched.plan import Bucket, Limits
+from jaxserve.sched.plan import Bucket
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuildHooks:
-    """What a service of several processes adds to a build.
+    """Hooks by which a service of several processes adapts a build.
 
     Attributes:
       one_of_many: all buckets are built before the first step, since all processes must have the same; and none comes
         from a file of its own.
       on_buffer: see `DeviceRunner`.
-      agree_on_pages: turns the pages that fit here into the pages that all processes have.
+      agree_on_pages: turns the number of pages that fit here into the number that all processes use.
     """
 
     one_of_many: bool = False
@@ -77,12 +79,12 @@ class BuildHooks:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A runner and what is worth telling about it.
+    """A runner, and facts about its construction.
 
     Attributes:
       models: the stages with their weights.
       seconds: what took how long; reading weights and making executables go on at once.
-      later: buckets that the runner does not have yet, to be started by whoever runs it; None: it has them all.
+      later: buckets that the runner does not have yet, to be started with the engine's loop; None: it has them all.
     """
 
     runner: DeviceRunner
@@ -93,17 +95,19 @@ class Built:
     later: BackgroundBuckets | None
 
 
-def build_runner(
+def build_runners(
     config: Config,
     models: Sequence[PlannedModel],
     *,
-    progress: Progress,
+    others: Sequence[Sequence[Mesh]] = (),
+    progress: Progress = Quiet(),  # noqa: B008 (stateless)
     say: Callable[[str], None],
     hooks: BuildHooks = BuildHooks(),
-) -> Built:
+) -> list[Built]:
     """Sizes the cache, reads the weights, compiles every executable and puts the state on the devices.
 
-    `models` are the stages of a pipeline, most often one. `say` gets the lines of the memory breakdown and the compile
+    `models` are the stages of a pipeline, most often one, on the devices of the first replica; `others` are the meshes
+    of the same stages in each of the other replicas. `say` gets the lines of the memory breakdown and the compile
     report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
@@ -113,11 +117,12 @@ def build_runner(
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
     if directory is not None and sizes.backend == "cpu" and machine_code.missing() is None:
         machine_code.keep_machine_code(directory)
-    width = packing_width(config, shapes[0].mesh, dtype)
-    if width is not None:
-        models = [packed(planned, width) for planned in models]
-        shapes = [planned.shapes for planned in models]
-    attention = choose_attention(config, partition.local, sizes, dtype, device)
+    progress.begin(_kernels_phase(sizes, directory))
+    use = MatmulUse(dtype=dtype.name, num_devices=shapes[0].mesh.size)
+    matmul = choose(MATMUL, config, (use,), device)
+    models = [converted(planned, matmul) for planned in models]
+    shapes = [planned.shapes for planned in models]
+    attention = choose(PAGED_ATTENTION, config, attention_uses(partition.local, sizes, dtype), device)
     stages = [
         AbstractStage(
             graphdef=part.graphdef,
@@ -129,12 +134,14 @@ def build_runner(
         )
         for part in shapes
     ]
-    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(device, sizes, shapes))
+    replicas = [[stage.devices for stage in stages], *others]
+    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas))
     memory = dataclasses.replace(memory, num_pages=hooks.agree_on_pages(memory.num_pages))
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
-    stores = not hooks.one_of_many and attention.attend.__module__.startswith("jaxserve.")
+    ours = (fn.__module__.startswith("jaxserve.") for fn in (attention.attend, matmul.convert))
+    stores = not hooks.one_of_many and all(ours)
     if directory is not None and not stores:
         use_compile_cache(directory)
     plan = _BuildPlan(
@@ -147,16 +154,27 @@ def build_runner(
     )
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
         begin_s = time.perf_counter()
-        loading = reader.submit(_load_all, models)
-        parts = _compile_stages(plan, stages, progress)
+        progress.begin("loading weights and compiling steps")
+        loading = reader.submit(_load_all, models, others)
+        parts = _compile_stages(plan, stages, replicas, progress)
         seconds = {"executables": time.perf_counter() - begin_s}
+        if not loading.done():
+            progress.begin("loading weights")
         loaded, seconds["weights"] = loading.result()
+    progress.begin("placing the KV pages")
+    return [_place(plan, found, one, seconds) for found, one in zip(zip(*parts, strict=True), loaded, strict=True)]
+
+
+def _place(
+    plan: "_BuildPlan", parts: Sequence["_Part"], loaded: tuple[LoadedModel, ...], seconds: Mapping[str, float]
+) -> Built:
+    """One replica of what is compiled and loaded, with its state: the parts and models of its stages."""
+    config, sizes, memory = plan.config, plan.sizes, plan.memory
     report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
     runner = DeviceRunner(
         limits=sizes.limits(memory.num_pages).with_buckets(now),
         layouts=dict(bucket_layouts(sizes)),
-        burst_layouts=burst_layouts(sizes),
         stages=[
             Stage(
                 executables=_executables(part.compiled, now),
@@ -166,9 +184,9 @@ def build_runner(
             )
             for part, model in zip(parts, loaded, strict=True)
         ],
-        num_parts=1 if len(stages) == 1 else config.parallel.microbatches or len(stages),
-        vocab_size=partition.vocab_size,
-        on_buffer=hooks.on_buffer,
+        num_parts=1 if len(parts) == 1 else config.parallel.microbatches or len(parts),
+        vocab_size=loaded[0].partition.vocab_size,
+        on_buffer=plan.hooks.on_buffer,
     )
     later = _build_later(runner, parts[0], memory) if parts[0].later else None
     return Built(
@@ -176,16 +194,33 @@ def build_runner(
     )
 
 
-def _load_all(models: Sequence[PlannedModel]) -> tuple[tuple[LoadedModel, ...], float]:
-    """With the seconds that it took."""
+def _kernels_phase(sizes: Sizes, cache: Path | None) -> str:
+    if sizes.backend != "cpu" or machine_code.missing() is not None:
+        return "choosing kernels"
+    if cache is not None and machine_code.is_kept():
+        return "reading Numba's kernels"
+    return "Numba compiles kernels" + (" (once: they are kept)" if cache is not None else "")
+
+
+def _load_all(
+    models: Sequence[PlannedModel], others: Sequence[Sequence[Mesh]]
+) -> tuple[list[tuple[LoadedModel, ...]], float]:
+    """The stages of each replica, read once, with the seconds that it took."""
     begin_s = time.perf_counter()
-    loaded = tuple(model.load() for model in models)
-    return loaded, time.perf_counter() - begin_s
+    first = tuple(model.load() for model in models)
+    copies = [tuple(_copied(model, mesh) for model, mesh in zip(first, meshes, strict=True)) for meshes in others]
+    return [first, *jax.block_until_ready(copies)], time.perf_counter() - begin_s
+
+
+def _copied(model: LoadedModel, mesh: Mesh) -> LoadedModel:
+    """The model on other devices; the copies are on their way."""
+    state = jax.device_put(model.state, shardings_for(model.state, mesh))
+    return dataclasses.replace(model, state=state, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _BuildPlan:
-    """What is decided before anything is compiled."""
+    """The sizes that are decided before anything is compiled."""
 
     config: Config
     sizes: Sizes
@@ -197,71 +232,89 @@ class _BuildPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What was compiled for a stage, and what of it is still to come."""
+    """The executables of a stage, and the buckets that are still to be built."""
 
     compiled: Mapping[str, Compiled]
-    later: Mapping[Bucket, Sequence[Job]]
+    later: Mapping[Bucket, Job]
     compiler: Compiler
 
 
-def _compile_stages(plan: _BuildPlan, stages: Sequence[AbstractStage], progress: Progress) -> list[_Part]:
-    config, sizes, num_pages = plan.config, plan.sizes, plan.memory.num_pages
-    jobs = [
-        [*make_jobs(stage, sizes, plan.attention, num_pages), state_job(stage, plan.attention, sizes, num_pages)]
-        for stage in stages
-    ]
-    waiting: dict[Bucket, Sequence[Job]] = {}
+def _compile_stages(
+    plan: _BuildPlan, stages: Sequence[AbstractStage], replicas: Sequence[Sequence[Mesh]], progress: Progress
+) -> list[list[_Part]]:
+    """For each stage, the parts of each replica."""
+    config, sizes = plan.config, plan.sizes
+    waiting: tuple[Bucket, ...] = ()
     asked = config.runtime.background_buckets
     if asked and (len(stages) > 1 or plan.hooks.one_of_many):
         raise ConfigError(
             "runtime.background_buckets is true, but the stages of a pipeline and the processes of several hosts must "
             "have the same step shapes at each step; leave it out, or set it to false"
         )
-    # Elsewhere compilers measure on the device, whose memory the pages have by then: not shown to work yet.
+    # On other backends compilers measure on the device, whose memory the pages fill by then: not shown to work yet.
     if (sizes.backend == "cpu" if asked is None else asked) and len(stages) == 1 and not plan.hooks.one_of_many:
-        waiting = {b: bucket_jobs(b, jobs[0]) for b in sizes.buckets if b not in first_buckets(sizes)}
-    ahead = [job for bucket in waiting.values() for job in bucket]
-    jobs[0] = [job for job in jobs[0] if job not in ahead]
-    total, before, parts = sum(map(len, jobs)), 0, []
-    for now, stage in zip(jobs, stages, strict=True):
+        waiting = tuple(b for b in sizes.buckets if b not in first_buckets(sizes))
+    jobs = [
+        [_jobs(plan, dataclasses.replace(stage, mesh=meshes[number]), waiting) for meshes in replicas]
+        for number, stage in enumerate(stages)
+    ]
+    total, before, parts = sum(len(now) for stage in jobs for now, _ in stage), 0, []
+    for number, (stage, mine) in enumerate(zip(stages, jobs, strict=True)):
 
         def tell(done: int, _: int, newest: Compiled, before: int = before) -> None:
-            progress(before + done, total, newest)
+            progress.count(before + done, total, newest.name)
 
-        compiler = Compiler(stage.mesh, _open_store(plan, stage))
-        compiled = compiler.build(now, config.runtime.compile_threads, tell, ahead=ahead)
-        parts.append(_Part(compiled=compiled, later=waiting, compiler=compiler))
-        before += len(now)
-        plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled.values()))
+        store = _open_store(plan, stage, len(replicas))
+        meshes = [replica[number] for replica in replicas]
+        compilers = [Compiler(mesh, store if store is None else store.on([*mesh.devices.flat])) for mesh in meshes]
+        now, later = [one for one, _ in mine], [more for _, more in mine]
+        ahead = list(later[0].values())
+        compiled = build_replicas(compilers, now, config.runtime.compile_threads, tell, ahead=ahead)
+        parts.append(
+            [_Part(compiled=c, later=m, compiler=by) for c, m, by in zip(compiled, later, compilers, strict=True)]
+        )
+        before += sum(map(len, now))
+        plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled[0].values()))
     return parts
 
 
-def _open_store(plan: _BuildPlan, stage: AbstractStage) -> ExecutableStore | None:
-    if plan.store is None:
+def _jobs(plan: _BuildPlan, stage: AbstractStage, waiting: Sequence[Bucket]) -> tuple[list[Job], Mapping[Bucket, Job]]:
+    """The jobs that a stage needs before it begins, and the steps of the buckets that wait."""
+    num_pages = plan.memory.num_pages
+    jobs = make_jobs(stage, plan.sizes, plan.attention, num_pages)
+    of_name = {job.name: job for job in jobs}
+    later = {bucket: of_name[step_name(bucket)] for bucket in waiting}
+    now = [job for job in jobs if job not in later.values()]
+    return [*now, state_job(stage, plan.attention, plan.sizes, num_pages)], later
+
+
+def _open_store(plan: _BuildPlan, stage: AbstractStage, num_replicas: int) -> ExecutableStore | None:
+    """None where executables are of no use to anybody else: neither to a later start nor to another replica."""
+    if plan.store is None and num_replicas == 1:
         return None
     weights = jax.tree_util.tree_leaves_with_path(stage.weights)
+    # One program is of one bucket, which is in its name; and the limit of mixed steps is the scheduler's alone.
+    sizes = dataclasses.replace(plan.sizes, buckets=(), max_mixed_tokens=None)
     facts = [
         plan.attention.name,
-        repr(plan.sizes),
+        repr(sizes),
         str(plan.memory.num_pages),
         repr(stage.graphdef),
+        repr(jax.tree.structure(stage.state)),  # the form of each weight
         repr((stage.partition, stage.layers, stage.dtype, stage.mesh.shape)),
         *(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in weights),
     ]
-    return ExecutableStore(plan.store, facts, devices=list(stage.mesh.devices.flat))
+    devices = list(stage.devices.devices.flat)
+    return ExecutableStore(plan.store, facts, devices, plan.config.runtime.compile_cache_bytes)
 
 
 def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan) -> BackgroundBuckets:
-    def admit(bucket: Bucket, parts: Mapping[str, Compiled]) -> Limits:
-        burst = parts.get(burst_name(bucket))
-        return runner.add_bucket(bucket, parts[step_name(bucket)].call, None if burst is None else burst.call)
-
     return BackgroundBuckets(
         limits=runner.limits,
         jobs=part.later,
         compiler=part.compiler,
         check=lambda compiled: memory.check_temporaries(compiled.temporary_bytes),
-        admit=admit,
+        admit=lambda bucket, compiled: runner.add_bucket(bucket, compiled.call),
     )
 
 
@@ -274,7 +327,6 @@ def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) ->
     configure, masks = compiled.get("configure_row"), compiled.get("write_masks")
     return Executables(
         steps={b: compiled[step_name(b)].call for b in buckets},
-        bursts={b: compiled[burst_name(b)].call for b in buckets if burst_name(b) in compiled},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
         configure_row=None if configure is None else configure.call,
@@ -282,16 +334,13 @@ def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) ->
     )
 
 
-def _total_bytes(
-    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
-    sizes: Sizes,
-    shapes: Sequence[LoadedModel],
-) -> int:
-    """Bytes that a device has for everything, weights included."""
-    found = device_memory_bytes(device)
-    if sizes.backend != "cpu":
-        return found
-    return found // sum(len(part.mesh.local_devices) for part in shapes)  # one memory for all CPU devices
+def _total_bytes(replicas: Sequence[Sequence[Mesh]]) -> int:
+    """Bytes that a device has for everything, weights included: the least that one has where each has its own, an equal
+    share of the one memory that all CPU devices have."""
+    devices = [device for meshes in replicas for mesh in meshes for device in mesh.local_devices]
+    if backend_of(devices[0]) == "cpu":
+        return device_memory_bytes(devices[0]) // len(devices)
+    return min(map(device_memory_bytes, devices))
 
 
 def plan_stage_memory(
@@ -313,7 +362,7 @@ def plan_stage_memory(
         rows.append(device_bytes(rest, rest_specs, stage.mesh))
     return plan_memory(
         total_bytes=total_bytes,
-        fraction=config.cache.memory_fraction,
+        share=memory_share(config.cache, sizes.backend),
         weight_bytes=max(weights),
         temporary_bytes=estimate_temporaries(
             tokens=largest.tokens,

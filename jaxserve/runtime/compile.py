@@ -1,12 +1,14 @@
 """Ahead-of-time compilation: every executable is built at start, in parallel, and reported.
 
-Owns the compile pool, the persistent cache setting and the report. Refuses to run anything, and to know which
-executables can wait (`later`). Tracing and lowering are Python and run on one thread, since several would only take
-the interpreter lock from each other; XLA releases it, so that its part runs on all cores meanwhile.
+Executables that can wait for the engine to run are built by `later`. Tracing and lowering are Python and run on one
+thread, since several would only take the interpreter lock from each other; XLA releases it, so that its part runs on
+all cores meanwhile.
 """
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import os
 import threading
 import time
@@ -17,8 +19,13 @@ from typing import Any
 
 import jax
 
+from jaxserve.config.schema import RuntimeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.store import ExecutableStore, Stored
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CACHE = RuntimeConfig().compile_cache or ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +56,29 @@ class Compiled:
     code_bytes: int
 
 
-# Called after each executable: how many are done, of how many, and the newest.
-Progress = Callable[[int, int, Compiled], None]
+# Called after each executable: number done, number of all, name of the newest.
+OnCompiled = Callable[[int, int, Compiled], None]
 
 
 def make_cache_directory(directory: str | None) -> Path | None:
-    """Where executables outlive the process; None: nowhere. Raises ConfigError when it cannot be made."""
+    """The directory where executables outlive the process; None when the default cannot be used.
+
+    Raises ConfigError when a directory named in the config cannot be made.
+    """
     if directory is None:
         return None
+    path = Path(directory)
     try:
-        path = Path(directory).expanduser()
+        path = path.expanduser()
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # a read-only file system, or no home directory
+        if str(path) == os.path.expanduser(_DEFAULT_CACHE):
+            logger.warning(
+                "%s cannot be made, so each start compiles all anew: %s; name another runtime.compile_cache",
+                path,
+                error,
+            )
+            return None
         raise ConfigError(
             f"runtime.compile_cache {directory!r} cannot be made: {error}; name another directory, or null for none"
         ) from error
@@ -76,72 +94,102 @@ def use_compile_cache(path: Path) -> None:
 
 
 def compile_all(
-    jobs: Sequence[Job], threads: int | None, progress: Progress, mesh: jax.sharding.Mesh | None = None
+    jobs: Sequence[Job], threads: int | None, progress: OnCompiled, mesh: jax.sharding.Mesh | None = None
 ) -> Mapping[str, Compiled]:
-    """Builds all jobs; raises the first failure, naming nothing lost: no executable is optional.
+    """Builds all jobs; raises the first failure, since no executable is optional.
 
     `mesh` is needed for devices that are not here: its abstract form tells Pallas what it lowers for.
     """
-    return Compiler(mesh, None).build(jobs, threads, progress)
+    return build_replicas([Compiler(mesh, None)], [jobs], threads, progress)[0]
+
+
+def build_replicas(
+    compilers: Sequence["Compiler"],
+    jobs: Sequence[Sequence[Job]],
+    threads: int | None,
+    progress: OnCompiled,
+    *,
+    ahead: Sequence[Job] = (),
+) -> list[Mapping[str, Compiled]]:
+    """The executables of each compiler, one for a replica, for its `jobs`: the same ones, on its devices.
+
+    The first traces, lowers and compiles; as soon as an executable is there, the others find it in the store that they
+    share. Raises the first failure. While XLA is busy, those of `ahead` are lowered for the first, and kept.
+    """
+    results: list[dict[str, Compiled]] = [{} for _ in compilers]
+    pool = ThreadPoolExecutor(threads or os.cpu_count(), thread_name_prefix="jaxserve-compile")
+    first, *others = compilers
+    try:
+        futures: dict[Future[Compiled], int] = {}
+        made: list[Future[Compiled]] = []
+        for job in jobs[0]:
+            first.lower(job)
+            made.append(pool.submit(first.build_one, job))
+            futures[made[-1]] = 0
+        # Last come, first served: the largest is at the front, and its executable comes last. None of these can keep a
+        # thread from what it waits for, since all of that has been begun by then.
+        for i in reversed(range(len(made))):
+            for number, other in enumerate(others, start=1):
+                futures[pool.submit(_build_after, made[i], other, jobs[number][i])] = number
+        for job in ahead:
+            if all(future.done() for future in futures):
+                break
+            first.lower(job)
+        for done, future in enumerate(as_completed(futures), start=1):
+            compiled = future.result()
+            results[futures[future]][compiled.name] = compiled
+            progress(done, len(futures), compiled)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [*results]
+
+
+def _build_after(first: Future[Compiled], compiler: "Compiler", job: Job) -> Compiled:
+    first.result()
+    return compiler.build_one(job)
 
 
 class Compiler:
-    """Builds the jobs of one mesh: out of `store` where that has them, else with XLA, and then `store` has them.
+    """Builds the jobs of one mesh: reads them from `store` where it has them, else compiles and stores them.
 
-    One thread at a time may call its methods.
+    Threads may use it at once, each for jobs of its own.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh | None, store: ExecutableStore | None) -> None:
         self._mesh = mesh
         self._store = store
-        self._hits = None if store is None else _CacheHits()
+        self._hits = None if store is None else _cache_hits()
         self._lowered: dict[str, _Lowered] = {}
 
-    def build(
-        self, jobs: Sequence[Job], threads: int | None, progress: Progress, *, ahead: Sequence[Job] = ()
-    ) -> Mapping[str, Compiled]:
-        """All `jobs`, or the first failure. While XLA is busy with them, those of `ahead` are lowered, and kept."""
-        results: dict[str, Compiled] = {}
-        futures: list[Future[Compiled]] = []
-        pool = ThreadPoolExecutor(threads or os.cpu_count(), thread_name_prefix="jaxserve-compile")
-        try:
-            futures += [pool.submit(self._finish, job, self._lower(job)) for job in jobs]
-            for job in ahead:
-                if all(future.done() for future in futures):
-                    break
-                self._lowered[job.name] = self._lower(job)
-            for future in as_completed(futures):
-                compiled = future.result()
-                results[compiled.name] = compiled
-                progress(len(results), len(jobs), compiled)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return results
+    def lower(self, job: Job) -> None:
+        """Does the part of a job before XLA's; `build_one` goes on from there."""
+        if self._store is None or not self._store.holds(job.name):
+            self._lowered[job.name] = self._trace(job)
 
     def build_one(self, job: Job) -> Compiled:
-        """One more, on this thread."""
-        return self._finish(job, self._lowered.pop(job.name, None) or self._lower(job))
+        """The executable of a job, for the devices of the mesh."""
+        if self._store is None:
+            return self._compile(job)
+        if (found := self._load(job)) is not None:
+            return found
+        with self._store.building(job.name):  # of several replicas that lack it, one compiles, the others wait for it
+            return self._load(job) or self._compile(job)
 
-    def _lower(self, job: Job) -> "_Lowered":
-        """What XLA is to compile; None in its place where the store has the outcome."""
+    def _load(self, job: Job) -> Compiled | None:
+        assert self._store is not None
         start = time.perf_counter()
-        if self._store is not None and self._store.holds(job.name):
-            return _Lowered(None, 0.0)
+        found = self._store.load(job.name) if self._store.holds(job.name) else None
+        return None if found is None else self._describe(job, found, time.perf_counter() - start, stored=True)
+
+    def _trace(self, job: Job) -> "_Lowered":
+        start = time.perf_counter()
         with self._context():
             jitted = jax.jit(job.fn, donate_argnums=job.donate, out_shardings=job.out_shardings)
             return _Lowered(jitted.lower(*job.args), time.perf_counter() - start)
 
-    def _finish(self, job: Job, lowered: "_Lowered") -> Compiled:
+    def _compile(self, job: Job) -> Compiled:
+        lowered = self._lowered.pop(job.name, None) or self._trace(job)
         start = time.perf_counter()
-        if lowered.program is None:
-            assert self._store is not None, job.name
-            found = self._store.load(job.name)
-            if found is not None:
-                return self._describe(job, found, time.perf_counter() - start, stored=True)
-            with self._context():
-                jitted = jax.jit(job.fn, donate_argnums=job.donate, out_shardings=job.out_shardings)
-                lowered = _Lowered(jitted.lower(*job.args), 0.0)
-        assert lowered.program is not None, job.name
         hits = 0 if self._hits is None else self._hits.count
         with self._context():
             call = lowered.program.compile(compiler_options={**job.options})
@@ -152,7 +200,7 @@ class Compiler:
             code_bytes=memory.generated_code_size_in_bytes if memory is not None else 0,
         )
         seconds = lowered.seconds + time.perf_counter() - start
-        # What XLA:CPU has read from JAX's cache it cannot write again: the file would lack its functions.
+        # XLA:CPU cannot write an executable again that it has read from JAX's cache: the file would lack its functions.
         if self._store is not None and self._hits is not None and self._hits.count == hits:
             self._store.save(job.name, built)
         return self._describe(job, built, seconds, stored=False)
@@ -174,7 +222,7 @@ class Compiler:
 
 
 class _CacheHits:
-    """How often each thread found an executable in JAX's own cache, which the user may have turned on. JAX tells."""
+    """Hits of each thread in JAX's own cache, which the user may have turned on, as JAX reports them."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -186,20 +234,25 @@ class _CacheHits:
 
     @property
     def count(self) -> int:
-        """Of the thread that asks."""
+        """Hits of the calling thread."""
         return getattr(self._local, "count", 0)
+
+
+@functools.cache  # one for all models of the process: JAX keeps every listener
+def _cache_hits() -> _CacheHits:
+    return _CacheHits()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Lowered:
-    """`program` None: the store holds its executable. `seconds` that lowering took."""
+    """`seconds` that lowering took."""
 
-    program: jax.stages.Lowered | None
+    program: jax.stages.Lowered
     seconds: float
 
 
 def report_lines(compiled: Mapping[str, Compiled]) -> list[str]:
-    """A table of what was built: seconds and megabytes per executable, and what an earlier start had compiled."""
+    """A table of the executables: seconds and megabytes of each, and how many an earlier start had compiled."""
     lines = [f"{'executable':<24}{'seconds':>9}{'temporaries':>14}{'code':>10}"]
     for item in sorted(compiled.values(), key=lambda c: c.name):
         temporaries, code = item.temporary_bytes / 2**20, item.code_bytes / 2**20

@@ -1,10 +1,11 @@
-"""Counts what JAX compiles after start: the promise that nothing does, as a number.
+"""A counter of JAX's compiles after the start; the promise is that there are none.
 
-Owns the listener. Refuses to prevent anything: a step without a bucket already fails (`MissingBucket`); this finds
-what slipped in beside the steps. Step shapes that are compiled in the background are not counted: no step waits for
-them. The whole process is watched, so in a notebook a cell's own JAX code counts too.
+A step without a bucket fails anyway (`MissingBucket`); the counter finds compiles beside the steps. Step shapes that
+are compiled in the background are not counted: no step waits for them. The whole process is watched, so in a notebook a
+cell's own JAX code counts too.
 """
 
+import functools
 import threading
 
 import jax
@@ -15,7 +16,19 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"  # also when the execut
 
 
 class CompileCounter:
-    """Counts from its creation on; JAX calls it, on whatever thread compiles."""
+    """Counts from its creation on."""
+
+    def __init__(self) -> None:
+        self._all = _listener()
+        self._before = self._all.count
+
+    @property
+    def count(self) -> int:
+        return self._all.count - self._before
+
+
+class _Listener:
+    """Counts the compiles of the process; JAX calls it on the thread that compiles."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -24,3 +37,8 @@ class CompileCounter:
     def __call__(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILED and threading.current_thread().name != THREAD_NAME:
             self.count += 1
+
+
+@functools.cache  # one for all models of the process: JAX keeps every listener
+def _listener() -> _Listener:
+    return _Listener()

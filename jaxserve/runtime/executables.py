@@ -1,13 +1,14 @@
-"""What is compiled for a model, as jobs of abstract arguments.
+"""The list of executables of a model, as compile jobs with abstract arguments.
 
-A step for each bucket, its bursts where there are any, and four small functions. Owns the list, the shapes and how each
-array of the state is cut over devices. Refuses to compile (`compile`) and to hold arrays: a model that is not loaded,
-for a device that is not here, has the same list as one that is about to serve.
+It has a step for each bucket and four small functions, with their shapes and the cut of each array over devices. There
+are no arrays here: a model that is not loaded, for a device that is not here, has the same list as one that is about to
+serve. `compile` builds the jobs.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import split_abstract
 from jaxserve.models.partition import Partition
-from jaxserve.models.sharding import TENSOR_AXIS, TENSOR_PARALLEL, shardings_for, spec_for, specs_for
-from jaxserve.runtime.burst import make_burst
+from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
+from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
@@ -48,18 +49,16 @@ class Sizes:
     max_model_len: int
     buckets: tuple[Bucket, ...]
     cache_dtype: np.dtype
-    max_burst: int = 1
     max_mixed_tokens: int | None = None
 
     def limits(self, num_pages: int) -> Limits:
-        """What a scheduler knows of a device of these sizes, with all buckets."""
+        """The limits that a scheduler sees of a device of these sizes, with all buckets."""
         return Limits(
             max_rows=self.max_rows,
             num_pages=num_pages,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
             buckets=self.buckets,
-            max_burst=self.max_burst,
             max_mixed_tokens=self.max_mixed_tokens,
         )
 
@@ -72,6 +71,7 @@ class AbstractStage:
       graphdef: with the sizes that one device sees.
       state: `nnx.State` of `jax.ShapeDtypeStruct`, over all devices.
       layers: those of this stage.
+      mesh: abstract where nothing is to be compiled.
       dtype: of weights and activations.
     """
 
@@ -90,6 +90,12 @@ class AbstractStage:
     @property
     def is_first(self) -> bool:
         return self.layers.start == 0
+
+    @property
+    def devices(self) -> Mesh:
+        """The mesh of a stage that is compiled or run."""
+        assert isinstance(self.mesh, Mesh), f"{self.mesh} has no devices to compile for"
+        return self.mesh
 
     @property
     def is_last(self) -> bool:
@@ -128,16 +134,15 @@ def first_buckets(sizes: Sizes) -> tuple[Bucket, ...]:
     return tuple(max(b for b in sizes.buckets if b.decode_only is kind) for kind in (True, False))
 
 
-def bucket_jobs(bucket: Bucket, jobs: Sequence[Job]) -> list[Job]:
-    """Those of `jobs` that a bucket needs."""
-    return [job for job in jobs if job.name in (step_name(bucket), burst_name(bucket))]
-
-
 def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> Job:
-    """What makes the first `DeviceState`, where it will live."""
+    """The job that makes the first `DeviceState`, on the devices where it will live."""
+    fn = functools.partial(make_state, stage, attention, sizes, num_pages)
+    if sizes.backend == "cpu" and stage.mesh.size == 1 and zeros.can_be_fresh():
+        zeros.register()
+        fn = functools.partial(_with_fresh_pages, fn)
     return Job(
         name="make_state",
-        fn=functools.partial(make_state, stage, attention, sizes, num_pages),
+        fn=fn,
         args=(),
         donate=(),
         options={},
@@ -145,31 +150,11 @@ def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num
     )
 
 
-def burst_name(bucket: Bucket) -> str:
-    """The name in reports of what runs the bursts of a bucket."""
-    return f"burst {bucket.tokens}x{bucket.rows}"
-
-
 def bucket_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:
-    """How each bucket's integers lie in its buffer."""
+    """The layout of each bucket's integers in its buffer."""
     return {
         b: Layout.of(b, max_rows=sizes.max_rows, num_params=NUM_ROW_FIELDS, page_size=sizes.page_size)
         for b in sizes.buckets
-    }
-
-
-def burst_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:
-    """How the integers of a burst lie, for the buckets of decode steps; none where there are no bursts."""
-    return {
-        bucket: Layout.of(
-            bucket,
-            max_rows=sizes.max_rows,
-            num_params=NUM_ROW_FIELDS,
-            page_size=sizes.page_size,
-            max_burst=sizes.max_burst,
-        )
-        for bucket in sizes.buckets
-        if bucket.decode_only and sizes.max_burst > 1
     }
 
 
@@ -183,12 +168,20 @@ def make_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, nu
             for _ in stage.layers
         ),
         block_tables=jnp.zeros((sizes.max_rows + 1, columns), jnp.int32),
+        length=jnp.zeros(sizes.max_rows + 1, jnp.int32),
         sampling=init_sampling_state(sizes.max_rows, model.vocab_size) if stage.is_last else None,
     )
 
 
+def _with_fresh_pages(make: Callable[[], DeviceState]) -> DeviceState:
+    """Pages of a CPU are resident once they are used, and not before."""
+    state = make()
+    caches = jax.tree.map(lambda pages: zeros.fresh_zeros(pages.shape, pages.dtype), state.caches)
+    return dataclasses.replace(state, caches=caches)
+
+
 def state_specs(stage: AbstractStage, attention: PagedAttention, sizes: Sizes) -> DeviceState:
-    """How `make_state` is cut: pages by their heads, counts and masks by the vocabulary, the rest not at all."""
+    """The cut of `make_state`: pages by their heads, counts and masks by the vocabulary, the rest not at all."""
     shapes = jax.eval_shape(lambda: make_state(stage, attention, sizes, 1))
     by_heads = spec_for((None, "kv_heads"), TENSOR_PARALLEL)
     by_vocab = spec_for((None, "vocab"), TENSOR_PARALLEL)
@@ -225,24 +218,17 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
 
     weight_specs = flat_weights(specs_for(stage.state))
 
-    def step(name: str, make: Callable[..., Callable[..., Any]], layout: Layout) -> Job:
-        fn = make(stage.graphdef, layout, attention, sizes.page_size, shards)
+    def step(bucket: Bucket, layout: Layout) -> Job:
+        fn = make_step(stage.graphdef, layout, attention, sizes.page_size, shards)
         return Job(
-            name=name,
+            name=step_name(bucket),
             fn=on_mesh(_from_flat(fn, stage.state), stage.mesh, (weight_specs, specs, whole, whole), (whole, specs)),
             args=(stage.weights, state, array(np.int32, layout.size), carried(layout.bucket)),
             donate=(1,),
             options=options,
         )
 
-    steps = [
-        step(step_name(bucket), make_step, layout)
-        for bucket, layout in sorted(bucket_layouts(sizes).items(), reverse=True)
-    ]
-    steps += [
-        step(burst_name(bucket), make_burst, layout)
-        for bucket, layout in sorted(burst_layouts(sizes).items(), reverse=True)
-    ]
+    steps = [step(bucket, layout) for bucket, layout in sorted(bucket_layouts(sizes).items(), reverse=True)]
     changes = {
         "copy_pages": (make_copy_pages(attention), (array(np.int32, COPY_SLOTS, 2),)),
         "write_tables": (write_tables, (array(np.int32, TABLE_SLOTS, 3),)),
@@ -265,11 +251,12 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
 
 
 def device_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:
-    """Bytes on each device of a tree of shapes that is cut by a tree of specs."""
-    parts = mesh.shape[TENSOR_AXIS]
-    sizes = jax.tree.map(
-        lambda shape, spec: shape.size * shape.dtype.itemsize // (parts if TENSOR_AXIS in tuple(spec) else 1),
-        shapes,
-        specs,
-    )
-    return sum(jax.tree.leaves(sizes))
+    """Bytes on each device of a tree of shapes that is cut by a tree of specs, whatever axes these name."""
+
+    def one(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        axes = [
+            axis for entry in spec if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))
+        ]
+        return shape.size * shape.dtype.itemsize // math.prod(mesh.shape[axis] for axis in axes)
+
+    return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs)))

@@ -1,8 +1,7 @@
-"""Step shapes that are built while the engine already answers.
+"""The background build of step shapes, while the engine already answers.
 
-Owns the threads that build them and the hand-over to the loop. Refuses to decide which shapes can wait (`build`), and
-to touch a runner from its own threads: what is finished waits until the loop takes it between two steps. So a step
-never waits for a compile, and no plan can use a shape before the device has it.
+`build` decides which shapes can wait. The building thread never touches a runner: a finished shape waits until the loop
+takes it between two steps. So a step never waits for a compile, and no plan can use a shape before the device has it.
 
 A shape that cannot be built is no reason to stop: the others hold every plan, at the price of more padding. It is
 logged as an error and counted in `BucketCounts.failed`, which the metrics show.
@@ -11,7 +10,7 @@ logged as an error and counted in `BucketCounts.failed`, which the metrics show.
 import collections
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from jaxserve.runtime.compile import Compiled, Compiler, Job
 from jaxserve.sched.base import BucketCounts
@@ -21,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 THREAD_NAME = "jaxserve-later"
 
-# What a bucket needs beside itself to be of use: its executables, by name.
-Parts = Mapping[str, Compiled]
-
 
 class BackgroundBuckets:
     """A `sched.base.LaterBuckets`. `take` is the loop's; the rest may be used from any thread."""
@@ -32,17 +28,17 @@ class BackgroundBuckets:
         self,
         *,
         limits: Limits,
-        jobs: Mapping[Bucket, Sequence[Job]],
+        jobs: Mapping[Bucket, Job],
         compiler: Compiler,
         check: Callable[[Compiled], None],
-        admit: Callable[[Bucket, Parts], Limits],
+        admit: Callable[[Bucket, Compiled], Limits],
     ) -> None:
-        """Nothing is built before `start`.
+        """Prepares; nothing is built before `start`.
 
         Args:
           limits: with the buckets that there are now.
-          jobs: what each later bucket needs, in the order in which they are built.
-          compiler: builds them; nobody else uses it any more.
+          jobs: the step of each later bucket, in the order in which they are built.
+          compiler: builds them; it must not be used elsewhere any more.
           check: raises when an executable must not be used.
           admit: gives the runner a bucket; called on the thread of `take`.
         """
@@ -51,7 +47,7 @@ class BackgroundBuckets:
         self._compiler = compiler
         self._check = check
         self._admit = admit
-        self._finished: collections.deque[tuple[Bucket, Parts]] = collections.deque()
+        self._finished: collections.deque[tuple[Bucket, Compiled]] = collections.deque()
         self._pending = len(jobs)
         self._failed = 0
         self._closed = threading.Event()
@@ -75,7 +71,7 @@ class BackgroundBuckets:
         self._thread.start()
 
     def take(self) -> Limits | None:
-        """Gives what is finished to the runner. Returns its new limits, None when nothing has changed."""
+        """Gives the finished buckets to the runner. Returns its new limits, None when nothing has changed."""
         if not self._finished:
             return None
         limits = None
@@ -84,33 +80,30 @@ class BackgroundBuckets:
         return limits
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing more will come. True when that was in time. The loop still has to `take`."""
+        """Waits until no bucket is left to build. False on a timeout. The loop still has to `take`."""
         return self._done.wait(timeout_s)
 
     def close(self) -> None:
-        """Begins no further shape. One that is being compiled is finished: a compile cannot be interrupted."""
+        """Builds no further shape. One that is being compiled is finished: a compile cannot be interrupted."""
         self._closed.set()
 
     def _run(self) -> None:
-        for bucket, jobs in self._jobs.items():
-            # At its end the interpreter waits for this thread, and nobody will use what it builds.
+        for bucket, job in self._jobs.items():
+            # At its end the interpreter waits for this thread, and what it builds will not be used.
             if self._closed.is_set() or not threading.main_thread().is_alive():
                 break
-            self._build(bucket, jobs)
+            self._build(bucket, job)
         self._done.set()
 
-    def _build(self, bucket: Bucket, jobs: Sequence[Job]) -> None:
-        name = " and ".join(job.name for job in jobs)
+    def _build(self, bucket: Bucket, job: Job) -> None:
         try:
-            parts = {job.name: self._compiler.build_one(job) for job in jobs}
-            for compiled in parts.values():
-                self._check(compiled)
+            compiled = self._compiler.build_one(job)
+            self._check(compiled)
         except Exception as error:  # the boundary of the thread: serving goes on, and everybody can see why it is slow
             self._failed += 1
             self._pending -= 1
-            logger.error("%s cannot be built, so its steps run in larger ones: %r", name, error)
+            logger.error("%s cannot be built, so its steps run in larger ones: %r", job.name, error)
             return
-        self._finished.append((bucket, parts))
+        self._finished.append((bucket, compiled))
         self._pending -= 1
-        seconds = sum(compiled.seconds for compiled in parts.values())
-        logger.info("%s is there, after %.2f s; %d more to come", name, seconds, self._pending)
+        logger.info("%s is there, after %.2f s; %d more to come", job.name, compiled.seconds, self._pending)

@@ -1,8 +1,8 @@
-"""How many pages fit: arithmetic on bytes, printed so that an operator can check it.
+"""The number of pages that fit: arithmetic on bytes, printed so that an operator can check it.
 
-Owns the sizing rule and its breakdown. Refuses to allocate. The temporaries of a step are estimated before anything
-is compiled, since the page count is part of the compiled shapes; after the compile the real figure is compared with
-what was left free (`MemoryPlan.check_temporaries`).
+The temporaries of a step are estimated before anything is compiled, since the page count is part of the compiled
+shapes; after the compile the real figure is compared with the bytes that were left free
+(`MemoryPlan.check_temporaries`).
 """
 
 import dataclasses
@@ -11,9 +11,13 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.config.schema import MEMORY_FRACTION, CacheConfig
 from jaxserve.errors import CapacityError
 
 _GIB = 2**30
+_CPU_CACHE = 0.25  # of the memory that is free at the start: the pages of a CPU are not alone on their machine
+_GPU_POOL = 0.97  # of what JAX has reserved: a pool is never filled to the last byte
+_GRID_BITS = 6  # leading bits of a number of pages that follows from the free memory: steps of 1.6 to 3.1 %
 _MEMINFO = Path("/proc/meminfo")  # Linux; elsewhere all of the memory has to stand for what is available
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -23,11 +27,11 @@ class MemoryPlan:
     """Bytes on one device.
 
     Attributes:
-      total_bytes: what the device has (on a CPU: what the system says is available).
-      budget_bytes: the share that may be used: total x memory_fraction.
+      total_bytes: memory of the device (on a CPU: the memory that the system calls available).
+      budget_bytes: the share of it that may be used.
       weight_bytes, temporary_bytes (estimated), page_bytes (one page, all layers), num_pages (grantable).
       state_bytes: sampling state and block tables.
-      max_model_len: tokens of a sequence, asked for.
+      max_model_len: tokens of a sequence, as configured.
       chosen_by: which rule fixed num_pages.
     """
 
@@ -70,13 +74,12 @@ class MemoryPlan:
         if measured_bytes > left:
             raise CapacityError(
                 f"the compiled step needs {measured_bytes / _GIB:.2f} GiB of temporaries, but weights and "
-                f"{self.num_pages} pages leave {left / _GIB:.2f} GiB; lower cache.num_pages, cache.memory_fraction or "
-                "sched.max_step_tokens"
+                f"{self.num_pages} pages leave {left / _GIB:.2f} GiB; lower cache.num_pages or sched.max_step_tokens"
             )
 
 
 def device_memory_bytes(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
-    """Bytes of the device; for a CPU, what the operating system could hand out now."""
+    """Bytes of the device; for a CPU, the bytes that the operating system could hand out now."""
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -84,7 +87,7 @@ def device_memory_bytes(device: jax.Device) -> int:  # pyright: ignore[reportInv
 
 
 def _available_bytes() -> int:
-    """What a process may still take: what the kernel would give up its caches for, within the control group's limit."""
+    """Bytes that a process may still take: the kernel's estimate with its caches, within the control group's limit."""
     if _MEMINFO.exists():
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -94,6 +97,38 @@ def _available_bytes() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShare:
+    """The share of a device's memory that may be used, where neither pages nor their bytes are set.
+
+    Attributes:
+      fraction: of all bytes, for weights, temporaries and pages.
+      cache: of all bytes, for pages alone.
+      steady: the bytes are the same at each start; otherwise the pages are rounded down to a grid, so that two starts
+        most often agree, and the second finds the executables of the first.
+    """
+
+    fraction: float
+    cache: float = 1.0
+    steady: bool = True
+
+
+def memory_share(cache: CacheConfig, backend: str) -> MemoryShare:
+    """The share that `cache:` means on a backend, of the bytes that `device_memory_bytes` returns."""
+    fraction = cache.memory_fraction or MEMORY_FRACTION
+    if backend == "gpu":
+        return MemoryShare(fraction=_GPU_POOL)
+    if backend == "cpu":
+        cache_share = _CPU_CACHE if cache.memory_fraction is None else 1.0
+        return MemoryShare(fraction=fraction, cache=cache_share, steady=False)
+    return MemoryShare(fraction=fraction)
+
+
+def reserved_share(cache: CacheConfig, backend: str) -> float:
+    """The part of a device that JAX takes for itself before anything is placed (`devices.find_devices` asks it to)."""
+    return (cache.memory_fraction or MEMORY_FRACTION) if backend == "gpu" else 1.0
 
 
 def estimate_temporaries(*, tokens: int, rows: int, hidden: int, ffn: int, vocab: int, itemsize: int) -> int:
@@ -108,7 +143,7 @@ def estimate_temporaries(*, tokens: int, rows: int, hidden: int, ffn: int, vocab
 def plan_memory(
     *,
     total_bytes: int,
-    fraction: float,
+    share: MemoryShare,
     weight_bytes: int,
     temporary_bytes: int,
     state_bytes: int,
@@ -119,12 +154,12 @@ def plan_memory(
     num_pages: int | None,
     memory_bytes: int | None,
 ) -> MemoryPlan:
-    """Fixes the number of pages: asked for, by bytes, or what the device has left.
+    """Fixes the number of pages: as configured, by bytes, or from the memory that is left.
 
     The last rule takes no more than all rows at full length could use, twice (the second half keeps prefixes of
     requests that have ended). Raises CapacityError when not even one sequence of one page fits.
     """
-    budget = int(total_bytes * fraction)
+    budget = int(total_bytes * share.fraction)
     free = budget - weight_bytes - temporary_bytes - state_bytes
     limit = total_bytes - weight_bytes - state_bytes
     if num_pages is not None:
@@ -150,16 +185,21 @@ def plan_memory(
                 f"for padding); raise it to {2 * page_bytes} or more, or lower cache.page_size"
             )
     else:
-        chosen_by = "cache.memory_fraction"
+        chosen_by, most = "cache.memory_fraction", int(total_bytes * share.cache)
+        if most < free:
+            free, chosen_by = most, f"{share.cache:.0%} of the free memory"
         num_pages = free // page_bytes - 1
         enough = 2 * max_rows * -(-max_model_len // page_size)
-        if num_pages > enough:
+        if num_pages >= enough:
             num_pages, chosen_by = enough, "twice sched.max_rows x model.max_len"
+        elif not share.steady:
+            num_pages = _on_grid(num_pages)
     if num_pages < 1:
         raise CapacityError(
-            f"no room for a KV page of {page_bytes} bytes: {chosen_by} = {fraction} leaves {max(free, 0)} bytes beside "
-            f"{weight_bytes / _GIB:.2f} GiB of weights and {temporary_bytes / _GIB:.2f} GiB of temporaries; "
-            "raise cache.memory_fraction, or lower sched.max_step_tokens or sched.max_rows"
+            f"no room for a KV page of {page_bytes} bytes: {share.fraction:.0%} of {total_bytes / _GIB:.2f} GiB leave "
+            f"{max(free, 0)} bytes beside {weight_bytes / _GIB:.2f} GiB of weights and "
+            f"{temporary_bytes / _GIB:.2f} GiB of temporaries; raise cache.memory_fraction, or lower "
+            "sched.max_step_tokens or sched.max_rows"
         )
     return MemoryPlan(
         total_bytes=total_bytes,
@@ -173,3 +213,9 @@ def plan_memory(
         max_model_len=max_model_len,
         chosen_by=chosen_by,
     )
+
+
+def _on_grid(num_pages: int) -> int:
+    """The next number below whose binary digits behind the first few are all 0."""
+    step = 1 << max(0, num_pages.bit_length() - _GRID_BITS)
+    return num_pages - num_pages % step

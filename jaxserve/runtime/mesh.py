@@ -1,10 +1,9 @@
-"""Which devices a replica, a stage and a layer use, and how a function runs on the devices of one stage.
+"""Meshes: the devices that a replica, a stage and a layer use, and the `shard_map` around every compiled function.
 
-Owns the cut of a flat list of devices into meshes, and the `shard_map` around everything that is compiled. Refuses
-rules (`models.sharding`): a mesh knows names and sizes, not what lies on it.
+Which array is cut over which axis is decided in `models.sharding`.
 
-Why the order replica, stage, expert, sequence, model: neighbours in the list of devices have the fastest links, and
-the model axis sums over them twice in every layer.
+The axes come in the order replica, stage, expert, sequence, model: neighbours in the list of devices have the fastest
+links, and the model axis sums over them twice in every layer.
 """
 
 import itertools
@@ -13,11 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config_schema import ParallelConfig
+from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.sharding import MESH_AXES
+from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS
 
 
 def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[Mesh]]:
@@ -25,6 +24,24 @@ def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[M
 
     Raises ConfigError when there are too few devices, or for an axis that no model here can use.
     """
+    check_layout(parallel, len(devices), on_cpu=len(devices) > 0 and devices[0].platform == "cpu")
+    needed = parallel.data * parallel.pipeline * parallel.tensor
+    grid = np.asarray(devices[:needed]).reshape(
+        parallel.data, parallel.pipeline, parallel.expert, parallel.sequence, parallel.tensor
+    )
+    return [[Mesh(stage, MESH_AXES) for stage in replica] for replica in grid]
+
+
+def abstract_meshes(parallel: ParallelConfig, num_devices: int) -> list[AbstractMesh]:
+    """The meshes of one replica without devices: enough to count what each would hold. Raises as `make_meshes`."""
+    check_layout(parallel, num_devices)
+    shape = (1,) * (len(MESH_AXES) - 1)
+    assert MESH_AXES[-1] == TENSOR_AXIS, MESH_AXES
+    return [AbstractMesh((*shape, parallel.tensor), MESH_AXES)] * parallel.pipeline
+
+
+def check_layout(parallel: ParallelConfig, num_devices: int, *, on_cpu: bool = False) -> None:
+    """Raises ConfigError when there are too few devices, or for an axis that no model here can use."""
     for name in ("expert", "sequence"):
         if getattr(parallel, name) != 1:
             raise ConfigError(
@@ -38,15 +55,12 @@ def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[M
         )
     per_replica = parallel.pipeline * parallel.tensor
     needed = parallel.data * per_replica
-    if needed > len(devices):
+    if needed > num_devices:
         raise ConfigError(
             f"parallel.data x parallel.pipeline x parallel.tensor = {parallel.data} x {parallel.pipeline} x "
-            f"{parallel.tensor} needs {needed} devices, but there are {len(devices)}; lower one of them"
+            f"{parallel.tensor} needs {needed} devices, but there are {num_devices}; lower one of them"
+            + (f", or let this CPU stand for {needed}: runtime.cpu_devices" if on_cpu else "")
         )
-    grid = np.asarray(devices[:needed]).reshape(
-        parallel.data, parallel.pipeline, parallel.expert, parallel.sequence, parallel.tensor
-    )
-    return [[Mesh(stage, MESH_AXES) for stage in replica] for replica in grid]
 
 
 def layer_ranges(num_layers: int, num_stages: int) -> list[range]:
@@ -58,15 +72,15 @@ def layer_ranges(num_layers: int, num_stages: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The whole array on every device of `mesh`."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def on_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_mesh(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`fn`, written for the arrays of one device, over the arrays of all devices of `mesh`.
 
-    Replication of outputs is the word of `fn`: kernels cannot be followed by the check that JAX has for it.
+    That outputs are replicated is the promise of `fn`: the check that JAX has for it cannot follow kernels.
     """
     if mesh.size == 1:
         return fn

@@ -1,25 +1,22 @@
 """One step as one int32 buffer: the only place that pads, and the only transfer of a step.
 
-Owns the layout of the buffer, its packing in numpy and its unpacking inside the compiled step. Refuses policy.
-One buffer, since a transfer costs its latency and not its bytes: a dozen small arrays would cost a dozen times.
+The buffer is packed in numpy and unpacked inside the compiled step. One buffer, since a transfer costs its latency and
+not its bytes: a dozen small arrays would cost a dozen times.
 
 Sections of a bucket with T tokens, R rows, F parameters a row, and room for M page grants:
 
     rows [R]            device row of each batch row; max_rows for padding
-    context_lens [R]    tokens in the cache once the step has written its own; 0 for padding
+    context_lens [R]    tokens in the cache once the step has written its own: FROM_DEVICE for a decode row, 0 for
+                        padding
     wants [R]           bit SAMPLE where a token is drawn, bit POOL where the sum of the hidden states is asked for
     params [R, F]       sampling parameters, floats by their bits
     grants [M, 3]       (device row, block table column, page); padding goes to the padding row
     and for mixed buckets only (a decode step derives them):
     tokens [T]          token ids; FROM_DEVICE where the input is the row's last sampled token
     token_rows [T]      batch row of each token; R for padding
-    positions [T]
+    positions [T]       FROM_DEVICE for the token of a decode row
     q_starts [R + 1]
     targets [T]         the prompt token that follows, where its log-probability is asked for; else NO_TARGET
-    and for bursts only:
-    row_steps [R]       steps that the row may take; 0 for padding
-    stop_ids [R, S]     what ends the row; NO_TOKEN where there is no more. They travel each time, since few rows have
-                        need of them otherwise, and 32 numbers a row cost less than a launch that would leave them there
 """
 
 import dataclasses
@@ -30,20 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.api import MAX_STOP_TOKEN_IDS
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
-FROM_DEVICE = -1  # this token's id is `last_token[row]`, which only the device knows yet
+FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
 NO_TARGET = -1
 SAMPLE, POOL = 1, 2  # bits of `wants`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where each section of a bucket's buffer lies. `max_burst` above 1: of its bursts, of so many steps at most."""
+    """The offsets of the sections of a bucket's buffer."""
 
     bucket: Bucket
-    max_burst: int
     max_rows: int
     num_params: int
     max_grants: int
@@ -51,12 +46,11 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int, max_burst: int = 1) -> "Layout":
+    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int) -> "Layout":
         tokens, rows, decode_only = bucket
-        assert decode_only or max_burst == 1, bucket
-        # A decode row takes a page at most, and of a burst one for each page of its steps; chunks take one per page
-        # of their tokens and one for a ragged start. What exceeds this (a long prefix hit) goes through `write_tables`.
-        max_grants = rows * -(-max_burst // page_size) if decode_only else rows + -(-tokens // page_size)
+        # A decode row takes a page at most; chunks take one per page of their tokens and one for a ragged start. What
+        # exceeds this (a long prefix hit) goes through `write_tables`.
+        max_grants = rows if decode_only else rows + -(-tokens // page_size)
         shapes: dict[str, tuple[int, ...]] = {
             "rows": (rows,),
             "context_lens": (rows,),
@@ -72,15 +66,12 @@ class Layout:
                 "q_starts": (rows + 1,),
                 "targets": (tokens,),
             }
-        if max_burst > 1:
-            shapes |= {"row_steps": (rows,), "stop_ids": (rows, MAX_STOP_TOKEN_IDS)}
         sections, offset = [], 0
         for name, shape in shapes.items():
             sections.append((name, offset, shape))
             offset += math.prod(shape)
         return cls(
             bucket=bucket,
-            max_burst=max_burst,
             max_rows=max_rows,
             num_params=num_params,
             max_grants=max_grants,
@@ -96,7 +87,7 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """The buffer, taken apart inside the compiled step."""
+    """The buffer, unpacked inside the compiled step, with the values that the device adds to it."""
 
     rows: Int[Array, " R"]
     context_lens: Int[Array, " R"]
@@ -108,16 +99,19 @@ class StepInputs:
     positions: Int[Array, " T"]
     q_starts: Int[Array, " R+1"]
     targets: Int[Array, " T"]
-    row_steps: Int[Array, " R"] | None = None
-    stop_ids: Int[Array, "R S"] | None = None
 
 
-def unpack(buffer: Int[Array, " size"], layout: Layout) -> StepInputs:
-    """Splits the buffer; derives what a decode bucket leaves out (token t is row t's, at its last position)."""
+def unpack(buffer: Int[Array, " size"], layout: Layout, length: Int[Array, " max_rows+1"]) -> StepInputs:
+    """Splits the buffer; derives the sections that a decode bucket lacks (token t is row t's, at its last position).
+
+    `length` holds the tokens that each device row has in the cache: those of decode rows are not in the buffer.
+    """
     parts = {n: buffer[o : o + math.prod(s)].reshape(s) for n, o, s in layout.sections}
+    lens = length[parts["rows"]]  # [R]
+    context_lens = jnp.where(parts["context_lens"] == FROM_DEVICE, lens + 1, parts["context_lens"])
+    parts["context_lens"] = context_lens
     if layout.bucket.decode_only:
         tokens, rows, _ = layout.bucket
-        context_lens = parts["context_lens"]
         real = (context_lens > 0).astype(jnp.int32)
         parts |= {
             "tokens": jnp.full((tokens,), FROM_DEVICE, jnp.int32),
@@ -127,6 +121,9 @@ def unpack(buffer: Int[Array, " size"], layout: Layout) -> StepInputs:
             "q_starts": jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(real, dtype=jnp.int32)]),
             "targets": jnp.full((tokens,), NO_TARGET, jnp.int32),
         }
+    else:
+        of_token = jnp.append(lens, 0)[parts["token_rows"]]  # [T]
+        parts["positions"] = jnp.where(parts["positions"] == FROM_DEVICE, of_token, parts["positions"])
     return StepInputs(**parts)
 
 
@@ -136,13 +133,12 @@ def pack(
     row_params: np.ndarray,
     row_tokens: dict[int, np.ndarray],
     grants: tuple[PageGrant, ...],
-    row_stops: np.ndarray,
 ) -> np.ndarray:
     """Writes `plan` into a new buffer [layout.size] int32.
 
     `row_params` [max_rows + 1, F] holds the parameters of each device row; `row_tokens` maps rows with a prompt of
     interest to it [prompt_len] (targets of prompt log-probabilities). `grants` are those of the plan that fit
-    (`split_grants`). `row_stops` [max_rows + 1, S] holds the stop ids of each device row, for bursts.
+    (`split_grants`).
     """
     bucket = layout.bucket
     buffer = np.zeros(layout.size, np.int32)
@@ -154,8 +150,7 @@ def pack(
     view["rows"][:] = layout.max_rows
     if num_decode:
         view["rows"][:num_decode] = plan.decode_rows
-        view["context_lens"][:num_decode] = plan.decode_positions
-        view["context_lens"][:num_decode] += 1
+        view["context_lens"][:num_decode] = FROM_DEVICE
         view["wants"][:num_decode] = SAMPLE
     for i, chunk in enumerate(plan.chunks, start=num_decode):
         view["rows"][i] = chunk.row
@@ -165,9 +160,6 @@ def pack(
     _pack_grants(view["grants"], grants, layout.max_rows)
     if not bucket.decode_only:
         _pack_tokens(plan, view, bucket, row_tokens)
-    if layout.max_burst > 1:
-        view["row_steps"][:num_decode] = plan.steps_of_rows
-        view["stop_ids"][:] = row_stops[view["rows"]]
     return buffer
 
 
@@ -190,7 +182,7 @@ def _pack_tokens(
     view["targets"][:] = NO_TARGET
     view["tokens"][:num_decode] = FROM_DEVICE
     view["token_rows"][:num_decode] = np.arange(num_decode)
-    view["positions"][:num_decode] = plan.decode_positions
+    view["positions"][:num_decode] = FROM_DEVICE
     view["q_starts"][: num_decode + 1] = np.arange(num_decode + 1)
     at = num_decode
     for i, chunk in enumerate(plan.chunks, start=num_decode):

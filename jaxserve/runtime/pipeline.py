@@ -1,22 +1,20 @@
-"""One plan as several that may be in flight at once: the micro-batches of a pipeline.
+"""The cut of a plan into micro-batches, which a pipeline has in flight at once. Each part is a plan like any other.
 
-Owns the cut. Refuses devices and buckets: parts are plans like any other.
-
-Why rows and pieces of chunks: two parts must not need each other's tokens. Decode rows are dealt out; a chunk of a
-prompt is cut in the order of its tokens, since a stage writes the keys of one piece before it sees the next.
+Two parts must not need each other's tokens. So decode rows are dealt out, and a chunk of a prompt is cut in the order
+of its tokens, since a stage writes the keys of one piece before it sees the next.
 """
 
 import dataclasses
 
-from jaxserve.sched.plan import Chunk, StepPlan
+from jaxserve.sched.plan import Chunk, Parts, StepPlan
 
-MIN_PIECE = 32  # tokens of a chunk that are worth a launch of their own
+MIN_PIECE = 32  # fewest tokens of a chunk that are worth a launch of their own
 
 
 def split_plan(plan: StepPlan, num_parts: int) -> list[StepPlan]:
     """At most `num_parts` plans, in the order in which they must run; none is empty.
 
-    What concerns the whole step (setups, grants, copies, freed rows) stays with the first.
+    How each field is split is declared with it (`sched.plan.Parts`).
     """
     if num_parts == 1:
         return [plan]
@@ -27,25 +25,15 @@ def split_plan(plan: StepPlan, num_parts: int) -> list[StepPlan]:
         first = number % (num_parts - len(pieces) + 1)
         for at, piece in enumerate(pieces, start=first):
             chunks[at].append(piece)
-    parts = []
+    fields = dataclasses.fields(plan)
+    dealt = [field.name for field in fields if Parts.of(field) is Parts.DEALT]
+    rest = {field.name: field.default for field in fields if Parts.of(field) is Parts.FIRST}  # of parts after the first
+    parts: list[StepPlan] = []
     for part in range(num_parts):
-        rows = plan.decode_rows[part::num_parts]
-        if not rows and not chunks[part]:
-            continue
-        parts.append(
-            StepPlan(
-                step_id=plan.step_id,
-                decode_rows=rows,
-                decode_positions=plan.decode_positions[part::num_parts],
-                chunks=tuple(chunks[part]),
-            )
-        )
-    if not parts:
-        return [plan]
-    parts[0] = dataclasses.replace(
-        parts[0], setups=plan.setups, grants=plan.grants, copies=plan.copies, freed_rows=plan.freed_rows
-    )
-    return parts
+        if plan.decode_rows[part::num_parts] or chunks[part]:
+            own = {name: getattr(plan, name)[part::num_parts] for name in dealt}
+            parts.append(dataclasses.replace(plan, **own, **(rest if parts else {}), chunks=tuple(chunks[part])))
+    return parts or [plan]
 
 
 def _cut(chunk: Chunk, num_parts: int) -> list[Chunk]:

@@ -1,22 +1,20 @@
-"""What a config leaves open, decided for a model and a device: sizes, and which body computes attention.
+"""Decisions that a config leaves open, for a model and a device: sizes, and the implementation of each op.
 
-Owns these decisions, which need no weights. Refuses memory (`memory`) and the order of a start (`build`).
+None of them needs weights. The number of pages is decided in `memory`.
 """
 
 import logging
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxserve.config_schema import Config
+from jaxserve.chips import canonical_kind
+from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
-from jaxserve.kernels import dispatch
-from jaxserve.kernels.cpu import machine_code
-from jaxserve.kernels.paged_attention import AttentionUse, Device, PagedAttention
-from jaxserve.kernels.self_check import check_body
-from jaxserve.kernels.xla_attention import BODY as REFERENCE
+from jaxserve.kernels.dispatch import Device, I, Op, U
+from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.layers import attention_spec
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
@@ -31,18 +29,18 @@ def backend_of(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeF
 
 
 def describe(device: jax.Device) -> Device:  # pyright: ignore[reportInvalidTypeForm]
-    """What a kernel body may know of `device`."""
+    """The description of `device` that kernels are chosen by."""
     backend = backend_of(device)
     capability = device.compute_capability.split(".") if backend == "gpu" else None
     return Device(
         backend=backend,
-        kind=device.device_kind,
+        kind=canonical_kind(device.device_kind),
         compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
     )
 
 
 def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple[AttentionUse, ...]:
-    """What the layers of a model will ask of a paged attention body. `model` has the sizes of one device."""
+    """The cases of paged attention that the layers of a model need. `model` has the sizes of one device."""
     return tuple(
         AttentionUse(
             spec=attention_spec(model, window),
@@ -72,11 +70,6 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             f"sched.max_step_tokens is {max_step_tokens}, less than sched.max_rows {max_rows}: a step must hold one "
             "token of every row; raise the one or lower the other"
         )
-    if config.sched.burst > 1 and config.parallel.pipeline > 1:
-        raise ConfigError(
-            f"sched.burst is {config.sched.burst} and parallel.pipeline is {config.parallel.pipeline}, but a burst runs"
-            " on one stage: the token of each step starts the next one; set sched.burst to 1, or use parallel.tensor"
-        )
     max_mixed_tokens = config.sched.max_mixed_tokens
     if max_mixed_tokens and not config.sched.chunked_prefill:
         raise ConfigError(
@@ -87,61 +80,34 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
         max_mixed_tokens = defaults.max_mixed_tokens
     return Sizes(
         backend=backend,
-        page_size=config.cache.page_size or dispatch.default_page_size(backend),
+        page_size=config.cache.page_size or PAGE_SIZES[backend],
         max_rows=max_rows,
         max_model_len=max_model_len,
         buckets=make_buckets(
             max_rows, max_step_tokens, config.runtime.token_buckets, config.runtime.row_buckets, defaults.growth
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
-        max_burst=config.sched.burst,
         max_mixed_tokens=max_mixed_tokens or None,
     )
 
 
-def choose_attention(
+def choose(
+    op: Op[I, U],
     config: Config,
-    local_model: DecoderConfig,
-    sizes: Sizes,
-    dtype: np.dtype,
+    uses: Sequence[U],
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
-) -> PagedAttention:
-    uses = attention_uses(local_model, sizes, dtype)
+) -> I:
+    """The implementation of `op` that the config names, or the best one, ready and checked on `device`.
+
+    Raises ConfigError as `Op.resolve` and `Op.check` do.
+    """
     described = describe(device)
-    attention = dispatch.resolve(device=described, choice=config.kernels.paged_attention, uses=uses)
+    choice, fallback = getattr(config.kernels, op.name), config.kernels.fallback
+    found = op.resolve(device=described, uses=uses, choice=choice, fallback=fallback)
     for use in uses:
-        attention.prepare(use)
-    if config.kernels.self_check and attention is not REFERENCE:
+        found.prepare(use)
+    if config.kernels.self_check and found.name != op.reference:
         with jax.default_device(device):
-            error = max(check_body(attention, use, described) for use in uses)
-        logger.info("paged_attention: %r is right to %.1e on this device", attention.name, error)
-    return attention
-
-
-def packing_width(
-    config: Config,
-    mesh: Mesh,
-    dtype: np.dtype,
-) -> int | None:
-    """Columns of a panel of packed weights; None where XLA multiplies weights as they are. Raises ConfigError."""
-    choice, backend = config.kernels.matmul, backend_of(mesh.local_devices[0])
-    reason = None
-    if backend != "cpu":
-        reason = f"it runs on CPUs alone, and this is a {backend}"
-    elif mesh.size > 1:
-        reason = f"{mesh.size} devices share each weight, and packed ones are never cut; set parallel.tensor to 1"
-    elif dtype.name not in machine_code.DTYPES:
-        reason = f"weights are {dtype.name}"
-    else:
-        reason = machine_code.missing()
-    if choice == "xla" or (choice == "auto" and reason is not None):
-        logger.info("matmul on %s: 'xla', since %s", backend, "kernels.matmul names it" if choice == "xla" else reason)
-        return None
-    if reason is not None:
-        raise ConfigError(f"kernels.matmul names 'numba_cpu', but {reason}")
-    machine_code.provide("matmul", dtype.name)
-    from jaxserve.kernels.cpu.target import find_target
-
-    width = find_target().width
-    logger.info("matmul on cpu: 'numba_cpu', weights packed in panels of %d columns", width)
-    return width
+            error = max(op.check(found, use, described) for use in uses)
+        logger.info("%s: %r is right to %.1e on this device", op.name, found.name, error)
+    return found

@@ -1,11 +1,11 @@
-"""What the device knows of each row for sampling, and how the host writes it down.
+"""The sampling state of each row on the device, and its encoding on the host.
 
-Owns two encodings of a `RowSetup`: the scalars that travel with every step (`encode_row`), and the heavy state that
-is sent once, only for rows that need it (`encode_row_state` -> `configure_row`). Refuses to use any of it: the rules
-are in `sampling_rules` and `sampling_draw`.
+There are two encodings of a `RowSetup`: the scalars that travel with every step (`encode_row`), and the heavy state
+that is sent once, only for rows that need it (`encode_row_state` -> `configure_row`). They are used by `sampling_rules`
+and `sampling_draw`.
 
 Why two: nearly all requests need twelve numbers, and sending those each step costs less than remembering them. A row
-reused by a plain request keeps the old heavy state; its flags say that nobody looks.
+reused by a plain request keeps the old heavy state; its flags say that it is not read.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.api import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxserve.models.sharding import WHOLE, Shards
-from jaxserve.sched.plan import RowSetup
+from jaxserve.sched.plan import RowSetup, reads_history
 
 NO_TOKEN = 2**31 - 1  # fills unused slots: as an index it is out of every range, so scatters drop it
-ANY_TOKEN = -1  # fills the front of a bad word: matches whatever was there
+ANY_TOKEN = -1  # fills the front of a bad word: matches any token
 MAX_COUNT = 2**15 - 1  # counts of output tokens saturate here
 NUM_RECENT = MAX_BAD_WORD_LEN - 1
 _MASK_BITS = 32
@@ -126,7 +126,7 @@ def encode_row(setup: RowSetup) -> np.ndarray:
 
 
 def encode_stops(setup: RowSetup) -> np.ndarray:
-    """The ids that end a row, int32 [MAX_STOP_TOKEN_IDS]; NO_TOKEN where there is no more."""
+    """The ids that end a row, int32 [MAX_STOP_TOKEN_IDS]; NO_TOKEN in unused slots."""
     return _slots(sorted(setup.stop_token_ids), MAX_STOP_TOKEN_IDS, np.int32(NO_TOKEN))
 
 
@@ -150,7 +150,9 @@ def encode_row_state(setup: RowSetup, vocab_size: int) -> np.ndarray:
     Slots and ids have been checked by `api.check_request`.
     """
     sampling = setup.sampling
-    tokens = np.asarray(setup.token_ids, np.int64)
+    whole = reads_history(sampling, setup.bad_word_ids)
+    assert not whole or len(setup.token_ids) == setup.num_tokens, (len(setup.token_ids), setup.num_tokens)
+    tokens = np.asarray(setup.token_ids, np.int64)  # where sampling does not read them, perhaps not all
     counts = np.minimum(np.bincount(tokens[setup.prompt_len :], minlength=vocab_size), MAX_COUNT)
     recent = tokens[-NUM_RECENT:]
     bias = sampling.logit_bias or {}

@@ -1,7 +1,7 @@
 """The device's side of a plan: pack, transfer, launch.
 
-Owns the arrays of the devices and the compiled executables. Refuses policy: it executes plans in order and would
-rather fail than compile. Runs on the engine's loop thread alone.
+It holds the arrays of the devices and the compiled executables, and executes plans in order; a plan without a compiled
+shape is an error. Runs on the engine's loop thread alone.
 
 A pipeline runs a plan as several parts (`pipeline.split_plan`): while the second stage works on one, the first works
 on the next, also across steps. Launches return at once and devices work through them in order, so what stands here is
@@ -15,20 +15,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.api import MAX_STOP_TOKEN_IDS, TokenLogprobs
+from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
-from jaxserve.runtime.burst_result import BurstInFlight, read_entry, to_host
 from jaxserve.runtime.pack import Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.runtime.row_state import (
-    NO_TOKEN,
     NUM_ROW_FIELDS,
     encode_row,
     encode_row_state,
-    encode_stops,
     mask_words,
     needs_row_state,
 )
+from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState, StepOutput
 from jaxserve.sched.base import InFlight
 from jaxserve.sched.plan import Bucket, Limits, PageCopy, RowMask, RowSetup, StepPlan, StepResult
@@ -42,11 +40,10 @@ MASK_SLOTS = 16  # rows of one `write_masks` launch
 class Executables:
     """What `runtime.build` compiled for one stage. Only the last stage samples.
 
-    `steps` and `bursts` gain entries through `DeviceRunner.add_bucket` alone.
+    `steps` gains entries through `DeviceRunner.add_bucket` alone.
     """
 
     steps: dict[Bucket, jax.stages.Compiled]
-    bursts: dict[Bucket, jax.stages.Compiled]
     copy_pages: jax.stages.Compiled
     write_tables: jax.stages.Compiled
     configure_row: jax.stages.Compiled | None
@@ -74,7 +71,6 @@ class DeviceRunner:
         *,
         limits: Limits,
         layouts: Mapping[Bucket, Layout],
-        burst_layouts: Mapping[Bucket, Layout],
         stages: Sequence[Stage],
         num_parts: int,
         vocab_size: int,
@@ -84,14 +80,12 @@ class DeviceRunner:
         `vocab_size`: with padding. `on_buffer` sees all integers that go to the devices, once each."""
         self._limits = limits
         self._layouts = layouts
-        self._burst_layouts = burst_layouts
         self._stages = tuple(stages)
         self._num_parts = num_parts
         self._vocab_size = vocab_size
         self._on_buffer = on_buffer
         self._last_tokens = _LastTokens(limits.max_rows, num_parts)
         self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
-        self._row_stops = np.full((limits.max_rows + 1, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
         self._row_logprobs: dict[int, int] = {}  # row -> alternatives asked for
         self._row_prompt_logprobs: dict[int, int] = {}
         self._row_prompts: dict[int, np.ndarray] = {}
@@ -100,23 +94,20 @@ class DeviceRunner:
     def limits(self) -> Limits:
         return self._limits
 
-    def add_bucket(self, bucket: Bucket, step: jax.stages.Compiled, burst: jax.stages.Compiled | None = None) -> Limits:
+    def add_bucket(self, bucket: Bucket, step: jax.stages.Compiled) -> Limits:
         """One more shape, from the next plan on. Returns the new limits. Not for a pipeline, whose stages all need it.
 
-        `burst` is what runs its bursts, where there are any. Called on the thread that dispatches, between two steps.
+        Called on the thread that dispatches, between two steps.
         """
         assert len(self._stages) == 1, "a pipeline has all its buckets from the start"
         assert bucket in self._layouts and bucket not in self._limits.buckets, bucket
-        assert (burst is not None) == (bucket in self._burst_layouts), bucket
-        executables = self._stages[0].executables
-        executables.steps[bucket] = step
-        if burst is not None:
-            executables.bursts[bucket] = burst
+        self._stages[0].executables.steps[bucket] = step
         self._limits = self._limits.with_buckets((*self._limits.buckets, bucket))
         return self._limits
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Launches the step and returns at once. Raises MissingBucket when no compiled shape fits."""
+        assert not plan.row_tokens, f"step {plan.step_id}: a row draws one token a step"
         parts = split_plan(plan, self._num_parts)
         buckets = [self._bucket(part) for part in parts]
         for row in plan.freed_rows:
@@ -127,42 +118,34 @@ class DeviceRunner:
             self._copy_pages(plan.copies)
         if plan.masks:
             self._write_masks(plan.masks)
-        if plan.num_steps > 1:
-            assert not plan.masks, f"step {plan.step_id}: a mask holds for one token, and a burst draws several"
-            return BurstInFlight(self._launch(plan, buckets[0]), plan.num_rows, self._logprobs_of(plan))
-        launched = [self._part(part, self._launch(part, bucket)) for part, bucket in zip(parts, buckets, strict=True)]
+        first, last = self._stages[0], self._stages[-1]
+        launched: list[_Part] = []
+        for part, bucket in zip(parts, buckets, strict=True):
+            layout = self._layouts[bucket]
+            grants, rest = split_grants(part.grants, layout.max_grants)
+            if rest:
+                self._write_tables(rest)
+            buffer = pack(part, layout, self._row_params, self._row_prompts, grants)
+            self._on_buffer(buffer)
+            carried: Any = None  # from stage to stage; that of the last is a `StepOutput`
+            if first is not last:
+                carried = self._put(self._last_tokens.after(part.decode_rows), first)
+            for stage in self._stages:
+                if stage is not first:
+                    carried = self._put(carried, stage)
+                step = stage.executables.steps[bucket]
+                carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
+            launched.append(self._part(part, carried))
         return DeviceInFlight(plan.sampled_rows, launched)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         bucket = self._limits.bucket_of(plan)
-        if bucket is None or bucket not in (self._layouts if plan.num_steps == 1 else self._burst_layouts):
+        if bucket is None or bucket not in self._layouts:
             raise MissingBucket(
-                f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows, {plan.num_steps} times; "
-                f"compiled are {', '.join(f'{b.tokens}x{b.rows}' for b in self._limits.buckets)}, at most "
-                f"{self._limits.max_burst} times; nothing compiles after start"
+                f"step {plan.step_id} has {plan.num_tokens} tokens of {plan.num_rows} rows; compiled are "
+                f"{', '.join(f'{b.tokens}x{b.rows}' for b in self._limits.buckets)}; nothing compiles after start"
             )
         return bucket
-
-    def _launch(self, plan: StepPlan, bucket: Bucket) -> Any:
-        """What the last stage returns: a `StepOutput`, or a `BurstOutput`."""
-        is_burst = plan.num_steps > 1
-        layout = (self._burst_layouts if is_burst else self._layouts)[bucket]
-        grants, rest = split_grants(plan.grants, layout.max_grants)
-        if rest:
-            self._write_tables(rest)
-        buffer = pack(plan, layout, self._row_params, self._row_prompts, grants, self._row_stops)
-        self._on_buffer(buffer)
-        first, last = self._stages[0], self._stages[-1]
-        carried: Any = None
-        if first is not last:
-            carried = self._put(self._last_tokens.after(plan.decode_rows), first)
-        for stage in self._stages:
-            if stage is not first:
-                carried = self._put(carried, stage)
-            executables = stage.executables
-            step = (executables.bursts if is_burst else executables.steps)[bucket]
-            carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
-        return carried
 
     def _logprobs_of(self, plan: StepPlan) -> tuple[int | None, ...]:
         """Alternatives that each sampled row asked for; empty when nobody did."""
@@ -190,7 +173,6 @@ class DeviceRunner:
         row = setup.row
         self._forget(row)
         self._row_params[row] = encode_row(setup)
-        self._row_stops[row] = encode_stops(setup)
         if setup.sampling.logprobs is not None:
             self._row_logprobs[row] = setup.sampling.logprobs
         if setup.sampling.prompt_logprobs is not None:
@@ -365,9 +347,9 @@ class _Part:
         )
 
     def _read_logprobs(self, token_ids: list[int]) -> list[TokenLogprobs | None]:
-        logprobs = to_host(self._output.logprobs, slice(None))
+        logprobs = _to_host(self._output.logprobs, slice(None))
         return [
-            None if num_top is None else read_entry(logprobs, i, token_id, num_top)
+            None if num_top is None else _read_entry(logprobs, i, token_id, num_top)
             for token_id, i, num_top in zip(token_ids, self._sampled, self._logprobs, strict=True)
         ]
 
@@ -378,5 +360,21 @@ class _Part:
 
     def _read_prompt(self, span: _PromptSpan) -> list[TokenLogprobs]:
         assert self._output.prompt is not None, "a decode step has no prompt tokens"
-        logprobs = to_host(self._output.prompt, slice(span.start, span.start + len(span.targets)))
-        return [read_entry(logprobs, i, int(target), span.num_top) for i, target in enumerate(span.targets)]
+        logprobs = _to_host(self._output.prompt, slice(span.start, span.start + len(span.targets)))
+        return [_read_entry(logprobs, i, int(target), span.num_top) for i, target in enumerate(span.targets)]
+
+
+def _to_host(logprobs: Logprobs, where: slice) -> Logprobs:
+    """The lines of `where`, as numpy."""
+    return jax.tree.map(lambda a: np.asarray(a)[where], logprobs)
+
+
+def _read_entry(logprobs: Logprobs, i: int, token_id: int, num_top: int) -> TokenLogprobs:
+    """Line `i` as clients see it."""
+    return TokenLogprobs(
+        token_id,
+        float(logprobs.logprob[i]),
+        int(logprobs.rank[i]),
+        tuple(logprobs.top_ids[i, :num_top].tolist()),
+        tuple(logprobs.top_logprobs[i, :num_top].tolist()),
+    )

@@ -1,10 +1,10 @@
 """From logits to tokens, and to log-probabilities, all on the device and all in one compiled function.
 
-Owns the order of the stages and the updates of `SamplingState`. Refuses to know a rule or a distribution:
-`sampling_rules` changes logits, `sampling_draw` draws.
+The stages follow each other here: `sampling_rules` changes logits, `sampling_draw` draws, and `SamplingState` is
+updated.
 
-Whatever costs a pass over [R, V] stands behind `lax.cond`, so that one executable serves every mix of options and a
-batch pays for what its own rows ask. On two CPU cores that did other work too, best of 15, R = 16, V = 32000: all rows
+Every pass over [R, V] stands behind `lax.cond`, so that one executable serves every mix of options and a batch pays
+only for the options of its own rows. On two CPU cores that did other work too, best of 15, R = 16, V = 32000: all rows
 greedy about 0.25 ms, at a temperature 2.3, with top_k and top_p 4.8, every option on and log-probabilities too 8.4
 (`scripts/bench_sampling.py` measures again).
 """
@@ -30,7 +30,7 @@ PROMPT_BLOCK = 64  # prompt tokens whose [block, V] logits exist at once
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Logprobs:
-    """Natural log-probabilities of N chosen tokens, from raw logits; lines nobody asked for are unspecified.
+    """Natural log-probabilities of N chosen tokens, from raw logits; lines that were not asked for are unspecified.
 
     `rank` is 1 + the number of tokens with a strictly larger logit. `top_ids` are the min(20, V) most likely, the
     lowest id first among equals.
@@ -64,7 +64,7 @@ def sample(
 
     Args:
       logits: raw, of the last token of each row; of this device's part of the vocabulary, like the state's counts and
-        masks. What travels between devices are numbers per row, never logits.
+        masks. Devices exchange a few numbers per row, never logits.
       rows: row of the engine; that of padding is the last of the state. No two sampled rows are equal.
       context_lens: tokens of the sequence before the new one, which is the new one's position.
       params: `encode_row` of each row; zeros for padding.
@@ -114,10 +114,10 @@ def prompt_logprobs(
     compute_logits: Callable[[Float[Array, "block D"]], Float[Array, "block V"]],
     shards: Shards = WHOLE,
 ) -> Logprobs:
-    """Log-probabilities of the token that follows each prompt token; `targets` is -1 where nobody asks.
+    """Log-probabilities of the token that follows each prompt token; `targets` is -1 where none is asked for.
 
-    `hidden` is what `compute_logits` takes. Blocks of PROMPT_BLOCK tokens keep [T, V] from ever existing; a block that
-    nobody asks for costs nothing.
+    `hidden` is what `compute_logits` takes. Blocks of PROMPT_BLOCK tokens keep [T, V] from ever existing; a block
+    without a target costs nothing.
     """
     num_tokens = hidden.shape[0]
     block = min(PROMPT_BLOCK, num_tokens)

@@ -1,10 +1,9 @@
 """One draw per row: the thresholds of min_p, top_k and top_p, and the noise.
 
-Owns what happens between processed logits and a token id. Refuses to change logits, and to know why a row has the
-ones it has (`sampling_rules`).
+This is the way from processed logits to a token id; the logits are processed in `sampling_rules`.
 
-Why thresholds instead of a sort: all three options keep the tokens at or above some logit, so one number per row says
-it all. It is found by bisection over the bit patterns of float32, exact after at most 32 passes over [R, V] and most
+Thresholds take the place of a sort: all three options keep the tokens at or above some logit, so one number per row is
+enough. It is found by bisection over the bit patterns of float32, exact after at most 32 passes over [R, V] and most
 often after about 20; sorting [16, 32000] on a CPU takes a hundred times as long as a pass, and under tensor
 parallelism a sort would gather the whole vocabulary while sums stay where the logits are.
 """
@@ -171,7 +170,7 @@ def largest_threshold(
 
 
 def _depth(logits: Logits, top: PerRow) -> Logits:
-    """How far each logit lies under the largest of its row, also when that is infinite; NaN stays NaN."""
+    """The distance of each logit from the largest of its row, also when that is infinite; NaN stays NaN."""
     at_top = jnp.where(top > -jnp.inf, 0.0, jnp.inf)[:, None]
     return jnp.where(logits == top[:, None], at_top, top[:, None] - logits)
 

@@ -1,10 +1,9 @@
 """Reductions over the vocabulary: the largest logit, where it stands, and the best twenty.
 
-Owns how [R, V] is looked at once, V being this device's part of the vocabulary; indices are those of the whole.
-Refuses to know what is looked for.
+V is this device's part of the vocabulary; indices are those of the whole.
 
-Why by blocks: the maxima of blocks of up to 256 tokens cost one pass that writes almost nothing, and tell in which
-few blocks to look. XLA's argmax took 20 times as long on a CPU, and its top_k gathers logits that are spread over
+Reductions go by blocks: the maxima of blocks of up to 256 tokens cost one pass that writes almost nothing, and tell in
+which few blocks to look. XLA's argmax took 20 times as long on a CPU, and its top_k gathers logits that are spread over
 devices; maxima stay where the logits are. A vocabulary without a divisor near 256 is slower, and right all the same.
 """
 
@@ -44,8 +43,8 @@ def top_values(
 ) -> tuple[Float[Array, "R num_top"], Int[Array, "R num_top"]]:
     """The largest values and their indices, the lowest first among equals. No NaN; `num_top` is at most V.
 
-    They stand in the `num_top` blocks of the largest maxima: each of those has an entry that beats any other block.
-    Of several devices each gives its best, and only those travel.
+    They stand in the `num_top` blocks of the largest maxima: each of these has an entry that beats any other block.
+    Of several devices each sends only its best values.
     """
     top, places = _local_top(values, min(num_top, values.shape[1]))
     if shards.count == 1:
@@ -72,7 +71,7 @@ def _blocks(values: Float[Array, "R V"]) -> Float[Array, "R blocks size"]:
 
 def _block_maxima(blocks: Float[Array, "R blocks size"]) -> Float[Array, "R blocks"]:
     found = jnp.max(blocks, axis=2)
-    # Looking at the few maxima tells of any NaN below; cleaning first would write [R, V] once more in every step.
+    # The few maxima show any NaN in their blocks; cleaning first would write [R, V] once more in every step.
     return lax.cond(
         jnp.any(jnp.isnan(found)),
         lambda blocks, _: jnp.max(jnp.where(jnp.isnan(blocks), -jnp.inf, blocks), axis=2),

@@ -1,7 +1,7 @@
 """Options that change the logits themselves, before anything is drawn: masks, bias and penalties.
 
-Owns allowed_token_ids, bad_words, min_tokens, logit_bias and the three penalties, in the order in which vLLM applies
-them. Refuses what only limits a draw (`sampling_draw`), since greedy rows must not pay for it.
+They are allowed_token_ids, bad_words, min_tokens, logit_bias and the three penalties, in the order in which vLLM
+applies them. Options that only limit a draw are in `sampling_draw`, since greedy rows must not pay for them.
 
 Each rule stands behind `lax.cond`: a batch of which no row uses a rule does not compute it.
 """

@@ -1,10 +1,10 @@
 """The fused step: everything between a packed buffer and the sampled tokens, in one compiled function per bucket.
 
-Owns `DeviceState` and the functions that are compiled. Refuses to hold arrays (the runner does) and to know a mesh:
-all is written for the arrays of one device, and says through `Shards` where devices add something up. One function,
-since every further launch costs host time and a compile per shape: embedding, layers, paged attention, the logits of
-the rows that need them, sampling and the scatter of the drawn tokens all happen here. A stage of a pipeline has the
-part of it that its layers need: the first looks tokens up, the last samples.
+`DeviceState` and the compiled functions are here; the runner holds the arrays. The code is written for the arrays of
+one device, and says through `Shards` where devices add something up. One function, since every further launch costs
+host time and a compile per shape: embedding, layers, paged attention, the logits of the rows that need them, sampling
+and the scatter of the drawn tokens all happen here. A stage of a pipeline has the part of it that its layers need: the
+first looks tokens up, the last samples.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxserve.runtime.pack import FROM_DEVICE, POOL, SAMPLE, Layout, StepInputs,
 from jaxserve.runtime.row_state import Field, SamplingState
 from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
 
-# What one stage hands to the next: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
+# The values that a stage passes on: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
 # pipeline of one stage they are in its own state, and nothing is carried.
 Carried = Float[Array, "T D"] | Int[Array, " R+1"] | None
 
@@ -30,23 +30,25 @@ Carried = Float[Array, "T D"] | Int[Array, " R+1"] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """All that lives on the devices of a stage from step to step. DONATED to every compiled function and returned.
+    """The arrays on the devices of a stage that outlive a step. DONATED to every compiled function and returned.
 
     Attributes:
       caches: KV pages, one entry per layer of the stage.
       block_tables: page ids of every device row; row max_rows belongs to padding.
+      length: tokens that each device row has in its pages. Each stage of a pipeline counts for itself.
       sampling: last tokens, counts and masks of every device row; None in all stages but the last.
     """
 
     caches: tuple[LayerCache, ...]
     block_tables: Int[Array, "R+1 P"]
+    length: Int[Array, " R+1"]
     sampling: SamplingState | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What a step sends back. Log-probabilities are copied to the host only when a row asked for them."""
+    """The results of a step. Log-probabilities are copied to the host only when a row asked for them."""
 
     token_ids: Int[Array, " R"]
     logprobs: Logprobs  # of the R drawn tokens
@@ -64,22 +66,23 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
     def step(
         weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
     ) -> tuple[StepOutput | Float[Array, "T D"], DeviceState]:
-        inputs = unpack(buffer, layout)
+        inputs = unpack(buffer, layout, state.length)
         model = nnx.merge(graphdef, weights)
         block_tables = state.block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
+        length = state.length.at[inputs.rows].set(inputs.context_lens)
         batch = attention_batch(inputs, block_tables, layout, page_size)
         begin = carried
         if model.is_first:
             last_token = carried if state.sampling is None else state.sampling.last_token
             assert last_token is not None, "a first stage that does not sample takes the last tokens from the last"
             begin = _input_tokens(inputs, layout, last_token)
-        # The length that dynamic rope scaling is stretched for; other scalings do not look at it.
+        # The length that dynamic rope scaling is stretched for; other scalings do not use it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
         hidden, caches = model(begin, state.caches, batch, attention, rope_lengths=prompt_lens)  # [T, D]
-        if state.sampling is None:
-            return hidden, DeviceState(caches=caches, block_tables=block_tables, sampling=None)
-        output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
-        return output, DeviceState(caches=caches, block_tables=block_tables, sampling=sampling)
+        output, sampling = hidden, None
+        if state.sampling is not None:
+            output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
+        return output, DeviceState(caches=caches, block_tables=block_tables, length=length, sampling=sampling)
 
     return step
 
@@ -87,7 +90,7 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
 def attention_batch(
     inputs: StepInputs, block_tables: Int[Array, "max_rows+1 P"], layout: Layout, page_size: int
 ) -> AttentionBatch:
-    """What the layers are told of the step's rows."""
+    """The step's rows, as the layers need them."""
     return AttentionBatch(
         positions=inputs.positions,
         token_rows=inputs.token_rows,
@@ -113,7 +116,7 @@ def sample_rows(
     state: SamplingState,
     shards: Shards,
 ) -> tuple[StepOutput, SamplingState]:
-    """Draws for the rows that want a token, and scores and sums what a mixed step was asked to."""
+    """Draws for the rows that want a token, and computes the scores and sums that a mixed step was asked for."""
     decode_only = layout.bucket.decode_only
     last = hidden if decode_only else hidden[jnp.maximum(inputs.q_starts[1:] - 1, 0)]  # [R, D]
     with jax.named_scope("logits"):

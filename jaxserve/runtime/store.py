@@ -1,44 +1,54 @@
-"""Executables on disk, found by what they were made from: a warm start neither traces nor lowers.
+"""The store of executables on disk. They are found by their sources, so a warm start neither traces nor lowers.
 
-Owns the files and the digest that names them. Refuses to compile. JAX's own cache is keyed by the lowered program, and
-making that costs a second of Python for each step; here the key is what the program follows from: the source text of
-everything that is traced, the versions, the settings of JAX and XLA, the processor, and all shapes.
+JAX's own cache is keyed by the lowered program, and making that costs a second of Python for each step; here the key
+covers everything that determines the program: the source text of all traced code, the versions, the settings of JAX and
+XLA, the processor, and all shapes. It leaves out which devices of a kind run the program: executables that were
+compiled for one replica are loaded for the others, too.
 
-As with JAX's cache, whoever can write to the directory can run code in this process.
+As with JAX's cache, anyone who can write to the directory can run code in this process.
 """
 
+import collections
+import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
+import io
 import logging
 import os
 import pickle
 import platform
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
+from jaxlib import xla_client
 
 from jaxserve.config import read_compiler_variables
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-_TRACED = ("kernels", "models", "runtime", "sched/plan.py")  # what the text of a program can come from
-_VERSIONS = ("jax", "jaxlib", "flax", "numpy")
-_UNUSED_S = 30 * 86400.0  # a file that no start has read for so long is removed
+_TRACED = ("kernels", "models", "runtime", "api.py", "sched/plan.py")  # sources from which a program can come
+_VERSIONS = ("jax", "jaxlib", "flax", "numpy", "numba", "llvmlite")
+_SAME_PROGRAMS = ("jax_platforms",)  # settings of JAX that change no program: the device is in the key by itself
+_UNUSED_S = 30 * 86400.0  # a file that no start has read for this long is removed
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """An executable and what is known of it. Bytes are per device."""
+    """An executable and its cost. Bytes are per device."""
 
     call: jax.stages.Compiled
     temporary_bytes: int
@@ -46,81 +56,208 @@ class Stored:
 
 
 class ExecutableStore:
-    """The executables of one program. Threads may use it at once: each touches files of its own names."""
+    """The executables of one program for the devices of one replica. Threads may use it at once."""
 
-    def __init__(self, directory: Path, facts: Iterable[str], devices: list[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
-        """`facts`: all that the programs follow from beside source, versions and settings. `devices` run them."""
+    def __init__(
+        self,
+        directory: Path | None,
+        facts: Iterable[str],
+        devices: list[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+        max_bytes: int = 2**31,
+    ) -> None:
+        """`facts`: all that determines the programs beside source, versions and settings. `devices` run them.
+
+        `digest` of all of these is in the name of each file. `max_bytes`: of all files of the directory together.
+        `directory` None keeps executables in memory, for the replicas of this process.
+        """
         self._directory = directory
         self._devices = devices
-        self._digest = hashlib.sha256("\0".join([*_surroundings(devices), *facts]).encode()).hexdigest()[:40]
+        self._facts = [*facts]
+        self._max_bytes = max_bytes
+        self._told = False
+        self._memory: dict[str, bytes] = {}
+        self._locks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+        self.digest = _digest(devices, self._facts)
+
+    def on(self, devices: list[jax.Device]) -> "ExecutableStore":  # pyright: ignore[reportInvalidTypeForm]
+        """The same executables for another replica, whose devices are as many and of the same kind."""
+        other = copy.copy(self)  # files, memory and locks are shared
+        other._devices = devices
+        other.digest = _digest(devices, self._facts)
+        return other
+
+    def building(self, name: str) -> threading.Lock:
+        """To be held while a replica compiles what none of them has: the next one then finds it."""
+        return self._locks[self._file_name(name)]
 
     def holds(self, name: str) -> bool:
-        return self._path(name).exists()
+        return self._file_name(name) in self._memory if self._directory is None else self._path(name).exists()
 
     def load(self, name: str) -> Stored | None:
         """None when the file is not there or cannot be used; the log then says why."""
-        path = self._path(name)
         try:
-            payload, in_tree, out_tree, sizes = pickle.loads(zlib.decompress(path.read_bytes()))
-            call = serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
+            if self._directory is None:
+                return _unpacked(self._memory[self._file_name(name)], self._devices)
+            path = self._path(name)
+            stored = _unpacked(path.read_bytes(), self._devices)
+            with contextlib.suppress(OSError):  # of a file system that can only be read
+                os.utime(path)
+        except Exception as error:  # damaged, or not for this machine after all: it is compiled instead
+            logger.warning(
+                "%s of %s cannot be used and is compiled anew: %r", self._file_name(name), self._directory, error
             )
-            os.utime(path)
-        except Exception as error:  # damaged, or not for this machine after all: whatever it is, it can be compiled
-            logger.warning("%s cannot be used and is compiled anew: %r", path, error)
+            with contextlib.suppress(OSError):
+                self._forget(name)
             return None
-        return Stored(call=call, temporary_bytes=sizes[0], code_bytes=sizes[1])
+        return stored
 
     def save(self, name: str, built: Stored) -> None:
-        """Writes the file whole or not at all. What cannot be kept is compiled at each start; the log says so."""
+        """Writes the file whole or not at all. If that fails, it is compiled at each start; the log says so once."""
+        part: Path | None = None
         try:
-            payload, in_tree, out_tree = serialize_executable.serialize(built.call)
-            sizes = (built.temporary_bytes, built.code_bytes)
-            data = zlib.compress(pickle.dumps((payload, in_tree, out_tree, sizes)), 1)
+            data = _packed(built, self._devices)
+            if self._directory is None:
+                self._memory[self._file_name(name)] = data
+                return
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._directory, suffix=".part", delete=False) as file:
+                part = Path(file.name)
                 file.write(data)
-            os.replace(file.name, self._path(name))
-            self._remove_unused()
+            os.replace(part, self._path(name))
+            self._remove_old()
         except Exception as error:  # a full disk, or a backend that cannot write its executables
-            logger.warning("%s is not kept for the next start: %r", name, error)
+            if not self._told:
+                self._told = True
+                logger.warning("what is compiled now cannot be kept in %s (%s): %r", self._directory, name, error)
+            with contextlib.suppress(OSError):
+                if part is not None:
+                    part.unlink(missing_ok=True)
+
+    def _file_name(self, name: str) -> str:
+        return f"{name.replace(' ', '-')}-{self.digest}"
 
     def _path(self, name: str) -> Path:
-        return self._directory / f"{name.replace(' ', '-')}-{self._digest}"
+        assert self._directory is not None, name
+        return self._directory / self._file_name(name)
 
-    def _remove_unused(self) -> None:
+    def _forget(self, name: str) -> None:
+        if self._directory is None:
+            self._memory.pop(self._file_name(name), None)
+        else:
+            self._path(name).unlink(missing_ok=True)
+
+    def _remove_old(self) -> None:
+        """Removes files that no start has read for long, then the oldest above the limit; none of this program."""
+        found: list[tuple[float, int, Path]] = []
+        assert self._directory is not None
         for path in self._directory.iterdir():
-            try:
-                if path.stat().st_mtime < time.time() - _UNUSED_S:
-                    path.unlink()
-            except FileNotFoundError:  # another process was faster
-                continue
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in found) - self._max_bytes
+        for read_s, size, path in sorted(found):
+            if read_s < time.time() - _UNUSED_S or (excess > 0 and not path.name.endswith(self.digest)):
+                path.unlink(missing_ok=True)
+                excess -= size
+
+
+def _packed(built: Stored, devices: list[jax.Device]) -> bytes:  # pyright: ignore[reportInvalidTypeForm]
+    payload, in_tree, out_tree = serialize_executable.serialize(built.call)
+    sizes = (built.temporary_bytes, built.code_bytes)
+    return zlib.compress(pickle.dumps((payload, in_tree, out_tree, sizes, [d.id for d in devices])), 1)
+
+
+def _unpacked(data: bytes, devices: list[jax.Device]) -> Stored:  # pyright: ignore[reportInvalidTypeForm]
+    payload, in_tree, out_tree, sizes, ids = pickle.loads(zlib.decompress(data))
+    if ids == [d.id for d in devices]:
+        call = serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+        )
+    else:
+        unloaded, arguments, no_kwargs = _Moved(payload, ids, devices).load()
+        call = jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+        found = [d.id for d in call.runtime_executable().local_devices()]  # pyright: ignore[reportOptionalMemberAccess]
+        if sorted(found) != sorted(d.id for d in devices):
+            raise ValueError(f"it was loaded for the devices {found}, not for {devices}")
+    return Stored(call=call, temporary_bytes=sizes[0], code_bytes=sizes[1])
+
+
+class _Moved(pickle.Unpickler):
+    """Reads what `serialize_executable.serialize` wrote, with other devices in the place of those it was compiled for.
+
+    `deserialize_and_load` looks devices up by their ids, and leaves the assignment as it was compiled; XLA takes
+    another one at loading.
+    """
+
+    def __init__(self, payload: bytes, ids: list[int], devices: list[Any]) -> None:
+        super().__init__(io.BytesIO(payload))
+        self._devices = devices
+        self._places = dict(zip(ids, devices, strict=True))
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+        """The client, a device, or machine code: `serialize` names them so."""
+        client = self._devices[0].client
+        match pid:
+            case ("client",):
+                return client
+            case ("device", number):
+                return self._places[number]
+            case ("exec", code):
+                devices = xla_client.DeviceList(tuple(self._devices))
+                return client.deserialize_executable(code, executable_devices=devices, compile_options=self._options())
+        raise pickle.UnpicklingError(f"unknown kind of object: {pid[0]!r}")
+
+    def _options(self) -> Any:
+        options = xla_client.CompileOptions()
+        assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in self._devices]]))
+        for one in (options, options.executable_build_options):
+            one.num_replicas, one.num_partitions = 1, len(self._devices)
+            one.device_assignment = assignment
+        options.executable_build_options.use_spmd_partitioning = len(self._devices) > 1
+        return options
+
+
+def _digest(devices: list[jax.Device], facts: list[str]) -> str:  # pyright: ignore[reportInvalidTypeForm]
+    return hashlib.sha256("\0".join([*_surroundings(devices), *facts]).encode()).hexdigest()[:40]
 
 
 def _surroundings(devices: list[jax.Device]) -> list[str]:  # pyright: ignore[reportInvalidTypeForm]
     first = devices[0]
-    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k}
+    # The code for several TPUs holds the ways between them; for others, all devices of a kind are alike.
+    place = [d.id for d in devices] if first.platform == "tpu" and len(devices) > 1 else len(devices)
+    settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and k not in _SAME_PROGRAMS}
     return [
         _source_digest(),
-        *(f"{name} {metadata.version(name)}" for name in _VERSIONS),
+        *(f"{name} {_version(name)}" for name in _VERSIONS),
         sys.version,
-        f"{first.device_kind} {first.client.platform_version} {[d.id for d in devices]} of {jax.device_count()}",
+        f"{first.device_kind} {first.client.platform_version} {place} of {jax.device_count()}",
         *(_processor() if first.platform == "cpu" else ()),
         repr(sorted(settings.items())),
         repr(sorted(read_compiler_variables().items())),
     ]
 
 
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # Numba is an extra
+        return "absent"
+
+
+def traced_files() -> list[Path]:
+    """Every file of the package whose text is in the key."""
+    roots = [_PACKAGE / part for part in _TRACED]
+    lists = [[root] if root.is_file() else sorted(root.rglob("*")) for root in roots]
+    return [path for paths in lists for path in paths if path.suffix in {".py", ".json"}]
+
+
 @functools.cache
 def _source_digest() -> str:
-    """Of all files that the text of a program can come from, tuned tables included."""
+    """Digest of all files that the text of a program can come from, tuned tables included."""
     digest = hashlib.sha256()
-    for part in _TRACED:
-        root = _PACKAGE / part
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in {".py", ".json"})
-        for path in files:
-            digest.update(f"{path.relative_to(_PACKAGE)}\0".encode())
-            digest.update(path.read_bytes())
+    for path in traced_files():
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

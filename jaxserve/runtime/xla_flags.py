@@ -1,9 +1,9 @@
-"""The one table of XLA flags: what executables are compiled with, on which backend, why, and who says so.
+"""The one table of XLA flags for executables: on which backend, why, and on whose recommendation.
 
-Owns the table. Refuses the environment: `XLA_FLAGS` is the user's, holds for the whole process, and is left alone;
-these options travel with each executable, so that two models in one process do not disturb each other and the
-compilation cache tells them apart. A flag stands here when it was measured to help, or when the makers of the backend
-recommend it for what a step does; docs/performance.md lists those that were measured and did not.
+`XLA_FLAGS` of the environment belongs to the user, holds for the whole process, and is left alone; these options travel
+with each executable, so that two models in one process do not disturb each other and the compilation cache tells them
+apart. A flag stands here when it was measured to help, or when the makers of the backend recommend it for what a step
+does; docs/performance.md lists those that were measured and did not.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ class XlaFlag:
     Attributes:
       backend: 'cpu', 'gpu' or 'tpu'.
       name, value: as XLA spells them, without the dashes.
-      sharded_only: it changes how devices talk to each other, so a single one does without.
-      why: what it does for a step.
-      source: who recommends it.
+      sharded_only: it changes how devices communicate, so a single device does without.
+      why: its effect on a step.
+      source: of the recommendation.
     """
 
     backend: str
@@ -68,6 +68,6 @@ XLA_FLAGS = (
 
 
 def compiler_options(backend: str, num_devices: int) -> dict[str, bool | str]:
-    """What to compile an executable with that runs on `num_devices` devices of `backend` together."""
+    """The flags for an executable that runs on `num_devices` devices of `backend` together."""
     rows = [flag for flag in XLA_FLAGS if flag.backend == backend]
     return {flag.name: flag.value for flag in rows if num_devices > 1 or not flag.sharded_only}

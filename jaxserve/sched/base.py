@@ -1,7 +1,6 @@
-"""The protocols at the joints: what a notebook replaces, and what runs a plan.
+"""The protocols between scheduler, engine and device: `Scheduler`, `Runner` and their optional extensions.
 
-Owns the signatures and the contract of `Scheduler`, `Runner`, `InFlight` and `LaterBuckets`. Holds no code, so
-that a scheduler needs no device and a device needs no scheduler.
+There is no code here, so that a scheduler needs no device and a device needs no scheduler.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -11,7 +10,7 @@ from jaxserve.sched.plan import Limits, StepPlan, StepResult
 
 
 class Scheduler(Protocol):
-    """Decides who runs. Called from one thread only.
+    """Decides which sequences run. Called from one thread only.
 
     The engine keeps at most one step in flight: `schedule` may be called once more before the previous plan is
     committed, never twice. `commit` is called once for each plan, in order.
@@ -26,11 +25,11 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run before a commit or an add. Bookkeeping only.
+        """The next step, or None when nothing can run before a commit, an add or what it `waits` for. Bookkeeping only.
 
         A row whose request has a `grammar` draws only in a step that is planned after its last token was committed:
-        what it may draw follows from that. The engine puts the masks into the plan. A plan of several steps (see
-        `StepPlan.num_steps`) is planned on as if each row had taken all of its own.
+        what it may draw follows from that. The engine puts the masks into the plan. How many tokens the step in flight
+        draws for a row may be unknown (`StepPlan.row_tokens`): what is planned then are upper bounds.
         """
         ...
 
@@ -44,15 +43,46 @@ class Scheduler(Protocol):
 
 
 @runtime_checkable
-class TakesLimits(Protocol):
-    """A scheduler that wants to know of buckets that came later.
+class MayWait(Protocol):
+    """A scheduler whose work may wait for something that neither a step nor a request brings, such as a page from afar.
 
-    One that does not goes on with those it was made with: whatever fits these still fits. It only plans chunks that
-    end at their edges.
+    For any other scheduler it is a defect when work is left, nothing is in flight and nothing is planned: a policy that
+    admits no sequence while nothing runs has broken its rule.
+    """
+
+    def waits(self) -> bool:
+        """Whether all work that is left waits. Asked when nothing is in flight and `schedule` has planned nothing.
+
+        The answer is about the state that this `schedule` saw; later changes come with a wake. After True the loop
+        sleeps. The code that completes a wait first records it, so that `schedule` finds it, and then calls
+        `Engine.wake`, from any thread. Requests can still be aborted, and end at their deadline.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesLimits(Protocol):
+    """A scheduler that is told of buckets that were compiled after it was made.
+
+    A scheduler without this method goes on with the buckets it was made with: whatever fits these still fits. Its
+    chunks end at the edges of those buckets.
     """
 
     def use_limits(self, limits: Limits) -> None:
         """`limits` differ from those before by more buckets. Called between two steps, from the scheduler's thread."""
+        ...
+
+
+@runtime_checkable
+class TakesEnds(Protocol):
+    """A scheduler that is told which sequences ended by themselves although no token marked the end.
+
+    A stop string ends a text, and a complete grammar a sequence, where more tokens could follow. For a scheduler
+    without this method both are aborts.
+    """
+
+    def finish(self, request_id: str, index: int) -> bool:
+        """Ends one sequence, as `abort` does, as complete. Its last token has been committed."""
         ...
 
 
@@ -69,7 +99,7 @@ class Runner(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """What a plan may hold. May gain buckets between two steps (`LaterBuckets`); nothing else changes."""
+        """The limits of plans. They may gain buckets between two steps (`LaterBuckets`); nothing else changes."""
         ...
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -78,7 +108,7 @@ class Runner(Protocol):
 
 
 class BucketCounts(NamedTuple):
-    """Step shapes by what became of them: there to be used, still to be built, and given up."""
+    """Numbers of step shapes by state: ready for use, still to be built, and given up."""
 
     ready: int
     pending: int
@@ -86,7 +116,7 @@ class BucketCounts(NamedTuple):
 
 
 class LaterBuckets(Protocol):
-    """Step shapes that a runner gets while it already runs steps. Built by other threads, taken by the loop's."""
+    """Step shapes that a runner gets while it already runs steps: other threads build them, the loop's takes them."""
 
     @property
     def all_limits(self) -> Limits:
@@ -101,13 +131,13 @@ class LaterBuckets(Protocol):
         ...
 
     def take(self) -> Limits | None:
-        """Gives the runner what is finished. Returns its new limits, None when they are the old ones; never waits."""
+        """Gives the runner the finished buckets. Returns its new limits, None when nothing is new; never waits."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing more will come. True when that was in time. The loop still has to `take`."""
+        """Waits until no bucket is left to build. False on a timeout. The loop still has to `take`."""
         ...
 
     def close(self) -> None:
-        """Begins no further one."""
+        """Builds no further bucket."""
         ...

@@ -1,9 +1,11 @@
-"""How much fits into a step, and when less is cheaper: the arithmetic of buckets.
+"""The limits of a step and of the device: the arithmetic of buckets, pages and the longest sequence.
 
-Owns what a list of buckets implies for a plan. Refuses to know sequences: it deals in tokens and rows.
+A request that can never run is refused at once, with the reason. A request that `check_fits` lets pass is sure to end,
+since each of its sequences fits when it is alone on the device.
 """
 
-from jaxserve.errors import CapacityError
+from jaxserve.api import Request
+from jaxserve.errors import CapacityError, InvalidRequest, PromptTooLong, RequestRejected
 from jaxserve.sched.plan import Limits
 
 
@@ -14,7 +16,7 @@ class StepBudget:
     for all rows and a token for each.
     """
 
-    __slots__ = ("_beside", "_limits", "_mixed", "_tokens_for_rows")
+    __slots__ = ("_limits", "_max_prefill_beside", "_mixed", "_tokens_for_rows")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -29,34 +31,34 @@ class StepBudget:
                 f"are {', '.join(f'{b.tokens}x{b.rows}' for b in self._mixed) or 'all decode-only'}"
             )
 
-        self._beside = [self._find_beside(rows) for rows in range(limits.max_rows + 1)]
+        self._max_prefill_beside = [self._find_max_prefill(rows) for rows in range(limits.max_rows + 1)]
 
     @property
-    def max_alone(self) -> int:
+    def max_prefill_only(self) -> int:
         """Tokens that one prompt can have in a step of its own."""
         return self._tokens_for_rows[1]
 
     def room(self, num_tokens: int, num_rows: int) -> int:
-        """Tokens that one more chunk can have beside `num_tokens` of `num_rows` rows. 0 or less: none."""
+        """Tokens that one more chunk can have beside `num_tokens` tokens of `num_rows` rows. 0 or less: none."""
         if num_rows >= self._limits.max_rows:
             return 0
         return self._tokens_for_rows[num_rows + 1] - num_tokens
 
-    def beside(self, num_decode: int) -> int | None:
+    def max_prefill_beside(self, num_decode: int) -> int | None:
         """Tokens of prompts, 1 or more, that may stand beside so many rows that decode; None: all that fit.
 
         A quarter of the step at least, even where that takes it beyond `Limits.max_mixed_tokens`.
         """
-        return self._beside[num_decode]
+        return self._max_prefill_beside[num_decode]
 
-    def _find_beside(self, num_decode: int) -> int | None:
+    def _find_max_prefill(self, num_decode: int) -> int | None:
         limit = self._limits.max_mixed_tokens
         edges = [b.tokens for b in self._mixed if b.tokens > num_decode and b.rows > num_decode]
         if limit is None or num_decode == 0 or not edges:
             return None
-        # A prompt that gets a token or two of each step would take for ever.
+        # With only a token or two in each step, a prompt would hardly ever be finished.
         edges = [edge for edge in edges if 4 * (edge - num_decode) >= edge] or [max(edges)]
-        # To the edge of a bucket: the padding behind would cost as much. The smallest one when even that is too long.
+        # Up to the edge of a bucket, since padding would cost as much; the smallest bucket when even that is too long.
         return max((edge for edge in edges if edge <= limit), default=min(edges)) - num_decode
 
     def trim(self, num_tokens: int, num_rows: int, last_chunk_len: int) -> int:
@@ -72,3 +74,45 @@ class StepBudget:
         edge = max((b.tokens for b in self._mixed if b.tokens < num_tokens and b.rows >= num_rows), default=0)
         cut = num_tokens - edge
         return cut if 2 * cut <= last_chunk_len else 0
+
+
+def max_sequence_len(request: Request, limits: Limits) -> int:
+    """Tokens that a sequence of the request can reach, prompt and output.
+
+    A prompt to be pooled counts one more, since its last token is fed, too: as if one were generated and dropped.
+    """
+    if request.pooling:
+        return len(request.prompt_token_ids) + 1
+    return min(len(request.prompt_token_ids) + request.max_tokens, limits.max_model_len)
+
+
+def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_prefill: bool) -> None:
+    """Raises InvalidRequest, PromptTooLong or RequestRejected; returns when the request can run."""
+    who, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
+    if prompt_len == 0:
+        raise InvalidRequest(f"{who} has an empty prompt; give at least one token")
+    if request.max_tokens < 1 and not request.pooling:
+        raise InvalidRequest(f"{who} asks for max_tokens {request.max_tokens}; give 1 or more")
+    if request.pooling and prompt_len > limits.max_model_len:
+        raise PromptTooLong(
+            f"{who} has a prompt of {prompt_len} tokens, but sequences end at {limits.max_model_len} (model.max_len); "
+            "shorten the prompt or use truncate_prompt_tokens"
+        )
+    if prompt_len + 1 > limits.max_model_len and not request.pooling:
+        raise PromptTooLong(
+            f"{who} has a prompt of {prompt_len} tokens, but sequences end at {limits.max_model_len} (model.max_len), "
+            "one generated token included; shorten the prompt or use truncate_prompt_tokens"
+        )
+    # The last token is never fed, so it needs no place in a page.
+    num_pages = -(-(max_sequence_len(request, limits) - 1) // limits.page_size)
+    if num_pages > limits.num_pages:
+        raise RequestRejected(
+            f"{who} can need {num_pages} pages for {prompt_len} prompt tokens and {request.max_tokens} generated ones, "
+            f"but the cache has {limits.num_pages} pages of {limits.page_size} tokens; lower max_tokens or shorten the "
+            "prompt, or raise cache.num_pages"
+        )
+    if not chunked_prefill and prompt_len > budget.max_prefill_only:
+        raise RequestRejected(
+            f"{who} has a prompt of {prompt_len} tokens, but a step holds {budget.max_prefill_only} and "
+            "sched.chunked_prefill is false; turn it on or raise sched.max_step_tokens"
+        )

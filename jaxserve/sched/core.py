@@ -1,17 +1,19 @@
 """The mechanism of continuous batching, the same under every policy.
 
-Owns the life of sequences: admission to rows, chunks, decode rows, page growth, preemption, commit. Refuses to decide
-who goes first or who gives way (`policy`), what a page holds (`memory`) and what a bucket costs (`budget`).
+It covers the life of sequences: admission to rows, chunks, decode rows, page growth, preemption, commit. The order of
+sequences and the choice of victims are decided in `policy`, the content of pages in `memory`, the cost of buckets in
+`budget`.
 
 A step is planned in this order: decode rows get the pages they need (preempting if they must), prompts that have begun
 go on, waiting sequences are admitted while rows, pages and tokens last, the last chunk is trimmed to a bucket edge.
 
 Overlap. `schedule` may run while one step is in flight, whose tokens are unknown. The rules, each with a test:
-  * A decode row is planned again without knowing its input: the device keeps it in `last_token[row]`.
+  * A decode row is planned again without knowing its input, which the device keeps in `last_token[row]`, nor its
+    length (`length[row]`): where a row may draw several tokens, `num_fed` is an upper bound until the commit.
   * A sequence with a grammar (`stepwise`) is planned again only after its last token is committed.
-  * A burst is planned on as if every row had taken all its steps. A row that ended in it takes no step of the next
-    burst, and one wasted token if the next plan is none.
-  * A sequence whose planned outputs reach its limit is not planned again, so a length limit never wastes a step.
+  * A sequence whose planned outputs surely reach its limit is not planned again, and its row goes to another in the
+    next plan, so a length limit wastes no step of a row. Its pages are free from the commit of its last token: until
+    then its other answers may fork it, and its last pages may become findable. Where it is not sure, the commit tells.
   * A stop id is seen one step late. The token of the step in flight is dropped at its commit; row and pages are free
     from the commit that saw the end, and the order of the device makes their reuse safe (see `plan`).
   * An aborted sequence in flight is the same: what comes back for it is dropped.
@@ -27,16 +29,15 @@ from collections.abc import Callable
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.admission import check_fits, max_sequence_len
-from jaxserve.sched.budget import StepBudget
-from jaxserve.sched.burst import Bursts, advance
-from jaxserve.sched.draft import Draft, Drawn, Flight, row_setup
+from jaxserve.sched.base import MayWait
+from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len
+from jaxserve.sched.draft import Draft, Flight, row_setup
 from jaxserve.sched.headroom import Headroom
 from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits, PageGrant, StepPlan, StepResult
-from jaxserve.sched.policy import Policy
+from jaxserve.sched.policy import Policy, broken_rule
 from jaxserve.sched.queue import WaitingQueue
 from jaxserve.sched.running import RunningSet
 from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
@@ -56,7 +57,7 @@ class ContinuousScheduler:
     ) -> None:
         self.limits = limits
         self.policy = policy
-        self.memory = SequenceMemory(limits.num_pages, limits.page_size, options.prefix_caching)
+        self.memory = SequenceMemory(limits.num_pages, limits.page_size, options.prefix_caching, options.namespace)
         self.num_preemptions = 0
         self._chunked = options.chunked_prefill
         self._budget = StepBudget(limits)
@@ -68,10 +69,9 @@ class ContinuousScheduler:
         self._last_committed = -1
         self._flights: collections.deque[Flight] = collections.deque()
         self._running = RunningSet(limits.max_rows)
-        self._blocked: tuple[Sequence | None, int] = (None, 0)  # who did not fit, and how many had left by then
+        self._blocked: tuple[Sequence | None, int] = (None, 0)  # what did not fit, and how many had left by then
         self._lengths = create_lengths(options.lengths)
         self._headroom = Headroom(self.memory, options, self._lengths)
-        self._bursts = Bursts(limits.max_burst, self.memory, policy)
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -90,16 +90,25 @@ class ContinuousScheduler:
         if group is None:
             return False
         if index is None:
-            group.unborn.clear()
-        elif index in group.unborn:
-            group.unborn.remove(index)
+            group.unforked.clear()
+        elif index in group.unforked:
+            group.unforked.remove(index)
             return True
         victims = [seq for seq in group.live.values() if index is None or seq.index == index]
-        if group.unborn and victims:  # index 0 goes before its prompt was done: the others must run it themselves
-            self._give_birth(group)
+        if group.unforked and victims:  # index 0 ends before its prompt was done: the others must run it themselves
+            self._enqueue_forks(group)
         for seq in victims:
             self._end(seq)
         return bool(victims)
+
+    def finish(self, request_id: str, index: int) -> bool:
+        """See `TakesEnds`: as `abort`, and the predictor of lengths learns from it."""
+        group = self._groups.get(request_id)
+        seq = None if group is None else group.live.get(index)
+        if seq is None:
+            return False
+        self._lengths.learn(seq)
+        return self.abort(request_id, index)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
@@ -107,20 +116,24 @@ class ContinuousScheduler:
         draft = Draft(self._step_id, self._budget, self._chunked)
         running = self._running
         running.refresh()
-        due = [seq for seq in running.decoding if seq.num_fed == seq.next_stop]
+        due = [seq for seq in running.decoding if seq.num_fed == seq.next_page_at]
         if due:
             self._serve_due(due, draft)
         draft.num_rows = draft.num_tokens = len(running.decoding) - len(draft.stalled)
         if running.prefilling or len(self._queue):
             self._plan_prefills(draft)
         decoding = draft.without_stalled(running.decoding)
-        if not decoding and not draft.pieces:
+        if not decoding and not draft.chunks:
             assert not draft.grants and not draft.setups, (draft.grants, draft.setups)
+            if draft.stalled and not self._flights:
+                raise broken_rule(
+                    self.policy, "victim_for_page", "it gives None while nothing is in flight, so that nobody can go on"
+                )
             return None
         return self._finish_plan(decoding, draft)
 
     def use_limits(self, limits: Limits) -> None:
-        """See `TakesLimits`. What was planned stays as it is."""
+        """See `TakesLimits`. Plans in flight keep their buckets."""
         assert set(limits.buckets) >= set(self.limits.buckets), (limits.buckets, self.limits.buckets)
         assert limits.with_buckets(self.limits.buckets) == self.limits, (limits, self.limits)
         self.limits = limits
@@ -138,25 +151,24 @@ class ContinuousScheduler:
         flight = self._flights.popleft()
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
         self._last_committed = plan.step_id
-        events: list[TokenEvent] = []
-        for drawn in flight.drawn(result):
-            self.policy.on_served(plan, drawn.served)
-            if flight.prefilled:
-                events = [self._answer_pooled(seq) for seq in flight.read_prompts(result)]
-            self._take_tokens(drawn, events, tell_all)
-        return events
-
-    def _take_tokens(self, drawn: Drawn, events: list[TokenEvent], tell_all: bool) -> None:
+        drawn_by = flight.sampled
+        if result.counts is not None:
+            drawn_by = flight.drawn_by(result.counts)
+            self._running.note_lengths()
+        assert len(result.token_ids) == len(drawn_by), (len(result.token_ids), len(drawn_by))
+        self.policy.on_served(plan, flight.sampled)
+        events = [self._answer_pooled(seq) for seq in flight.read_prompts(result)] if flight.prefilled else []
         add_event, new_event = events.append, tuple.__new__  # half the time of TokenEvent(...), and there are hundreds
-        logprobs = drawn.logprobs if drawn.logprobs is not None else itertools.repeat(None)
-        for seq, token_id, logprob in zip(drawn.served, drawn.token_ids, logprobs, strict=False):
+        logprobs = result.logprobs if result.logprobs is not None else itertools.repeat(None)
+        for seq, token_id, logprob in zip(drawn_by, result.token_ids, logprobs, strict=False):
             tokens = seq.tokens
-            if len(tokens) < seq.quiet_len and token_id not in seq.stop_ids:
+            if len(tokens) < seq.next_check_len and token_id not in seq.stop_ids:
                 tokens.append(token_id)
                 if tell_all:
                     add_event(new_event(TokenEvent, (seq.request_id, seq.index, token_id, None, logprob, None)))
             elif seq.state is not FINISHED:
                 add_event(self._take_token(seq, token_id, logprob))
+        return events
 
     def has_work(self) -> bool:
         """See `Scheduler.has_work`."""
@@ -164,7 +176,7 @@ class ContinuousScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, the preempted ones included."""
+        """Waiting sequences, the preempted ones included."""
         return len(self._queue)
 
     @property
@@ -179,23 +191,23 @@ class ContinuousScheduler:
 
     def check(self) -> None:
         """Proves the counts of rows and pages. For tests: takes time in proportion to the pool."""
-        self.memory.pool.check([seq.page_ids for seq in self._running])
+        self.memory.pool.check([seq.page_ids for seq in (*self._running, *self._running.ending)])
         self._running.check()
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
     def _serve_due(self, due: list[Sequence], draft: Draft) -> None:
-        """Drops the rows that have been fed all they will be, and gives a page to those that need one."""
+        """Drops the rows whose last feed is planned, and gives a page to each row that needs one."""
         growing = [seq for seq in due if seq.num_fed < seq.max_fed]
         if len(growing) < len(due):
-            self._running.note_last_feed()
+            self._running.note_lengths()
         pool = self.memory.pool
-        if len(growing) > pool.num_available:  # whoever comes first in order must not be the victim of a later one
+        if len(growing) > pool.num_available:  # an earlier sequence in order must not be the victim of a later one
             now_s = self._clock()
             growing.sort(key=lambda seq: self._queue.rank(seq, now_s))
         for seq in growing:
             if seq.state is not RUNNING:
-                continue  # gave way to one before it
+                continue  # gave way to a sequence before it
             if pool.num_available == 0 and not self._make_room(seq, draft):
                 draft.stalled.append(seq)
                 continue
@@ -204,7 +216,7 @@ class ContinuousScheduler:
         self._running.refresh()
 
     def _make_room(self, seq: Sequence, draft: Draft) -> bool:
-        """Preempts sequences behind `seq` until a page is available. False: it must wait for a commit."""
+        """Preempts sequences behind `seq` until a page is available. False: `seq` must wait for a commit."""
         now_s = self._clock()
         rank = self._queue.rank
         behind = [s for s in self._preemptible(draft) if rank(s, now_s) > rank(seq, now_s)]
@@ -213,13 +225,17 @@ class ContinuousScheduler:
             victim = self.policy.victim_for_page(seq, behind) if behind else None
             if victim is None:
                 return False
+            if victim not in behind:
+                raise broken_rule(
+                    self.policy, "victim_for_page", f"{victim!r:.120} is none of those behind that it may choose from"
+                )
             behind.remove(victim)
             self._preempt(victim, draft)
         return True
 
     def _preemptible(self, draft: Draft) -> list[Sequence]:
-        """Running sequences with something left to plan, and nothing but perhaps a decode row in this plan."""
-        planned = [piece.seq for piece in draft.pieces]
+        """Running sequences with tokens left to plan, which have at most a decode row in this plan."""
+        planned = [chunk.seq for chunk in draft.chunks]
         return [seq for seq in self._running if seq.num_fed < seq.max_fed and seq not in planned]
 
     def _preempt(self, seq: Sequence, draft: Draft) -> None:
@@ -232,35 +248,43 @@ class ContinuousScheduler:
         draft.num_preempted += 1
         self.num_preemptions += 1
         self._leave_row(seq, SequenceState.PREEMPTED)
-        seq.num_fed = 0
+        seq.rewind()
         self._wait(seq)
 
     def _leave_row(self, seq: Sequence, state: SequenceState) -> None:
         self.memory.release(seq)
         self._running.leave(seq, state)
-        seq.quiet_len = 0
+        seq.next_check_len = 0
         seq.forkable_from = NEVER
 
     def _plan_prefills(self, draft: Draft) -> None:
+        may_enter = len(self._queue) > 0 and (self._running.has_free_row or self.policy.preemptive)
+        if not may_enter and not self._running.prefilling:
+            return
         budget = self.policy.prefill_budget(self._running.decoding) if self._chunked else None
         if budget is not None:
-            assert budget >= 1, f"{self.policy} allows {budget} tokens of prompts, so none would ever run"
+            if budget < 1:
+                raise broken_rule(
+                    self.policy,
+                    "prefill_budget",
+                    f"{budget} tokens of prompts are none, so none would ever run",
+                )
             draft.prefill_left = budget
-        beside = self._budget.beside(len(self._running.decoding)) if self._chunked else None
+        beside = self._budget.max_prefill_beside(len(self._running.decoding)) if self._chunked else None
         if beside is not None:
             draft.prefill_left = min(draft.prefill_left, beside)
         for seq in self._running.prefilling:
-            if not draft.add_piece(seq, draft.fitting(len(seq.tokens) - seq.num_fed)):
+            if not draft.add_chunk(seq, draft.fitting(len(seq.tokens) - seq.num_fed)):
                 return
         if draft.num_preempted:
-            return  # memory is short: whoever got in now would be the next victim
-        if self.policy.dynamic_order and (self._running.has_free_row or self.policy.preemptive):
-            self._queue.reorder(self._clock())
+            return  # memory is short: a sequence admitted now would be the next victim
+        if self.policy.dynamic_order and may_enter:
+            self._queue.refresh(self._clock())
         while self._admit_first(draft):
             pass
 
     def _admit_first(self, draft: Draft) -> bool:
-        """Admits the first in the queue with its first piece. False: it stays, and so do all behind it."""
+        """Admits the first in the queue with its first chunk. False: it waits, and so do all behind it."""
         running = self._running
         if not running.has_free_row and not self.policy.preemptive:
             return False
@@ -268,8 +292,12 @@ class ContinuousScheduler:
         if seq is None or seq.ready_after > self._last_committed:
             return False
         if running and self._blocked == (seq, running.num_left):
-            return False  # nobody has left since: do not match a long prompt again at every step
+            return False  # no sequence has left since: do not match a long prompt again at every step
         if not self.policy.may_admit(seq, list(running)):
+            if not running and not self._flights and not isinstance(self, MayWait):
+                raise broken_rule(
+                    self.policy, "may_admit", f"it refuses {seq.request_id!r} while nothing runs, so nothing ever would"
+                )
             return False
         while True:
             placement = self.memory.place(seq, self._groups[seq.request_id].fork_source(seq, draft.step_id))
@@ -285,22 +313,34 @@ class ContinuousScheduler:
             if victim is None:
                 return False
             if running.has_free_row and self.memory.fits(placement, 0):
-                break  # only growth speaks against it, and that will be at the expense of those behind
+                break  # it fits but for the growth of others, which will be at the expense of sequences behind it
             self._give_way(victim, draft)
-        self._queue.pop(seq)
+        self._queue.remove(seq)
         self._enter_row(seq, placement, draft)
-        return draft.add_piece(seq, length)
+        return draft.add_chunk(seq, length)
 
     def _victim_for(self, seq: Sequence, draft: Draft) -> Sequence | None:
-        """Whom the policy would preempt for `seq`, the first in the queue."""
+        """The sequence that the policy would preempt for `seq`, the first in the queue."""
         if draft.copies:
             return None  # a page that is copied in this step must not change hands in it
-        now_s = self._clock()
-        candidates = sorted(self._preemptible(draft), key=lambda s: self._queue.rank(s, now_s))
-        return self.policy.victim_for_admission(seq, candidates) if candidates else None
+        now_s, rank = self._clock(), self._queue.rank
+        candidates = sorted(self._preemptible(draft), key=lambda s: rank(s, now_s))
+        victim = self.policy.victim_for_admission(seq, candidates) if candidates else None
+        if victim is not None and victim not in candidates:
+            raise broken_rule(
+                self.policy, "victim_for_admission", f"{victim!r:.120} is none of those that it may choose from"
+            )
+        if victim is not None and rank(victim, now_s) < rank(seq, now_s):
+            raise broken_rule(
+                self.policy,
+                "victim_for_admission",
+                f"{victim.request_id!r} stands before {seq.request_id!r} in the order of the policy, so each would "
+                "preempt the other for ever; a victim stands behind",
+            )
+        return victim
 
     def _give_way(self, victim: Sequence, draft: Draft) -> None:
-        if victim in self._running.decoding and victim not in draft.stalled and not draft.alone:
+        if victim in self._running.decoding and victim not in draft.stalled and not draft.prefill_only:
             draft.num_rows -= 1
             draft.num_tokens -= 1
         self._preempt(victim, draft)
@@ -319,28 +359,44 @@ class ContinuousScheduler:
         draft.trim()
         positions = [seq.num_fed for seq in decoding]
         running = self._running
-        num_steps, row_steps = self._bursts.plan(decoding, draft, running, len(self._queue))
-        advance(decoding, num_steps, row_steps)
+        row_tokens = self._feed(decoding, draft)
         rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
-        self.policy.observe(decoding, [(piece.seq, piece.length) for piece in draft.pieces])
-        sampled = [*decoding, *(p.seq for p in draft.pieces if p.samples)] if draft.pieces else decoding
+        self.policy.observe(decoding, [(chunk.seq, chunk.length) for chunk in draft.chunks])
+        sampled = [*decoding, *(p.seq for p in draft.chunks if p.samples)] if draft.chunks else decoding
         plan = StepPlan(
             step_id=self._step_id,
             decode_rows=rows,
             decode_positions=tuple(positions),
-            chunks=tuple([piece.to_chunk() for piece in draft.pieces]),
+            chunks=tuple([chunk.to_chunk() for chunk in draft.chunks]),
             setups=tuple(draft.setups),
             grants=tuple(draft.grants),
             copies=tuple(draft.copies),
             freed_rows=running.take_freed_rows(),
-            num_steps=num_steps,
-            row_steps=row_steps,
+            row_tokens=row_tokens,
         )
-        for piece in draft.pieces:
-            self._advance_prefill(piece.seq, piece.length)
+        for chunk in draft.chunks:
+            self._advance_prefill(chunk.seq, chunk.length)
         self._step_id += 1
-        self._flights.append(Flight(plan, sampled, [piece.seq for piece in draft.pieces]))
+        self._flights.append(Flight(plan, sampled, [chunk.seq for chunk in draft.chunks]))
         return plan
+
+    def _feed(self, decoding: list[Sequence], draft: Draft) -> tuple[int, ...]:
+        """Counts what the decode rows may feed: one token each, or as many as the device can and pages are free for."""
+        if self.limits.max_row_tokens == 1:
+            for seq in decoding:
+                seq.num_fed += 1
+            return ()
+        row_tokens: list[int] = []
+        for seq in decoding:
+            most = 1 if seq.stepwise else min(self.limits.max_row_tokens, seq.max_fed - seq.num_fed)
+            first, pages = len(seq.page_ids), []
+            while seq.num_fed + most > seq.next_page_at and self.memory.pool.num_available:
+                pages.append(self.memory.grow(seq))
+            if pages:
+                draft.grants.append(PageGrant(seq.row, first, tuple(pages)))
+            row_tokens.append(min(most, seq.next_page_at - seq.num_fed))
+            seq.feed(row_tokens[-1])
+        return tuple(row_tokens)
 
     def _advance_prefill(self, seq: Sequence, length: int) -> None:
         seq.num_fed += length
@@ -349,13 +405,13 @@ class ContinuousScheduler:
             return
         seq.forkable_from = self._step_id + 1
         self._running.end_prefill(seq)
-        self._give_birth(self._groups[seq.request_id])
+        self._enqueue_forks(self._groups[seq.request_id])
 
-    def _give_birth(self, group: Group) -> None:
+    def _enqueue_forks(self, group: Group) -> None:
         """The prompt is planned, or index 0 is gone: the other sequences may run from the next step on."""
-        for index in group.unborn:
+        for index in group.unforked:
             self._enqueue(group, index)
-        group.unborn.clear()
+        group.unforked.clear()
 
     def _enqueue(self, group: Group, index: int) -> None:
         seq = Sequence(group.request, index, group.order, max_sequence_len(group.request, self.limits))
@@ -375,7 +431,7 @@ class ContinuousScheduler:
         prompt = seq.prompt_info() if seq.num_outputs == 1 else None
         if seq.state is RUNNING:
             self.memory.publish(seq, len(seq.tokens) - 1)
-            seq.quiet_len = min(seq.max_fed, self.memory.next_publish(seq))
+            seq.next_check_len = min(seq.max_fed, self.memory.next_publish(seq))
         if reason is not None:
             self._lengths.learn(seq)
             self._end(seq)
@@ -388,13 +444,14 @@ class ContinuousScheduler:
         return TokenEvent(seq.request_id, seq.index, -1, FinishReason.STOP, None, prompt)
 
     def _end(self, seq: Sequence) -> None:
+        if seq.state is not RUNNING:
+            self._queue.remove(seq)
         self.policy.on_end(seq)
         if seq.state is RUNNING:
             self._leave_row(seq, FINISHED)
         else:
             seq.move(FINISHED)
-            self._queue.note_end()
         group = self._groups[seq.request_id]
         del group.live[seq.index]
-        if not group.live and not group.unborn:
+        if not group.live and not group.unforked:
             del self._groups[seq.request_id]

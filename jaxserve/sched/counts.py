@@ -1,7 +1,6 @@
-"""What a scheduler holds at this moment, as numbers: for metrics and for whoever looks.
+"""`SchedulerCounts`: the sequences and pages of a `ContinuousScheduler` at this moment, for metrics and observers.
 
-Owns `SchedulerCounts` and how it is read from a `ContinuousScheduler`. Refuses to change anything, and to guess about
-a scheduler of somebody else's: of that one nothing is known. May be called from any thread: each number is one read
+Nothing is known of other classes of schedulers. The functions may be called from any thread: each number is one read
 of a counter that the scheduler keeps anyway, so the numbers may be of two neighbouring steps.
 """
 
@@ -18,7 +17,7 @@ class SchedulerCounts(NamedTuple):
       waiting: sequences without a row, the preempted ones included.
       running: sequences with a row.
       pages: all there are; each is free, cached (content, no holder) or held.
-      free_pages, cached_pages, held_pages: those.
+      free_pages, cached_pages, held_pages: the pages in each of these states.
       shared_pages: held ones with two holders or more.
       queried_tokens, hit_tokens: of prompts, looked up in the prefix cache and found there.
       preemptions: rows taken from sequences that had not ended.

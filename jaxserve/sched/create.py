@@ -1,7 +1,4 @@
-"""From a name in a config, or a thing from a notebook, to a scheduler.
-
-Owns the registry of policies and `create_scheduler`. Refuses to hold a policy or a mechanism.
-"""
+"""The registry of policies, and the way from a name in a config, or an object from a notebook, to a scheduler."""
 
 import inspect
 import time
@@ -22,12 +19,12 @@ SCHEDULERS: Registry[type[Policy] | Policy | SchedulerFactory | Scheduler] = Reg
     "scheduler",
     "jaxserve.schedulers",
     {
-        "fcfs": "jaxserve.sched.fcfs:FcfsPolicy",
-        "priority": "jaxserve.sched.priority:PriorityPolicy",
-        "preemptive": "jaxserve.sched.preemptive:PreemptivePolicy",
-        "sjf": "jaxserve.sched.sjf:SjfPolicy",
-        "fair": "jaxserve.sched.fair:FairPolicy",
-        "slo": "jaxserve.sched.slo:SloPolicy",
+        "fcfs": "jaxserve.sched.policies:FcfsPolicy",
+        "priority": "jaxserve.sched.policies:PriorityPolicy",
+        "preemptive": "jaxserve.sched.policies:PreemptivePolicy",
+        "sjf": "jaxserve.sched.policies:SjfPolicy",
+        "fair": "jaxserve.sched.policies:FairPolicy",
+        "slo": "jaxserve.sched.policies:SloPolicy",
     },
 )
 
@@ -58,11 +55,8 @@ def create_scheduler(
     """
     if options is None:
         options = SchedulerOptions()
-    found = SCHEDULERS.get(policy)
+    found = find_scheduler(policy)
     if isinstance(found, type) and issubclass(found, Policy):
-        if inspect.isabstract(found):
-            lacking = ", ".join(sorted(found.__abstractmethods__))
-            raise ConfigError(f"the policy {found.__name__} lacks the method {lacking}; add it to the class")
         found = found(options)
     if isinstance(found, Policy):
         return ContinuousScheduler(limits, found, options, clock)
@@ -77,6 +71,17 @@ def create_scheduler(
     return cast(Scheduler, found)
 
 
+def find_scheduler(
+    policy: str | type[Policy] | Policy | SchedulerFactory | Scheduler,
+) -> type[Policy] | Policy | SchedulerFactory | Scheduler:
+    """The object that `policy` names, checked as far as possible without a device. Raises ConfigError."""
+    found = SCHEDULERS.get(policy)
+    if isinstance(found, type) and issubclass(found, Policy) and inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"the policy {found.__name__} lacks the method {lacking}; add it to the class")
+    return found
+
+
 def uses_priority(scheduler: Scheduler) -> bool:
-    """Whether `Request.priority` may change anything. True for a scheduler of somebody else's: nobody knows."""
+    """Whether `Request.priority` may change anything. True for a class from elsewhere, which may use it."""
     return not isinstance(scheduler, ContinuousScheduler) or scheduler.policy.uses_priority

@@ -1,16 +1,16 @@
-"""Whether one more may get in without somebody being thrown out soon: admission that looks ahead.
+"""Admission that looks ahead: whether one more sequence may start without a preemption soon after.
 
-Owns the watermark and the projection of growth. Refuses to know an order, and to be exact: it is asked to make
-preemption rare, and the preemption in `core` is what keeps an error harmless.
+Two rules decide: a watermark of free pages and a projection of growth. Neither has to be exact: they make preemption
+rare, and the preemption in `core` keeps an error harmless.
 
-The projection: every running sequence grows by a token a step until its expected end, and then gives all back. Sorted
-by what is left, longest first, the k-th to last end comes when k sequences have grown by what it has left, and the
-others are gone. The pages needed at the worst of these moments are what an admission must leave. (LightLLM plans its
-admissions by the same peak.)
+The projection: every running sequence grows by a token a step until its expected end, and then gives back all its
+pages. Sorted by the tokens they have left, longest first, the k-th sequence ends when the k longest have each grown by
+its tokens left, and all others are gone. An admission must leave the pages needed at the worst of these moments.
+(LightLLM plans its admissions by the same peak.)
 
 The defaults are measured (`scripts/measure_admission.py`, a cache that is short all the time). Of 1500 chats 4 were
-preempted, and of 1000 essays 335, against 680 and 1415 with no look ahead, at 2 % and 6 % more tokens a second. To plan
-for all that is expected, or for all that was asked, preempts less, and leaves so many rows empty that it is slower.
+preempted, and of 1000 essays 335, against 680 and 1415 without looking ahead, at 2 % and 6 % more tokens a second. A
+plan for all expected tokens, or for all requested ones, preempts less, but leaves so many rows empty that it is slower.
 """
 
 import math
@@ -36,7 +36,7 @@ class Headroom:
         self._num_trusted = 0
 
     def admits(self, seq: Sequence, placement: Placement, running: RunningSet) -> bool:
-        """Whether `seq` fits now, and the others keep room to grow. Who would be alone need only fit."""
+        """Whether `seq` fits now and the others keep room to grow. A sequence alone on the device need only fit."""
         if not running:
             return self._memory.fits(placement, 0)
         if not self._memory.fits(placement, self._watermark):
@@ -60,17 +60,17 @@ class Headroom:
         return True
 
     def _left(self, seq: Sequence) -> float:
-        """Tokens it is expected to grow by."""
+        """Tokens by which `seq` is expected to grow."""
         return self._growth * (self._lengths.expected_len(seq) - (len(seq.tokens) - seq.prompt_len))
 
     def _rows(self, running: RunningSet) -> list[tuple[float, int]]:
-        """Of each: tokens it has left, and pages that its end will free."""
+        """Of each running sequence: tokens it has left, and pages that its end will free."""
         size = self._memory.page_size
-        # Pages that it shared when it came are not counted: others may hold them.
-        return [(self._left(seq), len(seq.page_ids) - seq.num_cached // size) for seq in running]
+        # Pages that a sequence shared when it was admitted are not counted: others may hold them.
+        return [(self._left(seq), len(seq.page_ids) - seq.num_cached // size) for seq in (*running, *running.ending)]
 
     def _peak(self, rows: list[tuple[float, int]]) -> float:
-        """The most pages that will ever be needed beyond those held now, when nobody else comes."""
+        """The most pages that will ever be needed beyond those held now, when no further sequence is admitted."""
         size = self._memory.page_size
         rows.sort(reverse=True)
         held = sum(own for _, own in rows)

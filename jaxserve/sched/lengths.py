@@ -1,10 +1,10 @@
-"""How long an output will be: the guess behind projected growth and behind `sjf`.
+"""Predictors of output length, used by the projection of page growth (`headroom`) and by the policy `sjf`.
 
-Owns the hook, and two predictors: the one that believes what a request asks for, and the one that learns from what
-ended before. Refuses to read prompts: a predictor that does is a class of somebody else's with the same two methods.
+There are two: one takes the limit of the request, the other learns from outputs that ended before. A predictor that
+reads prompts would be a class from elsewhere with the same two methods.
 
-Why learn at all: clients ask for far more than they get (null means all the context), so a cache planned by what they
-ask stays half empty, and one planned by nothing preempts.
+Learning pays because clients ask for far more tokens than they get (null means all the context): a cache planned by
+their limits stays half empty, and a cache planned without any prediction preempts.
 """
 
 from typing import Protocol
@@ -36,7 +36,7 @@ def max_output_len(seq: Sequence) -> int:
 
 
 class AskedLengths:
-    """Everybody gets all that was asked for: right where outputs are cut by `max_tokens`, too long elsewhere."""
+    """Every output is as long as its limit: right where outputs are cut by `max_tokens`, too long elsewhere."""
 
     def expected_len(self, seq: Sequence) -> int:
         """The limit of the request."""

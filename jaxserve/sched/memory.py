@@ -1,7 +1,7 @@
 """The pages of sequences: what an admission needs, growth, sharing, copy-on-write, release.
 
-Owns the meeting of page pool, prefix cache and block tables. Refuses to choose who gets pages: the scheduler asks
-whether a placement fits and says who gives up what.
+Page pool, prefix cache and block tables meet here. The scheduler decides which sequence gets pages and which gives them
+up; it asks here whether a placement fits.
 
 A sequence gets the pages of all its known tokens when it is admitted, and one page at a time as it grows. So a prompt
 that has begun never stops half-way for want of pages, and only decode rows can run the pool dry.
@@ -9,15 +9,16 @@ that has begun never stops half-way for want of pages, and only decode rows can 
 
 import dataclasses
 
+from jaxserve.content import Blocks
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import PageCopy
-from jaxserve.sched.prefix import BlockHash, PageEntry, PrefixCache, hash_block
+from jaxserve.sched.prefix import PageEntry, PrefixCache
 from jaxserve.sched.state import NEVER, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How a sequence could be placed now. Valid until anything else changes.
+    """A possible placement of a sequence. Valid until anything else changes.
 
     Attributes:
       start: tokens whose keys and values are there already.
@@ -35,14 +36,12 @@ class Placement:
 
 
 class SequenceMemory:
-    """Mutated only by the scheduler that made it. It alone writes `page_ids` and `chain` of a sequence."""
+    """Mutated only by the scheduler that made it. It alone writes `page_ids`, `chain` and `blocks` of a sequence."""
 
-    def __init__(
-        self, num_pages: int, page_size: int, prefix_caching: bool, block_hash: BlockHash = hash_block
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool, namespace: str = "") -> None:
         self.pool = PagePool(num_pages)
         self.page_size = page_size
-        self.prefix = PrefixCache(self.pool, page_size, block_hash) if prefix_caching else None
+        self.prefix = PrefixCache(self.pool, page_size, namespace) if prefix_caching else None
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -62,7 +61,7 @@ class SequenceMemory:
             )
         chain: list[PageEntry] = []
         if self.prefix is not None and not seq.needs_whole_prompt:
-            chain = self.prefix.match(seq.request.cache_salt, seq.tokens)
+            chain = self.prefix.match(seq.request.cache_salt, self._blocks(self.prefix, seq))
         return Placement(
             start=len(chain) * self.page_size,
             shared=tuple(entry.page_id for entry in chain),
@@ -71,7 +70,7 @@ class SequenceMemory:
         )
 
     def num_taken(self, placement: Placement) -> int:
-        """Available pages that the placement uses up: those of its own, and cached ones that nobody holds."""
+        """Available pages that the placement uses up: those of its own, and cached ones without a holder."""
         return placement.num_fresh + sum(self.pool.num_refs(page_id) == 0 for page_id in placement.shared)
 
     def fits(self, placement: Placement, reserve: float) -> bool:
@@ -87,7 +86,7 @@ class SequenceMemory:
         return sum(self.pool.num_refs(page_id) == 1 for page_id in seq.page_ids)
 
     def recompute_len(self, seq: Sequence, num_wanted: int) -> int:
-        """Tokens of `seq` to compute again if it is preempted now, and somebody takes `num_wanted` pages at once.
+        """Tokens of `seq` to compute again if it is preempted now and `num_wanted` pages are taken at once.
 
         What the prefix cache holds of it need not be computed, except for the pages that would be taken: free pages go
         first, and of its own the last ones.
@@ -110,7 +109,11 @@ class SequenceMemory:
         seq.chain = list(placement.chain)
         seq.chain_open = self.prefix is not None and len(placement.chain) == len(placement.shared)
         seq.num_fed = placement.start
-        seq.next_stop = min(seq.max_fed, len(seq.page_ids) * self.page_size)
+        seq.next_page_at = min(seq.max_fed, len(seq.page_ids) * self.page_size)
+        if self.prefix is not None:
+            blocks = self._blocks(self.prefix, seq)
+            for entry in placement.chain[len(blocks.keys) :]:  # what it shares with the sequence that it is a fork of
+                blocks.learn(entry.key, entry.content)
         if placement.copy_source:
             return [PageCopy(placement.copy_source, seq.page_ids[len(placement.shared)])]
         if self.prefix is not None:
@@ -119,10 +122,10 @@ class SequenceMemory:
         return []
 
     def grow(self, seq: Sequence) -> int:
-        """One page more, for the position that is fed next."""
+        """Takes one page more, for the position that is fed next."""
         page_id = self.pool.allocate()
         seq.page_ids.append(page_id)
-        seq.next_stop = min(seq.max_fed, len(seq.page_ids) * self.page_size)
+        seq.next_page_at = min(seq.max_fed, len(seq.page_ids) * self.page_size)
         return page_id
 
     def publish(self, seq: Sequence, num_written: int) -> None:
@@ -133,15 +136,20 @@ class SequenceMemory:
         """
         size = self.page_size
         while seq.chain_open and (len(seq.chain) + 1) * size <= num_written:
-            assert self.prefix is not None
+            assert self.prefix is not None and seq.blocks is not None
             first = len(seq.chain)
             parent = seq.chain[-1] if first else self.prefix.root(seq.request.cache_salt)
-            block = tuple(seq.tokens[first * size : (first + 1) * size])
-            entry = self.prefix.record(parent, block, seq.page_ids[first])
+            entry = self.prefix.record(parent, seq.blocks, first, seq.page_ids[first])
             if entry is None:
                 seq.chain_open = False
             else:
                 seq.chain.append(entry)
+
+    def _blocks(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
+        """The contents of the pages of `seq`, computed once for as long as it lives."""
+        if seq.blocks is None:
+            seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, seq.request.content)
+        return seq.blocks
 
     def next_publish(self, seq: Sequence) -> int:
         """Positions that must be written before `publish` has something to do."""

@@ -1,7 +1,7 @@
 """`SchedulerOptions`: what a config or a notebook may set, for the mechanism and for the built-in policies.
 
-Owns names, defaults and bounds. Refuses meaning: what a value does is written where it is used. One value for all
-policies, so that changing the policy's name is the whole of changing a policy.
+Names, defaults and bounds are here; what a value does is written where it is used. All policies share the one class,
+so that changing the policy's name is the whole of changing a policy.
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ class SchedulerOptions:
     Attributes:
       chunked_prefill: cut prompts to fill steps; False runs each prompt in one piece.
       prefix_caching: share pages of equal prompt beginnings.
+      namespace: of the keys of pages: all that keys and values follow from beside the content, such as the checkpoint.
       watermark: share of all pages that an admission leaves free, beside the growth that is foreseen.
       growth: how much of the foreseen growth of running sequences an admission leaves room for; 0: none, 1: all.
-      lengths: who foresees the length of outputs: a name (see `lengths.LENGTHS`), a path, or a predictor.
+      lengths: predictor of the length of outputs: a name (see `lengths.LENGTHS`), a path, or a predictor.
       ageing_s: `priority` and `preemptive`: seconds of waiting that are worth one level. `sjf`: what are worth
         `sjf.TOKENS_PER_LEVEL` tokens of work.
       input_weight, output_weight: `fair`: what a token of a prompt and a generated one are charged.
@@ -32,6 +33,7 @@ class SchedulerOptions:
 
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    namespace: str = ""
     watermark: float = 0.03
     growth: float = 0.5
     lengths: str | LengthPredictor | type[LengthPredictor] = "learned"

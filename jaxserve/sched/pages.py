@@ -1,8 +1,8 @@
-"""The page pool: who holds which page, and which unheld pages still have content worth keeping.
+"""The page pool: page ids, reference counts, and the order in which cached pages are evicted.
 
-Owns page ids, reference counts and the order of eviction. Refuses to know what is in a page: the prefix cache does,
-and is told through `on_evict` when a page loses its content. Refuses bytes and layouts: a page id is all there is,
-so the same pool serves every kernel backend and the simulator.
+What a page contains is known to the prefix cache, which is told through `on_evict` when a page loses its content. Bytes
+and layouts belong to the kernel backends: the pool knows a page by its id alone, so one pool serves them all and the
+simulator.
 
 Every page is exactly one of: free (no content), idle (content kept, no holder), held (one holder or more).
 All operations are O(1) a page.
@@ -17,7 +17,7 @@ _FREE, _KEPT, _USED, _SHARED = b"fcus"
 
 
 def _ignore(page_id: int) -> None:
-    """Nobody keeps content."""
+    """The default `on_evict`: no cache keeps content."""
 
 
 class PagePool:
@@ -49,7 +49,7 @@ class PagePool:
         return self.num_pages - len(self._free) - len(self._idle)
 
     def num_refs(self, page_id: int) -> int:
-        """How many sequences hold the page."""
+        """Number of sequences that hold the page."""
         return self._num_refs[page_id]
 
     def allocate(self) -> int:

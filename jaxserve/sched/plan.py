@@ -1,8 +1,8 @@
-"""`StepPlan`: all that the device is told of one step, as a value.
+"""`StepPlan`: everything that a device needs to execute one step, as a value.
 
-Owns the plan and result types and their JSON form. Refuses to decide anything: policies fill plans, runners execute
-them. A plan is the only seam between the two, so the same value drives the device, a fake runner, the simulator, a
-log, a replay, and on several hosts a broadcast.
+The types of plans and results are here, with their JSON form. Schedulers fill plans, runners execute them. A plan is
+the only seam between the two, so the same value drives the device, a fake runner, the simulator, a log, a replay, and
+on several hosts a broadcast.
 
 Rules that an executor may rely on:
   * Steps are executed in the order of `step_id`; within a step: `freed_rows`, `setups`, `grants`, `copies`, then the
@@ -11,21 +11,35 @@ Rules that an executor may rely on:
   * Page 0 is the dummy page: never granted, the target of padding.
   * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
   * A row that draws under a mask draws a token of it. The mask holds for this step alone.
-  * `decode_rows` read their input token from the device (`last_token[row]`), `chunks` carry theirs.
-  * A burst (`num_steps` above 1) is so many steps of its decode rows in one launch. Each row feeds what it drew last,
-    until it has taken its steps or what it would feed has ended it: a stop id, with more than `min_tokens` drawn. A row
-    whose end was drawn by an earlier plan takes none. It has no chunks and no masks, and its grants cover all steps.
+  * `decode_rows` read their input token and their length from the device (`last_token[row]`, `length[row]`), `chunks`
+    carry theirs. What the plan says of the length of a decode row is an upper bound.
+  * A decode row feeds and draws one token or more, up to `row_tokens`, and its result says how many. The next token of
+    the row follows the last one that it drew. The pages that the row was granted hold all that it may feed.
 """
 
 import base64
 import dataclasses
+import enum
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from jaxserve.api import SamplingParams, TokenLogprobs
+from jaxserve.sched import codec
 
-__all__ = ["Bucket", "Chunk", "Limits", "PageCopy", "PageGrant", "RowMask", "RowSetup", "StepPlan", "StepResult"]
+__all__ = [
+    "Bucket",
+    "Chunk",
+    "Limits",
+    "PageCopy",
+    "PageGrant",
+    "Parts",
+    "RowMask",
+    "RowSetup",
+    "StepPlan",
+    "StepResult",
+    "reads_history",
+]
 
 DUMMY_PAGE = 0
 
@@ -43,7 +57,7 @@ class Bucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """All that a policy may know of the device.
+    """The facts about the device that a policy may use.
 
     Attributes:
       max_rows: rows that can run at once.
@@ -51,11 +65,12 @@ class Limits:
       page_size: tokens a page holds.
       max_model_len: tokens a sequence may have, prompt and output.
       buckets: compiled shapes, ascending; a plan must fit one of them. Later limits of the same device may have more,
-        never fewer, and the largest are there from the start: what fits these fits those, and what fits those fits
-        these, perhaps with more padding.
-      max_burst: steps that one launch may hold; 1: the device has no bursts.
-      max_mixed_tokens: tokens of a step in which prompts stand beside rows that decode, so that it takes those not
-        much longer than one without; None: no limit. A scheduler may know better; every plan that fits a bucket runs.
+        never fewer, and the largest are there from the start: a plan that fits one of the lists fits the other, perhaps
+        with more padding.
+      max_row_tokens: tokens that a decode row may draw in one step. It takes the room of one token in a bucket however
+        many these are.
+      max_mixed_tokens: tokens of a step with prompts beside decode rows, so that it is not much longer than a step
+        without prompts; None: no limit. It is a recommendation; every plan that fits a bucket runs.
     """
 
     max_rows: int
@@ -63,11 +78,11 @@ class Limits:
     page_size: int
     max_model_len: int
     buckets: tuple[Bucket, ...]
-    max_burst: int = 1
+    max_row_tokens: int = 1
     max_mixed_tokens: int | None = None
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Limits":
-        """The same, with another list of buckets, in any order."""
+        """These limits with another list of buckets, in any order."""
         return dataclasses.replace(self, buckets=tuple(sorted(buckets)))
 
     @property
@@ -85,12 +100,8 @@ class Limits:
         return min(fitting, key=lambda b: (b.tokens, b.rows, not b.decode_only), default=None)
 
     def bucket_of(self, plan: "StepPlan") -> Bucket | None:
-        """The bucket that runs `plan`, or None. Bursts are compiled for the buckets of decode steps alone."""
-        if plan.num_steps == 1:
-            return self.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
-        if plan.num_steps > self.max_burst or not plan.decode_only:
-            return None
-        return min((b for b in self.buckets if b.decode_only and b.rows >= plan.num_rows), default=None)
+        """The cheapest bucket that runs `plan`, or None."""
+        return self.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +110,8 @@ class RowSetup:
 
     `seed` is the sequence's own (already distinct for each of the n sequences). `prompt_len` tells prompt from output
     when a preempted sequence is computed again: tokens from `prompt_len` on count as output for penalties.
-    `token_ids` are the tokens known so far (prompt, then output after a preemption).
+    `num_tokens` are known so far (prompt, then output after a preemption). `token_ids` are the first of them: those
+    that no chunk will bring, since they are in the row's pages already; all of them where `reads_history`.
     """
 
     row: int
@@ -107,10 +119,17 @@ class RowSetup:
     index: int
     seed: int
     prompt_len: int
+    num_tokens: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     bad_word_ids: tuple[tuple[int, ...], ...]
+
+
+def reads_history(sampling: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether sampling reads tokens before the last: the device then gets all of them with the row."""
+    penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    return bool(penalised or bad_word_ids) or sampling.prompt_logprobs is not None
 
 
 class PageGrant(NamedTuple):
@@ -164,42 +183,52 @@ class RowMask(NamedTuple):
         return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
+class Parts(enum.Enum):
+    """How a field is split when a pipeline runs a plan in parts, one after the other."""
+
+    FIRST = "first"  # concerns the whole step, and comes before all of it: the first part has it, the others nothing
+    EACH = "each"  # is the same in all parts
+    DEALT = "dealt"  # has an entry for each decode row, which goes where the row goes
+    CUT = "cut"  # the chunks, cut in the order of their tokens
+
+    @property
+    def field(self) -> dict[str, "Parts"]:
+        """The metadata of a dataclass field of this kind; without any it is FIRST."""
+        return {"parts": self}
+
+    @classmethod
+    def of(cls, field: "dataclasses.Field[Any]") -> "Parts":
+        return field.metadata.get("parts", cls.FIRST)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step. Rows of the batch are `decode_rows` first, then one per chunk, in this order.
 
-    `decode_positions[i]` is the position of the token that `decode_rows[i]` feeds (= tokens already in its pages).
+    `decode_positions[i]` is the position of the token that `decode_rows[i]` feeds (= tokens already in its pages), or
+    more: as long as the result of an earlier step may say that the row drew fewer tokens than it could.
+    `row_tokens[i]` is how many tokens `decode_rows[i]` may draw, 1 or more; one each where `row_tokens` is empty.
     `masks` are put in by the engine, one for each row that draws under `SamplingParams.structured`.
-    `num_steps` above 1 makes it a burst, in which `decode_rows[i]` takes `row_steps[i]` of the steps, 1 or more; all of
-    them where `row_steps` is empty.
+
+    A field is declared here and nowhere else: its JSON, step logs, replays and other processes follow from the class,
+    and the parts of a pipeline from its metadata (`Parts`).
     """
 
-    step_id: int
-    decode_rows: tuple[int, ...] = ()
-    decode_positions: tuple[int, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    step_id: int = dataclasses.field(metadata=Parts.EACH.field)
+    decode_rows: tuple[int, ...] = dataclasses.field(default=(), metadata=Parts.DEALT.field)
+    decode_positions: tuple[int, ...] = dataclasses.field(default=(), metadata=Parts.DEALT.field)
+    chunks: tuple[Chunk, ...] = dataclasses.field(default=(), metadata=Parts.CUT.field)
     setups: tuple[RowSetup, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     freed_rows: tuple[int, ...] = ()
     masks: tuple[RowMask, ...] = ()
-    num_steps: int = 1
-    row_steps: tuple[int, ...] = ()
+    row_tokens: tuple[int, ...] = dataclasses.field(default=(), metadata=Parts.DEALT.field)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step, padding left out; of a burst, those of its first step."""
+        """Places of the step in a bucket, padding left out: one for each decode row and each token of a chunk."""
         return len(self.decode_rows) + sum(len(c.token_ids) for c in self.chunks)
-
-    @property
-    def num_fed(self) -> int:
-        """Tokens of all its steps, if no row ends before it has taken its own; `num_tokens` but for a burst."""
-        return self.num_tokens if self.num_steps == 1 else sum(self.steps_of_rows)
-
-    @property
-    def steps_of_rows(self) -> tuple[int, ...]:
-        """What each of `decode_rows` takes of the steps."""
-        return self.row_steps or (self.num_steps,) * len(self.decode_rows)
 
     @property
     def num_rows(self) -> int:
@@ -217,66 +246,31 @@ class StepPlan:
         return self.decode_rows + tuple(c.row for c in self.chunks if c.sample)
 
     def to_json(self) -> str:
-        """One line. `from_json(plan.to_json()) == plan`. What makes a burst is left out of all other plans."""
-        fields = _fields_of(self)
-        if not self.row_steps:
-            del fields["row_steps"]
-        if self.num_steps == 1:
-            del fields["num_steps"]
-        return json.dumps(fields, default=_fields_of, separators=(",", ":"))
+        """One line, without the fields that hold their defaults. `from_json(plan.to_json()) == plan`."""
+        return codec.dumps(self)
 
     @classmethod
-    def from_json(cls, line: str) -> "StepPlan":
+    def from_json(cls, line: str) -> Self:
         """The plan that `to_json` wrote."""
         return cls.from_fields(json.loads(line))
 
     @classmethod
-    def from_fields(cls, raw: dict[str, Any]) -> "StepPlan":
+    def from_fields(cls, raw: dict[str, Any]) -> Self:
         """The plan of a JSON object, already parsed: for lines that hold more than a plan."""
-        return cls(
-            step_id=raw["step_id"],
-            decode_rows=tuple(raw["decode_rows"]),
-            decode_positions=tuple(raw["decode_positions"]),
-            chunks=tuple(Chunk(row, start, tuple(ids), *asks) for row, start, ids, *asks in raw["chunks"]),
-            setups=tuple(_setup_from_json(s) for s in raw["setups"]),
-            grants=tuple(PageGrant(row, first, tuple(ids)) for row, first, ids in raw["grants"]),
-            copies=tuple(PageCopy(*c) for c in raw["copies"]),
-            freed_rows=tuple(raw["freed_rows"]),
-            masks=tuple(RowMask(*m) for m in raw["masks"]),
-            num_steps=raw.get("num_steps", 1),
-            row_steps=tuple(raw.get("row_steps", ())),
-        )
-
-
-def _fields_of(value: Any) -> dict[str, Any]:
-    """For `json`, which knows tuples and asks about dataclasses. `asdict` copies each number: milliseconds a step."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def _setup_from_json(raw: dict[str, Any]) -> RowSetup:
-    sampling = dict(raw.pop("sampling"))
-    return RowSetup(
-        **{
-            **raw,
-            "token_ids": tuple(raw["token_ids"]),
-            "stop_token_ids": tuple(raw["stop_token_ids"]),
-            "bad_word_ids": tuple(tuple(w) for w in raw["bad_word_ids"]),
-            "sampling": SamplingParams(**sampling),
-        }
-    )
+        return codec.load(cls, raw)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What came back from the device for one plan.
+    """The result of the device for one plan.
 
     Attributes:
-      token_ids: one per `StepPlan.sampled_rows`, in that order. Of a burst: those of its first step, then those of its
-        second, and so on; in each the rows that took it, in that order.
-      logprobs: the same length, entries None for rows that did not ask; None when no row asked.
+      token_ids: of `StepPlan.sampled_rows`, in that order; one of each row, or as many as `counts` says.
+      logprobs: the same length as `token_ids`, entries None for rows that did not ask; None when no row asked.
       prompt_logprobs: row -> one entry per token of its chunk whose successor lies in the prompt.
       hidden_sums: row -> sum of the final hidden states [D] of the tokens of its chunk, where the plan asks to pool.
-      counts: of a burst, how many steps each of `sampled_rows` took: fewer than planned if it ended; None otherwise.
+      counts: how many tokens each of `sampled_rows` drew, 1 or more; None: one each. There wherever the plan has
+        `row_tokens`.
     """
 
     token_ids: list[int]

@@ -1,8 +1,7 @@
-"""What a policy may decide, and what it is told: the seam between the mechanism in `core` and the small classes here.
+"""`Policy`: the decisions of a policy and its hooks, the seam between the mechanism in `core` and policies.
 
-Owns the decisions and the hooks, each with its default. Refuses the mechanism: a policy moves no sequence and touches
-no page; it is asked, and `core` acts. One loop serves all policies, so a rule of correctness (overlap, paging, copies)
-is written and tested once.
+Each decision and each hook has a default here. A policy moves no sequence and touches no page: it is asked, and `core`
+acts. One loop serves all policies, so a rule of correctness (overlap, paging, copies) is written and tested once.
 """
 
 import abc
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from jaxserve.errors import PolicyError
 from jaxserve.sched.lengths import AskedLengths, LengthPredictor
 from jaxserve.sched.memory import SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
@@ -19,16 +19,28 @@ from jaxserve.sched.state import Sequence
 __all__ = ["Policy", "SchedulerOptions"]
 
 
+def broken_rule(policy: "Policy", method: str, problem: str) -> PolicyError:
+    """The error of a policy whose `method` did what it must not."""
+    return PolicyError(f"the policy {type(policy).__name__} breaks a rule of its method `{method}`: {problem}")
+
+
 class Policy(abc.ABC):
     """Base of all policies; each method but `key` has the default that most keep. Belongs to one scheduler.
 
-    `dynamic_order` says whether a key can change while a sequence waits. If so the queue is sorted again at each step
-    in which somebody could be admitted. `preemptive` says whether `victim_for_admission` is worth asking.
-    `uses_priority` says whether `Request.priority` changes anything: if not, requests that bring one are refused.
+    `dynamic_order` says whether a key can change while a sequence waits. If so, some keys are computed again in each
+    step in which a sequence could be admitted: those of `changed`, of the first in order, and those computed longest
+    ago (`queue.RECHECKED` of each), so that the cost of a step does not grow with the queue. Keys of different moments
+    are compared then, so a part that grows with time for all alike must be left out of them. `preemptive` says whether
+    `victim_for_admission` is worth asking. `uses_priority` says whether `Request.priority` changes anything: if not,
+    requests with a priority are refused.
+
+    A decision against the rule of its method (the text of each says it) raises PolicyError, which ends the engine.
 
     Attributes:
       options: as given.
       lengths, clock, memory: the scheduler's, from `bind` on. A policy only asks them.
+      changed: a policy with a dynamic order adds a sequence whose key it has just changed by itself, so that the key
+        is computed again before the next admission.
     """
 
     dynamic_order = False
@@ -40,61 +52,62 @@ class Policy(abc.ABC):
         self.options = options
         self.lengths: LengthPredictor = AskedLengths()
         self.clock: Callable[[], float] = time.monotonic
+        self.changed: list[Sequence] = []
 
     def bind(self, memory: SequenceMemory, lengths: LengthPredictor, clock: Callable[[], float]) -> None:
-        """Called once, by the scheduler that will ask. Whoever keeps state begins with it here."""
+        """Called once, by the scheduler that will ask. A policy with state begins here."""
         self.memory = memory
         self.lengths = lengths
         self.clock = clock
+        self.changed = []
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def key(self, seq: Sequence, now_s: float) -> float | tuple[float, ...]:
-        """Smaller runs first. Ties go by order of arrival at the scheduler, then by index."""
+        """Smaller runs first. Ties go by order of arrival at the scheduler, then by index.
+
+        A number for all sequences, or a tuple of numbers for all; never NaN.
+        """
 
     def line(self, seq: Sequence) -> str:
         """The line that `seq` waits in; never changes. Within a line `key` decides."""
         return ""
 
     def line_key(self, line: str) -> float:
-        """The line with the smallest one is next. May change at any time, and costs nothing until it is asked."""
+        """The line with the smallest one is next; never NaN. May change at any time, and costs nothing until asked."""
         return 0.0
 
     def may_admit(self, seq: Sequence, running: Seq[Sequence]) -> bool:
-        """Asked of the first in the queue. False leaves it, and all behind it, waiting for this step.
+        """Whether the first sequence in the queue may start. False lets it, and all behind it, wait for this step.
 
-        A policy must say True sooner or later, and at once when nothing runs.
+        A policy must return True sooner or later, and at once when nothing runs: else nothing could ever run again.
         """
         return True
 
     def prefill_budget(self, decoding: Seq[Sequence]) -> int | None:
-        """Tokens of prompts that may stand beside `decoding` in this step; None: all that fit. Asked when any wait.
+        """Tokens of prompts that may stand beside `decoding` in this step; None: all that fit.
 
-        Must be 1 or more. Not asked without chunked prefill, where a prompt cannot be cut.
+        Must be 1 or more. Asked when a prompt waits, can be cut (chunked prefill) and could run.
         """
         return None
 
-    def burst(self, decoding: Seq[Sequence], most: int) -> int:
-        """Steps of `decoding` alone that one launch may hold, 1 to `most`: so long nobody can be let in, or told of a
-        token. Asked where `burst` (see there) finds nobody who would have to wait for the end of it.
-        """
-        return most
-
     def victim_for_page(self, seq: Sequence, behind: Seq[Sequence]) -> Sequence | None:
-        """`seq` runs and needs a page, and none is left: whose pages it gets. None makes it wait.
+        """The victim for `seq`, a running sequence that needs a page when none is left. None makes it wait.
 
-        `behind` are the running sequences that come after it, in order; never empty. Taking only from those behind is
-        what guarantees progress: the first in order always runs to its end.
+        `behind` are the running sequences that come after it, in order; never empty. Taking pages only from
+        these guarantees progress: the first in order always runs to its end. Returns one of `behind`; None only while a
+        step is in flight whose end frees pages.
         """
         return behind[-1]
 
     def victim_for_admission(self, seq: Sequence, running: Seq[Sequence]) -> Sequence | None:
-        """`seq` is the first in the queue and does not fit. None lets it wait. Asked only of a `preemptive` policy.
+        """The victim for `seq`, the first in the queue, which does not fit. None lets it wait. Only for `preemptive`.
 
-        `running` are those that may be preempted in this step, in order. A policy that preempts here must not let
-        two sequences preempt each other for ever. Whoever is named loses its row only if `seq` needs a row or pages
-        right now; where only the growth of others speaks against `seq`, it gets in beside them.
+        `running` are the sequences that may be preempted in this step, in order. The victim must be one of them, and
+        stand behind `seq` by `line_key` and `key`: else the two would preempt each other for ever. It loses its row
+        only if `seq` needs a row or pages right now; where `seq` fits but for the growth of others, it is admitted
+        beside them.
         """
         return None
 
@@ -107,13 +120,11 @@ class Policy(abc.ABC):
         """`seq` left the queue and has a row; `seq.num_cached` of its tokens need not be computed."""
 
     def observe(self, decoding: Seq[Sequence], prefills: Seq[tuple[Sequence, int]]) -> None:  # noqa: B027
-        """Told once a plan what was planned; `prefills` with their number of tokens. A burst is one plan."""
+        """Called once for each plan, with its sequences; `prefills` with their number of tokens."""
 
     def on_served(self, plan: StepPlan, served: Seq[Sequence]) -> None:  # noqa: B027
-        """The result of `plan` is here: one token for each of `served` that is not FINISHED by now.
+        """The result of `plan` has come: one token or more for each of `served` that is not FINISHED by now.
 
-        Called once for each step of a burst that was taken, in order, each with those that took it; once with nobody
-        where none was.
         `served` is the same list in successive steps as long as the same rows decode, and is never changed in place.
         """
 

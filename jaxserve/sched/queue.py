@@ -1,20 +1,27 @@
-"""The waiting queue: lines, each a heap in the order of the policy.
+"""The waiting queue: new and preempted sequences in lines, each line sorted in the order of the policy.
 
-Owns the order of those that wait, the preempted among them. Refuses to decide about admission. Sequences that end
-while they wait are dropped when they surface, so that an abort is O(1). Most policies have one line; one with several
-(tenants, say) moves a whole line by changing one number, where a single heap would have to be sorted again.
+Most policies have one line. A policy with several (one for each tenant, say) moves a whole line by changing one number,
+where a single line would have to be sorted again.
+
+Where the order changes while sequences wait, each step computes only a few keys again, since all of them would take
+longer than a step: the keys of the first sequences in order, which are about to be admitted, and the keys that were
+computed longest ago. So the head of the queue is right, a queue of `RECHECKED` sequences is right throughout, and in a
+longer queue a sequence whose key has fallen is found late. The bound is a number of keys, not of seconds, so that a
+simulation repeats.
 """
 
-import heapq
+import bisect
+import collections
+import itertools
 from typing import Any
 
-from jaxserve.sched.policy import Policy
-from jaxserve.sched.state import Sequence, SequenceState
+from jaxserve.sched.policy import Policy, broken_rule
+from jaxserve.sched.state import Sequence
+
+RECHECKED = 16  # keys of each of the two kinds that a step computes again
 
 Place = tuple[Any, int, int]  # within a line
 Rank = tuple[float, Any, int, int]
-
-_FINISHED = SequenceState.FINISHED
 
 
 class WaitingQueue:
@@ -22,72 +29,80 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._lines: dict[str, list[tuple[Place, Sequence]]] = {}
-        self._num_entries = 0
-        self._num_ended = 0
+        self._lines: dict[str, list[tuple[Place, Sequence]]] = {}  # sorted; places differ, so nothing else is compared
+        self._places: collections.OrderedDict[Sequence, Place] = collections.OrderedDict()  # the oldest keys first
 
     def __len__(self) -> int:
-        return self._num_entries - self._num_ended
+        return len(self._places)
 
     def rank(self, seq: Sequence, now_s: float) -> Rank:
         """The place in the order, among waiting and running sequences alike; never equal for two of them."""
-        policy = self._policy
-        return (policy.line_key(policy.line(seq)), policy.key(seq, now_s), seq.order, seq.index)
+        return (self._line_key(self._policy.line(seq)), *self._place(seq, now_s))
 
     def push(self, seq: Sequence, now_s: float) -> None:
         """Puts a sequence in its place."""
-        line = self._lines.setdefault(self._policy.line(seq), [])
-        heapq.heappush(line, (self._place(seq, now_s), seq))
-        self._num_entries += 1
+        self._insert(seq, self._place(seq, now_s))
 
-    def note_end(self) -> None:
-        """A sequence in the queue has become FINISHED."""
-        self._num_ended += 1
-        if self._num_ended > 64 and self._num_ended * 2 > self._num_entries:
-            self._keep({name: [e for e in line if e[1].state is not _FINISHED] for name, line in self._lines.items()})
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, from wherever it stands."""
+        place = self._places.pop(seq)
+        name = self._policy.line(seq)
+        line = self._lines[name]
+        at = bisect.bisect_left(line, (place,))
+        assert line[at][1] is seq, (seq, line[at])
+        del line[at]
+        if not line:
+            del self._lines[name]
 
-    def reorder(self, now_s: float) -> None:
-        """Computes all keys again, for policies whose order changes with time."""
-        self._keep(
-            {
-                name: [(self._place(seq, now_s), seq) for _, seq in line if seq.state is not _FINISHED]
-                for name, line in self._lines.items()
-            }
-        )
+    def refresh(self, now_s: float) -> None:
+        """Computes keys again, where the order changes: those the policy names, the oldest, the first of each line.
+
+        Of more lines than `RECHECKED` only some are looked at, since the keys of lines are the policy's own numbers.
+        """
+        changed, self._policy.changed = self._policy.changed, []
+        again = dict.fromkeys(seq for seq in changed if seq in self._places)
+        again.update(dict.fromkeys(itertools.islice(self._places, RECHECKED)))
+        share = max(1, RECHECKED // max(1, len(self._lines)))
+        for line in itertools.islice(self._lines.values(), RECHECKED):
+            again.update(dict.fromkeys([seq for _, seq in line[:share]]))
+        for seq in again:
+            place = self._place(seq, now_s)
+            if place == self._places[seq]:
+                self._places.move_to_end(seq)
+            else:
+                self.remove(seq)
+                self._insert(seq, place)
 
     def first(self) -> Sequence | None:
-        """The next in order, which stays; None when nobody waits."""
-        best: tuple[float, Place, Sequence] | None = None
-        empty: list[str] = []
-        for name, line in self._lines.items():
-            while line and line[0][1].state is _FINISHED:
-                heapq.heappop(line)
-                self._num_entries -= 1
-                self._num_ended -= 1
-            if not line:
-                empty.append(name)
-                continue
-            place, seq = line[0]
-            candidate = (self._policy.line_key(name), place, seq)
-            if best is None or candidate < best:  # places differ, so sequences are never compared
-                best = candidate
-        for name in empty:
-            del self._lines[name]
-        return best[2] if best is not None else None
+        """The next sequence in order, which stays; None when the queue is empty."""
+        if len(self._lines) <= 1:
+            return next((line[0][1] for line in self._lines.values()), None)
+        line_key = self._line_key
+        return min((line_key(name), *line[0]) for name, line in self._lines.items())[2]
 
-    def pop(self, seq: Sequence) -> None:
-        """Takes `seq` out, which `first` has just given."""
-        line = self._lines[self._policy.line(seq)]
-        assert line[0][1] is seq, (seq, line[0])
-        heapq.heappop(line)
-        self._num_entries -= 1
+    def _insert(self, seq: Sequence, place: Place) -> None:
+        line = self._lines.setdefault(self._policy.line(seq), [])
+        try:
+            bisect.insort(line, (place, seq))
+        except TypeError as error:
+            raise broken_rule(
+                self._policy,
+                "key",
+                f"the key {place[0]!r:.80} of {seq.request_id!r} does not compare with {line[0][0][0]!r:.80} of "
+                "another; it returns a number for all sequences, or a tuple of numbers for all",
+            ) from error
+        self._places[seq] = place
 
     def _place(self, seq: Sequence, now_s: float) -> Place:
-        return (self._policy.key(seq, now_s), seq.order, seq.index)
+        key = self._policy.key(seq, now_s)
+        if any(part != part for part in key) if isinstance(key, tuple) else key != key:
+            raise broken_rule(
+                self._policy, "key", f"the key of {seq.request_id!r} is {key!r}; NaN has no place in an order"
+            )
+        return (key, seq.order, seq.index)
 
-    def _keep(self, lines: dict[str, list[tuple[Place, Sequence]]]) -> None:
-        self._lines = {name: line for name, line in lines.items() if line}
-        for line in self._lines.values():
-            heapq.heapify(line)
-        self._num_entries = sum(map(len, self._lines.values()))
-        self._num_ended = 0
+    def _line_key(self, line: str) -> float:
+        key = self._policy.line_key(line)
+        if key != key:
+            raise broken_rule(self._policy, "line_key", f"the key of {line!r:.80} is NaN, without a place in an order")
+        return key

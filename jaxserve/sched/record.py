@@ -1,7 +1,6 @@
-"""What a step was and what it cost, as a line of text: the step log.
+"""The step log as a format: the plan, the result and the times of each step, as lines of JSON, and their reader.
 
-Owns the record, the header and the end of a log, their JSON, and the reader. Refuses to measure and to write files in
-a running engine (`engine.step_log`), and to run anything again (`replay`).
+A running engine measures and writes in `engine.step_log`; `replay` runs a log again.
 
 A log is JSON lines: one header, one record a step in the order of the steps, one end. A log without its end is one
 whose engine was killed: every whole line of it is good. A record says how many before it were lost, so that no reader
@@ -16,35 +15,29 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from jaxserve.errors import StepLogError
+from jaxserve.sched import codec
 from jaxserve.sched.plan import Bucket, Limits, StepPlan
 
 __all__ = ["LogEnd", "LogHeader", "StepLog", "StepRecord", "context_tokens", "read_header", "read_records"]
 
 FORMAT = "jaxserve step log"
-VERSION = 1
+VERSION = 2
 
 
 def context_tokens(plan: StepPlan) -> int:
-    """Tokens whose keys and values the step reads: of each row, all up to its last token of this step.
-
-    Of a burst the sum over its steps, if no row ends early.
-    """
+    """Tokens whose keys and values the step reads, at most: of each row, all up to the last token that it feeds; of a
+    decode row that draws several, the first."""
     decoded = sum(plan.decode_positions) + len(plan.decode_positions)
-    if plan.num_steps > 1:
-        decoded = sum(
-            steps * (position + 1) + steps * (steps - 1) // 2
-            for position, steps in zip(plan.decode_positions, plan.steps_of_rows, strict=True)
-        )
     return decoded + sum(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step that was run and committed. Times are those of its own plan, whichever turn of the loop they fell into.
+    """One step that was run and committed. Times are those of its own plan, in whichever turns of the loop.
 
     Attributes:
       bucket: the compiled shape; of the step as a whole where a pipeline runs it in parts.
-      token_ids: what was drawn, one per `plan.sampled_rows`; of a burst as in `StepResult`.
+      token_ids, counts: what was drawn, as in `StepResult`.
       start_s: when planning began, in seconds since the log began, on a monotonic clock.
       schedule_ms: planning, the masks of grammars included.
       pack_ms: packing, the transfer to the device and the launch: the runner's `dispatch`.
@@ -53,7 +46,6 @@ class StepRecord:
       wait_ms: the part of `device_ms` in which the host did nothing else.
       commit_ms: taking in the tokens: the scheduler, text, streams.
       missing: records lost just before this one.
-      counts: of a burst, what each row took of its steps; None otherwise.
     """
 
     plan: StepPlan
@@ -70,13 +62,13 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, padding left out; of a burst, as planned."""
-        return self.plan.num_fed
+        """Slots of the compiled shape that held a token."""
+        return self.plan.num_tokens
 
     @property
     def padded_tokens(self) -> int:
         """Slots of the compiled shape that held no token."""
-        return self.bucket.tokens * self.plan.num_steps - self.plan.num_fed
+        return self.bucket.tokens - self.plan.num_tokens
 
     @property
     def context_tokens(self) -> int:
@@ -85,7 +77,7 @@ class StepRecord:
 
     @property
     def host_ms(self) -> float:
-        """What the step cost the host: schedule, pack, commit."""
+        """Time of the host for the step: schedule, pack, commit."""
         return self.schedule_ms + self.pack_ms + self.commit_ms
 
     def to_json(self) -> str:
@@ -94,7 +86,7 @@ class StepRecord:
         head = (
             f'{{"step_id":{plan.step_id},"start_s":{self.start_s:.6f},"schedule_ms":{self.schedule_ms:.4f},'
             f'"pack_ms":{self.pack_ms:.4f},"device_ms":{self.device_ms:.4f},"wait_ms":{self.wait_ms:.4f},'
-            f'"commit_ms":{self.commit_ms:.4f},"num_tokens":{plan.num_fed},"padded_tokens":{self.padded_tokens},'
+            f'"commit_ms":{self.commit_ms:.4f},"num_tokens":{plan.num_tokens},"padded_tokens":{self.padded_tokens},'
             f'"context_tokens":{self.context_tokens},"missing":{self.missing},'
         )
         bucket, drawn = (json.dumps(values, separators=(",", ":")) for values in (self.bucket, self.token_ids))
@@ -127,8 +119,8 @@ class StepRecord:
             if raw[name] != found:
                 raise ValueError(f"{name} is {raw[name]}, but that of the plan is {found}")
         rows, counts = record.plan.sampled_rows, record.counts
-        if (counts is not None) != (record.plan.num_steps > 1) or len(rows) != len(rows if counts is None else counts):
-            raise ValueError(f"counts {counts} of {record.plan.num_steps} steps of {len(rows)} rows")
+        if (counts is not None) != bool(record.plan.row_tokens) or len(rows) != len(rows if counts is None else counts):
+            raise ValueError(f"counts {counts} of up to {record.plan.row_tokens} tokens of {len(rows)} rows")
         if len(record.token_ids) != (len(rows) if counts is None else sum(counts)):
             raise ValueError(f"{len(record.token_ids)} tokens of {len(rows)} rows")
         return record
@@ -160,34 +152,18 @@ class LogHeader:
 
     def to_json(self) -> str:
         """One line, without its end."""
-        limits = {field.name: getattr(self.limits, field.name) for field in dataclasses.fields(Limits)}
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "model": self.model,
-                "policy": self.policy,
-                "vocab_size": self.vocab_size,
-                "replica": self.replica,
-                "started_at": self.started_at,
-                "limits": limits,
-                "settings": dict(self.settings),
-            },
-            separators=(",", ":"),
-        )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return codec.dumps({"format": FORMAT, "version": VERSION, **fields})
 
     @classmethod
     def from_fields(cls, raw: dict[str, Any]) -> "LogHeader":
         """The header of a JSON object, already parsed."""
-        limits = dict(raw["limits"])
-        limits["buckets"] = tuple(Bucket(*bucket) for bucket in limits["buckets"])
-        names = ("model", "policy", "vocab_size", "replica", "started_at", "settings")
-        return cls(limits=Limits(**limits), **{name: raw[name] for name in names})
+        return codec.load(cls, {name: raw[name] for name in raw if name not in ("format", "version")})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogEnd:
-    """The last line. `dropped` of the steps are not in the log, because it could not be written fast enough."""
+    """The last line. `dropped`: steps that are not in the log, because it could not be written fast enough."""
 
     records: int
     dropped: int
@@ -198,7 +174,7 @@ class LogEnd:
 
 
 class StepLog:
-    """A log that is being read, line by line: iterate once. Mutated by whoever iterates.
+    """A log that is being read, line by line: iterate once. Mutated by the iteration.
 
     Attributes:
       header: the first line.
@@ -244,7 +220,7 @@ class StepLog:
                     self.end = LogEnd(**raw["end"])
                     continue
                 record = StepRecord.from_fields(raw)
-            except Exception as error:  # whatever a damaged line is taken for on the way to a plan
+            except Exception as error:  # errors of values that a damaged line has
                 raise self._error(f"it is no record of a step ({error!r:.200})") from error
             yield record
 

@@ -1,7 +1,6 @@
-"""Who runs: rows, and which of their sequences prefill and which decode.
+"""The running sequences: the rows of the device, and which of their sequences prefill and which decode.
 
-Owns the rows of the device and the lists that a step is planned from. Refuses to choose: sequences enter and leave when
-the scheduler says so.
+A step is planned from these lists. Sequences enter and leave them when `core` says so.
 """
 
 from collections.abc import Iterator
@@ -14,9 +13,12 @@ class RunningSet:
 
     Attributes:
       prefilling: prompt not all planned, in order of admission.
-      decoding: what feeds one token in this step. Replaced and never changed in place, since plans in flight keep it.
+      decoding: the sequences that draw a token or more in this step. Replaced and never changed in place, since plans
+        in flight keep it.
       decode_rows: rows of `decoding`; the same tuple for as long as they stay the same.
-      num_left: how many rows have been given up so far.
+      ending: sequences that have given up their row after their last feed, and keep their pages until its token is
+        here.
+      num_left: number of rows, and of `ending` sequences' pages, that have been given up so far.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -24,14 +26,16 @@ class RunningSet:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.decode_rows: tuple[int, ...] = ()
+        self.ending: dict[Sequence, None] = {}
         self.num_left = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._freed_rows: list[int] = []  # given up since the last plan
         self._by_row: dict[int, Sequence] = {}
         self._joining: list[Sequence] = []  # will decode from the next step on
-        self._at_will: list[Sequence] = []  # those of `decoding` that need to wait for nothing
-        self._stepwise: list[Sequence] = []  # decode, but only once their last token is committed
-        self._stale = False  # `decoding` holds somebody who left, or lacks somebody who joined
+        self._at_will: list[Sequence] = []  # sequences of `decoding` that need not wait for a commit
+        self._stepwise: list[Sequence] = []  # sequences that decode, but only once their last token is committed
+        self._unsure: list[Sequence] = []  # fed all they will be, unless the step in flight fed less than it could
+        self._stale = False  # `decoding` holds a sequence that left, or lacks one that joined
 
     def __len__(self) -> int:
         return len(self._by_row)
@@ -44,11 +48,6 @@ class RunningSet:
         """Whether another sequence could enter."""
         return bool(self._free_rows)
 
-    @property
-    def has_stepwise(self) -> bool:
-        """Whether somebody decodes who must see each token before the next is drawn."""
-        return bool(self._stepwise)
-
     def enter(self, seq: Sequence) -> None:
         """Gives a row to a sequence, whose prompt is to be computed."""
         seq.row = self._free_rows.pop()
@@ -57,13 +56,13 @@ class RunningSet:
         self.prefilling.append(seq)
 
     def leave(self, seq: Sequence, state: SequenceState) -> None:
-        """Takes the row back. It can be given away at once: the next plan frees it first."""
+        """Takes back the row of `seq`, if it has one. It can be given away at once: the next plan frees it first."""
         seq.move(state)
-        del self._by_row[seq.row]
-        self._free_rows.append(seq.row)
-        self._freed_rows.append(seq.row)
-        self.num_left += 1
-        seq.row = -1
+        if seq.row < 0:
+            del self.ending[seq]
+            self.num_left += 1
+            return
+        self._give_up_row(seq)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         self._stale = True
@@ -74,18 +73,36 @@ class RunningSet:
         self._joining.append(seq)
         self._stale = True
 
-    def note_last_feed(self) -> None:
-        """Somebody in `decoding` has been fed all it will be."""
+    def note_lengths(self) -> None:
+        """Sequences that decode have been fed all they will be, or turned out not to have been."""
         self._stale = True
 
+    def _give_up_row(self, seq: Sequence) -> None:
+        del self._by_row[seq.row]
+        self._free_rows.append(seq.row)
+        self._freed_rows.append(seq.row)
+        self.num_left += 1
+        seq.row = -1
+
     def refresh(self) -> None:
-        """Brings `decoding` up to date. Must come before a sequence that left could enter again."""
+        """Brings `decoding` up to date, and takes the rows of sequences that have surely been fed all they will be.
+
+        Must come before a sequence that left could enter again.
+        """
         if self._stale:
-            alive = [
-                seq
-                for seq in (*self._at_will, *self._stepwise, *self._joining)
-                if seq.state is SequenceState.RUNNING and seq.num_fed < seq.max_fed
-            ]
+            alive: list[Sequence] = []
+            unsure: list[Sequence] = []
+            for seq in (*self._at_will, *self._stepwise, *self._unsure, *self._joining):
+                if seq.state is not SequenceState.RUNNING:
+                    continue
+                if seq.num_fed < seq.max_fed:
+                    alive.append(seq)
+                elif seq.num_unsure:
+                    unsure.append(seq)
+                else:
+                    self._give_up_row(seq)
+                    self.ending[seq] = None
+            self._unsure = unsure
             self._at_will = [seq for seq in alive if not seq.stepwise]
             self._stepwise = [seq for seq in alive if seq.stepwise]
             self._joining = []
@@ -107,3 +124,5 @@ class RunningSet:
         assert len(set(self._freed_rows)) == len(self._freed_rows), self._freed_rows
         for row, seq in self._by_row.items():
             assert seq.state is SequenceState.RUNNING and seq.row == row, seq
+        for seq in self.ending:
+            assert seq.state is SequenceState.RUNNING and seq.row == -1 and seq.num_fed == seq.max_fed, seq

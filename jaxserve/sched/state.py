@@ -1,8 +1,8 @@
 """One sequence, its four states, and the group of a request.
 
-Owns `Sequence`, `Group` and the legal arrows between states. Refuses to decide: who moves is the scheduler's business.
-Positions count from 0; a token at position p is *fed* when it is an input of a step, which writes its keys and values
-into page p // page_size, and yields the token at p + 1.
+The legal changes of state are checked here; the scheduler makes them. Positions count from 0; a token at position p is
+*fed* when it is an input of a step, which writes its keys and values into page p // page_size, and yields the token at
+p + 1.
 
     WAITING --> RUNNING <--> PREEMPTED          any of the three --> FINISHED
 """
@@ -10,6 +10,7 @@ into page p // page_size, and yields the token at p + 1.
 import enum
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenLogprobs
+from jaxserve.content import Blocks
 from jaxserve.sched.prefix import PageEntry
 
 # An odd 63-bit constant (2**63 over the golden ratio): multiples of it are distinct modulo 2**63 and far apart.
@@ -18,7 +19,7 @@ NEVER = 1 << 62
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence stands. It has a row while RUNNING, and pages then only."""
+    """The state of a sequence. It has pages while RUNNING, and a row until its last feed has been planned."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -48,33 +49,37 @@ class Sequence:
 
     Attributes:
       tokens: prompt and committed output.
-      num_fed: positions that have been fed by plans so far, the step in flight included.
+      num_fed: positions that have been fed by plans so far, the step in flight included: an upper bound.
+      num_unsure: positions of `num_fed` that the step in flight may turn out not to have fed.
       max_fed: positions that will ever be fed; the token sampled at max_fed - 1 is the last one.
-      next_stop: `num_fed` at which a decode row needs a decision: a new page, or its end.
-      quiet_len: below this many tokens a sampled token needs no look but the one at the stop ids.
+      next_page_at: `num_fed` at which a decode row needs another page, or has been fed all it will be.
+      next_check_len: while it has fewer tokens, a drawn token is only compared with the stop ids.
       page_ids: its block table; empty unless RUNNING.
+      blocks: the contents of its pages, with the keys; None until the prefix cache asks.
       chain: prefix-cache entries of its first pages; `chain_open` says whether the next full page may join.
       forkable_from: first step that may copy its prompt pages (the one after the step that completes them).
       ready_after: the step that must be committed before it may be admitted again.
-      stepwise: what it may draw next follows from its last token, so it waits for the commit of each.
+      stepwise: the tokens that it may draw next follow from its last one, so it waits for the commit of each.
       hidden_sum: over the tokens of its prompt that have been committed, for pooling; empty before the first.
     """
 
     __slots__ = (
+        "blocks",
         "chain",
         "chain_open",
         "forkable_from",
         "hidden_sum",
         "index",
         "max_fed",
-        "next_stop",
+        "next_check_len",
+        "next_page_at",
         "num_cached",
         "num_fed",
+        "num_unsure",
         "order",
         "page_ids",
         "prompt_len",
         "prompt_logprobs",
-        "quiet_len",
         "ready_after",
         "request",
         "request_id",
@@ -97,10 +102,12 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.row = -1
         self.num_fed = 0
+        self.num_unsure = 0
         self.num_cached = 0
-        self.next_stop = 0
-        self.quiet_len = 0
+        self.next_page_at = 0
+        self.next_check_len = 0
         self.page_ids: list[int] = []
+        self.blocks: Blocks | None = None
         self.chain: list[PageEntry] = []
         self.chain_open = False
         self.forkable_from = NEVER
@@ -135,24 +142,39 @@ class Sequence:
         return self.asks_prompt_logprobs or self.request.pooling
 
     def begin(self, num_cached: int) -> None:
-        """It has a row, and `num_cached` tokens are there already; what was read of its prompt is read again."""
+        """Gets a row; `num_cached` tokens are in its pages. Results of its prompt are collected anew."""
         self.num_cached = num_cached
         self.prompt_logprobs = []
         self.hidden_sum = []
+
+    def feed(self, most: int) -> None:
+        """A plan lets the sequence feed `most` tokens, of which it feeds one at least."""
+        self.num_fed += most
+        self.num_unsure += most - 1
+
+    def settle(self, most: int, count: int) -> None:
+        """Of `most` tokens `count` were fed. A sequence that lost its row meanwhile is fed from its beginning."""
+        if self.state is SequenceState.RUNNING:
+            self.num_fed -= most - count
+            self.num_unsure -= most - 1
+
+    def rewind(self) -> None:
+        """The pages are gone: all tokens must be fed again."""
+        self.num_fed = self.num_unsure = 0
 
     def add_hidden(self, part: list[float]) -> None:
         """Takes the sum over some more tokens of the prompt."""
         self.hidden_sum = [a + b for a, b in zip(self.hidden_sum, part, strict=True)] if self.hidden_sum else part
 
     def take(self, token_id: int) -> FinishReason | None:
-        """Appends a drawn token. Returns why the sequence ends with it, None when it goes on."""
+        """Appends a drawn token. Returns the reason when the sequence ends with it, else None."""
         self.tokens.append(token_id)
         if token_id in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) > self.max_fed else None
 
     def prompt_info(self) -> PromptInfo:
-        """What its first event tells of the prompt."""
+        """The results of the prompt, for the first event."""
         asked = self.index == 0 and self.request.sampling.prompt_logprobs is not None
         return PromptInfo(self.num_cached, tuple(self.prompt_logprobs) if asked else None)
 
@@ -163,15 +185,15 @@ class Sequence:
 
 
 class Group:
-    """A live request. `unborn` are the indices that wait for the prompt of index 0. Mutated only by its scheduler."""
+    """A live request. `unforked` are the indices that wait for the prompt of index 0. Mutated only by its scheduler."""
 
-    __slots__ = ("live", "order", "request", "unborn")
+    __slots__ = ("live", "order", "request", "unforked")
 
     def __init__(self, request: Request, order: int) -> None:
         self.request = request
         self.order = order
         self.live: dict[int, Sequence] = {}
-        self.unborn = list(range(1, request.sampling.n))
+        self.unforked = list(range(1, request.sampling.n))
 
     def fork_source(self, seq: Sequence, step_id: int) -> Sequence | None:
         """The sequence whose prompt pages `seq` may share in this step: index 0, if it holds them by now."""

@@ -1,8 +1,8 @@
-"""Front doors: what turns calls from a network into requests of the engine.
+"""Front doors, which turn calls from a network into requests of the engine.
 
 Each door is thin. It turns a message into `SamplingParams` and a prompt, hands them to `AsyncEngine`, and writes every
-`Update` to the client; limits, queues, text and memory are the engine's. What all doors share lives here once: the
-table from `errors.Status` to the codes of a protocol (`status`), who may connect and ask (`tls`, `keys`), start and
+`Update` to the client; limits, queues, text and memory are the engine's. The common part of all doors is here once: the
+table from `errors.Status` to the codes of a protocol (`status`), certificates and keys (`tls`, `keys`), start and
 shutdown (`service`). gRPC is in the files `grpc_*`, HTTP in the package `http`.
 
 A lost client is the rule, not the exception, so a cancel, a deadline, a closed connection and a crashed client all

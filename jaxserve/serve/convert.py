@@ -1,7 +1,7 @@
-"""Between protocol buffers and the values of `jaxserve.api`, in both directions.
+"""The conversion between protocol buffers and the values of `jaxserve.api`, in both directions.
 
-Owns the mapping of names. Refuses to check values: `SamplingParams` checks itself, and a message must not say the same
-in other words. Fields are walked by name, so an option added to both sides needs no line here.
+Values are checked by `SamplingParams` itself, so that each error has one wording. Fields are converted by name, so an
+option added to both sides needs no line here.
 """
 
 import dataclasses
@@ -21,19 +21,19 @@ FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
 
-# What a client may give as a prompt: text, token ids, or chat messages.
+# A prompt of a client: text, token ids, or chat messages.
 ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call may say beside its prompt and its sampling.
+    """The options of a call beside its prompt and its sampling.
 
     Attributes:
       request_id: unique among live requests; empty: the server chooses.
       priority: smaller first; needs a policy that reads it, others refuse all but 0.
       cache_salt: prompts share cached pages only with those of the same salt.
-      tenant: whom the request is counted for, by policies that do.
+      tenant: to whom policies such as `fair` count the request.
       echo: the text begins with the prompt.
       chunk_tokens: tokens of a message at least, but for the first and the last of a sequence; 0: every token alone.
       timeout_s: seconds from the arrival at the server until it ends the request; None: no such limit.
@@ -99,7 +99,7 @@ def _structured_from_proto(message: pb.StructuredOutput) -> StructuredOutput:
         refuse_unknown_fields(part)
     kind = message.WhichOneof("form")
     if kind is None:
-        return StructuredOutput()  # which refuses it in its own words
+        return StructuredOutput()  # which raises the error
     form: dict[str, Any] = {kind: tuple(message.choice.texts) if kind == "choice" else getattr(message, kind)}
     return StructuredOutput(**form)
 
@@ -143,7 +143,7 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
 def request_to_proto(
     prompt: ClientPrompt, sampling: SamplingParams, options: CallOptions = NO_OPTIONS
 ) -> pb.GenerateRequest:
-    """The message of one request. Raises InvalidRequest for what the wire format cannot carry."""
+    """The message of one request. Raises InvalidRequest for values that the wire format cannot carry."""
     try:
         request = pb.GenerateRequest(
             request_id=options.request_id,
@@ -168,12 +168,12 @@ def request_to_proto(
 
 
 def is_chat(prompt: ClientPrompt) -> TypeGuard[Sequence[Mapping[str, str]]]:
-    """Messages, rather than text or ids."""
+    """Whether the prompt is messages, rather than text or ids."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def chat_to_proto(messages: Sequence[Mapping[str, str]]) -> pb.ChatMessages:
-    """Raises InvalidRequest for what is no message."""
+    """The messages of a chat. Raises InvalidRequest for a value that is no message."""
     return pb.ChatMessages(messages=[_chat_message(message) for message in messages])
 
 
@@ -224,7 +224,7 @@ def logprobs_from_proto(entries: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogpr
 
 
 def prompt_info_to_proto(prompt_token_ids: Sequence[int], info: PromptInfo | None, echo: bool) -> pb.PromptInfo:
-    """Without log-probabilities, of which there may be many. `info` None: it ended before its prompt had run."""
+    """Leaves out log-probabilities, which may be many. `info` None: the request ended before its prompt ran."""
     message = pb.PromptInfo(num_prompt_tokens=len(prompt_token_ids))
     if echo:
         message.token_ids.extend(prompt_token_ids)

@@ -1,7 +1,7 @@
-"""Who may open a gRPC connection, and who may call: certificates and bearer tokens.
+"""Access to the gRPC door: certificates for connections and bearer tokens for calls.
 
-Owns how gRPC asks for both; the files are read by `tls` and `keys`, for every door. Health needs no token, since
-balancers have none; with TLS it needs TLS as everything else.
+The files are read by `tls` and `keys`, for every door. Health needs no token, since balancers have none; with TLS it
+needs TLS as everything else.
 """
 
 from collections.abc import Awaitable, Callable
@@ -9,8 +9,9 @@ from typing import Any
 
 import grpc
 
-from jaxserve.config_schema import GrpcConfig
+from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import Unauthenticated
+from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
 from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.status import GRPC_CODES
 from jaxserve.serve.tls import read_tls
@@ -19,15 +20,17 @@ _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer TOKEN`, whatever the method, but for health."""
+    """Refuses calls without `authorization: Bearer TOKEN` of all methods but health."""
 
-    def __init__(self, known: KnownKeys) -> None:
+    def __init__(self, known: KnownKeys, counts: DoorCounts) -> None:
         self._known = known
 
         async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
             error = Unauthenticated(
                 "this server needs a token that it knows; send the metadata 'authorization: Bearer TOKEN'"
             )
+            counts.note_grpc(OTHER, GRPC_CODES[error.status].name)
+            counts.note_refusal(GRPC, reason_of(error))
             await context.abort(GRPC_CODES[error.status], str(error))
 
         self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
@@ -45,7 +48,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):
 
 
 def server_credentials(config: GrpcConfig) -> grpc.ServerCredentials | None:
-    """None for a server in the clear. Raises ConfigError, see `read_tls`."""
+    """None for a server without TLS. Raises ConfigError, see `read_tls`."""
     tls = read_tls(config, "serve.grpc")
     if tls is None:
         return None

@@ -1,6 +1,6 @@
 """The gRPC server around the services: port, health, reflection, limits.
 
-Owns the transport. Refuses to decide when to stop (see `service`) and what a method does (see `grpc_service`).
+The methods are in `grpc_service`; `service` decides when the server stops.
 """
 
 import asyncio
@@ -10,25 +10,28 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.config_schema import GrpcConfig
+from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.grpc_access import BearerTokens, server_credentials
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.ports import HeldPort
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 # A name of the health service: green while this process is worth keeping. It stays green during a drain, when the
-# others are red, since what must not get new requests must still be let finish the old ones.
+# others are red, since a process that gets no new requests must still finish its old ones.
 LIVE_NAME = "live"
 
 _POLL_S = 0.01
+_HANDSHAKE_MS = 10_000  # until a connection has said that it speaks HTTP/2; gRPC's own limit is 120 s
 
 
 class CountedService(Protocol):
-    """What answers `Inference` calls: the engine's service or the router's."""
+    """A service that answers `Inference` calls: the engine's or the router's."""
 
     @property
     def num_live(self) -> int:
@@ -55,20 +58,34 @@ class GrpcServer:
 
     protocol = "gRPC"
 
-    def __init__(self, service: CountedService, *, host: str, config: GrpcConfig) -> None:
-        """Reads certificates and tokens. Raises ConfigError."""
+    def __init__(
+        self,
+        service: CountedService,
+        counts: DoorCounts,
+        *,
+        host: str,
+        config: GrpcConfig,
+        max_connections: int,
+        port: HeldPort | None = None,
+    ) -> None:
+        """Reads certificates and tokens. `port` None: it is taken at the start. Raises ConfigError.
+
+        Beyond `max_connections` new ones are closed, until others end.
+        """
         assert config.port is not None, "no port, no service"
-        self._address = f"[{host}]:{config.port}" if ":" in host else f"{host}:{config.port}"
+        self._host, self._config, self._port = host, config, port
         self._credentials = server_credentials(config)
         self._service = service
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (untyped, but documented)
         self._closing = False
         self._live: bool | None = None
-        interceptors: list[grpc.aio.ServerInterceptor] = [TypedErrors()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [TypedErrors(counts)]
         if config.tokens_file is not None:
             known = KnownKeys(read_keys(config.tokens_file, "serve.grpc.tokens_file"))
-            interceptors.insert(0, BearerTokens(known))
-        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+            interceptors.insert(0, BearerTokens(known, counts))
+        for method in pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name:
+            counts.grpc.setdefault((method, grpc.StatusCode.OK.name), 0)
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, max_connections))
         pb_grpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -77,17 +94,20 @@ class GrpcServer:
     async def start(self, *, healthy: bool = True) -> int:
         """Listens and reports SERVING, or NOT_SERVING. Returns the port.
 
-        Raises ConfigError when the address cannot be had.
+        Raises ConfigError when the address cannot be bound.
         """
+        assert self._config.port is not None
+        # When it fails to bind, gRPC would print a line of its own: so the address is checked before.
+        held = self._port or HeldPort(self._host, self._config.port, "serve.grpc.port")
+        held.close()
+        address = f"[{self._host}]:{held.number}" if ":" in self._host else f"{self._host}:{held.number}"
         try:
             if self._credentials is None:
-                port = self._server.add_insecure_port(self._address)
+                port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(self._address, self._credentials)
+                port = self._server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {self._address}: {error}; set serve.host or serve.grpc.port, 0 takes a free port"
-            ) from error
+            raise ConfigError(f"cannot listen on {address}: {error}; another process was faster") from error
         await self.report(healthy)
         await self.report_live(True)
         await self._server.start()
@@ -100,7 +120,7 @@ class GrpcServer:
                 await self._health.set(name, _status(healthy))
 
     async def report_live(self, live: bool) -> None:
-        """The same for `LIVE_NAME` alone."""
+        """`report` for `LIVE_NAME` alone."""
         if live != self._live:
             self._live = live
             await self._health.set(LIVE_NAME, _status(live))
@@ -124,16 +144,19 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-def _options(config: GrpcConfig) -> list[tuple[str, int]]:
+def _options(config: GrpcConfig, max_connections: int) -> list[tuple[str, int]]:
     timeout_ms = round(config.keepalive_timeout_s * 1000)
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # log-probabilities of a long prompt are many megabytes, and asked for
+        ("grpc.max_send_message_length", -1),  # log-probabilities of a long prompt are many megabytes
+        # Each connection takes a descriptor of the process, which the HTTP port and its probes need, too.
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.so_reuseport", 0),  # with it a second server on the same port would silently take half of the calls
         # A client whose network is cut sends no farewell; without pings it would hold its pages until its end.
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        ("grpc.http2.ping_timeout_ms", timeout_ms),  # measured: without it 60 s hold, whatever the line above
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # measured: without it 60 s hold, despite the line above
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", round(config.min_ping_interval_s * 1000)),

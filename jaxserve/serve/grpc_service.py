@@ -1,7 +1,6 @@
-"""`jaxserve.v1.Inference`: what each method does.
+"""The methods of `jaxserve.v1.Inference`: from a message to a call of the engine and back.
 
-Owns the way from a message to a call of the engine and back. Refuses statuses (see `grpc_errors`), ports and shutdown
-(see `grpc_server`), and how updates become messages (see `replies`).
+Errors become statuses in `grpc_errors`, updates become messages in `replies`; ports and shutdown are in `grpc_server`.
 """
 
 import contextlib
@@ -12,14 +11,14 @@ from collections.abc import AsyncGenerator, Callable
 import grpc
 
 from jaxserve import __version__
-from jaxserve.api import FinishReason, Request
+from jaxserve.api import FinishReason, Request, RequestOptions
 from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update, check_token_ids
 from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.replies import Chunks, Replies
-from jaxserve.text import Tokenizer, encode_chat
+from jaxserve.text import Tokenizer, check_special_text, encode_chat
 
 MAX_REQUEST_ID_CHARS = 256
 
@@ -34,8 +33,10 @@ class _Early:
 class InferenceService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, *, refuse_special_text: bool = True) -> None:
+        """`refuse_special_text`: as in `GrpcConfig`."""
         self._engine = engine
+        self._refuse_special_text = refuse_special_text
         self._num_live = 0
         self._early: dict[str, _Early] = {}  # requests that have an id and that the engine does not know yet
 
@@ -45,7 +46,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         return self._num_live
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Streams one request. A cancel from whatever cause arrives as CancelledError."""
+        """Streams one request. A cancel, whatever its cause, arrives as CancelledError."""
         request_id, early = request.request_id, _Early()
         if request_id in self._early:
             raise InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
@@ -56,10 +57,11 @@ class InferenceService(pb_grpc.InferenceServicer):
             replies = generate_replies(
                 self._engine,
                 request,
-                # None where the client set no deadline, whatever the signature says.
+                # None where the client set no deadline, despite the signature.
                 remaining_s=context.time_remaining(),
                 traceparent=_traceparent(context),
                 is_aborted=lambda: self._hand_over(request_id, early),
+                refuse_special_text=self._refuse_special_text,
             )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
@@ -69,14 +71,15 @@ class InferenceService(pb_grpc.InferenceServicer):
             self._hand_over(request_id, early)
 
     def _hand_over(self, request_id: str, early: _Early) -> bool:
-        """Whether it has been aborted; from now on the engine is told. Its id may be another request's by now."""
+        """Whether it has been aborted. From now on aborts go to the engine. Its id may be another request's by now."""
         if self._early.get(request_id) is early:
             del self._early[request_id]
         return early.aborted
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Ids of a text or a chat, as `Generate` would encode it."""
-        token_ids = await self._engine.run(lambda: _tokenize(self._engine.engine, request))
+        refuse_special_text = self._refuse_special_text
+        token_ids = await self._engine.run(lambda: _tokenize(self._engine.engine, request, refuse_special_text))
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.engine.model.max_model_len)
 
     async def Detokenize(
@@ -86,7 +89,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         return pb.DetokenizeResponse(text=await self._engine.run(lambda: _detokenize(self._engine.engine, request)))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
-        """What is served, and its limits."""
+        """The model that is served, and its limits."""
         refuse_unknown_fields(request)
         model, tokenizer = self._engine.engine.model, self._engine.engine.tokenizer
         return pb.GetModelResponse(
@@ -100,7 +103,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        """How busy the engine is."""
+        """The load of the engine."""
         refuse_unknown_fields(request)
         engine = self._engine.engine
         counts = [counts for stats in engine.stats if (counts := stats.counts) is not None]
@@ -127,17 +130,20 @@ async def generate_replies(
     remaining_s: float | None = None,
     traceparent: str = "",
     is_aborted: Callable[[], bool] = lambda: False,
+    refuse_special_text: bool = True,
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """The messages that answer one request, for every door that speaks them.
 
-    `remaining_s` until the deadline of the call, None without one. `is_aborted` is asked once, when the engine is about
-    to learn of the request: from then on it is the engine that is told. Close it, rather than drop it, to end the
-    request at once. Raises the typed errors of `AsyncEngine.stream`, and InvalidRequest or its kin for a message that
-    cannot be taken.
+    `remaining_s` until the deadline of the call, None without one. `is_aborted` is called once, just before the
+    request is submitted: from then on aborts go to the engine. Close it, rather than drop it, to end the
+    request at once. `refuse_special_text`: as in `GrpcConfig`. Raises the typed errors of `AsyncEngine.stream`, and
+    InvalidRequest or a similar error for a message that cannot be taken.
     """
     arrived_s = time.monotonic()
     prepared = await async_engine.run(
-        lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent)
+        lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent, refuse_special_text),
+        prompts=1,
+        n=message.sampling.n or 1,
     )
     replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
     if is_aborted():
@@ -146,20 +152,25 @@ async def generate_replies(
             reason = FinishReason.ABORT
             yield await replies.build(Update(prepared.request_id, k, finish_reason=reason, last=k == count - 1))
         return
-    # Closed here and not by the garbage collector: closing is what aborts, and pages must not wait for it.
-    async with contextlib.aclosing(async_engine.stream(prepared, echo=message.echo)) as updates:
+    # Closed here and not by the garbage collector: closing aborts the request, and its pages must not wait.
+    async with contextlib.aclosing(async_engine.stream(prepared)) as updates:
         try:
             async for update in updates:
                 if (ready := chunks.take(update)) is not None:
                     yield await replies.build(ready)
         except JaxserveError:
-            for ready in chunks.take_rest():  # it was generated, and the client may keep it
+            for ready in chunks.take_rest():  # the client may keep the text generated so far
                 yield await replies.build(ready)
             raise
 
 
 def _prepare(
-    engine: AnyEngine, message: pb.GenerateRequest, arrived_s: float, remaining_s: float | None, traceparent: str
+    engine: AnyEngine,
+    message: pb.GenerateRequest,
+    arrived_s: float,
+    remaining_s: float | None,
+    traceparent: str,
+    refuse_special_text: bool,
 ) -> Request:
     """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
     refuse_unknown_fields(message)
@@ -168,22 +179,25 @@ def _prepare(
             f"request_id has {len(message.request_id)} characters, at most {MAX_REQUEST_ID_CHARS} are taken"
         )
     return engine.prepare(
-        _prompt(engine, message),
+        _prompt(engine, message, refuse_special_text),
         sampling_from_proto(message.sampling),
-        request_id=message.request_id or uuid.uuid4().hex,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-        tenant=message.tenant,
-        timeout_s=_time_left_s(message, arrived_s, remaining_s),
-        traceparent=traceparent,
+        RequestOptions(
+            request_id=message.request_id or uuid.uuid4().hex,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            timeout_s=_time_left_s(message, arrived_s, remaining_s),
+            traceparent=traceparent,
+            echo=message.echo,
+        ),
     )
 
 
 def _time_left_s(message: pb.GenerateRequest, arrived_s: float, remaining_s: float | None) -> float | None:
-    """Of both limits the nearer one, None without either. The wait for a thread to encode on counts, too."""
+    """The nearer of both limits, None without either. The wait for an encoding thread counts, too."""
     own_s = message.timeout_s if message.HasField("timeout_s") else None
     if own_s is not None and not own_s > 0:
-        return own_s  # which `prepare` refuses in its own words
+        return own_s  # for which `prepare` raises
     limits_s = [limit_s for limit_s in (own_s, remaining_s) if limit_s is not None]
     if not limits_s:
         return None
@@ -195,7 +209,7 @@ def _time_left_s(message: pb.GenerateRequest, arrived_s: float, remaining_s: flo
     return left_s
 
 
-def _prompt(engine: AnyEngine, message: pb.GenerateRequest) -> Prompt:
+def _prompt(engine: AnyEngine, message: pb.GenerateRequest, refuse_special_text: bool) -> Prompt:
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return message.text
@@ -203,19 +217,22 @@ def _prompt(engine: AnyEngine, message: pb.GenerateRequest) -> Prompt:
         refuse_unknown_fields(message.token_ids)
         return tuple(message.token_ids.ids)
     if kind == "chat":
-        return _chat_ids(engine, message.chat)
+        return _chat_ids(engine, message.chat, refuse_special_text)
     raise InvalidRequest("the request has no prompt; set text, token_ids or chat")
 
 
-def _chat_ids(engine: AnyEngine, chat: pb.ChatMessages) -> list[int]:
+def _chat_ids(engine: AnyEngine, chat: pb.ChatMessages, refuse_special_text: bool) -> list[int]:
     for part in (chat, *chat.messages):
         refuse_unknown_fields(part)
     template, tokenizer = engine.chat_template(), engine.tokenizer
     assert tokenizer is not None, "a chat template without a tokenizer"
-    return encode_chat(tokenizer, template, [{"role": m.role, "content": m.content} for m in chat.messages])
+    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+    if refuse_special_text:
+        check_special_text(tokenizer, messages)
+    return encode_chat(tokenizer, template, messages)
 
 
-def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest) -> list[int]:
+def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest, refuse_special_text: bool) -> list[int]:
     refuse_unknown_fields(message)
     kind = message.WhichOneof("prompt")
     if kind is None:
@@ -225,7 +242,7 @@ def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest) -> list[int]:
         return _tokenizer(engine).encode(message.text, add_special_tokens=add)
     if message.HasField("add_special_tokens"):
         raise InvalidRequest("add_special_tokens is for text; the chat template writes all special tokens of a chat")
-    return _chat_ids(engine, message.chat)
+    return _chat_ids(engine, message.chat, refuse_special_text)
 
 
 def _detokenize(engine: AnyEngine, message: pb.DetokenizeRequest) -> str:

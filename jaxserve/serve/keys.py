@@ -1,8 +1,8 @@
-"""Who may ask: secrets from a file, and the check of what a caller presents.
+"""API keys: secrets from a file, and the check of the key that a caller presents. For every door.
 
-Owns the reading and the comparing, for every door. Secrets come from a file and never from the config itself, since the
-config is printed at start. Refuses to say which secrets exist, or how near a wrong one came: all of them are compared,
-in constant time, on digests of one length.
+Secrets come from a file and never from the config itself, since the config is printed at start. The check must not
+reveal which secrets exist, or how near a wrong one came: all of them are compared, in constant time, on digests of one
+length.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class KnownKeys:
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip().encode("latin-1", errors="replace"))
         found = False
-        for known in self._digests:  # all of them, whichever fits
+        for known in self._digests:  # all of them, even after a match
             found |= hmac.compare_digest(given, known)
         return found and scheme.lower() == "bearer"
 

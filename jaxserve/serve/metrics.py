@@ -1,7 +1,6 @@
 """The statistics of the engine as Prometheus metrics.
 
-Owns the names and what each of them means. Refuses to measure: every number is read from `EngineStats` at the moment
-of a scrape, so that the loop pays nothing for a system that looks at it now and then.
+Every number is read from `EngineStats` at the moment of a scrape, so that the loop pays nothing for metrics.
 
 Names, labels and meanings are vLLM's with `jaxserve:` in place of `vllm:`, wherever vLLM has the figure; then a
 dashboard moves over by changing the prefix.
@@ -9,21 +8,24 @@ dashboard moves over by changing the prefix.
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
 from jaxserve.engine import AnyEngine, EngineStats
 from jaxserve.engine.histogram import HistogramSnapshot
-from jaxserve.engine.stats_values import StepStats, Totals
+from jaxserve.engine.stats import StepStats, Totals
 from jaxserve.sched.counts import SchedulerCounts
+from jaxserve.serve.counts import DoorCounts
 
 PREFIX = "jaxserve:"
 _LABELS = ("model_name", "engine")
 
-# Name without the prefix -> what it is called in `Totals.histograms`, and what it says.
+# Name without the prefix -> its name in `Totals.histograms`, and its description.
 HISTOGRAMS: dict[str, tuple[str, str]] = {
     "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
     "inter_token_latency_seconds": ("itl", "Between two tokens of one sequence."),
@@ -40,14 +42,14 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
 
 
 class Shares(NamedTuple):
-    """Over the latest steps. `host`: of the loop's time, not spent waiting for the device. `padding`: of the slots."""
+    """Shares of the latest steps. `host`: of the loop's time, without waits for the device. `padding`: of the slots."""
 
     host: float
     padding: float
 
 
 def shares_of(steps: tuple[StepStats, ...], count: int = 128) -> Shares:
-    """Of the last `count` steps; zeros when there were none."""
+    """The shares of the last `count` steps; zeros when there were none."""
     recent = steps[-count:]
     waited_s = sum(s.wait_s for s in recent)
     worked_s = sum(s.schedule_s + s.dispatch_s + s.commit_s for s in recent)
@@ -57,12 +59,58 @@ def shares_of(steps: tuple[StepStats, ...], count: int = 128) -> Shares:
     return Shares(worked_s / total_s if total_s else 0.0, 1 - tokens / slots if slots else 0.0)
 
 
-def make_registry(engine: AnyEngine) -> CollectorRegistry:
-    """A registry of one server: the engine's figures, and those of the process (memory, descriptors, CPU time)."""
+class Exposition(NamedTuple):
+    """The answer to a scrape."""
+
+    content: bytes
+    content_type: str
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> Exposition:
+    """Every figure, in the format that the header `accept` asks for.
+
+    Names are written as they are, whatever escaping is asked for. All of them are legal in the oldest format, for which
+    the escaping with underscores, the default of every Prometheus up to 2, changes nothing. prometheus_client would
+    replace the colon, so that no dashboard would find anything (client_python, issue 1177).
+    """
+    choice: tuple[Any, str] = choose_encoder(accept)
+    encode, content_type = choice
+    return Exposition(encode(registry, escaping=ALLOWUTF8), content_type)
+
+
+def make_registry(engine: AnyEngine, counts: DoorCounts) -> CollectorRegistry:
+    """A registry of one server: the engine, its doors, and the process (memory, descriptors, CPU time)."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(engine))
+    registry.register(DoorCollector(engine.model.name, counts))
     ProcessCollector(registry=registry)
     return registry
+
+
+class DoorCollector(Collector):
+    """Reads the counts of the doors. Any thread."""
+
+    def __init__(self, model_name: str, counts: DoorCounts) -> None:
+        self._model_name = model_name
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in the order of the documentation."""
+        counts = self._counts
+        for name, text, labels, found in (
+            ("http_requests", "HTTP calls that have ended.", ("method", "route", "status"), counts.http.copy()),
+            (
+                "grpc_requests",
+                "Calls of jaxserve's gRPC methods that have ended.",
+                ("method", "code"),
+                counts.grpc.copy(),
+            ),
+            ("refused", "Calls that ended with an error, by reason.", ("door", "reason"), counts.refused.copy()),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=(_LABELS[0], *labels))
+            for values, number in found.items():
+                family.add_metric([self._model_name, *values], number)
+            yield family
 
 
 class EngineCollector(Collector):
@@ -113,7 +161,7 @@ class EngineCollector(Collector):
 
 
 class _Reading(NamedTuple):
-    """What one scrape reads of one replica."""
+    """The values of one replica in one scrape."""
 
     labels: list[str]
     totals: Totals
@@ -209,6 +257,6 @@ def _alive(readings: list[_Reading]) -> Metric:
 
 
 def _buckets(snapshot: HistogramSnapshot) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus has them."""
+    """The buckets, cumulative as Prometheus has them."""
     ends = [*(f"{bound:g}" for bound in snapshot.bounds), "+Inf"]
     return [(end, float(count)) for end, count in zip(ends, itertools.accumulate(snapshot.counts), strict=True)]

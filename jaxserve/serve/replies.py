@@ -1,6 +1,6 @@
-"""From updates of the engine to the messages of one `Generate` call.
+"""From updates of the engine to the messages of one `Generate` call: their order, and the tokens of each.
 
-Owns their order, and how many tokens one message has. Refuses to wait for tokens: a message is ready or it is not.
+No message waits for further tokens once it is ready.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ _SLICE = 256
 class Chunks:
     """Joins updates of one sequence until there are enough tokens. Used by the handler of one call alone.
 
-    The first token of a sequence never waits, since people watch for it, and neither does the end.
+    The first token of a sequence never waits, since users watch for it, and neither does the end.
     """
 
     def __init__(self, least_tokens: int) -> None:
         self._least = least_tokens
-        self._held: dict[int, list[Update]] = {}  # sequences that have begun -> what waits
-        self._num_held: dict[int, int] = {}  # the same -> their tokens
+        self._held: dict[int, list[Update]] = {}  # sequences that have begun -> updates that wait
+        self._num_held: dict[int, int] = {}  # the same -> tokens of these updates
 
     def take(self, update: Update) -> Update | None:
-        """What is ready to be sent, or None."""
+        """The update that is ready to be sent, or None."""
         if self._least <= 1:
             return update
         held = self._held.get(update.index)
@@ -42,14 +42,14 @@ class Chunks:
         return _join(held) if held is not None else update
 
     def take_rest(self) -> list[Update]:
-        """What still waits, for a call that ends with an error and so without an update."""
+        """The updates that still wait, for a call that ends with an error and so without an update."""
         rest = [_join(held) for held in self._held.values() if held]
         self._held.clear()
         return rest
 
 
 def _join(updates: Sequence[Update]) -> Update:
-    """Neither is the first of its sequence, so only the last has anything that is not tokens and text."""
+    """Joins updates. None is the first of its sequence, so only the last has more than tokens and text."""
     logprobs = tuple(entry for u in updates for entry in u.logprobs or ())
     return updates[-1]._replace(
         token_ids=tuple(i for u in updates for i in u.token_ids),

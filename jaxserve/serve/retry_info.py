@@ -1,6 +1,6 @@
-"""When to come again, as gRPC carries it: `google.rpc.RetryInfo` in the details of a status.
+"""The time after which to try again, as gRPC carries it: `google.rpc.RetryInfo` in the details of a status.
 
-Owns both directions, so that server, router and client agree. Refuses the estimate (`engine.waiting` makes it).
+Both directions are here, so that server, router and client agree. The estimate is made in `engine.waiting`.
 """
 
 import datetime
@@ -25,10 +25,10 @@ def retry_metadata(code: grpc.StatusCode, message: str, retry_after_s: float) ->
 
 
 def retry_after_s(error: grpc.Call | grpc.aio.AioRpcError) -> float | None:
-    """What a failed call says; None when it says nothing, or nothing that fits its status."""
+    """The seconds in a failed call; None when it has none, or details that contradict its status."""
     try:
         status = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType]  # asyncio's has all that it reads
-    except ValueError:  # details that contradict the status, from something that is no server of ours
+    except ValueError:  # details that contradict the status, from a server of another kind
         return None
     for detail in status.details if status is not None else ():
         info = error_details_pb2.RetryInfo()

@@ -1,17 +1,19 @@
-"""`jaxserve route`: a gRPC door without a model, before servers that have one. From start to exit code.
+"""`jaxserve route`, from start to exit code: a gRPC door without a model, in front of servers that have one.
 
-Owns the order of its life and its health: green while a replica is. Refuses models, devices and text: nothing here
-loads JAX, so a router starts in a second and runs beside anything.
+It is healthy while a replica is. Nothing here loads JAX, so a router starts in a second and runs beside anything.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.routing import RouterOptions, create_router
+from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, room_for_grpc
 from jaxserve.serve.grpc_server import GrpcServer
+from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.route_pool import Pool, Resolve
 from jaxserve.serve.route_service import RouteService
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
@@ -28,6 +30,7 @@ def route_forever(config: Config) -> int:
     The first signal drains: no new requests, `serve.drain_s` seconds for the running ones, which then end with
     UNAVAILABLE. A second signal ends them at once. Raises ConfigError.
     """
+    raise_descriptor_limit()
     return run_with_signals(lambda shutdown: route(config, shutdown))
 
 
@@ -38,7 +41,7 @@ async def route(
     *,
     resolve: Resolve | None = None,
 ) -> int:
-    """`route_forever` without signals; `on_ready` gets the bound `host:port`, `resolve` see `Pool`."""
+    """`route_forever` without signals; `on_ready` gets the bound `host:port`; for `resolve` see `Pool`."""
     if config.serve.http.port is not None:
         raise ConfigError("serve.http.port is set, but a router forwards gRPC alone; use serve.grpc.port")
     if config.serve.grpc.port is None:
@@ -46,7 +49,9 @@ async def route(
     options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
     service = RouteService(pool, retries=config.route.retries)
-    server = GrpcServer(service, host=config.serve.host, config=config.serve.grpc)
+    port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
+    serving, room = config.serve, room_for_grpc(0, current_limit())
+    server = GrpcServer(service, DoorCounts(), host=serving.host, config=serving.grpc, max_connections=room, port=port)
     address = f"{config.serve.host}:{await server.start(healthy=False)}"
     pool.start()
     reporting = asyncio.create_task(_report_health(pool, server))

@@ -1,7 +1,6 @@
-"""How a router reaches its servers: certificates and a token of its own.
+"""The access of a router to its servers: certificates and a token of its own.
 
-Owns the channel and what goes with every call. Refuses to pass on what clients showed: their certificates and tokens
-are for the router, which answers for them.
+Certificates and tokens of clients are not passed on: they are for the router, which answers for its clients.
 """
 
 import dataclasses
@@ -10,14 +9,14 @@ from typing import Self
 
 import grpc
 
-from jaxserve.config_schema import RouteConfig
+from jaxserve.config.schema import RouteConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.keys import read_keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BackendAccess:
-    """`credentials` None: in the clear. `metadata` goes with every call but health's."""
+    """`credentials` None: without TLS. `metadata` goes with every call but health's."""
 
     credentials: grpc.ChannelCredentials | None
     options: tuple[tuple[str, str], ...]

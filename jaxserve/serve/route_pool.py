@@ -1,7 +1,7 @@
-"""The replicas behind a router: who they are, who is well, and who gets the next request.
+"""The replicas behind a router: their addresses, connections and health, and the choice of one for a request.
 
-Owns connections, health and the counts of the balancer. Refuses calls (`route_service`). Health is asked for again
-and again rather than watched: a replica that is stopped, or behind a cut cable, sends no bad news, it is silent.
+Calls are forwarded in `route_service`. Health is polled rather than watched: a replica that is stopped, or behind a cut
+cable, sends no bad news, it is silent.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.config_schema import RouteConfig
+from jaxserve.config.schema import RouteConfig
 from jaxserve.errors import ConfigError
 from jaxserve.routing import Balancer, PromptKey, Router
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
@@ -48,7 +48,7 @@ class Backend:
         self.healthy = False
         self.reason = "it has not answered yet"
         self.listed = True  # False once DNS has dropped it: it ends what it has, and is the last resort
-        self.look = asyncio.Event()  # set: look at its health now
+        self.look = asyncio.Event()  # set: check its health now
         self.channel = access.open(address, _OPTIONS)
         self.stub = pb_grpc.InferenceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # the package has no types
@@ -75,7 +75,7 @@ class Pool:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Goes with every call to a replica."""
+        """The metadata of every call to a replica."""
         return self._access.metadata
 
     @property
@@ -89,7 +89,7 @@ class Pool:
         return self._balancer.uses_prompt
 
     def start(self) -> None:
-        """Begins to look at the replicas."""
+        """Begins to check the replicas."""
         for address in self._static:
             self._add(address)
         for host, port in self._names:
@@ -106,7 +106,7 @@ class Pool:
     def choose(self, key: PromptKey, tried: Collection[str]) -> Backend | None:
         """A healthy replica that is not in `tried`, or None."""
         alive = [b for b in self._backends.values() if b.healthy and b.address not in tried]
-        # One that DNS has dropped is leaving, but is better than nobody while those that replace it are starting.
+        # A replica that DNS has dropped is leaving, but is better than none while its replacements are starting.
         addresses = [b.address for b in alive if b.listed] or [b.address for b in alive]
         return self._backends[str(self._balancer.choose(key, addresses))] if addresses else None
 
@@ -120,12 +120,12 @@ class Pool:
             self._balancer.end(backend.address)
 
     def suspect(self, backend: Backend, reason: str) -> None:
-        """A call has found it dead: it gets nothing more until it says again that it is well."""
+        """A call has found the replica dead: it gets no more calls until a check finds it healthy."""
         self._set_health(backend, False, reason)
         backend.look.set()
 
     def describe(self, tried: Collection[str]) -> str:
-        """Each replica that is not in `tried`, and what is wrong with it, for a message."""
+        """Each replica that is not in `tried`, with its fault, for a message."""
         if not self._backends:
             return "no name has an address yet"
         return "; ".join(f"{b.address}: {b.reason}" for b in self._backends.values() if b.address not in tried)
@@ -160,7 +160,7 @@ class Pool:
         return backend.healthy and not any(b.listed and b.healthy for b in self._backends.values())
 
     async def _look(self, backend: Backend) -> str | None:
-        """None when it is well, else what is wrong."""
+        """Checks a replica. None when it is healthy, else its fault."""
         try:
             reply = await backend.health.Check(
                 health_pb2.HealthCheckRequest(service=""), timeout=self._config.health_timeout_s
@@ -192,7 +192,7 @@ class Pool:
             except (
                 OSError,
                 UnicodeError,
-            ) as error:  # a name server that is away for a moment says nothing about the replicas
+            ) as error:  # a name server that is down for a moment says nothing about the replicas
                 logger.warning("cannot resolve %s: %s; the addresses stay as they are", host, error)
                 found = mine
             for address in sorted(found - mine):
@@ -211,7 +211,7 @@ class Pool:
 
 
 def split_replicas(replicas: Sequence[str]) -> tuple[list[str], list[tuple[str, int]]]:
-    """Addresses as they are, and names to resolve with their ports. Raises ConfigError for what is neither."""
+    """Addresses as they are, and names to resolve with their ports. Raises ConfigError for anything else."""
     addresses: list[str] = []
     names: list[tuple[str, int]] = []
     for text in replicas:

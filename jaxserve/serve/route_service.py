@@ -1,8 +1,8 @@
 """`jaxserve.v1.Inference` answered by replicas: one call in, one call out, and a second one when a replica dies.
 
-Owns what happens to one call. Refuses to know which replicas there are (`route_pool`) and statuses of its own
-(`grpc_errors`). A call moves to another replica only while its client has seen nothing: from then on half of an answer
-has been told, and only the client knows whether it may be told again.
+Replicas are known to `route_pool`; errors become statuses in `grpc_errors`. A call moves to another replica only while
+its client has seen nothing: from then on half of an answer has been sent, and only the client knows whether it may be
+repeated.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from jaxserve.serve.retry_info import retry_after_s
 from jaxserve.serve.route_pool import Backend, Pool
 
 _ASK_S = 30.0  # for calls that compute nothing
-_LOAD_S = 2.0  # one that has just fallen silent must not hold up the sum of the others
+_LOAD_S = 2.0  # a replica that has just fallen silent must not hold up the sum of the others
 _SUMS = (
     "num_running", "num_waiting", "num_waiting_tokens", "max_waiting", "max_waiting_tokens", "num_pages",
     "num_used_pages",
@@ -59,7 +59,7 @@ class RouteService(pb_grpc.InferenceServicer):
             forward.end()
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Forwards one request. Raises typed errors; a cancel from whatever cause is passed on to the replica."""
+        """Forwards one request. Raises typed errors; a cancel, whatever its cause, is passed on to the replica."""
         if not self._accepting:
             raise EngineStopped("the router takes no more requests: it is shutting down")
         # One id for all attempts; and a replica could not know that the same id is live on another.
@@ -74,7 +74,7 @@ class RouteService(pb_grpc.InferenceServicer):
             del self._live[request.request_id]
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        """Of any replica: they serve one model."""
+        """Answered by any replica: they serve the same model."""
         return await self._ask_any(lambda stub: stub.Tokenize, request, context)
 
     async def Detokenize(
@@ -197,8 +197,8 @@ class _Forward:
                 await self._context.abort(code, text)
 
     def _give_up(self, tried: list[str], deaths: list[str], full: list[QueueFull]) -> NoReturn:
-        """Raises what the client is told when no attempt is left."""
-        if full:  # one with room may have died, but to come again later is the better advice
+        """Raises the client's error when no attempt is left."""
+        if full:  # a replica with room may have died, but to try again later is the better advice
             raise min(full, key=lambda error: error.retry_after_s or 0.0)
         if len(deaths) > self._retries:
             raise EngineStopped(
@@ -224,7 +224,7 @@ class _Forward:
                 )
             )
             return None
-        # None where the client set no deadline, whatever the signature says.
+        # None where the client set no deadline, despite the signature.
         call = self._call = backend.stub.Generate(
             self._request, timeout=self._context.time_remaining(), metadata=self._metadata
         )
@@ -249,9 +249,9 @@ class _Forward:
         return None
 
     def _shorten_timeout(self) -> None:
-        """`timeout_s` counts from the arrival here: what earlier attempts took is gone. Raises DeadlineExceeded."""
+        """`timeout_s` counts from the arrival here: earlier attempts have used some of it. Raises DeadlineExceeded."""
         given_s = self._timeout_s
-        if given_s is None or not given_s > 0:  # what is no time is for a replica to refuse
+        if given_s is None or not given_s > 0:  # an invalid value is refused by the replica
             return
         left_s = given_s - (asyncio.get_running_loop().time() - self._arrived_s)
         if left_s <= 0:
@@ -260,17 +260,16 @@ class _Forward:
 
 
 def _is_cut_off(reply: pb.GenerateResponse) -> bool:
-    """What a server sends for a request that had not begun when its time to drain was over."""
+    """The error of a server for a request that had not begun when its time to drain was over."""
     return reply.finish_reason == pb.FINISH_REASON_ABORT and not reply.token_ids
 
 
 def key_of_request(request: pb.GenerateRequest) -> PromptKey:
     """The key of the prompt as it came: text stays text, since only a replica has the tokenizer."""
-    salt, tenant = request.cache_salt, request.tenant
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
-        return key_of_tokens(request.token_ids.ids, cache_salt=salt, tenant=tenant)
+        return key_of_tokens(request.token_ids.ids, cache_salt=request.cache_salt)
     text = request.text
     if kind == "chat":
         text = "".join(f"\x02{m.role}\x03{m.content}" for m in request.chat.messages)
-    return key_of_text(text, cache_salt=salt, tenant=tenant)
+    return key_of_text(text, cache_salt=request.cache_salt)

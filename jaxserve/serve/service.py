@@ -1,8 +1,7 @@
-"""From start to exit code: all front doors of one engine, and how they end.
+"""The life of a server: all front doors of one engine, from the start through the drain to the exit code.
 
-Owns draining and the exit code. Refuses protocols. The order of an end is always the same: first health says
-NOT_SERVING, so that balancers look elsewhere; then running requests get their time; then the engine ends what is left
-and each client is told; the port closes last.
+The order of an end is always the same: first health says NOT_SERVING, so that balancers look elsewhere; then running
+requests get their time; then the engine ends the others, each with a last message to its client; the port closes last.
 """
 
 import asyncio
@@ -12,20 +11,29 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxserve.config_schema import ServeConfig
+from jaxserve.config.schema import ServeConfig
 from jaxserve.engine import AnyEngine, AsyncEngine
 from jaxserve.errors import ConfigError, EngineStopped
+from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.descriptors import (
+    current_limit,
+    raise_descriptor_limit,
+    reachable_limit,
+    room_for_connections,
+    room_for_grpc,
+)
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.http import HttpDoor
 from jaxserve.serve.keys import read_keys
+from jaxserve.serve.ports import HeldPorts
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tls import read_tls
 
 logger = logging.getLogger(__name__)
 
-_WATCH_S = 0.1  # how often a dead engine is looked for; the loop thread cannot call us when it is dead
-_STOP_S = 10.0  # a step on a device that answers is shorter than this; one that does not must not keep us
+_WATCH_S = 0.1  # between two checks for a dead engine; the loop thread cannot call when it is dead
+_STOP_S = 10.0  # a step is shorter than this; a device that does not answer must not hold up the end
 _FAREWELL_S = 5.0  # for last messages to leave
 _LINGER_S = 0.2  # for statuses to leave, and health watches to be read
 
@@ -38,7 +46,7 @@ class Addresses(NamedTuple):
 
 
 class FrontServer(Protocol):
-    """One listening port of the engine, and what it says of health. Used on one event loop."""
+    """One listening port of the engine, and its health. Used on one event loop."""
 
     protocol: str
 
@@ -47,15 +55,15 @@ class FrontServer(Protocol):
         ...
 
     async def report(self, healthy: bool) -> None:
-        """Whether new requests should come."""
+        """Reports whether new requests should come."""
         ...
 
     async def report_live(self, live: bool) -> None:
-        """Whether the process is worth keeping."""
+        """Reports whether the process is worth keeping."""
         ...
 
     async def report_not_serving(self) -> None:
-        """No new requests from now on; the running ones go on."""
+        """Reports that no new requests should come from now on; the running ones go on."""
         ...
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -63,25 +71,28 @@ class FrontServer(Protocol):
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the port and, after `grace_s`, what is still open."""
+        """Closes the port and, after `grace_s`, the connections that are still open."""
         ...
 
 
-def serve_forever(engine: AnyEngine, serve_config: ServeConfig) -> int:
+def serve_forever(engine: AnyEngine, serve_config: ServeConfig, ports: HeldPorts = HeldPorts()) -> int:  # noqa: B008
     """Starts the engine and the servers; returns after SIGTERM or SIGINT, or when the engine has died.
+
+    `ports` that are held already are listened on; the others are bound now.
 
     The first signal drains: no new requests, `serve_config.drain_s` seconds for the running ones, which then end with
     finish reason ABORT. A second signal ends them at once. Must be called on the main thread. Returns the exit code:
     0 after a signal, 1 when the engine died. Raises ConfigError when nothing can be served.
     """
     check_serve_config(serve_config)
-    return run_with_signals(lambda shutdown: serve(engine, serve_config, shutdown))
+    raise_descriptor_limit()
+    return run_with_signals(lambda shutdown: serve(engine, serve_config, shutdown, ports=ports))
 
 
 def check_serve_config(serve_config: ServeConfig) -> None:
     """Raises ConfigError when no door is asked for, or when a door's files cannot be used.
 
-    Doors read the files themselves; here it is told before minutes are spent on loading.
+    Doors read the files themselves; here the error comes before minutes are spent on loading.
     """
     grpc, http = serve_config.grpc, serve_config.http
     if grpc.port is None and http.port is None:
@@ -91,6 +102,7 @@ def check_serve_config(serve_config: ServeConfig) -> None:
         if grpc.tokens_file is not None:
             read_keys(grpc.tokens_file, "serve.grpc.tokens_file")
     if http.port is not None:
+        room_for_connections(http.max_connections, reachable_limit())
         read_tls(http, "serve.http")
         if http.api_keys_file is not None:
             read_keys(http.api_keys_file, "serve.http.api_keys_file")
@@ -101,20 +113,24 @@ async def serve(
     serve_config: ServeConfig,
     shutdown: Shutdown,
     on_ready: Callable[[Addresses], None] = lambda addresses: None,
+    *,
+    ports: HeldPorts = HeldPorts(),  # noqa: B008 (immutable)
 ) -> int:
     """`serve_forever` without signals; `on_ready` gets the addresses once all doors are open."""
     check_serve_config(serve_config)
-    async_engine = AsyncEngine(engine, serve_config.encode_threads)
-    doors = _make_doors(async_engine, serve_config)
+    async_engine = AsyncEngine(
+        engine, serve_config.encode_threads, max_prompts=serve_config.max_prompts, max_n=serve_config.max_n
+    )
+    doors = _make_doors(async_engine, serve_config, ports)
     try:
-        ports: dict[str, str] = {}
+        addresses: dict[str, str] = {}
         for door in doors:
-            ports[door.protocol] = f"{serve_config.host}:{await door.start()}"
+            addresses[door.protocol] = f"{serve_config.host}:{await door.start()}"
         engine.start()
-        for protocol, address in ports.items():
+        for protocol, address in addresses.items():
             logger.info("serving %s over %s on %s", engine.model.name, protocol, address)
             print(f"serving {protocol} on {address}", flush=True)
-        on_ready(Addresses(ports.get(GrpcServer.protocol), ports.get(HttpDoor.protocol)))
+        on_ready(Addresses(addresses.get(GrpcServer.protocol), addresses.get(HttpDoor.protocol)))
         watching = asyncio.create_task(_watch(async_engine, doors, serve_config.stall_s))
         try:
             await _until_shutdown_or_death(watching, shutdown)
@@ -127,13 +143,20 @@ async def serve(
     return 0 if engine.failure is None else 1
 
 
-def _make_doors(async_engine: AsyncEngine, serve_config: ServeConfig) -> list[FrontServer]:
-    """All that are asked for, closed. Raises ConfigError."""
+def _make_doors(async_engine: AsyncEngine, serve_config: ServeConfig, ports: HeldPorts) -> list[FrontServer]:
+    """All doors in the config, not listening yet. Raises ConfigError."""
     doors: list[FrontServer] = []
-    if serve_config.grpc.port is not None:
-        doors.append(GrpcServer(InferenceService(async_engine), host=serve_config.host, config=serve_config.grpc))
-    if serve_config.http.port is not None:
-        doors.append(HttpDoor(async_engine, serve_config))
+    counts = DoorCounts()
+    grpc, http, limit = serve_config.grpc, serve_config.http, current_limit()
+    num_http = 0 if http.port is None else room_for_connections(http.max_connections, limit)
+    if grpc.port is not None:
+        service = InferenceService(async_engine, refuse_special_text=grpc.refuse_special_text)
+        room = room_for_grpc(num_http, limit)
+        doors.append(
+            GrpcServer(service, counts, host=serve_config.host, config=grpc, max_connections=room, port=ports.grpc)
+        )
+    if http.port is not None:
+        doors.append(HttpDoor(async_engine, serve_config, counts, ports.http))
     return doors
 
 
@@ -160,7 +183,7 @@ async def _until_shutdown_or_death(watching: asyncio.Task[None], shutdown: Shutd
     finally:
         asked.cancel()
     if watching.done():
-        watching.result()  # what only a defect raises must not leave a service that nobody watches
+        watching.result()  # a defect here must not leave a service without a watch
 
 
 async def _end(engine: AnyEngine, doors: Sequence[FrontServer], serve_config: ServeConfig, shutdown: Shutdown) -> None:
@@ -190,7 +213,7 @@ async def _report(doors: Sequence[FrontServer], live: bool) -> None:
 
 
 async def _drain(engine: AnyEngine, serve_config: ServeConfig, shutdown: Shutdown) -> None:
-    """Until nothing runs, the time is over, a second signal comes, or a stall has ended every stream anyway."""
+    """Waits until nothing runs, the time is over, a second signal comes, or a stall has ended every stream."""
     logger.info("draining %d requests, at most %.1f s", engine.num_live, serve_config.drain_s)
     drained = _in_thread(lambda: engine.drain(serve_config.drain_s))
     hurried = asyncio.ensure_future(shutdown.now.wait())
@@ -214,7 +237,7 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[None]:
             work()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop has closed: no task waits any more
             loop.call_soon_threadsafe(_settle, done, error)
 
     threading.Thread(target=run, name="jaxserve-shutdown", daemon=True).start()

@@ -1,13 +1,13 @@
-"""How a server is asked to end: two flags, the signals that set them, and a wait that the second one cuts short.
+"""`Shutdown`: two flags that end a server, the signals that set them, and a wait that the second flag cuts short.
 
-Owns nothing else. What a drain means is for each server to say (`service`, `route`).
+What a server does in a drain is its own affair (`service`, `route`).
 """
 
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 
-_HURRY_S = 2.0  # for a step to end and for farewells to leave, once somebody has asked twice
+_HURRY_S = 2.0  # for a step to end and for last messages to leave, after a second signal
 
 
 class Shutdown:
@@ -25,7 +25,7 @@ class Shutdown:
     async def wait_for(self, work: Awaitable[object], timeout_s: float) -> bool:
         """Waits for `work`: at most `timeout_s`, and little longer once an end at once is asked for.
 
-        True when it has ended; what has not is cancelled. Raises what it raises.
+        True when it has ended; otherwise it is cancelled. Raises its errors.
         """
         task, hurried = asyncio.ensure_future(work), asyncio.ensure_future(self.now.wait())
         try:

@@ -1,7 +1,7 @@
 """One table from `errors.Status` to the codes of each protocol.
 
-Owns the numbers and the text that leaves the server with them. Refuses to catch anything: front doors do. In one
-place, since two doors that disagree about what may be tried again would mislead every load balancer before them.
+The text that leaves the server with a code is chosen here too. It is one table for all doors, since two doors that
+disagree about what may be tried again would mislead every load balancer before them.
 """
 
 import grpc
@@ -31,7 +31,7 @@ _MAX_MESSAGE_BYTES = 2000
 
 
 def public_message(error: Exception, where: str) -> str:
-    """What a client may read of `error`: all of a typed error, nothing of a defect but where to look for it."""
+    """The part of `error` that a client may read: all of a typed error; of a defect only where to look for it."""
     if not isinstance(error, JaxserveError) or error.status is Status.INTERNAL:
         return f"internal error; the server's log has the details under {where}"
     encoded = str(error).encode("utf-8", errors="replace")
@@ -46,5 +46,5 @@ def status_of(error: Exception) -> Status:
 
 
 def status_of_grpc(code: grpc.StatusCode) -> Status:
-    """The way back, for clients. A code that no status has counts as INTERNAL."""
+    """The status of a gRPC code, for clients. A code that no status has counts as INTERNAL."""
     return next((status for status, known in GRPC_CODES.items() if known is code), Status.INTERNAL)

@@ -1,7 +1,7 @@
 """The certificates of a door: three PEM files, checked when the server starts.
 
-Owns the reading and the check, for every door. Refuses to listen. At the start, since a certificate that does not load
-must stop the server and not its first client; gRPC itself would log it and refuse everybody.
+They are checked early, since a certificate that does not load must stop the server and not its first client; gRPC
+itself would log the error and refuse every client.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxserve.errors import ConfigError
 
 
 class TlsFiles(Protocol):
-    """The part of a door's settings that is meant here. Paths, None where there is none."""
+    """The settings of a door about certificates. Paths, None where there is none."""
 
     @property
     def tls_cert(self) -> str | None: ...
@@ -27,10 +27,10 @@ class TlsFiles(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
-    """What was read: the bytes of the files, and a context made of them for sockets of Python.
+    """The bytes of the files, and a context made of them for sockets of Python.
 
     Attributes:
-      authorities: that sign the certificates of clients; None: clients need none.
+      authorities: those that sign the certificates of clients; None: clients need none.
     """
 
     certificate: bytes
@@ -40,7 +40,7 @@ class ServerTls:
 
 
 def read_tls(files: TlsFiles, section: str) -> ServerTls | None:
-    """None for a door in the clear. `section` names the settings in errors, such as "serve.http".
+    """Reads the files. None for a door without TLS. `section` names the settings in errors, such as "serve.http".
 
     Raises ConfigError for settings that contradict each other, and for files that are missing or are no PEM.
     """

@@ -1,7 +1,7 @@
 """A log record as one line of JSON.
 
-Owns the form of a line. Refuses to choose what is logged. The names are those that collectors know: time, level,
-logger, message, error; what a call gave as `extra` stands beside them under its own name.
+The names are those that collectors know: time, level, logger, message, error; each field of a call's `extra` stands
+beside them under its own name.
 """
 
 import datetime

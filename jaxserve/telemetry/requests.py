@@ -1,13 +1,13 @@
-"""Watching requests end: a log line for each, a span for each.
+"""The log line and the span of each request that ends.
 
-Owns what is said of a request. Refuses how a line looks (`logs`), and times of its own: all are the engine's.
+The content of a line is chosen here, its form in `logs`. All times are the engine's.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-from jaxserve.config_schema import RuntimeConfig
+from jaxserve.config.schema import RuntimeConfig
 from jaxserve.engine import AnyEngine, RequestStats, RequestTimes
 
 logger = logging.getLogger(__name__)
@@ -16,12 +16,15 @@ logger = logging.getLogger(__name__)
 Watcher = Callable[[RequestTimes, RequestStats], None]
 
 
+def check_tracing(config: RuntimeConfig) -> None:
+    """Raises ConfigError, before a model is loaded, when traces are asked for and cannot be made."""
+    if config.trace_endpoint is not None:
+        import jaxserve.telemetry.traces  # noqa: F401  # says what it lacks
+
+
 @contextlib.contextmanager
 def observe_requests(engine: AnyEngine, config: RuntimeConfig) -> Iterator[None]:
-    """Logs and traces as `config` says, until the block ends. Begin before the loops run.
-
-    Raises ConfigError when traces are asked for and cannot be made.
-    """
+    """Logs and traces as `config` says, until the block ends. Begin before the loops run. Raises as `check_tracing`."""
     watchers: list[Watcher] = []
     with contextlib.ExitStack() as stack:
         if config.log_requests:
@@ -59,7 +62,7 @@ class RequestLog:
         if self._with_prompts:
             fields["prompt_token_ids"] = list(times.request.prompt_token_ids)
         text = " ".join(f"{name}={value}" for name, value in fields.items() if name != "request_id")
-        # A client chooses the id: `%r` keeps a line break in it from writing lines of its own.
+        # A client chooses the id: with `%r` a line break in it cannot begin a line of the log.
         logger.info("request %r has ended: %s", stats.request_id, text, extra=fields)
 
 

@@ -1,8 +1,8 @@
 """One OpenTelemetry span for each request: when it waited, when its prompt ran, when its answer came.
 
-Owns names and times of spans, and the way to a collector. Refuses to sample by itself: a caller's decision comes with
-its `traceparent`, and `runtime.trace_ratio` decides for the others. A span is made after the fact, with the times that
-the engine took, so a request that is not traced costs nothing. Needs the extra `otel`.
+A caller's decision to sample comes with its `traceparent`, and `runtime.trace_ratio` decides for other requests. A span
+is made after the fact, with the times that the engine took, so a request that is not traced costs nothing. Needs the
+extra `otel`.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from jaxserve.api import FinishReason
-from jaxserve.config_schema import RuntimeConfig
+from jaxserve.config.schema import RuntimeConfig
 from jaxserve.engine import RequestStats, RequestTimes
 from jaxserve.errors import ConfigError
 
@@ -31,7 +31,7 @@ class RequestTracer:
     """A `Watcher` (see `requests`) that makes one span.
 
     Args:
-      provider: what samples and exports.
+      provider: of OpenTelemetry; samples and exports.
       model_name: for `gen_ai.request.model`.
     """
 
@@ -44,7 +44,7 @@ class RequestTracer:
         now_ns = time.time_ns()
 
         def at(moment_s: float) -> int:
-            """The engine's clock has another zero; what both agree on is how long ago something was."""
+            """The wall clock's time. The engine's clock has another zero; both agree on how long ago something was."""
             return now_ns - round((stats.time_s - moment_s) * 1e9)
 
         parent = self._propagator.extract({"traceparent": times.request.traceparent})
@@ -86,7 +86,7 @@ class RequestTracer:
 def export_spans(config: RuntimeConfig, model_name: str) -> Iterator[RequestTracer]:
     """Sends spans to `runtime.trace_endpoint` until the block ends, which sends the last ones.
 
-    An endpoint of `https://` is spoken to with TLS, any other in the clear. Raises ConfigError.
+    An endpoint of `https://` is reached with TLS, any other without encryption. Raises ConfigError.
     """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -106,7 +106,7 @@ def export_spans(config: RuntimeConfig, model_name: str) -> Iterator[RequestTrac
 
 
 def make_provider(config: RuntimeConfig) -> TracerProvider:
-    """What samples as `config` says; it has no exporter yet. Not set as the process's own: that is its owner's."""
+    """A provider that samples as `config` says, without an exporter. It is not made the process's global one."""
     return TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(config.trace_ratio)),
         resource=Resource.create({"service.name": config.trace_service}),

@@ -1,6 +1,6 @@
-"""Text in, token ids out, and back: everything between a string and a `Request`.
+"""Text to token ids and back: everything between a string and a `Request`.
 
-Models see integers only, and so do the scheduler and the step. This package is the one place where the two meet:
+Models, the scheduler and the step see integers only. This package is the one place where text and integers meet:
 a `Tokenizer` (two implementations, chosen by the files a checkpoint has), a `Detokenizer` per sequence that turns
 a growing list of ids into text that is safe to show, and a `ChatTemplate` that turns messages into one prompt.
 

@@ -1,7 +1,6 @@
-"""The protocol every tokenizer follows.
+"""`Tokenizer`: the protocol of tokenizers, and the one check that all of them need.
 
-Owns the signatures, their contract, and the one check that all of them need. Refuses to know any file format, so
-that a test or a notebook can pass a tokenizer of twenty lines.
+It knows no file format, so that a test or a notebook can pass a tokenizer of twenty lines.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Chat messages into one prompt text, by the model's own template.
 
-Owns the check of messages and the rendering. Refuses to invent a template: a model without one is told so.
+A model without a template is an error: none is made up for it.
 
 Templates come with checkpoints, so they are programs of a stranger: they run in Jinja's immutable sandbox, with the
 few helpers that transformers gives them, on plain JSON values only.
@@ -13,6 +13,7 @@ messages (`LLM.chat(refuse_special_text=True)`). Use it wherever users are not t
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,13 @@ import jinja2.sandbox
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.text.base import Tokenizer
 
-# What a template can raise through no fault of ours: its own errors, and Python's on values it did not expect.
+# Errors that a template can raise by itself: its own, and Python's on values it did not expect.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
+
+
+_ROLE = re.compile(r"[\w.-]{1,64}")
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -47,7 +51,7 @@ class ChatTemplate:
     """A compiled template. Immutable after construction, safe to call from several threads.
 
     Args:
-      source: Jinja source, None for a model that has none (then `render` says so).
+      source: Jinja source, None for a model that has none (`render` then raises).
       bos_token, eos_token: texts that the template may write.
       now: clock behind `strftime_now`.
 
@@ -64,12 +68,12 @@ class ChatTemplate:
     ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._now = now
-        self._takes_tools = False
+        self._reads: frozenset[str] = frozenset()
         try:
             environment = self._environment()
             self._template = None if source is None else environment.from_string(source)
             if source is not None:
-                self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+                self._reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template does not compile: {error}; fix the template") from error
 
@@ -82,10 +86,9 @@ class ChatTemplate:
         )
         return cls(tokenizer.chat_template if source is None else source, bos_token=bos, eos_token=eos)
 
-    @property
-    def takes_tools(self) -> bool:
-        """The template reads `tools`; one that does not would leave them out in silence."""
-        return self._takes_tools
+    def reads(self, name: str) -> bool:
+        """Whether the template reads a variable, such as `tools`; one that does not would leave it out in silence."""
+        return name in self._reads
 
     def render(
         self,
@@ -146,7 +149,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
     A message is {"role": str, "content": str or a list of {"type": "text", "text": str}} and whatever else the
     template reads (name, tool_calls, tool_call_id, …). Text parts are joined by newlines, as vLLM does. Content may
-    be null beside tool_calls, whose `arguments` may be JSON text (OpenAI) and reach the template as the object.
+    be null beside tool_calls, whose `arguments` may be JSON text (OpenAI) and reach the template as the object. Text
+    that is no JSON, such as that of a call which was cut by its length, reaches it as it is.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest(f"messages must be a non-empty list of {{role, content}}, got {messages!r}")
@@ -158,6 +162,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         plain = _plain(message, where)
         if not isinstance(plain.get("role"), str) or not plain["role"]:
             raise InvalidRequest(f"{where} needs a role, a string such as 'user', got {plain.get('role')!r}")
+        if not _ROLE.fullmatch(plain["role"]):
+            raise InvalidRequest(
+                f"{where} needs a role that is a name of at most 64 letters, digits, '_', '-' or '.', got "
+                f"{plain['role']!r:.80}"
+            )
         if plain.get("tool_calls"):
             _parse_arguments(plain["tool_calls"], where)
         plain["content"] = _content_text(plain, where)
@@ -188,13 +197,20 @@ def _parse_arguments(tool_calls: Any, where: str) -> None:
         for call in tool_calls:
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where}.tool_calls must be objects whose arguments are JSON: {error}") from error
+                function["arguments"] = _parsed(function["arguments"])
+    except (AttributeError, TypeError) as error:
+        raise InvalidRequest(f"{where}.tool_calls must be a list of objects: {error}") from error
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A deep copy through JSON: a template must never hold an object with methods of ours."""
+    """A deep copy through JSON: a template must never hold an object with methods of this package."""
     try:
         return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -206,8 +222,8 @@ def check_special_text(
 ) -> None:
     """Raises InvalidRequest when a text in a message spells a special token (see the file's head).
 
-    Every text counts, since templates write names, roles and arguments of calls too. `beside`: what else the template
-    is given, such as tools, under the names that an error calls it by.
+    Every text counts, since templates write names, roles and arguments of calls too. `beside`: further values of
+    the template, such as tools, under the names that errors use.
     """
     specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
     named = {f"messages[{index}]": message for index, message in enumerate(check_messages(messages))}

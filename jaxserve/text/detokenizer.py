@@ -1,8 +1,7 @@
 """One sequence's ids, as they come, into text that is safe to show.
 
-Owns three things that a stream must not get wrong: half a UTF-8 character, the space before a word, and text that
-may be the beginning of a stop string. Refuses to know why ids stop coming: the engine handles ends, limits, and
-which ids are pushed at all.
+A stream must get three things right: half a UTF-8 character, the space before a word, and text that may be the
+beginning of a stop string. The engine handles ends and limits, and decides which ids are pushed.
 
 Each push decodes a short window of the last ids, never the whole sequence, so the cost per token is constant. The
 window begins a few ids back, which gives the decoder the context it needs (a first word loses its space, a later one
@@ -22,10 +21,10 @@ _KEPT = 4  # ids kept by a cut: a UTF-8 character has at most four bytes, an id 
 
 
 class PieceTexts:
-    """What single ids add to a text, looked up once for all sequences. Mutated by the thread that pushes.
+    """The texts that single ids add, looked up once for all sequences. Mutated by the thread that pushes.
 
     Attributes:
-      known: by id, as far as it was asked for. Empty for ids without text, or that are parts of characters.
+      known: text by id, of the ids looked up so far. Empty for ids without text and for parts of characters.
     """
 
     __slots__ = ("_tokenizer", "known")
@@ -57,7 +56,7 @@ class Detokenizer:
 
     Args:
       tokenizer: any `Tokenizer`.
-      prompt_ids: what precedes the sequence; only its end matters.
+      prompt_ids: the ids before the sequence; only their end matters.
       skip_special_tokens: special ids give no text, wherever they stand.
       stop: non-empty strings that end the text.
       include_stop_str: the text ends after the stop string rather than before.
@@ -115,7 +114,7 @@ class Detokenizer:
 
         self._window = self._prompt_context(prompt_ids)
         self._text = self._decode(self._window)  # text of the window
-        self._shown = len(self._text)  # characters of it that are done with
+        self._shown = len(self._text)  # characters of it that were released
         # Whether a trailing U+FFFD of the prompt is its own or the first half of a character shows with the next ids.
         self._prompt_open = self._text.endswith(_REPLACEMENT)
 
@@ -154,7 +153,7 @@ class Detokenizer:
 
     def _advance(self, token_ids: Sequence[int]) -> str:
         """Adds ids to the window, returns the text that no later id can change."""
-        # Nothing is held back, and a first word, which loses its space, has gone before.
+        # Nothing is held back, and the first word, which loses its space, is out already.
         if len(token_ids) == 1 and self._text and self._shown == len(self._text) and not self._prompt_open:
             token_id = token_ids[0]
             if token_id in self._skipped:

@@ -1,8 +1,8 @@
-"""Texts that were encoded a moment ago, and what came out.
+"""A bounded cache of recent encodings in front of any tokenizer.
 
-Owns a bounded memory of encodings in front of any tokenizer: system prompts, conversations that are sent again and
-texts that are first counted and then completed. Refuses to keep texts: an entry is found by a digest of 32 bytes, so no
-prompt stays in memory because of it, and equal digests do not happen.
+It helps with system prompts, conversations that are sent again and texts that are first counted and then completed. No
+text is kept: an entry is found by a digest of 32 bytes, so no prompt stays in memory because of it, and equal digests
+do not happen.
 """
 
 import array
@@ -17,12 +17,12 @@ _ENTRY_BYTES = 200  # of a digest, an array and their places in the dictionary, 
 
 
 class CachingTokenizer:
-    """A `Tokenizer` that asks another, unless it still knows. Safe to call from several threads, as that one is.
+    """A `Tokenizer` that remembers the encodings of another one. Safe to call from several threads.
 
     Args:
-      inner: does the work.
+      inner: the tokenizer that encodes.
       max_bytes: of all entries; the one used longest ago goes first. An encoding of more than a quarter of it is not
-        kept, so that one long prompt does not push out everybody else's.
+        kept, so that one long prompt does not evict all others.
     """
 
     def __init__(self, inner: Tokenizer, max_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Constrained output: schemas, regexes, choices and grammars, compiled for one vocabulary by llguidance.
 
-Owns the bytes of every token as the grammar sees them, a bounded cache of compiled grammars, and the matcher of one
-sequence. Refuses to know rows, steps or devices: a mask is bytes.
+The bytes of every token as the grammar sees them, a bounded cache of compiled grammars, and the matcher of one sequence
+are here. Rows and steps are in `engine.structured`; a mask here is bytes.
 
 The grammar describes the text that follows the prompt, byte for byte. Where a tokenizer drops a space at the very
 beginning of a text and the prompt has no text, tokens that begin with a space may not come first.
@@ -9,6 +9,7 @@ beginning of a text and the prompt has no text, tokens that begin with a space m
 
 import collections
 import dataclasses
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from jaxserve.text.trial import Trial
 _CACHED_GRAMMARS = 64
 # Without a bound a model at a high temperature can fill all its tokens with white space.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\n]{0,32}"}
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
 _ANY_OBJECT = '{"type":"object"}'
 _ANCHORS = ("\n", "a", ".")  # many tokenizers put a space before the first word, and none after one of these
 _LONGEST_PIECE = 128
@@ -31,11 +34,11 @@ _PUNCTUATION = frozenset("\\.+*?()|[]{}^$#&-~/")
 # An object of 1000 optional members needs 3999. The worst grammars take the loop 70 ms a token then; with 10,000, 750.
 _MAX_ITEMS_IN_ROW = 4000
 _MAX_LEXER_STATES = 50_000  # about 2 kB each, for every running sequence
-_TRIAL_S = 3.0  # of processor time; the largest schemas that people have take half a second
+_TRIAL_S = 3.0  # of processor time; the largest schemas in use take half a second
 
 
 class Vocabulary:
-    """What llguidance must know of a tokenizer. Immutable; making one takes up to a second for large vocabularies.
+    """A tokenizer in the form that llguidance needs. Immutable; making one takes up to a second for large vocabularies.
 
     Raises UnsupportedOption for a tokenizer whose tokens have no exact bytes.
     """
@@ -58,7 +61,7 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TokenSource:
-    """The names by which llguidance asks. It asks how text that a grammar leaves no choice about is spelled.
+    """The methods that llguidance calls: it asks for the tokens of text that a grammar leaves no choice about.
 
     `plain`: the lowest id for each run of bytes, without special tokens.
     """
@@ -71,9 +74,9 @@ class _TokenSource:
     bos_token_id: int | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Ids whose bytes are those of `text` in the middle of a text; as the tokenizer cuts it, where that is so.
+        """Ids whose bytes are those of `text` in the middle of a text; the tokenizer's own ids where their bytes agree.
 
-        Of a long text only the beginning: it is asked again after each token, on the loop's thread.
+        Of a long text only the beginning is encoded: the next call comes after each token, on the loop's thread.
         """
         if len(text) > _SPELLED_CHARS:
             return self(text[:_SPELLED_CHARS])[:-1]  # the last one may be cut where the text is
@@ -99,7 +102,7 @@ class _TokenSource:
             while end > start and wanted[start:end] not in self.plain:
                 end -= 1
             if end == start:
-                break  # no token begins so: the part before it is what can be said
+                break  # no token begins so: the part before it is the answer
             ids.append(self.plain[wanted[start:end]])
             start = end
         return ids
@@ -139,7 +142,7 @@ class TextMatcher:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextGrammar:
-    """A `Grammar` of `structured_output`: a matcher that nobody moves, to be copied."""
+    """A `Grammar` of `structured_output`: an initial matcher, to be copied."""
 
     backend: LLMatcher
     first_mask: bytes
@@ -161,7 +164,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None  # made by the first request that needs it
         self._trial = Trial(seconds=_TRIAL_S, max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES)
-        # A text says why this one must not be compiled: finding that out again would hold up others.
+        # A text is the reason why a grammar must not be compiled: finding it out again would hold up other requests.
         self._cache: collections.OrderedDict[StructuredOutput, TextGrammar | str] = collections.OrderedDict()
 
     def compile(
@@ -175,7 +178,8 @@ class GrammarCompiler:
         """The grammar of one request. Takes milliseconds, at worst some seconds.
 
         Raises InvalidRequest with llguidance's words for what cannot be compiled or begins with no token that is
-        allowed, UnsupportedOption for what takes too much to compile and for a vocabulary that cannot be constrained.
+        allowed, UnsupportedOption for grammars that take too much to compile and for a vocabulary that cannot be
+        constrained.
         """
         vocabulary = self._find_vocabulary()
         grammar = self._find(structured, vocabulary)
@@ -221,16 +225,16 @@ class GrammarCompiler:
         )
         backend = LLMatcher(vocabulary.backend, source, log_level=0, limits=limits)
         if backend.is_error():
-            raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {backend.get_error()}")
+            raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {_reason(backend)}")
         first_mask = _read_mask(backend, vocabulary.num_words * 4, "at its beginning")
         return TextGrammar(backend=backend, first_mask=first_mask)
 
     def _source(self, structured: StructuredOutput) -> str:
-        """What llguidance compiles, known to come to an end. Raises InvalidRequest when it is not even read."""
+        """The source for llguidance, known to compile in bounded time. Raises InvalidRequest when it cannot be read."""
         kind = _kind(structured)
         if structured.choice:
             # One expression, which becomes one automaton; as alternatives of a grammar, thousands would be too many.
-            return LLMatcher.grammar_from_regex("|".join(map(_escaped, structured.choice)))  # takes as long as it is
+            return LLMatcher.grammar_from_regex("|".join(map(_escaped, structured.choice)))  # linear time
         if structured.regex is not None:
             return self._trial.check(kind, LLMatcher.grammar_from_regex(structured.regex))
         if structured.grammar is not None:
@@ -238,11 +242,33 @@ class GrammarCompiler:
                 return self._trial.check(kind, structured.grammar, is_gbnf=True)
             return self._trial.check(kind, LLMatcher.grammar_from_lark(structured.grammar))
         schema = structured.json_schema or _ANY_OBJECT
+        if '"uniqueItems"' in schema:
+            schema = _without_unique(schema)
         try:
             source = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
             raise InvalidRequest(f"the {kind} cannot be read: {error}") from error
         return source if structured.json_object else self._trial.check(kind, source)
+
+
+def _without_unique(schema: str) -> str:
+    """The schema without its `uniqueItems`, which no grammar can hold a list to. Raises InvalidRequest for no JSON."""
+    try:
+        root = json.loads(schema)
+        left = [(root, True)]
+        while left:
+            part, is_schema = left.pop()
+            if isinstance(part, list):
+                left += [(value, True) for value in part]
+            elif isinstance(part, dict):
+                if is_schema:
+                    part.pop("uniqueItems", None)
+                for key, value in part.items():
+                    if not (is_schema and key in _DATA):
+                        left.append((value, not (is_schema and key in _NAMED_SCHEMAS)))
+        return json.dumps(root)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the json_schema cannot be read: {error}") from error
 
 
 def _escaped(text: str) -> str:
@@ -255,10 +281,16 @@ def _kind(structured: StructuredOutput) -> str:
     return next(name for name in names if getattr(structured, name))
 
 
+def _reason(backend: LLMatcher) -> str:
+    """llguidance's message, without the parts that only its authors understand."""
+    text = backend.get_error().removesuffix("<non-verbose/>").strip()
+    return "no text fits it; look for a reference to itself" if text == "NoExtensionBias" else text
+
+
 def _read_mask(backend: LLMatcher, size: int, where: str) -> bytes:
     mask = backend.compute_bitmask()
     if backend.is_error():
-        raise InvalidRequest(f"the structured output cannot go on {where}: {backend.get_error()}")
+        raise InvalidRequest(f"the structured output cannot go on {where}: {_reason(backend)}")
     # llguidance has room for one token more, which is a word more where the vocabulary fills its last one.
     assert len(mask) in (size, size + 4) and not any(mask[size:]), (len(mask), size)
     return mask[:size]

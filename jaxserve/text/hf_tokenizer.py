@@ -1,7 +1,7 @@
-"""`tokenizer.json`: the Hugging Face `tokenizers` library.
+"""A tokenizer from `tokenizer.json`, by the Hugging Face `tokenizers` library.
 
-Owns which ids are special, and a decoding that can be streamed. Refuses normalisation, splitting, merging and the
-post processor: the file describes them completely and the library carries them out. In particular the file alone
+Normalisation, splitting, merging and the post processor are described completely by the file and carried out by the
+library; this module adds the set of special ids, and a decoding that can be streamed. In particular the file alone
 decides which special tokens `encode` adds; `add_bos_token` beside a tokenizer.json is ignored, as in transformers 5.
 
 Truncation and padding stored in the file are switched off: they would cut a prompt in silence.

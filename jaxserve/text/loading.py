@@ -1,7 +1,4 @@
-"""From a model directory to a tokenizer.
-
-Owns the choice between the two kinds. Refuses to download: a directory is given.
-"""
+"""From a model directory to one of the two kinds of tokenizers. Nothing is downloaded."""
 
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Decoding when every id stands for a fixed run of bytes.
 
-Owns the join of byte pieces. Refuses to know where the pieces come from.
-
-Why not leave it to the libraries: both turn a whole run of byte pieces into U+FFFD when its end is incomplete,
+It is not left to the tokenizer libraries: both turn a whole run of byte pieces into U+FFFD when its end is incomplete,
 which takes back characters that a stream has already shown. Here only the incomplete end is replaced (the
 "maximal subpart" practice of the Unicode Standard, section 3.9), so that decoding a prefix is a prefix of the decoding.
 """
@@ -11,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
+SPACE_MARK = "\u2581"  # sentencepiece's character for a space
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 

@@ -1,7 +1,7 @@
-"""`tokenizer.model`: sentencepiece, with the tokens that live outside of it.
+"""A tokenizer from `tokenizer.model` (sentencepiece), with the added tokens that its vocabulary does not have.
 
-Owns the cutting of added tokens out of the text, and the rule for the space before the first word. Refuses
-segmentation itself: that is the sentencepiece library.
+Added tokens are cut out of the text here, and the space before the first word follows the rule below; the sentencepiece
+library segments the rest.
 
 The prefix space. Most models were trained with sentencepiece's "dummy prefix": a space is put before the text, so
 that a word looks the same at the start as in the middle. Around special tokens three behaviours exist, chosen here
@@ -70,7 +70,7 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer.encode`. `add_bos_token` (default true, as Llama) and `add_eos_token` (default false) of
-        tokenizer_config.json say what is added."""
+        tokenizer_config.json decide which tokens are added."""
         check_text(text)
         ids = [*self._before] if add_special_tokens else []
         for start, chunk, token_id in self._split(text):

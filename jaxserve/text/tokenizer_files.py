@@ -1,9 +1,8 @@
-"""What the small JSON files beside a tokenizer say.
+"""The reader of the small JSON files beside a tokenizer, and of chat templates.
 
-Owns reading `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`, `config.json` and the chat
-template files. Refuses to know a vocabulary: which of the named tokens exist is for the tokenizers to say.
-
-Checkpoints repeat themselves across these files and disagree; the order in which they are asked is written here once.
+These are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`, `config.json` and the template files.
+Which of the named tokens exist is known to the tokenizers. Checkpoints repeat themselves across these files and
+disagree; the order of precedence is written here once.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ class TokenizerFiles:
       named: role ("bos_token", …) to token text.
       special_texts: texts of all tokens that some file calls special.
       added_tokens: tokens with an explicit id.
-      bos_id, eos_id: of config.json, asked last. Of a list of ids, the first.
+      bos_id, eos_id: of config.json, which comes last in precedence. Of a list of ids, the first.
       chat_templates: name to Jinja source; the usual one is "default".
     """
 
@@ -61,7 +60,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Reads what is there. Raises CheckpointError naming the file that is no JSON object or has a wrong type."""
+    """Reads the files that exist. Raises CheckpointError naming the file that is no JSON object or has a wrong type."""
     options = _read_json(directory / "tokenizer_config.json")
     special_map = _read_json(directory / "special_tokens_map.json")
     model = _read_json(directory / "config.json")

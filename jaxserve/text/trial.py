@@ -1,9 +1,9 @@
-"""Grammars are compiled in a process of their own first, which may be lost.
+"""A trial compile of each grammar in a process of its own, which may crash.
 
-Owns that process: llguidance bounds what a grammar costs once it runs, but compiling a schema of one kilobyte can take
-years, one of a hundred kilobytes can overflow the stack, which no handler of Python's survives, and reading some GBNF
-holds the interpreter for a minute. Refuses to say what is wrong with a grammar: what ends in time and in memory, well
-or not, is compiled again where it is used.
+llguidance bounds the cost of a grammar once it runs, but compiling a schema of one kilobyte can take years, one of a
+hundred kilobytes can overflow the stack, which no handler of Python's survives, and reading some GBNF holds the
+interpreter for a minute. A grammar whose trial ends in time and in memory, with an error or without, is compiled again
+where it is used; errors are reported there.
 """
 
 import signal
@@ -18,7 +18,7 @@ from typing import IO
 from jaxserve.errors import InvalidRequest, JaxserveError, UnsupportedOption
 
 _PROGRAM = Path(__file__).with_name("trial_process.py")
-# Threads of the server have 8 MiB on Linux and 16 on macOS: what fits here leaves them room.
+# Threads of the server have 8 MiB on Linux and 16 on macOS, so a grammar that fits here leaves them room.
 _STACK_BYTES = 2**20
 _MEMORY_BYTES = 2**32
 
@@ -38,13 +38,13 @@ class Trial:
         self._finalizer: weakref.finalize[..., Trial] | None = None
 
     def check(self, what: str, text: str, *, is_gbnf: bool = False) -> str:
-        """What llguidance may compile: `text`, or its Lark form when it is GBNF. What it says may still be wrong.
+        """The source that llguidance may compile: `text`, or its Lark form when it is GBNF. It may still be invalid.
 
-        `what`: its name for people. Raises UnsupportedOption when compiling it comes to no end, InvalidRequest when it
+        `what`: its name in messages. Raises UnsupportedOption when compiling it does not end, InvalidRequest when it
         is GBNF that cannot be read, JaxserveError when the process cannot run at all.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:  # somebody else ended it
+            if self._process is not None and self._process.poll() is not None:  # ended from outside
                 self._process.end()
                 self._process = None
             if self._process is None:
@@ -91,7 +91,7 @@ class _Process:
         return self._popen.poll()
 
     def ask(self, text: str, is_gbnf: bool) -> str | int:
-        """Its answer; or the status it ended with, negative for a signal. Raises InvalidRequest as `Trial.check`."""
+        """The answer, or the exit status of the process, negative for a signal. Raises InvalidRequest as `check`."""
         data = text.encode()
         message = memoryview(struct.pack("<i?", len(data), is_gbnf) + data)
         try:
@@ -109,7 +109,7 @@ class _Process:
         return answer.decode()
 
     def _read(self, size: int) -> bytes | None:
-        """None when it has ended before that."""
+        """Reads the next bytes; None when the process has ended before."""
         found = b""
         while len(found) < size:
             part = self._stdout.read(size - len(found))
@@ -119,7 +119,7 @@ class _Process:
         return found
 
     def end(self) -> int:
-        """Its status. Whoever calls has no more use for it."""
+        """Ends the process and returns its status."""
         self._stdin.close()
         self._stdout.close()
         self._popen.kill()

@@ -1,10 +1,10 @@
-"""The program of `text.trial`: compiles what it is given, and may die of it.
+"""The program of `text.trial`: it compiles each grammar that it is sent, and may crash.
 
-Owns one loop: a grammar in, an answer out once its compilation has ended, well or not. Refuses to say how it ended:
-whoever asks then compiles it again. A script that imports nothing of jaxserve, so that it starts in a moment.
+It answers once a compilation has ended, with an error or without: the server then compiles the grammar itself. The
+script imports nothing of jaxserve, so that it starts quickly.
 
 A question is a length, whether it is GBNF, and the text. An answer is a length and the Lark form of GBNF, else nothing;
-or, with the sign bit of the length set, why GBNF could not be read.
+or, with the sign bit of the length set, the reason why GBNF could not be read.
 """
 
 import resource
@@ -28,7 +28,7 @@ def main(seconds: float, stack_bytes: int, memory_bytes: int, max_items_in_row: 
         signal.SIGINT,
         signal.SIGTERM,
         signal.SIGHUP,
-    ):  # meant for the server, which drains, and then ends us
+    ):  # meant for the server, which drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
     threading.stack_size(stack_bytes)
     vocabulary = LLTokenizer("byte")
@@ -56,7 +56,7 @@ def main(seconds: float, stack_bytes: int, memory_bytes: int, max_items_in_row: 
         worker.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
         if not answer:
-            sys.exit(3)  # a defect; the thread has said which
+            sys.exit(3)  # a defect, which the thread has printed
         sys.stdout.buffer.write(b"".join(answer))
         sys.stdout.buffer.flush()
 

@@ -1,6 +1,6 @@
 """Random Llamas as checkpoints: one set of weights that every engine on a CPU loads.
 
-Owns the shapes and the numbers. Refuses to fit an engine: `gguf_file` makes llama.cpp's form from the same file.
+`gguf_file` makes llama.cpp's form from the same file.
 """
 
 import json

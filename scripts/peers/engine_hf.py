@@ -1,8 +1,8 @@
 """HF transformers' `generate`: static batches with padding on the left, PyTorch's own attention.
 
-Owns loading for both of transformers' modes, and the cutting into batches. Refuses requests that come later: a static
-batch has no place for them. On a GPU "compile" among the overrides turns on the static cache, with which `generate`
-compiles the decode step itself.
+Models are loaded for both of transformers' modes, and requests cut into batches. Requests that come later are refused:
+a static batch has no place for them. On a GPU "compile" among the overrides turns on the static cache, with which
+`generate` compiles the decode step itself.
 """
 
 import time

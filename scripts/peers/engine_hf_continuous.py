@@ -1,6 +1,6 @@
 """HF transformers' continuous batching: requests join and leave a running batch, keys and values lie in pages.
 
-Owns the settings of its manager. Refuses a loop: the manager has a thread of its own.
+Its manager has a thread of its own, so there is no loop here.
 """
 
 import threading

@@ -1,15 +1,14 @@
 """jaxserve through `AsyncLLM`: every request a stream, every token an update, as in a user's program.
 
-Owns the settings that are not jaxserve's defaults. Refuses its inner parts.
+The settings that are not jaxserve's defaults are here.
 """
 
 import asyncio
 import contextlib
-import os
 import time
 
 from jaxserve import AsyncLLM, SamplingParams, __version__
-from jaxserve.bench.about import about_device, about_machine
+from jaxserve.lab.bench.about import about_device, about_machine
 from peers.values import Answer, Ask, Settings
 
 
@@ -17,9 +16,10 @@ class Engine:
     """A loop of asyncio that lives as long as the model; runs happen in it one after the other."""
 
     def __init__(self, settings: Settings) -> None:
-        if settings.device == "gpu":  # JAX otherwise takes three quarters of it for itself
-            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{settings.memory_share:.3f}"
-        room = {"cache.memory_bytes": settings.kv_bytes} if settings.device == "cpu" else {}
+        if settings.device == "cpu":
+            room = {"cache.memory_bytes": settings.kv_bytes}
+        else:
+            room = {"cache.memory_fraction": settings.memory_share}
         overrides = {
             "model.path": settings.model,
             "model.random_weights": settings.random_weights,

@@ -1,7 +1,7 @@
 """llama.cpp through its C API: continuous batching over many sequences, as its server does it.
 
-Owns the loop: one token of each running sequence, then prompts as far as the batch has room, greedy choice from the
-logits. Refuses samplers and text. A prompt that begins as a running one does takes that one's keys and values over
+Each step has one token of each running sequence, then prompts as far as the batch has room; tokens are the greedy
+choice from the logits. A prompt that begins as a running one does takes that one's keys and values over
 (`llama_memory_seq_cp`); it waits while they are still being computed.
 """
 

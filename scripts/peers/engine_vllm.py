@@ -1,7 +1,7 @@
 """vLLM through `LLM`'s engine in this process: requests handed in, then step after step.
 
-Owns the loop and the settings. Refuses vLLM's own processes: with two cores they would take one from the model, and
-the step loop is what vLLM's offline API runs.
+vLLM's own processes are not used: with two cores they would take one from the model, and the step loop is what vLLM's
+offline API runs.
 """
 
 import os

@@ -1,7 +1,7 @@
 """From answers to figures: rates, latencies, ratios, and whether two engines chose the same tokens.
 
-Owns the definitions, one for all engines. Refuses tables and pictures. Times are those at which an engine's caller
-could have each token, from the moment it had the token ids of all prompts.
+The definitions are the same for all engines. Times are those at which an engine's caller could have each token, from
+the moment it had the token ids of all prompts.
 """
 
 import dataclasses

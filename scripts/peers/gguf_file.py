@@ -2,7 +2,7 @@
 
     python -m peers.gguf_file MODEL_DIR OUT.gguf f32|bf16|q8_0      (in the environment of llama.cpp)
 
-Owns the names and the order of rows that llama.cpp expects. Refuses tokenizers: requests are token ids.
+Names and the order of rows are those that llama.cpp expects. There is no tokenizer in it: requests are token ids.
 """
 
 import json

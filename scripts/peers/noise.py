@@ -1,7 +1,7 @@
-"""How much of the machine others used while an engine ran.
+"""The share of the machine that other programs used while an engine ran, from Linux's /proc.
 
-Owns the counting, from Linux's /proc. Refuses to correct a figure: a run that was disturbed is done again. Elsewhere
-than on Linux nothing is known, and nothing is done again.
+No figure is corrected: a run that was disturbed is repeated. On other systems than Linux nothing is known, and nothing
+is repeated.
 """
 
 import dataclasses

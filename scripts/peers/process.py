@@ -1,7 +1,7 @@
 """This side of an engine: its process, stopped whenever it is not its turn.
 
-Owns start, turns and end of the process. Refuses to measure. A stopped process uses no processor whatever its threads
-would do, which no setting of any engine promises; libraries for parallel loops spin for a while after each.
+A stopped process uses no processor whatever its threads would do, which no setting of any engine promises; libraries
+for parallel loops spin for a while after each.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""What a comparison found, as tables and as a picture.
-
-Owns their look. Refuses to compute: `figures` has the rows.
-"""
+"""The result of a comparison, as tables and as a picture; `figures` has the rows."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +6,8 @@ from typing import Any
 
 import rich.table
 
-from jaxserve.workloads.pictures import PALETTE, save_figure
-from jaxserve.workloads.tables import format_number, new_table
+from jaxserve.lab.workloads.pictures import PALETTE, save_figure
+from jaxserve.lab.workloads.tables import format_number, new_table
 from peers.figures import Agreement, Row
 
 _COLUMNS = 3  # of the picture

@@ -1,7 +1,7 @@
-"""What crosses between the two sides: what is asked, what is answered, and how an engine is to be set up.
+"""Values that the two sides exchange, and their JSON: requests, answers, and the settings of an engine.
 
-Owns the values and their JSON. Refuses every import but the standard library, because both sides read this file, one
-of them in an environment without jaxserve.
+Only the standard library is imported, because both sides read this file, one of them in an environment without
+jaxserve.
 """
 
 import dataclasses

@@ -2,9 +2,8 @@
 
     python -m peers.worker ENGINE        (started by `process`, in the engine's environment)
 
-Owns the lines between the two sides. Refuses to know an engine: `engine_NAME` has a class `Engine`, made from
-`Settings`, with `about` (versions and settings, for the record) and `run`. Standard output belongs to the lines, so
-whatever a library prints goes to standard error.
+`engine_NAME` has a class `Engine`, made from `Settings`, with `about` (versions and settings, for the record) and
+`run`. Standard output belongs to the lines, so whatever a library prints goes to standard error.
 """
 
 import ctypes

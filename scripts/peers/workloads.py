@@ -1,7 +1,7 @@
-"""What is asked of every engine: the loads, and their requests for each round.
+"""The loads of every engine, and their requests for each round.
 
-Owns lengths, counts and random numbers. Refuses to run or to measure. Prompts are new in each round, so that no cache
-of prefixes remembers a round before, and the same for all engines in it.
+Prompts are new in each round, so that no cache of prefixes remembers a round before, and the same for all engines in
+it.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 
-from jaxserve.workloads.arrivals import ArrivalOptions, draw_times
+from jaxserve.lab.workloads.arrivals import ArrivalOptions, draw_times
 from peers.values import Ask
 
 WORKLOADS = {
@@ -98,6 +98,17 @@ def make_asks(name: str, round_number: int, vocab: int, sizes: Sizes, rate: floa
                 dues_s = draw_times(sizes.requests, ArrivalOptions(rate=rate), round_number).tolist()
             return [Ask(prompt=ids(p), num_tokens=o, due_s=d) for p, o, d in zip(prompts, outputs, dues_s, strict=True)]
     raise KeyError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+
+
+def make_again(asks: list[Ask], attempt: int, vocab: int) -> list[Ask]:
+    """The same requests in other tokens, for a run that is repeated: no cache of prefixes remembers the run before.
+
+    Every token is replaced by another one, the same everywhere, so that lengths, times and equal prefixes stay.
+    """
+    others = _FIRST_TOKEN + np.random.default_rng([attempt, vocab]).permutation(vocab - _FIRST_TOKEN)
+    return [
+        dataclasses.replace(ask, prompt=tuple(others[np.asarray(ask.prompt) - _FIRST_TOKEN].tolist())) for ask in asks
+    ]
 
 
 def make_warm_up(asks: list[Ask]) -> list[Ask]:

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 NUM_ADDED = 2  # tokens around a prompt of text
 
 

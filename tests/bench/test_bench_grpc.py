@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from serve_parts import Served, serve_bytes, served
 
-from jaxserve.bench.report import ServeReport
-from jaxserve.bench.serve import bench_serve
-from jaxserve.bench.serve_options import Endpoint, PromptOptions, ServeOptions
 from jaxserve.client import AsyncClient
 from jaxserve.errors import ConfigError
+from jaxserve.lab.bench.report import ServeReport
+from jaxserve.lab.bench.serve import bench_serve
+from jaxserve.lab.bench.serve_options import Endpoint, PromptOptions, ServeOptions
+from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.serve.gen import inference_pb2 as pb
-from jaxserve.workloads.datasets import DatasetOptions
 
 
 @pytest.fixture
@@ -52,6 +52,18 @@ def test_repeated_prefixes_are_found_in_the_cache(server: Served) -> None:
     assert run.metrics.cached_tokens == 14 * 64  # all but the first of each prefix, in whole pages of 8
 
 
+def test_prompts_that_were_sent_before_are_told(server: Served) -> None:
+    def warnings(seed: int) -> list[str]:
+        dataset = DatasetOptions(num_prompts=6, input_len=64, output_len=4, seed=seed)
+        [run] = bench(server.address, dataset=dataset, prompts=PromptOptions(vocab_size=100)).runs
+        return [line for line in run.warnings if "prefix cache" in line]
+
+    assert not warnings(1)
+    [told] = warnings(1)
+    assert "sent before with this seed" in told and "another --seed than 1" in told
+    assert not warnings(2)
+
+
 def test_a_refused_request_is_a_failure_with_its_status(server: Served) -> None:
     dataset = DatasetOptions(num_prompts=3, input_len=600, output_len=4)
     [run] = bench(server.address, dataset=dataset, prompts=PromptOptions(vocab_size=100), warmup=0).runs
@@ -87,6 +99,6 @@ def test_no_server_is_told() -> None:
     with served(serve_bytes()) as parts:
         address = parts.address
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxserve.bench.serve._ASK_S", 1.0)
+        patch.setattr("jaxserve.lab.bench.serve._ASK_S", 1.0)
         with pytest.raises(ConfigError, match="does not serve"):
             bench(address)

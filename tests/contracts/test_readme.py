@@ -1,8 +1,10 @@
 """The README promises only what is there."""
 
 import re
+import subprocess
 from pathlib import Path
 
+import check_readme
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +23,56 @@ def test_every_file_it_names_exists(path: tuple[str, str]) -> None:
     assert (ROOT / (path[0] or path[1])).exists(), path
 
 
-def test_every_name_on_the_way_of_a_request_exists() -> None:
-    """Section "One request, end to end": each name in code style is found in the package."""
-    section = README.split("## One request, end to end")[1].split("```")[0]
-    sources = "\n".join(p.read_text() for p in (ROOT / "jaxserve").rglob("*.py"))
-    for name in re.findall(r"`([A-Za-z_.]+)`", section):
-        last = name.split("/")[-1].removesuffix(".py").split(".")[-1]
-        assert re.search(rf"\b{last}\b", sources), name
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub names them in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    folders = [ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "deploy", ROOT / "deploy/ray"]
+    for page in (page for folder in folders for page in folder.glob("*.md")):
+        for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([\w-]*)\)", page.read_text()):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page}: {path}"
+            assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
+
+
+def test_what_is_pasted_is_bash_and_python() -> None:
+    """`scripts/check_readme.py` runs all of it, in minutes; here it is read as both languages read it."""
+    blocks = check_readme.read_blocks(README)
+    languages = re.findall(r"^```(\w*)\n.*?^```$", README, re.MULTILINE | re.DOTALL)
+    assert set(languages) == {"bash", "python", "text"}, "each block says what it is"
+    assert len(blocks) >= 8
+    for block in blocks:
+        if block.language == "python":
+            compile(block.text, f"README.md:{block.line}", "exec")
+        else:
+            subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    text = "\n".join(block.text for block in blocks if block.language == "bash")
+    assert text.index("activate") < text.index("jaxserve run"), "commands are found once the environment is active"
+    assert ".venv/bin/" not in text.replace(". .venv/bin/activate", "")
+
+
+def test_blocks_in_a_row_are_one_script_and_some_lines_are_left_out() -> None:
+    text = "```bash\nmake demo  # a\nmake test  # b\n```\n```python\nx = 1\n```\nor\n"
+    text += "```python\nprint(x)\n```\n```bash\nls\n```\n"
+    first, script, last = check_readme.read_blocks(text)
+    assert (first.text, first.line) == ("make demo  # a\n", 2)
+    assert script.text.split() == ["x", "=", "1", "print(x)"] and script.line == 6
+    assert last.text == "ls\n"
+    assert [block.text for block in check_readme.without_installing([first, script, last])] == [script.text, "ls\n"]
+
+
+def test_a_pasted_command_is_told_with_its_status_and_silence(tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "TERM": "xterm"}
+    shell = check_readme.Shell(tmp_path, environment)
+    try:
+        status, output, seconds, silent_s = shell.paste('echo "on $(tty | cut -c1-8)"\nsleep 0.3; (exit 7)\n')
+        assert (status, output.strip()) == (7, "on /dev/pts")
+        assert 0.1 <= silent_s <= seconds
+        assert shell.paste("cd /; X=5\n")[0] == 0
+        assert shell.paste("echo $X$PWD\n")[1].strip() == "5/"
+        assert shell.paste("nosuchcommand\n")[0] == 127
+    finally:
+        shell.close()

@@ -1,7 +1,10 @@
 """What a start must not import: a user who asks for help, or for the name of a class, waits for nothing else."""
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +26,7 @@ def _modules(code: str) -> set[str]:
         ("import jaxserve", {"jaxserve"}),
         (
             "from jaxserve.cli import main; assert main(['--help']) == 0",
-            {"jaxserve", "jaxserve.cli", "jaxserve.command_line", "jaxserve.errors"},
+            {"jaxserve", "jaxserve.cli", "jaxserve.cli.options", "jaxserve.errors"},
         ),
     ],
 )
@@ -41,3 +44,26 @@ def test_a_model_without_orbax_weights_does_not_load_orbax() -> None:
 def test_the_list_says_what_the_command_says(name: str) -> None:
     command = load_command(name)
     assert " ".join((command.help or "").split()) == COMMANDS[name].about
+
+
+_SCRIPT = "from {module} import {attribute}; raise SystemExit({attribute}())"  # as pip writes it
+
+
+@pytest.mark.parametrize("start", ["module", "script"])
+def test_an_interrupt_of_the_first_imports_is_one_line(start: str, tmp_path: Path) -> None:
+    """The signal comes while Typer is imported: here a module of that name, which sends it."""
+    (tmp_path / "typer.py").write_text(
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs begin without it
+        "signal.raise_signal(signal.SIGINT)\n"
+    )
+    root = Path(__file__).parents[2]
+    [entry] = re.findall(r'^jaxserve = "(.*)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    module, attribute = entry.split(":")
+    how = {"module": ["-m", "jaxserve"], "script": ["-c", _SCRIPT.format(module=module, attribute=attribute)]}
+    path = os.pathsep.join([str(tmp_path), str(root)])
+    done = subprocess.run(
+        [sys.executable, *how[start], "--help"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

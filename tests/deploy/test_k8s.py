@@ -1,5 +1,6 @@
 """The Kubernetes manifests, without Kubernetes: its schemas, and every name and number held against the others."""
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from command_lines import parse_jaxserve, parse_run
 from manifests import CONFIG_FOLDER, FILES, ROOT, Workload, documents, of_kind, workloads
 
 from jaxserve.config import ENVIRONMENT, load_config
-from jaxserve.config_schema import HostsConfig
+from jaxserve.config.schema import HostsConfig
+from jaxserve.hosts import check_hosts
 from jaxserve.serve import service
 from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
 
@@ -85,11 +87,36 @@ def test_probes_ask_the_served_port_for_names_that_exist(serving: list[Workload]
         assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 30
 
 
-def test_followers_have_neither_probes_nor_a_grpc_port(found: list[Workload]) -> None:
-    for w in found:
-        if w.name in WITHOUT_PORT:
-            assert not [key for key in w.container if key.endswith("Probe")]
-            assert "grpc" not in w.ports
+def test_servers_have_the_http_door_and_say_where_their_metrics_are(serving: list[Workload]) -> None:
+    for w in serving:
+        if w.name == "jaxserve-router":  # speaks gRPC alone
+            continue
+        port = w.config.config.serve.http.port
+        assert w.ports["http"] == port
+        annotations = w.document["spec"]["template"]["metadata"]["annotations"]
+        assert annotations == {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(port),
+            "prometheus.io/path": "/metrics",
+        }
+
+
+def test_whatever_serves_may_be_reached(path: Path, serving: list[Workload]) -> None:
+    """A policy that keeps others from a pod lets them in where it serves."""
+    for policy in of_kind(path, "NetworkPolicy"):
+        for w in serving:
+            if policy["spec"]["podSelector"]["matchLabels"].items() <= w.labels.items():
+                open_to_all = [rule for rule in policy["spec"]["ingress"] if "from" not in rule]
+                ports = {port["port"] for rule in open_to_all for port in rule["ports"]}
+                assert {w.ports["grpc"], w.ports["http"]} <= ports
+
+
+def test_followers_have_neither_probes_nor_a_grpc_port(tmp_path: Path) -> None:
+    followers = [w for path in FILES for w in workloads(path, tmp_path) if w.name in WITHOUT_PORT]
+    assert {w.name for w in followers} == WITHOUT_PORT, "each is there, by this name"
+    for w in followers:
+        assert not [key for key in w.container if key.endswith("Probe")]
+        assert "grpc" not in w.ports
 
 
 def test_pods_may_stay_for_as_long_as_a_drain_takes(serving: list[Workload]) -> None:
@@ -182,9 +209,36 @@ def test_the_router_finds_the_replicas_of_every_other_file(tmp_path: Path) -> No
     assert len(headless) == len(others)
     assert all(service == headless[0] for service in headless), "they would overwrite each other"
     assert headless[0]["spec"]["clusterIP"] == "None"
-    assert headless[0]["spec"]["ports"][0]["port"] == 8500
+    assert [port["port"] for port in headless[0]["spec"]["ports"]] == [8500, 8000]
     claims = [c for path in others for c in of_kind(path, "PersistentVolumeClaim")]
     assert all(claim == claims[0] for claim in claims)
+
+
+def test_plans_come_from_the_pods_of_the_service_alone(tmp_path: Path) -> None:
+    path = ROOT / "deploy/k8s/tpu-multi-host.yaml"
+    leader, follower = workloads(path, tmp_path)
+    (policy,) = [p["spec"] for p in of_kind(path, "NetworkPolicy")]
+    assert policy["policyTypes"] == ["Ingress"]
+    stranger = {"app.kubernetes.io/name": "jaxserve", "app.kubernetes.io/instance": "another"}
+
+    def lets_in(labels: Mapping[str, str], port: int) -> bool:
+        return any(
+            ("ports" not in rule or port in [p["port"] for p in rule["ports"]])
+            and ("from" not in rule or any(_selects(peer, labels) for peer in rule["from"]))
+            for rule in policy["ingress"]
+        )
+
+    for w in (leader, follower):
+        assert _selects({"podSelector": policy["podSelector"]}, w.labels)
+        for port in (leader.ports["plans"], leader.ports["coordinator"]):
+            assert lets_in(w.labels, port)
+            assert not lets_in(stranger, port)
+    assert lets_in(stranger, leader.ports["grpc"])
+
+
+def _selects(peer: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    assert set(peer) == {"podSelector"} and set(peer["podSelector"]) == {"matchLabels"}, "the test knows no others"
+    return peer["podSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_the_processes_of_several_hosts_know_each_other(tmp_path: Path) -> None:
@@ -209,5 +263,12 @@ def test_the_processes_of_several_hosts_know_each_other(tmp_path: Path) -> None:
         ordinal = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
         assert environ["JAXSERVE_PROCESS_ID"]["valueFrom"] == environ["TPU_WORKER_ID"]["valueFrom"] == ordinal
         assert environ["TPU_WORKER_HOSTNAMES"]["value"].split(",") == [names[n] for n in sorted(names)]
+        (volume,) = [v["secret"] for v in w.pod["volumes"] if "secret" in v]
+        (folder,) = [m["mountPath"] for m in w.container["volumeMounts"] if m["name"] == "hosts-secret"]
+        header = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+        assert f"kubectl create secret generic {volume['secretName']} --from-literal=secret=" in header
+        assert hosts.secret_file == f"{folder}/secret"
+        assert volume["defaultMode"] == 0o440 and w.pod["securityContext"]["fsGroup"], "the user of the pod can read it"
+    check_hosts(leader.config.config)
     (replicas,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
     assert not replicas["spec"]["selector"].items() <= follower.labels.items(), "only process 0 answers"

@@ -1,22 +1,34 @@
 """The model inside the package answers its held-out tasks, however the engine gets to the answer."""
 
 import asyncio
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import openai
+import pydantic
 import pytest
-from demo_tasks import TASKS, check, held_out_items
+from demo_tasks import TASKS, Item, check, held_out_items
 from eval_demo import STRESS, evaluate
+from serve_parts import WAIT_S, Served, served
 from whole import scheduler
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.engine import AsyncEngine
+from jaxserve.config.schema import GrpcConfig, HttpConfig
 
 ENOUGH = 0.95
-SIZES = {"sched.max_rows": 16, "sched.max_step_tokens": 256}
+MODEL = "demo_model"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+SIZES = {
+    "sched.max_rows": 16,
+    "sched.max_step_tokens": 256,
+    "runtime.token_buckets": [256],
+    "runtime.row_buckets": [16],
+}
 
 
 def _llm(dtype: str = "auto", sizes: Mapping[str, object] = SIZES) -> LLM:
-    fixed = {"model.path": "demo", "model.dtype": dtype, "runtime.compile_cache": None}
+    fixed = {"model.path": "demo", "model.dtype": dtype}
     return LLM.from_config(None, overrides={**fixed, **sizes})
 
 
@@ -24,18 +36,25 @@ def _shortfall(accuracy: dict[str, float]) -> dict[str, float]:
     return {task: share for task, share in accuracy.items() if share < ENOUGH}
 
 
-def test_every_task() -> None:
-    llm = _llm("float32")
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return _llm("float32")
+
+
+def test_every_task(llm: LLM) -> None:
     accuracy = evaluate(llm, 64, seed=11)
     assert set(accuracy) == set(TASKS)
     assert not _shortfall(accuracy)
 
 
+def test_the_engine_knows_how_long_the_checkpoint_goes(llm: LLM) -> None:
+    """Or a prompt that is too long would be told to raise model.max_len, which is then refused."""
+    assert llm._engine.model.max_position == 1024
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "num_items"), [("float32", 128), ("bfloat16", 64)])
-def test_every_task_on_many_items(dtype: str, num_items: int) -> None:
-    """Fewer in bfloat16, which a CPU computes seven times slower."""
-    assert not _shortfall(evaluate(_llm(dtype), num_items, seed=12))
+def test_every_task_in_bfloat16() -> None:
+    assert not _shortfall(evaluate(_llm("bfloat16"), 64, seed=12))
 
 
 @pytest.mark.slow
@@ -47,21 +66,72 @@ def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
     assert counters.memory.num_hit_tokens > 0
 
 
-async def test_streamed_answers_are_the_same() -> None:
-    llm = _llm("float32")
+# ---- over HTTP, by the official client -------------------------------------------------------------------------------
+
+
+class _Demo(Served):
+    """The whole engine in the place of the fake one."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.engine = llm._engine  # pyright: ignore[reportAttributeAccessIssue, reportIncompatibleVariableOverride]
+        self.runner = types.SimpleNamespace(release=lambda: None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture(scope="module")
+def whole(llm: LLM) -> list[tuple[Item, str]]:
+    """Items and their answers, before the engine is served."""
     items = [item for task in TASKS for item in held_out_items(task, 10, seed=14)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=None)
-    whole = llm.chat([list(item.messages) for item in items], sampling, use_tqdm=False)
-    streams = AsyncEngine(llm._engine)
-    llm._engine.start()
+    outputs = llm.chat([list(item.messages) for item in items], GREEDY, use_tqdm=False)
+    return [(item, output.outputs[0].text) for item, output in zip(items, outputs, strict=True)]
 
-    async def stream(prompt_token_ids: list[int]) -> str:
-        request = await streams.run(lambda: llm._engine.prepare(prompt_token_ids, sampling))
-        return "".join([update.text async for update in streams.stream(request)])
 
-    streamed = await asyncio.gather(*(stream(list(output.prompt_token_ids)) for output in whole))
-    assert streamed == [output.outputs[0].text for output in whole]
-    right = sum(check(item, text) for item, text in zip(items, streamed, strict=True))
-    assert right >= ENOUGH * len(items)
-    await asyncio.to_thread(llm._engine.stop)
-    streams.close()
+@pytest.fixture(scope="module")
+def demo(llm: LLM, whole: list[tuple[Item, str]]) -> Iterator[Served]:
+    with served(_Demo(llm), grpc_config=GrpcConfig(), http_config=HttpConfig(port=0)) as parts:
+        yield parts
+
+
+async def test_streamed_answers_are_the_same(demo: Served, whole: list[tuple[Item, str]]) -> None:
+    async def stream(client: openai.AsyncOpenAI, item: Item) -> str:
+        messages: Any = list(item.messages)
+        chunks = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async with openai.AsyncOpenAI(base_url=f"{demo.http_url}/v1", api_key="x", timeout=WAIT_S * 10) as client:
+        streamed = await asyncio.gather(*(stream(client, item) for item, _ in whole))
+    assert streamed == [text for _, text in whole]
+    right = sum(check(item, text) for (item, _), text in zip(whole, streamed, strict=True))
+    assert right >= ENOUGH * len(whole)
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+    city: str
+
+
+ASKED: Any = [{"role": "user", "content": "Fill in name, age, city: My friend Ada from Quito is 36."}]
+TOOL: Any = openai.pydantic_function_tool(Person)
+NAMED: Any = {"type": "function", "function": {"name": "Person"}}
+
+
+def test_a_tool_is_called_as_libraries_demand_it(demo: Served) -> None:
+    """Nobody taught the model tools: its template shows them, and the grammar holds it to a call. A conversation goes
+    on after a call that may be cut, and its result, with an answer in words."""
+    with openai.OpenAI(base_url=f"{demo.http_url}/v1", api_key="x", timeout=WAIT_S * 10) as client:
+        parsed = client.chat.completions.parse(
+            model=MODEL, messages=ASKED, tools=[TOOL], tool_choice=NAMED, max_tokens=100, temperature=0
+        )
+        (filled,) = parsed.choices[0].message.tool_calls or ()
+        assert filled.function.parsed_arguments == Person(name="Ada", age=36, city="Quito")
+        messages: Any = [{"role": "developer", "content": "Be brief."}, *ASKED]
+        options: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 60, "temperature": 0}
+        called = client.chat.completions.create(messages=messages, tool_choice="required", **options).choices[0].message
+        assert called.tool_calls
+        messages.append(called.model_dump())
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in called.tool_calls]
+        answer = client.chat.completions.create(messages=messages, **options).choices[0].message
+    assert answer.content
+    assert answer.tool_calls is None

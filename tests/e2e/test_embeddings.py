@@ -8,29 +8,22 @@ import numpy as np
 import pytest
 from flax import nnx
 from test_no_compile import CompileCounter
-from whole import FIXTURES, build, scheduler
+from whole import FIXTURES, POOL, build, scheduler
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.engine import Engine, Update, embedding_of, pooling_params
 from jaxserve.kernels.paged_attention import AttentionBatch
-from jaxserve.kernels.xla_attention import BODY
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models import load_model
 
 PATH = FIXTURES / "qwen3"
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 100, n)] for i, n in enumerate((1, 5, 33, 100, 100))]
 PROMPTS.append(PROMPTS[3])  # twice, so that a prefix could be found
-PAGE = 8
+PAGE = POOL["cache__page_size"]
 
 
 def options(**more: object) -> dict[str, object]:
-    return {
-        "model__skip_tokenizer": True,
-        "model__dtype": "float32",
-        "model__max_len": 112,
-        "cache__page_size": PAGE,
-        "cache__num_pages": 40,
-        **more,
-    }
+    return {**POOL, **more}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,7 @@ def expected() -> list[np.ndarray]:
         num_tokens, num_pages = len(prompt), -(-len(prompt) // PAGE)
         decoder, config = nnx.merge(loaded.graphdef, loaded.state), loaded.config
         caches = tuple(
-            BODY.init_cache(num_pages, PAGE, config.num_kv_heads, config.head_dim, jnp.float32)
+            XLA_ATTENTION.init_cache(num_pages, PAGE, config.num_kv_heads, config.head_dim, jnp.float32)
             for _ in range(config.num_layers)
         )
         batch = AttentionBatch(
@@ -59,7 +52,7 @@ def expected() -> list[np.ndarray]:
             page_size=PAGE,
             decode_only=False,
         )
-        hidden, _ = jax.jit(lambda d, c, t, b: d(t, c, b, BODY))(decoder, caches, jnp.asarray(prompt), batch)
+        hidden, _ = jax.jit(lambda d, c, t, b: d(t, c, b, XLA_ATTENTION))(decoder, caches, jnp.asarray(prompt), batch)
         mean = np.asarray(hidden, np.float64).mean(axis=0)
         found.append(mean / np.linalg.norm(mean))
     return found
@@ -70,7 +63,10 @@ def embed(engine: Engine, *, stagger: int = 0) -> list[list[float]]:
     news: list[list[Update]] = []
     for i, prompt in enumerate(PROMPTS):
         news.append([])
-        engine.submit(engine.prepare({"prompt_token_ids": prompt}, pooling_params(), pooling=True), news[-1].append)
+        engine.submit(
+            engine.prepare({"prompt_token_ids": prompt}, pooling_params(), RequestOptions(pooling=True)),
+            news[-1].append,
+        )
         sampling = SamplingParams(max_tokens=9, seed=i, logprobs=1)
         engine.submit(engine.prepare({"prompt_token_ids": prompt}, sampling), lambda update: None)
         for _ in range(stagger):
@@ -102,7 +98,7 @@ def test_equals_a_plain_forward_and_nothing_compiles(engine: Engine, expected: l
 @pytest.mark.parametrize(
     "cut",
     [
-        {"sched__max_step_tokens": 12, "runtime__token_buckets": [12], "cache__num_pages": 18},
+        {"sched__max_step_tokens": 12, "runtime__token_buckets": [12], "cache__num_pages": 15},
         {"parallel__tensor": 2},
         {"parallel__pipeline": 2, "parallel__microbatches": 3, "sched__max_step_tokens": 128,
          "runtime__token_buckets": [128]},

@@ -6,28 +6,21 @@ rows are preempted, and prefixes are hit; each of these is asserted to have happ
 
 import numpy as np
 import pytest
-from whole import FIXTURES, build, run, scheduler
+from whole import FIXTURES, POOL, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine
 
 NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
+# Plain; a window; normalised queries and keys; angles that grow with the length. tests/models compares all with less.
+QUICK = {"llama", "mistral_window", "qwen3", "llama_dynamic"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-MAX_LEN = 214
 
 
 def _engine(name: str, page_size: int) -> Engine:
     """Its pool holds three sequences of full length, and admission does not look ahead."""
-    return build(
-        FIXTURES / name,
-        model__skip_tokenizer=True,
-        model__dtype="float32",
-        model__max_len=MAX_LEN,
-        cache__page_size=page_size,
-        cache__num_pages=3 * -(-MAX_LEN // page_size),
-        sched__watermark=0.0,
-        sched__growth=0.0,
-    )
+    pages = {"cache__page_size": page_size, "cache__num_pages": 3 * -(-POOL["model__max_len"] // page_size)}
+    return build(FIXTURES / name, **{**POOL, **pages}, sched__watermark=0.0, sched__growth=0.0)
 
 
 def _answers(name: str) -> list[tuple[list[int], np.ndarray, list[int]]]:
@@ -41,7 +34,9 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     engine = _engine(name, page_size=16)
     answers = _answers(name)
@@ -71,8 +66,9 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     assert scheduler(engine).memory.num_hit_tokens > 0
 
 
-@pytest.mark.parametrize("page_size", [1, 128])
-@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("mistral_window", 128), pytest.param("llama", 1, marks=pytest.mark.slow)]
+)
 def test_other_page_sizes(name: str, page_size: int) -> None:
     engine = _engine(name, page_size)
     answers = _answers(name)

@@ -1,4 +1,4 @@
-"""The whole engine on the kernels of other hardware, simulated: the same tokens as on the XLA body."""
+"""The whole engine on the kernels of other hardware, simulated: the same tokens as on the XLA implementation."""
 
 import pytest
 
@@ -7,7 +7,6 @@ from jaxserve import LLM, SamplingParams
 PROMPTS = ["What is 683+784?", 'Spell "wagon" backwards.', "Sort these words: egg, bell, sail."]
 SIZES = {
     "model.path": "demo",
-    "runtime.compile_cache": None,
     "cache.page_size": 16,
     "cache.num_pages": 40,
     "model.max_len": 128,
@@ -27,9 +26,9 @@ def answers(**settings: object) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_tpu_kernels_give_the_tokens_of_the_xla_body(dtype):
-    body = {"kernels.paged_attention": "tests.kernels.tpu_interpreter:BODY"}
-    assert answers(**{"model.dtype": dtype, **body}) == answers(**{"model.dtype": dtype})
+def test_the_tpu_kernels_give_the_tokens_of_the_xla_implementation(dtype):
+    implementation = {"kernels.paged_attention": "tests.kernels.tpu_interpreter:IMPLEMENTATION"}
+    assert answers(**{"model.dtype": dtype, **implementation}) == answers(**{"model.dtype": dtype})
 
 
 @pytest.mark.slow

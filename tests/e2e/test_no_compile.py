@@ -5,7 +5,7 @@ import random
 
 import jax
 import pytest
-from whole import FIXTURES, build, run
+from whole import FIXTURES, POOL, build, run
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import MissingBucket
@@ -56,13 +56,7 @@ def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], Sampling
 
 
 def test_500_mixed_requests_compile_nothing() -> None:
-    engine = build(
-        FIXTURES / "qwen3",
-        model__skip_tokenizer=True,
-        model__max_len=128,
-        cache__page_size=8,
-        cache__num_pages=60,
-    )
+    engine = build(FIXTURES / "qwen3", **POOL)
     engine.tokenizer = ByteTokenizer()  # for stop strings and bad words; the checkpoint has none
     asked = _mixed_requests(500, engine.model.vocab_size)
     options = [f.name for f in dataclasses.fields(SamplingParams)]
@@ -77,7 +71,7 @@ def test_500_mixed_requests_compile_nothing() -> None:
 
 
 def test_a_step_without_a_bucket_raises() -> None:
-    engine = build(FIXTURES / "llama", model__skip_tokenizer=True, model__max_len=128, cache__num_pages=20)
+    engine = build(FIXTURES / "llama", **POOL)
     plan = StepPlan(step_id=0, chunks=(Chunk(0, 0, tuple(range(41)), True),))
     with pytest.raises(MissingBucket, match="41 tokens of 1 rows"):
         engine._runner.dispatch(plan)

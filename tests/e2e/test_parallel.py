@@ -32,7 +32,6 @@ UNEVEN = {
 }
 CUTS = {
     "tensor 2": {"parallel__tensor": 2},
-    "tensor 2, bursts": {"parallel__tensor": 2, "sched__burst": 4},
     "tensor 4": {"parallel__tensor": 4},
     "tensor 8": {"parallel__tensor": 8},
     "pipeline 2 x tensor 4": {"parallel__pipeline": 2, "parallel__tensor": 4},
@@ -128,6 +127,7 @@ def sizes_of(line: str) -> list[int]:
     return [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in shapes]
 
 
+@pytest.mark.slow  # the sampler alone, quick: test_logits_spread_over_devices_give_the_same_and_are_not_gathered
 def test_no_gathered_logits_and_no_copied_cache(checkpoint: Path) -> None:
     """What travels are hidden states and numbers per row; the cache is updated in place."""
     num_pages, kv_heads_per_device, devices = 200, 1, 4

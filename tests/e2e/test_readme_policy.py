@@ -1,20 +1,24 @@
-"""The policy of the README, as it stands there, on the model inside the package and on the simulator."""
+"""What the README says of policies, as it stands there, on the model inside the package and on the simulator."""
 
 import ast
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve import config, front_door
+from jaxserve import config
+from jaxserve.cli import main
 from jaxserve.lab import LabResult
+from jaxserve.offline import front_door
 from jaxserve.sched import Policy
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "README.md").read_text().split("## For researchers")[1].split("\n## ")[0]
+README = (ROOT / "README.md").read_text()
+SECTION = README.split("## For researchers")[1].split("\n## ")[0]
 POLICY, ENGINE, SIMULATION = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
 FEW_SHAPES = {"sched.max_step_tokens": 128, "runtime.token_buckets": [128], "runtime.row_buckets": [1]}
 
@@ -69,7 +73,20 @@ def test_on_the_simulator(
     shares = [f"{result.cached_share:.0%}".replace("%", " %") for result in (first_come, cheapest)]
     text = " ".join(SECTION.split())
     assert f"falls from {seconds[0]} to {seconds[1]} simulated seconds" in text, seconds
-    assert f"{shares[1]} of the input was found cached instead of {shares[0]}" in text, shares
+    assert f"{shares[1]} of the input was found in the prefix cache instead of {shares[0]}" in text, shares
+
+
+def test_figures_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jaxserve simulate` as it is pasted, and the medians before it."""
+    [command] = re.findall(r"^(jaxserve simulate (?:.*\\\n)*.*)$", README, re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    arguments = shlex.split(command.replace("\\\n", " "))[1:]
+    assert main([*arguments, "--json", str(tmp_path / "runs.json")]) == 0
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [run["label"] for run in runs] == ["fcfs", "sjf"]
+    first_come, shortest = (f"{run['median_ttft_ms']:.0f}" for run in runs)
+    text = " ".join(README.split())
+    assert f"reduces the median time to the first token from {first_come} to {shortest} ms" in text
 
 
 def order_of(result: LabResult) -> list[str]:

@@ -16,8 +16,8 @@ from jaxserve.api import SamplingParams
 from jaxserve.assemble import assemble
 from jaxserve.config import load_config
 from jaxserve.engine import Engine
-from jaxserve.replay.command import replay_and_print
-from jaxserve.replay.core import replay
+from jaxserve.lab.replay.command import replay_and_print
+from jaxserve.lab.replay.core import replay
 from jaxserve.sched.record import StepLog, StepRecord
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "w": {"enum": ["a", "b"]}}, "required": ["n", "w"]}
@@ -32,10 +32,9 @@ SETTINGS = {
 }
 
 
-def _write(path: Path, compile_cache: Path) -> tuple[Engine, list[list[int]]]:
+def _write(path: Path) -> tuple[Engine, list[list[int]]]:
     """The engine, and the tokens of each sequence."""
-    overrides = {**SETTINGS, "runtime.compile_cache": str(compile_cache), "runtime.step_log": str(path)}
-    engine = assemble(load_config(None, overrides)).engine
+    engine = assemble(load_config(None, {**SETTINGS, "runtime.step_log": str(path)})).engine
     assert isinstance(engine, Engine)
     rng = random.Random(5)
     outputs: list[list[int]] = []
@@ -71,8 +70,8 @@ def _read(path: Path) -> list[StepRecord]:
 
 
 def test_a_replay_draws_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, cache = tmp_path / "steps.jsonl", tmp_path / "xla"
-    engine, outputs = _write(path, cache)
+    path = tmp_path / "steps.jsonl"
+    engine, outputs = _write(path)
     records = _read(path)
     plans = [record.plan for record in records]
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.num_hit_tokens > 0
@@ -81,7 +80,7 @@ def test_a_replay_draws_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFi
     drawn = sum(len(record.token_ids) for record in records)
     assert drawn >= sum(map(len, outputs)) > 150
 
-    config = load_config(None, {"model.path": "demo", "runtime.compile_cache": str(cache)})  # all sizes are the log's
+    config = load_config(None, {"model.path": "demo"})  # all sizes are the log's
     assert replay_and_print(path, config) == 0
     assert capsys.readouterr().out.startswith(f"{len(records)} steps, {drawn} tokens: all equal")
 

@@ -13,13 +13,21 @@ from jaxserve.sched import ContinuousScheduler
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
-# Two step shapes: enough for every kind of step, quick to compile.
+# Two step shapes: enough for every kind of step, quick to compile. What one test has compiled the others find, if all
+# their sizes are the same (tests/conftest.py).
 SMALL = {
     "sched.max_rows": 8,
     "sched.max_step_tokens": 40,
     "runtime.token_buckets": [40],
     "runtime.row_buckets": [8],
-    "runtime.compile_cache": None,
+}
+# A fixture that answers ids, with a pool that holds three sequences of full length.
+POOL = {
+    "model__skip_tokenizer": True,
+    "model__dtype": "float32",
+    "model__max_len": 214,
+    "cache__page_size": 16,
+    "cache__num_pages": 42,
 }
 
 

@@ -1,11 +1,13 @@
 """When tokens reach their clients: after the next launch, once a turn, and before an end that comes from elsewhere."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.api import FinishReason, RequestOptions, SamplingParams
 from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
+from jaxserve.errors import PromptTooLong
 from jaxserve.sched import ContinuousScheduler, create_scheduler
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
@@ -46,7 +48,7 @@ class Parts:
         self.updates: list[Update] = []
 
     def submit(self, prompt: str, sampling: SamplingParams, **options):
-        request = self.engine.prepare(prompt, sampling, **options)
+        request = self.engine.prepare(prompt, sampling, RequestOptions(**options))
         self.engine.submit(request, self.take)
         return request
 
@@ -113,11 +115,11 @@ def test_a_sink_that_breaks_on_the_last_word_leaves_the_next_of_its_name_alone()
 
     def broken(update: Update) -> None:
         if update.last and update.error is None:
-            again = parts.engine.prepare("m", greedy(2), request_id="name")
+            again = parts.engine.prepare("m", greedy(2), RequestOptions(request_id="name"))
             parts.engine.submit(again, parts.take)
             raise ValueError("broken")
 
-    parts.engine.submit(parts.engine.prepare("a", greedy(9, stop=["c"]), request_id="name"), broken)
+    parts.engine.submit(parts.engine.prepare("a", greedy(9, stop=["c"]), RequestOptions(request_id="name")), broken)
     parts.engine.run_until_idle()
     assert "".join(u.text for u in parts.updates) == "no" and parts.updates[-1].last
 
@@ -161,4 +163,45 @@ def test_streams_of_a_closed_event_loop_are_aborted() -> None:
     parts.engine.run_until_idle()
     assert parts.engine.num_live == parts.scheduler.num_held_pages == 0
     assert parts.runner.num_steps < 10, "it did not run to its end for nobody"
+    streams.close()
+
+
+async def test_a_stream_of_several_requests_ends_with_the_last_of_them() -> None:
+    parts = Parts()
+    streams = AsyncEngine(parts.engine)
+    requests = [
+        parts.engine.prepare(first, greedy(count), RequestOptions(request_id=first))
+        for first, count in (("a", 2), ("m", 4))
+    ]
+    texts = {"a": "", "m": ""}
+    parts.engine.start()
+    async for update in streams.stream(*requests):
+        texts[update.request_id] += update.text
+    assert texts == {"a": "bc", "m": "nopq"}
+    parts.engine.stop()
+    streams.close()
+
+
+@pytest.mark.parametrize("how", ["left", "refused"])
+async def test_a_stream_that_ends_early_aborts_all_its_requests(how: str) -> None:
+    """Also when one of them is refused, as a request that could never run is."""
+    parts = Parts()
+    streams = AsyncEngine(parts.engine)
+    requests = [parts.engine.prepare(first, greedy(40)) for first in "ae"]
+    if how == "refused":
+        requests.append(dataclasses.replace(requests[0], request_id="huge", prompt_token_ids=(1,) * 1000))
+    stream = streams.stream(*requests)
+    first = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        parts.engine.step()
+    if how == "left":
+        assert (await first).text == "b"
+    else:
+        with pytest.raises(PromptTooLong):
+            await first
+    await stream.aclose()
+    parts.engine.run_until_idle()
+    assert parts.engine.num_live == parts.scheduler.num_held_pages == 0
+    assert parts.runner.num_steps < 10, "they did not run to their ends"
     streams.close()

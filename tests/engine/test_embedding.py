@@ -7,7 +7,7 @@ import random
 import pytest
 from test_structured import FREE, Parts
 
-from jaxserve.api import FinishReason, PromptInfo, SamplingParams
+from jaxserve.api import FinishReason, PromptInfo, RequestOptions, SamplingParams
 from jaxserve.engine import AsyncEngine, Update, embedding_of, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError, PromptTooLong
 
@@ -96,7 +96,7 @@ def test_an_abort_and_what_is_refused() -> None:
     assert [u.finish_reason for u in parts.updates[gone]] == [FinishReason.ABORT]
     for options in ({"n": 2}, {"logprobs": 1}, {"structured": {"regex": "a"}}):
         with pytest.raises(InvalidRequest, match="embedding generates nothing"):
-            parts.engine.prepare("x", SamplingParams(**options), pooling=True)
+            parts.engine.prepare("x", SamplingParams(**options), RequestOptions(pooling=True))
 
 
 def test_statistics_count_no_token() -> None:
@@ -122,7 +122,7 @@ async def test_the_async_engine_embeds() -> None:
     streams = AsyncEngine(parts.engine)
     try:
         found = await asyncio.wait_for(
-            asyncio.gather(*(streams.embed(f"prompt {i}", request_id=f"e{i}") for i in range(8))), 30
+            asyncio.gather(*(streams.embed(f"prompt {i}", RequestOptions(request_id=f"e{i}")) for i in range(8))), 30
         )
         assert found == [pytest.approx(expected(f"prompt {i}")) for i in range(8)]
         with pytest.raises(PromptTooLong):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.api import FinishReason, RequestOptions, SamplingParams
 from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
 from jaxserve.errors import (
     EngineStopped,
@@ -21,31 +21,41 @@ from jaxserve.errors import (
 from jaxserve.sched import ContinuousScheduler, create_scheduler
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
+WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
+MODEL = ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,))
+BYTES = ByteTokenizer()
 
 
 class Parts:
     """An engine on a fake runner whose next token is the byte after the last one."""
 
-    def __init__(self, *, max_waiting: int = 100, tokenizer: bool = True, runner: FakeRunner | None = None, **limits):
+    def __init__(
+        self,
+        *,
+        max_waiting: int = 100,
+        tokenizer: ByteTokenizer | None = BYTES,
+        runner: FakeRunner | None = None,
+        model: ModelInfo = MODEL,
+        **limits,
+    ):
         self.runner = runner or FakeRunner(make_limits(**limits), vocab_size=ByteTokenizer.vocab_size)
         scheduler = create_scheduler("fcfs", self.runner.limits)
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
-        model = ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,))
         self.engine = Engine(
             runner=self.runner,
             scheduler=scheduler,
-            tokenizer=ByteTokenizer() if tokenizer else None,
+            tokenizer=tokenizer,
             model=model,
             max_waiting=max_waiting,
             seed=5,
         )
         self.updates: dict[str, list[Update]] = {}
 
-    def submit(self, prompt, sampling: SamplingParams = GREEDY, *, echo: bool = False, **options) -> str:
-        request = self.engine.prepare(prompt, sampling, **options)
-        self.engine.submit(request, self.updates.setdefault(request.request_id, []).append, echo=echo)
+    def submit(self, prompt, sampling: SamplingParams = GREEDY, **options) -> str:
+        request = self.engine.prepare(prompt, sampling, RequestOptions(**options))
+        self.engine.submit(request, self.updates.setdefault(request.request_id, []).append)
         return request.request_id
 
     def text(self, request_id: str, index: int = 0) -> str:
@@ -135,6 +145,24 @@ def test_echo_and_ids_only() -> None:
     assert len(parts.updates[silent]) == 5
 
 
+def test_the_loop_does_not_decode_what_is_echoed() -> None:
+    class Counting(ByteTokenizer):
+        longest = 0
+
+        def decode(self, token_ids, **options):
+            self.longest = max(self.longest, len(token_ids))
+            return super().decode(token_ids, **options)
+
+    tokenizer = Counting()
+    parts = Parts(tokenizer=tokenizer)
+    echoed = parts.submit("ab" * 20, GREEDY, echo=True)
+    assert tokenizer.longest >= 40, "on the caller's thread"
+    tokenizer.longest = 0
+    parts.engine.run_until_idle()
+    assert parts.text(echoed).startswith("ab" * 20)
+    assert tokenizer.longest <= 10
+
+
 def test_n_sequences_end_apart_and_last_comes_once() -> None:
     parts = Parts()
     request_id = parts.submit("a", SamplingParams(n=3, max_tokens=4))
@@ -209,7 +237,7 @@ def test_queue_is_bounded() -> None:
     parts = Parts(max_waiting=2)
     parts.submit("a")
     parts.submit("b")
-    with pytest.raises(QueueFull, match="2 requests are waiting; sched.max_waiting is 2"):
+    with pytest.raises(QueueFull, match="2 sequences are waiting and 1 more are asked for; sched.max_waiting is 2"):
         parts.submit("c")
     parts.engine.run_until_idle()
     parts.submit("c")
@@ -220,7 +248,7 @@ def test_same_id_twice_fails_the_second_only() -> None:
     parts = Parts()
     first = parts.submit("a", request_id="same")
     second: list[Update] = []
-    parts.engine.submit(parts.engine.prepare("b", GREEDY, request_id="same"), second.append)
+    parts.engine.submit(parts.engine.prepare("b", GREEDY, RequestOptions(request_id="same")), second.append)
     parts.engine.run_until_idle()
     assert parts.text(first) == "bcdef"
     assert isinstance(second[-1].error, InvalidRequest)
@@ -246,6 +274,7 @@ def test_what_can_never_fit_is_refused_with_the_reason() -> None:
         (7, {}, InvalidRequest, "text or a list of token ids, got int"),
         ({"text": "a"}, {}, InvalidRequest, "'prompt' or 'prompt_token_ids'"),
         ("\ud800", {}, InvalidRequest, "not valid Unicode at character 0"),
+        ([1] * 64, {}, PromptTooLong, "or raise model.max_len"),
         ([1] * 64, {}, PromptTooLong, "the prompt has 64 tokens; a sequence holds 64"),
         ([1] * 60, {"max_tokens": 5}, InvalidRequest, "ask for at most 4"),
         ("a", {"logit_bias": {300: 1.0}}, InvalidRequest, "300"),
@@ -255,6 +284,13 @@ def test_what_can_never_fit_is_refused_with_the_reason() -> None:
 def test_bad_input_is_a_typed_error(prompt, options, error, message) -> None:
     with pytest.raises(error, match=message):
         Parts().engine.prepare(prompt, SamplingParams(**options))
+
+
+def test_a_model_of_short_context_is_not_told_to_be_longer() -> None:
+    parts = Parts(model=dataclasses.replace(MODEL, max_position=MODEL.max_model_len))
+    with pytest.raises(PromptTooLong, match="take a model of longer context: this one has no more") as caught:
+        parts.engine.prepare([1] * 64, SamplingParams())
+    assert "model.max_len" not in str(caught.value)
 
 
 def test_truncation_keeps_the_end_and_null_max_tokens_takes_what_fits() -> None:
@@ -271,7 +307,7 @@ def test_seeds_differ_by_request_and_repeat_by_engine() -> None:
 
 
 def test_without_a_tokenizer_text_options_are_refused() -> None:
-    engine = Parts(tokenizer=False).engine
+    engine = Parts(tokenizer=None).engine
     for sampling in (SamplingParams(stop=["x"]), SamplingParams(bad_words=["x"])):
         with pytest.raises(UnsupportedOption, match="started without"):
             engine.prepare([1], sampling)
@@ -281,17 +317,21 @@ def test_without_a_tokenizer_text_options_are_refused() -> None:
 
 def test_prompts_of_their_own_length_share_only_with_their_like() -> None:
     parts = Parts()
-    object.__setattr__(parts.engine.model, "private_prompts_above", 3)
-    salts = [parts.engine.prepare([1] * n, GREEDY).cache_salt for n in (2, 3, 4, 5)]
+    parts.engine.model = dataclasses.replace(parts.engine.model, private_prompts_above=3)
+    salts = [parts.engine.prepare([1] * n, GREEDY).cache_salt for n in (2, 3, 4, 4, 5)]
     assert salts[0] == salts[1] == ""
-    assert salts[2] != salts[3]
+    assert salts[2] == salts[3] not in ("", salts[4])
+    own = [
+        parts.engine.prepare([1] * 4, GREEDY, RequestOptions(cache_salt=salt)).cache_salt for salt in ("x", "x", "y")
+    ]
+    assert own[0] == own[1] not in (salts[2], own[2])
 
 
 def test_drain_finishes_the_live_and_refuses_the_new() -> None:
     parts = Parts()
     request_id = parts.submit("a")
     parts.engine.start()
-    assert parts.engine.drain(10.0)
+    assert parts.engine.drain(WAIT_S)
     assert parts.text(request_id) == "bcdef"
     with pytest.raises(EngineStopped, match="shutting down"):
         parts.submit("b")
@@ -309,7 +349,7 @@ def test_stop_ends_live_streams() -> None:
     parts = Parts(runner=Slow(make_limits(max_model_len=64), vocab_size=259))
     parts.engine.start()
     ids = [parts.submit("a", SamplingParams(max_tokens=40, ignore_eos=True)) for _ in range(20)]
-    assert gate.wait(10)
+    assert gate.wait(WAIT_S)
     parts.engine.stop()
     for request_id in ids:
         assert parts.end(request_id).finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
@@ -332,7 +372,7 @@ async def test_async_streams_are_not_mixed_and_leaving_one_aborts_it() -> None:
 
     texts, _ = await asyncio.gather(asyncio.gather(*(collect(c) for c in "abcdefgh")), leave())
     assert texts == ["".join(chr(ord(c) + i) for i in range(1, 10)) for c in "abcdefgh"]
-    assert await asyncio.to_thread(parts.engine.drain, 10.0)
+    assert await asyncio.to_thread(parts.engine.drain, 120.0)
     assert parts.scheduler.num_held_pages == 0
     with pytest.raises(EngineStopped):
         await collect("a")
@@ -360,28 +400,29 @@ def test_the_chat_template_is_compiled_once_and_may_be_replaced() -> None:
     with pytest.raises(InvalidRequest, match="does not compile"):
         engine.chat_template("{% if %}")
     with pytest.raises(InvalidRequest, match="a chat needs a tokenizer"):
-        Parts(tokenizer=False).engine.chat_template()
+        Parts(tokenizer=None).engine.chat_template()
 
 
 def test_stop_returns_when_its_wake_is_swallowed_by_a_turn() -> None:
     """The loop is between its test and its inbox when `stop` comes: the turn takes the wake, and must look again."""
     engine = Parts().engine
     inside, go_on = threading.Event(), threading.Event()
-    drain_inbox = engine._drain_inbox
+    set_working = engine._set_working
 
-    def slow() -> None:
-        inside.set()
-        assert go_on.wait(10)
-        drain_inbox()
+    def slow(working: bool) -> None:
+        if working:
+            inside.set()
+            assert go_on.wait(WAIT_S)
+        set_working(working)
 
-    engine._drain_inbox = slow
+    engine._set_working = slow
     engine.start()
-    assert inside.wait(10)
+    assert inside.wait(WAIT_S)
     stopping = threading.Thread(target=engine.stop, daemon=True)
     stopping.start()
     _wait(lambda: engine._stop_now.is_set() and not engine._inbox.empty())
     go_on.set()
-    stopping.join(10)
+    stopping.join(WAIT_S)
     assert not stopping.is_alive()
 
 
@@ -413,7 +454,7 @@ def test_every_accepted_request_is_told_its_end_when_submitters_race_with_stop()
             _wait(lambda accepted=accepted: sum(accepted) > 20)
             engine.stop()
             for worker in workers:
-                worker.join(10)
+                worker.join(WAIT_S)
             assert len(ends) == sum(accepted)
     finally:
         sys.setswitchinterval(old)
@@ -424,7 +465,7 @@ def test_both_of_one_id_are_told_when_the_engine_stops() -> None:
     first = parts.submit("a", SamplingParams(max_tokens=40), request_id="same")
     parts.engine.step()
     second: list[Update] = []
-    parts.engine.submit(parts.engine.prepare("b", GREEDY, request_id="same"), second.append)
+    parts.engine.submit(parts.engine.prepare("b", GREEDY, RequestOptions(request_id="same")), second.append)
     parts.engine.stop()
     assert parts.end(first).finish_reason is FinishReason.ABORT
     assert second[-1].last
@@ -463,21 +504,68 @@ def test_a_broken_sink_of_many_sequences_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("priority", [10**400, "high", True, 1.5])
 def test_priority_is_a_number(priority) -> None:
     with pytest.raises(InvalidRequest, match="priority is"):
-        Parts().engine.prepare("a", GREEDY, priority=priority)
+        Parts().engine.prepare("a", GREEDY, RequestOptions(priority=priority))
 
 
 def test_aborts_do_not_count_as_waiting() -> None:
     parts = Parts(max_waiting=2)
-    for _ in range(50):
-        parts.engine.abort("gone")
-    parts.submit("a")
-    assert parts.engine.num_unstarted == 1
+    ids = [parts.submit("a") for _ in range(2)]
+    with pytest.raises(QueueFull):
+        parts.submit("a")
+    for name in (*ids, "gone", ids[0]):
+        parts.engine.abort(name)
+    assert parts.engine.num_unstarted == 2, "the loop has not heard of them"
+    parts.engine.step()
+    assert parts.engine.num_unstarted == 0
+    again = [parts.submit("a") for _ in range(2)]
+    parts.engine.run_until_idle()
+    assert [parts.text(name) for name in again] == ["bcdef"] * 2
+
+
+@pytest.mark.parametrize("stop", [{"stop": ["z"]}, {"stop_token_ids": [ord("z")]}])
+def test_an_end_by_a_stop_string_teaches_lengths_as_one_by_a_stop_id_does(stop) -> None:
+    """400 requests that may take 900 tokens and end after 25: admission must learn that they do."""
+    parts = Parts(
+        max_waiting=400,
+        runner=FakeRunner(
+            make_limits(max_rows=32, num_pages=256, page_size=16, max_model_len=1024), vocab_size=259, keep_plans=False
+        ),
+    )
+    parts.engine.model = dataclasses.replace(parts.engine.model, max_model_len=1024)
+    ids = [parts.submit("a", SamplingParams(temperature=0.0, max_tokens=900, **stop)) for _ in range(400)]
+    parts.engine.run_until_idle()
+    assert {parts.end(name).finish_reason for name in ids} == {FinishReason.STOP}
+    assert 400 * 25 / 32 < parts.runner.num_steps < 450
+    parts.scheduler.check()
+
+
+def test_a_scheduler_that_takes_no_ends_is_told_of_an_abort() -> None:
+    class Plain:
+        """The methods of the protocol, and no more."""
+
+        def __init__(self, inner: ContinuousScheduler) -> None:
+            self.add, self.schedule, self.commit = inner.add, inner.schedule, inner.commit
+            self.has_work, self._inner = inner.has_work, inner
+            self.aborted: list[tuple[str, int | None]] = []
+
+        def abort(self, request_id: str, index: int | None = None) -> bool:
+            self.aborted.append((request_id, index))
+            return self._inner.abort(request_id, index)
+
+    parts = Parts()
+    plain = Plain(parts.scheduler)
+    parts.engine = Engine(
+        runner=parts.runner, scheduler=plain, tokenizer=ByteTokenizer(), model=parts.engine.model, seed=5
+    )
+    name = parts.submit("a", SamplingParams(temperature=0.0, max_tokens=9, stop=["d"]))
+    parts.engine.run_until_idle()
+    assert (parts.text(name), plain.aborted) == ("bc", [(name, 0)])
 
 
 def test_abort_of_a_request_leaves_its_namesake_alone() -> None:
     parts = Parts()
     first = parts.submit("a", request_id="same")
-    namesake = parts.engine.prepare("a", GREEDY, request_id="same")
+    namesake = parts.engine.prepare("a", GREEDY, RequestOptions(request_id="same"))
     parts.engine.step()
     parts.engine.abort(namesake)
     parts.engine.run_until_idle()
@@ -485,12 +573,11 @@ def test_abort_of_a_request_leaves_its_namesake_alone() -> None:
 
 
 def test_null_max_tokens_takes_what_the_pool_holds() -> None:
-    engine = Parts().engine
-    object.__setattr__(engine.model, "max_pool_tokens", 20)
+    engine = Parts(model=dataclasses.replace(MODEL, max_pool_tokens=20)).engine
     assert engine.prepare([1] * 5, SamplingParams(max_tokens=None)).max_tokens == 15
 
 
-def _wait(condition, timeout_s: float = 10.0) -> None:
+def _wait(condition, timeout_s: float = 120.0) -> None:
     deadline = threading.Event()
     for _ in range(int(timeout_s / 0.01)):
         if condition():

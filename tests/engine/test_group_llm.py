@@ -11,7 +11,7 @@ from jaxserve.config import load_config
 from jaxserve.engine import Engine, EngineGroup
 from jaxserve.errors import ConfigError, EngineStopped
 from jaxserve.sched import ContinuousScheduler, SchedulerOptions
-from jaxserve.sched.fcfs import FcfsPolicy
+from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.testing import make_limits
 
 FOUR = SamplingParams(temperature=0.0, max_tokens=4)
@@ -83,7 +83,7 @@ def test_streams(fakes: Fakes) -> None:
             await llm.shutdown()
             assert group_of(llm).num_live == 0
 
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == [4] * 20
+    assert asyncio.run(asyncio.wait_for(main(), 120)) == [4] * 20
 
 
 def test_a_scheduler_that_cannot_be_shared_is_refused_before_anything_is_loaded(fakes: Fakes) -> None:
@@ -112,9 +112,3 @@ def test_a_wrong_router_is_told_before_anything_is_loaded(fakes: Fakes) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'least_load'"):
         assemble(load_config(None, {"parallel.data": 2, "route.policy": "least_lod"}))
     assert fakes.config is None
-
-
-def test_the_bar_counts_the_executables_of_all_replicas(fakes: Fakes) -> None:
-    seen: list[tuple[int, int]] = []
-    assemble(load_config(None, {"parallel.data": 3}), on_compiled=lambda done, total, name: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]

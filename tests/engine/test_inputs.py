@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
 from jaxserve.engine import Engine, ModelInfo, Prompt, prepare_request
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.sched import create_scheduler
@@ -25,18 +25,18 @@ def prepare(
     *,
     tokenizer: Tokenizer | None = None,
     vocab_size: int = 259,
-    **options,
+    options: RequestOptions = NO_OPTIONS,
 ) -> Request:
     model = ModelInfo(name="fake", vocab_size=vocab_size, max_model_len=64, eos_token_ids=(), max_pool_tokens=20)
     return prepare_request(
         prompt,
         sampling or SamplingParams(),
+        options,
         request_id="r",
         model=model,
         tokenizer=tokenizer or ByteTokenizer(),
         seed=0,
         arrival_s=0.0,
-        **options,
     )
 
 
@@ -108,12 +108,12 @@ def test_more_min_tokens_than_fit_is_refused() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_priority_needs_a_policy_that_reads_it(policy: str) -> None:
     engine = make_engine(policy)
-    assert engine.prepare("a", SamplingParams(), priority=0).priority == 0
+    assert engine.prepare("a", SamplingParams(), RequestOptions(priority=0)).priority == 0
     if policy == "priority":
-        assert engine.prepare("a", SamplingParams(), priority=-3).priority == -3
+        assert engine.prepare("a", SamplingParams(), RequestOptions(priority=-3)).priority == -3
         return
     with pytest.raises(InvalidRequest, match="priority needs sched.policy: priority"):
-        engine.prepare("a", SamplingParams(), priority=-3)
+        engine.prepare("a", SamplingParams(), RequestOptions(priority=-3))
 
 
 def test_a_scheduler_of_somebody_elses_gets_every_priority() -> None:
@@ -124,18 +124,17 @@ def test_a_scheduler_of_somebody_elses_gets_every_priority() -> None:
             self.schedule, self.commit = self._inner.schedule, self._inner.commit
             self.has_work = self._inner.has_work
 
-    assert make_engine(Wrapped).prepare("a", SamplingParams(), priority=5).priority == 5
+    assert make_engine(Wrapped).prepare("a", SamplingParams(), RequestOptions(priority=5)).priority == 5
 
 
-def test_echo_of_what_is_no_text_is_refused_before_it_is_accepted() -> None:
+def test_echo_of_what_is_no_text_is_refused() -> None:
     silent = SamplingParams(detokenize=False)
     for engine, sampling, why in (
         (make_engine(tokenizer=False), SamplingParams(), "tokenizer"),
         (make_engine(), silent, "detokenize"),
     ):
         with pytest.raises(UnsupportedOption, match=why):
-            engine.submit(engine.prepare([1], sampling), lambda update: None, echo=True)
-        assert engine.num_unstarted == 0
+            engine.prepare([1], sampling, RequestOptions(echo=True))
 
 
 def words_of(kind: str, *bad_words: str) -> tuple[Tokenizer, tuple[tuple[int, ...], ...]]:

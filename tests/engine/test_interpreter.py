@@ -15,6 +15,7 @@ from jaxserve.testing import FakeRunner, make_limits, make_request
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
+    gc.unfreeze()  # what CPython 3.12 begins with
     before = gc.isenabled(), sys.getswitchinterval()
     yield
     assert (gc.isenabled(), sys.getswitchinterval()) == before and gc.get_freeze_count() == 0, "left changed"

@@ -10,7 +10,7 @@ from jaxserve.errors import EngineStopped, HostLost
 from jaxserve.sched import create_scheduler
 from jaxserve.testing import FakeRunner, make_limits
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 LOST = HostLost("process 1 (b) is lost")
 
 

@@ -22,6 +22,7 @@ from jaxserve.sched import InFlight, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.record import LogHeader, StepLog, read_header, read_records
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 
+WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
 LIMITS = make_limits()
 HEADER = LogHeader(limits=LIMITS, model="fake", policy="fcfs", vocab_size=259)
 PATIENT = StepMarks(1.0, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0)
@@ -167,7 +168,7 @@ def test_an_engine_that_dies_leaves_a_whole_log(tmp_path: Path, where) -> None:
         assert log.end is not None
 
 
-def test_only_its_owner_reads_it_and_none_is_written_over(tmp_path: Path) -> None:
+def test_only_its_owner_reads_it_and_none_is_written_over(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     (tmp_path / "log.jsonl").write_text("mine")
     before = os.umask(0)
     try:
@@ -180,6 +181,9 @@ def test_only_its_owner_reads_it_and_none_is_written_over(tmp_path: Path) -> Non
     assert {stat.S_IMODE(w.path.stat().st_mode) for w in writers} == {0o600}
     assert (tmp_path / "log.jsonl").read_text() == "mine"
     assert read_header(writers[1].path) == HEADER
+    first, second = said.messages
+    assert f"{tmp_path / 'log.jsonl'} exists, so the steps of this run are in {tmp_path / 'log.2.jsonl'}" in first
+    assert str(tmp_path / "log.3.jsonl") in second
 
 
 def test_what_cannot_be_written_is_told_before_anything_is_loaded(tmp_path: Path, monkeypatch) -> None:
@@ -203,7 +207,7 @@ class _Blocked:
 
     def write(self, line: bytes) -> int:
         self.entered.set()
-        assert self.released.wait(30)
+        assert self.released.wait(WAIT_S)
         if self._error is not None:
             raise self._error
         return self._inner.write(line)
@@ -227,13 +231,13 @@ def test_a_disk_that_stands_still_costs_one_wait_and_counted_steps(
     writer = _writer(tmp_path / "log", capacity=2)
     disk = _block(writer)
     writer.add(_plan(0), [7, 8], PATIENT)
-    assert disk.entered.wait(30)
+    assert disk.entered.wait(WAIT_S)
     for step_id in (1, 2, 3, 4, 5):  # two wait in the queue
         writer.add(_plan(step_id), [7, 8], PATIENT)
     assert len(said.messages) == 1 and "steps are missing" in said.messages[0]
     disk.released.set()
     writer._queue.put(None)  # everything before it is written
-    writer._thread.join(30)
+    writer._thread.join(WAIT_S)
     found = list(read_records(tmp_path / "log"))
     assert [(r.plan.step_id, r.missing) for r in found] == [(0, 0), (1, 0), (2, 0)]
     with StepLog(tmp_path / "log") as log:
@@ -247,7 +251,7 @@ def test_a_gap_is_in_the_record_after_it(tmp_path: Path) -> None:
     writer = _writer(tmp_path / "log", capacity=1)
     disk = _block(writer)
     writer.add(_plan(0), [7, 8], PATIENT)
-    assert disk.entered.wait(30)
+    assert disk.entered.wait(WAIT_S)
     for step_id in (1, 2, 3):
         writer.add(_plan(step_id), [7, 8], PATIENT)
     disk.released.set()
@@ -260,10 +264,10 @@ def test_a_gap_is_in_the_record_after_it(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_makes_the_loop_wait(tmp_path: Path) -> None:
-    writer = _writer(tmp_path / "log", capacity=1, patience_s=30)
+    writer = _writer(tmp_path / "log", capacity=1, patience_s=WAIT_S)
     disk = _block(writer)
     writer.add(_plan(0), [7, 8], PATIENT)
-    assert disk.entered.wait(30)
+    assert disk.entered.wait(WAIT_S)
     threading.Timer(0.05, disk.released.set).start()
     for step_id in range(1, 50):
         writer.add(_plan(step_id), [7, 8], PATIENT)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jaxserve.api import FinishReason, SamplingParams
+from jaxserve.api import FinishReason, RequestOptions, SamplingParams
 from jaxserve.engine import Engine, ModelInfo, Update
 from jaxserve.engine.structured import RowMasks
 from jaxserve.errors import InvalidRequest, UnsupportedOption
@@ -39,7 +39,7 @@ class Parts:
         self.updates: dict[str, list[Update]] = {}
 
     def submit(self, prompt: str, sampling: SamplingParams, **options) -> str:
-        request = self.engine.prepare(prompt, sampling, **options)
+        request = self.engine.prepare(prompt, sampling, RequestOptions(**options))
         self.engine.submit(request, self.updates.setdefault(request.request_id, []).append)
         return request.request_id
 

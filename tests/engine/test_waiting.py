@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.api import FinishReason, Request, RequestOptions, SamplingParams
 from jaxserve.engine import Engine, ModelInfo, Update
 from jaxserve.engine.waiting import Waiting
 from jaxserve.errors import DeadlineExceeded, InvalidRequest, QueueFull
@@ -24,12 +24,55 @@ def test_requests_and_tokens_are_bounded() -> None:
     with pytest.raises(QueueFull, match="6 prompt tokens are waiting and this request has 5"):
         waiting.enter(_request(5))
     waiting.enter(_request(4))
-    with pytest.raises(QueueFull, match="2 requests are waiting"):
+    with pytest.raises(QueueFull, match="2 sequences are waiting and 1 more"):
         waiting.enter(_request(1))
     waiting.enter(_request(1), bounded=False)
     assert (waiting.num_requests, waiting.num_tokens) == (3, 11)
     waiting.clear()
     waiting.enter(_request(50))  # alone it may, since it could never run otherwise
+
+
+def _several(num_tokens: int, n: int) -> Request:
+    return make_request("r", range(num_tokens), sampling=SamplingParams(n=n))
+
+
+def test_each_of_the_n_sequences_counts_with_its_prompt() -> None:
+    waiting = Waiting(10, 100, ManualClock())
+    waiting.enter(_several(5, 6))
+    assert (waiting.num_requests, waiting.num_sequences, waiting.num_tokens) == (1, 6, 30)
+    with pytest.raises(QueueFull, match="6 sequences are waiting and 5 more"):
+        waiting.enter(_several(1, 5))
+    with pytest.raises(QueueFull, match="30 prompt tokens are waiting and this request has 80"):
+        waiting.enter(_several(20, 4))
+    with pytest.raises(QueueFull, match="6 sequences are waiting and 5 more"):
+        waiting.check_room(5)
+    waiting.check_room(4)
+    waiting.begin(_several(5, 6), first=True)
+    waiting.begin(_several(5, 6), first=False)
+    assert (waiting.num_requests, waiting.num_sequences, waiting.num_tokens) == (0, 4, 20)
+    waiting.leave(_several(5, 6), 4, first=False)
+    assert (waiting.num_requests, waiting.num_sequences, waiting.num_tokens) == (0, 0, 0)
+    waiting.enter(_several(5, 60))  # alone it may, since it could never run otherwise
+    with pytest.raises(QueueFull):
+        waiting.check_room(11)
+
+
+def test_sequences_wait_until_each_has_its_first_token() -> None:
+    """Not until one of them has: what is left of a request with many would wait uncounted."""
+    timed = Timed(max_rows=2)
+    timed.submit("many", n=5, max_tokens=2)
+    seen = [timed.engine.load.num_waiting]
+    while timed.engine.step():
+        seen.append(timed.engine.load.num_waiting)
+    assert seen[0] == 5 and seen[-1] == 0
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) > 3, seen
+    timed.submit("cut", n=5, max_tokens=20)
+    for _ in range(4):
+        timed.engine.step()
+    assert 0 < timed.engine.load.num_waiting < 5
+    timed.engine.abort("cut")
+    timed.engine.run_until_idle()
+    assert timed.engine.load[:3] == (0, 0, 0)
 
 
 def test_the_estimate_follows_the_pace_of_starts() -> None:
@@ -41,7 +84,7 @@ def test_the_estimate_follows_the_pace_of_starts() -> None:
         waiting.enter(_request(130))
     assert caught.value.retry_after_s == 1.0, "nothing is known yet"
     for _ in range(5):
-        waiting.leave(_request(30), started=True)
+        waiting.begin(_request(30), first=True)
         clock.advance(6.0)
     with pytest.raises(QueueFull) as caught:  # 750 wait; 150 tokens have started in 30 s, and 10 are too many
         waiting.enter(_request(260))
@@ -49,7 +92,7 @@ def test_the_estimate_follows_the_pace_of_starts() -> None:
     with pytest.raises(QueueFull) as caught:
         waiting.enter(_request(2000))
     assert caught.value.retry_after_s == 60.0, "no guess beyond a minute"
-    waiting.leave(_request(30), started=False)
+    waiting.leave(_request(30), 1, first=True)
     with pytest.raises(QueueFull) as caught:
         waiting.enter(_request(290))
     assert caught.value.retry_after_s == pytest.approx(2.0), "one that left is no start"
@@ -66,7 +109,7 @@ def test_counts_return_to_zero(sizes: list[int]) -> None:
             with pytest.raises(QueueFull):
                 waiting.enter(_request(size))
         if len(taken) > 5:
-            waiting.leave(_request(taken.pop(0)), started=True)
+            waiting.begin(_request(taken.pop(0)), first=True)
         assert (waiting.num_requests, waiting.num_tokens) == (len(taken), sum(taken))
         assert len(taken) <= 10
 
@@ -92,7 +135,7 @@ class Timed:
 
     def submit(self, name: str, *, timeout_s: float | None = None, max_tokens: int = 20, n: int = 1) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
-        request = self.engine.prepare([1, 2], sampling, request_id=name, timeout_s=timeout_s)
+        request = self.engine.prepare([1, 2], sampling, RequestOptions(request_id=name, timeout_s=timeout_s))
         self.updates[name] = []
         self.engine.submit(request, self.updates[name].append)
 
@@ -151,4 +194,4 @@ def test_many_deadlines_that_never_come_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("timeout_s", [0, -1.0, math.nan, True, "5"])
 def test_times_that_are_none_are_refused(timeout_s: object) -> None:
     with pytest.raises(InvalidRequest, match="must be more than 0 seconds"):
-        Timed().engine.prepare([1], SamplingParams(), timeout_s=timeout_s)  # type: ignore[arg-type]
+        Timed().engine.prepare([1], SamplingParams(), RequestOptions(timeout_s=timeout_s))  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_frees_the_engine(replica: EngineReplica) -> 
     async with contextlib.aclosing(replica.generate(message, prompt_key=(), avoid=())) as items:
         await anext(items)
         await anext(items)
-    for _ in range(1000):
+    for _ in range(12_000):
         if not replica._engine.num_live:
             break
         await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ from typing import Any
 from jaxserve.sched import InFlight, Limits, Runner, StepPlan, StepResult
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
-WAIT_S = 60.0  # for anything that must happen; far more than it takes, for the sake of busy machines
+WAIT_S = 120.0  # for anything that must happen; far more than it takes, for the sake of busy machines
 COMPILE_S = 240.0
 
 
@@ -78,14 +78,11 @@ class _Slow:
 
 def damaged(plan: StepPlan) -> StepPlan:
     """The first token of the first prompt of the step is another one; what the step draws stays the same."""
-    setup, chunk = plan.setups[0], plan.chunks[0]
+    chunk = plan.chunks[0]
     assert len(chunk.token_ids) > 1, "the last token decides what is drawn"
-    token_ids = ((setup.token_ids[0] + 1) % 128, *setup.token_ids[1:])
-    return dataclasses.replace(
-        plan,
-        setups=(dataclasses.replace(setup, token_ids=token_ids), *plan.setups[1:]),
-        chunks=(chunk._replace(token_ids=token_ids[: len(chunk.token_ids)]), *plan.chunks[1:]),
-    )
+    assert not plan.setups[0].token_ids, "the prompt travels in the chunk alone"
+    token_ids = ((chunk.token_ids[0] + 1) % 128, *chunk.token_ids[1:])
+    return dataclasses.replace(plan, chunks=(chunk._replace(token_ids=token_ids), *plan.chunks[1:]))
 
 
 class Process:
@@ -154,32 +151,45 @@ def service(
     *behaviours: Mapping[str, Any],
     arguments: tuple[str, ...] = ("--set", "serve.grpc.port=0"),
     own_arguments: Mapping[int, tuple[str, ...]] | None = None,
-    heartbeat_s: float = 2.0,
+    heartbeat_s: float = WAIT_S,
     environment: Mapping[str, str] | None = None,
+    leader_after: str | None = None,
 ) -> Iterator[Service]:
-    """One process per behaviour, with the same command but for their numbers; all dead at the end of the block."""
+    """One process per behaviour, with the same command but for their numbers; all dead at the end of the block.
+
+    `leader_after`: process 0 starts once all others have logged this.
+    """
     coordinator, plans = free_ports(2)
     settings = {"hosts.plan_port": plans, "hosts.heartbeat_s": heartbeat_s, "hosts.join_s": WAIT_S}
     options = [item for name, value in settings.items() for item in ("--set", f"{name}={value}")]
-    processes: list[Process] = []
-    try:
-        for process_id, behaviour in enumerate(behaviours):
+    with contextlib.ExitStack() as stack:
+        secret = stack.enter_context(tempfile.NamedTemporaryFile("w"))
+        secret.write("the secret of this service\n")
+        secret.flush()
+
+        def start(process_id: int) -> Process:
             own = (own_arguments or {}).get(process_id, ())
-            processes.append(
-                Process(
-                    [*PROGRAM, json.dumps(behaviour), *options, *arguments, *own],
-                    {
-                        "JAXSERVE_COORDINATOR": f"127.0.0.1:{coordinator}",
-                        "JAXSERVE_NUM_PROCESSES": str(len(behaviours)),
-                        "JAXSERVE_PROCESS_ID": str(process_id),
-                        **(environment or {}),
-                    },
-                )
+            process = Process(
+                [*PROGRAM, json.dumps(behaviours[process_id]), *options, *arguments, *own],
+                {
+                    "JAXSERVE_COORDINATOR": f"127.0.0.1:{coordinator}",
+                    "JAXSERVE_NUM_PROCESSES": str(len(behaviours)),
+                    "JAXSERVE_PROCESS_ID": str(process_id),
+                    "JAXSERVE_HOSTS_SECRET_FILE": secret.name,
+                    **(environment or {}),
+                },
             )
+            stack.callback(process.kill)
+            return process
+
+        if leader_after is None:
+            processes = [start(process_id) for process_id in range(len(behaviours))]
+        else:
+            others = [start(process_id) for process_id in range(1, len(behaviours))]
+            for process in others:
+                process.wait_for(leader_after)
+            processes = [start(0), *others]
         yield Service(processes)
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def free_ports(count: int) -> list[int]:
@@ -193,30 +203,32 @@ def free_ports(count: int) -> list[int]:
 
 def main() -> int:
     behaviour = json.loads(sys.argv[1])
-    from jaxserve import assemble, many_hosts, run
+    from jaxserve import assemble, run
+    from jaxserve.assemble import many_hosts
 
     if behaviour.get("real"):
-        build_real = assemble.build_device
+        build_real = assemble.build_devices
 
-        def build_damaging(config: Any, on_compiled: Any, replica: int, *, hooks: Any) -> assemble.Device:
-            device = build_real(config, on_compiled, replica, hooks=hooks)
-            return dataclasses.replace(device, runner=DamagingRunner(device.runner, behaviour.get("corrupt_at", -1)))
+        def build_damaging(config: Any, progress: Any, *, hooks: Any) -> list[assemble.Device]:
+            [device] = build_real(config, progress, hooks=hooks)
+            return [dataclasses.replace(device, runner=DamagingRunner(device.runner, behaviour.get("corrupt_at", -1)))]
 
-        assemble.build_device = build_damaging
+        assemble.build_devices = build_damaging
         return run.main(sys.argv[2:])
 
-    def build_device(config: Any, on_compiled: Any, replica: int, *, hooks: Any) -> assemble.Device:
+    def build_devices(config: Any, progress: Any, *, hooks: Any) -> list[assemble.Device]:
         pages = hooks.agree_on_pages(behaviour.get("num_pages", 256))
         limits = make_limits(max_rows=4, num_pages=pages, max_model_len=512)
-        return assemble.Device(
+        device = assemble.Device(
             runner=ObservedRunner(limits, hooks.on_buffer, behaviour),
             vocab_size=ByteTokenizer.vocab_size,
             eos_token_ids=(257,),
             sampling_defaults={"temperature": 0.0},
             facts=behaviour.get("facts", {}),
         )
+        return [device]
 
-    assemble.build_device = build_device
+    assemble.build_devices = build_devices
     assemble.build_tokenizer = lambda config: ByteTokenizer()
     for name in ("join_processes", "check_devices"):
         setattr(many_hosts, name, lambda settings: None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxserve.config_schema import HostsConfig, ParallelConfig
+from jaxserve.config.schema import HostsConfig, ParallelConfig
 from jaxserve.hosts.distributed import join_processes, leave_processes
 from jaxserve.models import load_model
 from jaxserve.runtime.mesh import make_meshes

@@ -3,7 +3,6 @@
 import itertools
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from jaxserve.client import Client, RequestFailed
 pytestmark = pytest.mark.slow
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "llama"
-LIMIT_S = 10.0
 SIZES: dict[str, Any] = {
     "model.path": str(MODEL),
     "model.skip_tokenizer": True,
@@ -53,7 +51,6 @@ def sharded(compiled: Path, *behaviours: dict[str, Any], door: tuple[str, ...]) 
     return service(
         *behaviours,
         arguments=(*arguments, *door),
-        heartbeat_s=5.0,
         environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
     )
 
@@ -78,11 +75,10 @@ def expected() -> list[list[list[int]]]:
     return answers
 
 
-def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[int, float, Exception | None]:
-    """Exit code of the other process, seconds until it ended, and what the client was told."""
+def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[int, Exception | None]:
+    """Exit code of the other process, and what the client was told."""
     stream = client.generate([1, 2, 3], LONG, timeout_s=WAIT_S)
     list(itertools.islice(stream, 5))
-    start_s = time.monotonic()
     served.processes[victim].popen.send_signal(signal.SIGKILL)
     told = None
     try:
@@ -90,8 +86,7 @@ def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[
     except RequestFailed as error:
         told = error
     code = served.processes[1 - victim].wait_for_exit()
-    print(f"the other ended {time.monotonic() - start_s:.2f} s after the kill of process {victim}")
-    return code, time.monotonic() - start_s, told
+    return code, told
 
 
 def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(compiled: Path) -> None:
@@ -99,9 +94,8 @@ def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(compi
         served.processes[0].wait_for("serving gRPC on", COMPILE_S)
         with Client(served.address) as client:
             assert [ask(client, *case) for case in CASES] == expected()
-            code, took_s, told = kill_while_streaming(served, client, victim=1)
+            code, told = kill_while_streaming(served, client, victim=1)
         assert code == 1
-        assert took_s < LIMIT_S
         assert "process 1 (" in str(told)
         assert "is lost: its connection broke" in str(told)
         log = served.processes[0].log
@@ -113,10 +107,9 @@ def test_the_death_of_process_0_ends_the_other(compiled: Path) -> None:
     with sharded(compiled, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
         served.processes[0].wait_for("serving gRPC on", COMPILE_S)
         with Client(served.address) as client:
-            code, took_s, _ = kill_while_streaming(served, client, victim=0)
+            code, _ = kill_while_streaming(served, client, victim=0)
         # JAX itself may abort the process a moment after our line is written, before our exit.
         assert code in (1, -signal.SIGABRT)
-        assert took_s < LIMIT_S
         assert "process 0 (127.0.0.1, " in served.processes[1].log
 
 

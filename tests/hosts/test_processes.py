@@ -18,18 +18,20 @@ from jaxserve.errors import Status
 from jaxserve.sched.record import StepLog
 from jaxserve.serve.gen import inference_pb2 as pb
 
-LIMIT_S = 10.0  # from the death of a process to the end of the others
-LONG = SamplingParams(temperature=0.0, max_tokens=150)
-SLOW = {"step_s": 0.02}
+LONG = SamplingParams(temperature=0.0, max_tokens=500)
+SLOW = {"step_s": 0.05}  # 25 s for a long answer, which surely runs while a test acts
+SHORTER = SamplingParams(temperature=0.0, max_tokens=150)  # for a test that waits for its end
 
 
 @contextlib.contextmanager
-def streaming(served: Service) -> Iterator[tuple[Client, list[pb.GenerateResponse], list[BaseException]]]:
+def streaming(
+    served: Service, sampling: SamplingParams = LONG
+) -> Iterator[tuple[Client, list[pb.GenerateResponse], list[BaseException]]]:
     """A long answer that is being read on a thread: what has come, and how it ended."""
     replies: list[pb.GenerateResponse] = []
     ends: list[BaseException] = []
     with Client(served.address) as client:
-        stream = client.generate("ab", LONG, timeout_s=WAIT_S)
+        stream = client.generate("ab", sampling, timeout_s=WAIT_S)
         replies.append(next(stream))
 
         def read() -> None:
@@ -48,12 +50,9 @@ def streaming(served: Service) -> Iterator[tuple[Client, list[pb.GenerateRespons
 def test_a_killed_process_ends_the_service_and_is_named() -> None:
     with service(SLOW, SLOW, SLOW) as served, streaming(served) as (client, replies, ends):
         assert client.is_serving(timeout_s=WAIT_S)
-        start_s = time.monotonic()
         served.processes[2].popen.send_signal(signal.SIGKILL)
         codes = [process.wait_for_exit() for process in served.processes[:2]]
-        took_s = time.monotonic() - start_s
         assert codes == [1, 1]
-        assert took_s < LIMIT_S
         for process in served.processes[:2]:
             assert "process 2 (" in process.wait_for("is lost: its connection broke"), process.log
         assert "Traceback" not in served.processes[0].log
@@ -62,7 +61,7 @@ def test_a_killed_process_ends_the_service_and_is_named() -> None:
     assert isinstance(error, RequestFailed)
     assert error.status is Status.UNAVAILABLE
     assert "process 2 (" in str(error), "the client is told, too"
-    assert 1 <= len(replies) < 150
+    assert 1 <= len(replies) < 500
 
 
 def test_masks_reach_every_process() -> None:
@@ -89,19 +88,16 @@ def test_health_is_red_before_the_end() -> None:
 def test_an_idle_service_notices_as_well() -> None:
     with service({}, {}) as served:
         assert served.address
-        start_s = time.monotonic()
         served.processes[1].popen.send_signal(signal.SIGKILL)
         assert served.processes[0].wait_for_exit() == 1
-        assert time.monotonic() - start_s < LIMIT_S
 
 
+@pytest.mark.slow  # of the channel alone, quick: tests/hosts/test_channel.py
 def test_a_stopped_process_is_noticed_by_its_silence() -> None:
     """A stopped process stands for a dead host: the kernel keeps the connection, and nobody answers."""
-    with service(SLOW, SLOW, heartbeat_s=2.0) as served, streaming(served) as (_, _, ends):
-        start_s = time.monotonic()
+    with service(SLOW, SLOW, heartbeat_s=4.0) as served, streaming(served) as (_, _, ends):
         served.processes[1].popen.send_signal(signal.SIGSTOP)
         assert served.processes[0].wait_for_exit() == 1
-        assert time.monotonic() - start_s < LIMIT_S
         # Whichever is first: no heartbeat, or no answer to a ping of the connection.
         assert "process 1 (" in served.processes[0].wait_for("is lost: ")
     assert len(ends) == 1
@@ -109,33 +105,29 @@ def test_a_stopped_process_is_noticed_by_its_silence() -> None:
 
 @pytest.mark.slow
 def test_a_device_that_hangs_with_a_lost_process_does_not_keep_the_service() -> None:
-    with service({"hang_at": 30, **SLOW}, SLOW) as served, streaming(served) as (_, _, ends):
-        served.processes[1].wait_for("follows")
-        time.sleep(2.0)  # step 30 is under way, and never ends
-        start_s = time.monotonic()
+    with service({"hang_at": 30, **SLOW}, SLOW) as served, streaming(served) as (_, replies, ends):
+        deadline_s = time.monotonic() + WAIT_S
+        while len(replies) < 29:  # told when step 30, which never ends, is under way
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
         served.processes[1].popen.send_signal(signal.SIGKILL)
         assert served.processes[0].wait_for_exit() == 1
-        assert time.monotonic() - start_s < LIMIT_S
     assert "process 1 (" in str(ends[0])
 
 
 def test_the_death_of_process_0_ends_the_others() -> None:
     with service(SLOW, {"hang_at": 30, **SLOW}) as served, streaming(served):
-        start_s = time.monotonic()
         served.processes[0].popen.send_signal(signal.SIGKILL)
         assert served.processes[1].wait_for_exit() == 1
-        assert time.monotonic() - start_s < LIMIT_S
         assert "process 0 (127.0.0.1, " in served.processes[1].wait_for("is lost: its connection broke")
 
 
 @pytest.mark.slow
 def test_process_0_falls_silent() -> None:
-    with service(SLOW, SLOW, heartbeat_s=2.0) as served:
+    with service(SLOW, SLOW, heartbeat_s=4.0) as served:
         assert served.address
-        start_s = time.monotonic()
         served.processes[0].popen.send_signal(signal.SIGSTOP)
         assert served.processes[1].wait_for_exit() == 1
-        assert time.monotonic() - start_s < LIMIT_S
         assert "process 0 (" in served.processes[1].wait_for("is lost: ")
 
 
@@ -168,14 +160,15 @@ def test_prompts_are_answered_and_all_end_with_0(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_to_all_drains() -> None:
     """What an orchestrator does: the others must live until process 0 has answered everything."""
-    with service(SLOW, SLOW) as served, streaming(served) as (_, replies, ends):
+    arguments = ("--set", "serve.grpc.port=0", "--set", f"serve.drain_s={WAIT_S}")
+    with service(SLOW, SLOW, arguments=arguments) as served, streaming(served, SHORTER) as (_, replies, ends):
         for process in reversed(served.processes):
             process.popen.send_signal(signal.SIGTERM)
         served.processes[1].wait_for("SIGTERM: waiting for process 0 to end")
         assert [process.wait_for_exit() for process in served.processes] == [0, 0], served.processes[0].log
     assert ends == []
     assert replies[-1].finish_reason == pb.FINISH_REASON_LENGTH
-    assert len(replies) == 150
+    assert len(replies) == SHORTER.max_tokens
 
 
 @pytest.mark.slow
@@ -204,6 +197,24 @@ def test_processes_that_differ_refuse_to_start(behaviours, own, text: str) -> No
         for process in served.processes:
             assert text in process.log.splitlines()[-1]
             assert process.log.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.slow  # of the channel alone, quick: tests/hosts/test_strangers.py
+def test_another_secret_ends_the_process_that_has_it(tmp_path: Path) -> None:
+    other = tmp_path / "secret"
+    other.write_text("the secret of another service")
+    own = {0: ("--set", "hosts.join_s=10"), 1: ("--set", f"hosts.secret_file={other}")}
+    # Process 0 waits for 10 s alone: the other must be there already, and ask again every second.
+    with service({}, {}, own_arguments=own, leader_after="process 0 (127.0.0.1, 127.0.0.1:") as served:
+        leader, stranger = served.processes
+        assert stranger.wait_for_exit() == 2
+        last = stranger.log.splitlines()[-1]
+        assert last.startswith("error: process 0 (127.0.0.1, 127.0.0.1:"), last
+        assert "does not know the secret of process 0: give all processes the same hosts.secret_file" in last
+        leader.wait_for("process 1 (")
+        assert leader.wait_for_exit() == 1
+        assert "does not know the secret of process 0" in leader.log
+        assert "process 1 of 2 did not come within 10 s" in leader.log.splitlines()[-1]
 
 
 @pytest.mark.slow

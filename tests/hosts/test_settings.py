@@ -2,19 +2,24 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 
 from jaxserve import LLM, run
+from jaxserve.assemble import many_hosts
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
-from jaxserve.hosts import check_hosts
+from jaxserve.hosts import Tls, Trust, check_hosts
+from jaxserve.hosts.settings import read_trust
 
 GOOD: dict[str, Any] = {
     "hosts.coordinator": "a:8475",
     "hosts.num_processes": 2,
     "hosts.process_id": 1,
+    "hosts.secret_file": "/a-file",
     "parallel.tensor": 2,
 }
 
@@ -31,6 +36,10 @@ GOOD: dict[str, Any] = {
         ({"hosts.coordinator": "a"}, "hosts.coordinator is 'a', but must be HOST:PORT"),
         ({"hosts.coordinator": "a:b"}, "must be HOST:PORT"),
         ({"hosts.coordinator": "a:8476"}, "hosts.plan_port is 8476, which hosts.coordinator uses"),
+        ({"hosts.secret_file": None}, r"'a:8475', which other machines reach, but hosts\.secret_file is not set"),
+        ({"hosts.secret_file": None, "hosts.coordinator": "localhost.example.org:1"}, "secret_file is not set"),
+        ({"hosts.secret_file": None, "hosts.coordinator": "[::]:1"}, "secret_file is not set"),
+        ({"hosts.tls_cert": "a"}, r"needs all of .* not set: hosts\.tls_key, hosts\.tls_ca"),
         ({"parallel.data": 2}, "parallel.data is 2, but over several processes .* `jaxserve route`"),
         ({"parallel.pipeline": 2}, "parallel.pipeline is 2, but over several processes"),
     ],
@@ -43,6 +52,43 @@ def test_refused(change: dict[str, Any], text: str) -> None:
 def test_taken() -> None:
     check_hosts(load_config(None, GOOD, environ={}).config)
     check_hosts(load_config(None, {}, environ={}).config)
+    for loopback in ("localhost:1", "127.0.0.2:1", "[::1]:1"):
+        config = load_config(
+            None, {**GOOD, "hosts.coordinator": loopback, "hosts.secret_file": None}, environ={}
+        ).config
+        check_hosts(config)
+        assert many_hosts._listen_address(config.hosts).startswith(loopback[:-1])
+        assert read_trust(config.hosts) == Trust()
+    assert many_hosts._listen_address(load_config(None, GOOD, environ={}).config.hosts) == "[::]:8476"
+
+
+def test_a_secret_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    resolved = load_config(None, GOOD, environ={"JAXSERVE_HOSTS_SECRET_FILE": "/elsewhere"})
+    assert resolved.config.hosts.secret_file == "/a-file", "what is given at the command line wins"
+    hosts = load_config(None, {}, environ={"JAXSERVE_HOSTS_SECRET_FILE": str(file)}).config.hosts
+    with pytest.raises(ConfigError, match=rf"hosts\.secret_file: cannot read {file}: No such file"):
+        read_trust(hosts)
+    file.write_text("a secret\n")
+    with pytest.raises(ConfigError, match="holds 8 bytes, but a secret has 16 to 4096; make one with: openssl"):
+        read_trust(hosts)
+    file.write_text("a longer secret of us\n")
+    assert read_trust(hosts) == Trust(b"a longer secret of us")
+
+
+def test_certificates_from_files(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    pair, other = authority.issue("a"), authority.issue("b")
+    given = {"hosts.tls_cert": pair.certificate, "hosts.tls_key": pair.key, "hosts.tls_ca": authority.path}
+    tls = read_trust(load_config(None, given, environ={}).config.hosts).tls
+    assert tls == Tls(*(Path(path).read_bytes() for path in (*pair, authority.path)))
+    for name, path, text in (
+        ("hosts.tls_key", other.key, "no pair of PEM files"),
+        ("hosts.tls_cert", authority.path + "x", "cannot read"),
+        ("hosts.tls_ca", pair.key, "holds no certificates in PEM"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name}.*{text}|{text}.*"):
+            read_trust(load_config(None, {**given, name: path}, environ={}).config.hosts)
 
 
 @pytest.fixture

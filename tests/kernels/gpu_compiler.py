@@ -12,7 +12,7 @@ import pytest
 from jaxserve.kernels.cases import Case, Inputs, make_batch
 from jaxserve.kernels.paged_attention import KVScales
 from jaxserve.kernels.pallas.gpu_layout import init_cache
-from jaxserve.runtime.topology import absent_devices
+from jaxserve.lab.compiled.topology import absent_devices
 
 needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the extra `aot`: jax-cuda13-plugin"
@@ -27,7 +27,7 @@ def compile_for_h200(function: Callable[..., Any], *args: Any, donate: tuple[int
 
 
 def shapes_of(case: Case) -> Inputs:
-    """What `make_inputs` would make for the GPU body, without the numbers."""
+    """What `make_inputs` would make for the GPU implementation, without the numbers."""
     spec, dtype = case.spec, jnp.dtype(case.cache_dtype)
     batch, num_pages = make_batch(case, np.random.default_rng(0))
     num_tokens = batch.positions.shape[0]

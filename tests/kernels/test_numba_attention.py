@@ -12,7 +12,7 @@ from jaxserve.kernels.cases import REAL, Case, make_inputs, small
 from jaxserve.kernels.cpu.attention import exp
 from jaxserve.kernels.oracle import TOLERANCE, relative_error
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
-from tests.kernels.cpu_bodies import NUMBA, check, run, runs
+from tests.kernels.cpu_implementations import NUMBA, check, run, runs
 
 # --- the exponential ------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ target = targets.Target(lanes=int(sys.argv[1]), vectors=int(sys.argv[2]), row_st
 targets.find_target = lambda: target
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.kernels.cpu.body import make_body
+from jaxserve.kernels.cpu.implementation import make_attention
+from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.packed_weight import pack
-from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, Device
-from jaxserve.kernels.self_check import check_body
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse
 
 rng = np.random.default_rng(0)
 weight = rng.standard_normal((100, 33), np.float32)
@@ -24,12 +25,12 @@ for rows in range(1, 20):
     found = pack(jnp.asarray(weight), 1, target.width).multiply(jnp.asarray(x))
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, atol=1e-4)
 device = Device(backend="cpu", kind="cpu")
-body = make_body(device)
+implementation = make_attention(device)
 for head_dim, page in ((64, 16), (8, 24), (80, 64)):
     spec = AttentionSpec(num_query_heads=6, num_kv_heads=2, head_dim=head_dim, scale=0.1)
     use = AttentionUse(spec=spec, page_size=page, query_dtype="float32", cache_dtype="float32")
-    assert body.refuses(use) is None
-    assert check_body(body, use, device) < 1e-6
+    assert implementation.refuses(use) is None
+    assert PAGED_ATTENTION.check(implementation, use, device) < 1e-6
 print("right")
 """
 

@@ -183,7 +183,7 @@ import numpy as np
 from jaxserve.kernels.cases import case, make_inputs
 from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.oracle import relative_error
-from tests.kernels.cpu_bodies import NUMBA, run
+from tests.kernels.cpu_implementations import NUMBA, run
 from tests.kernels.test_packed_weight import check, make, make_x, multiply, pack, WIDTH
 
 machine_code.keep_machine_code(Path(sys.argv[2]))
@@ -211,7 +211,7 @@ print("right")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux ties a process to processors")
-@pytest.mark.parametrize("threads", ["one", "16"])
+@pytest.mark.parametrize("threads", [pytest.param("one", marks=pytest.mark.slow), "16"])
 def test_a_pool_of_any_size_gives_the_same(threads, machine_code_folder):
     """One thread: a call that waited for others would wait for ever. More threads than processors, as NPROC gives them
     (and many devices on one host): all of them may come to work on one call."""

@@ -1,4 +1,4 @@
-"""The body for TPUs on a CPU: JAX's interpreter, which simulates copies, semaphores and memories."""
+"""The implementation for TPUs on a CPU: JAX's interpreter, which simulates copies, semaphores and memories."""
 
 import contextlib
 import dataclasses
@@ -12,8 +12,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # has no pub
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.kernels.cases import Case, Inputs, Room, make_inputs
-from jaxserve.kernels.paged_attention import AttentionBatch, Device, KVScales, PagedAttention, stored
-from jaxserve.kernels.pallas.tpu_body import make_body
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.paged_attention import AttentionBatch, KVScales, PagedAttention, stored
+from jaxserve.kernels.pallas.tpu_implementation import make_attention
 from jaxserve.kernels.pallas.tpu_layout import PageShape
 from jaxserve.kernels.tuning import TunedTable
 
@@ -21,7 +22,7 @@ V5E = Device(backend="tpu", kind="TPU v5 lite")
 NO_TABLE = TunedTable(device_kind=V5E.kind, entries={})
 # Copies happen as late as they may, memory starts as NaN, and two threads that meet without a semaphore are reported.
 INTERPRETER = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-BODY = make_body(V5E, NO_TABLE, INTERPRETER)
+IMPLEMENTATION = make_attention(V5E, NO_TABLE, INTERPRETER)
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,9 +66,11 @@ def plain_write(
     return cache.at[page_ids, :, batch.positions % batch.page_size].set(lines, mode="drop")
 
 
-def inputs_of(case: Case, body: PagedAttention = BODY, *, seed: int = 0, room: Room | None = None) -> Inputs:
+def inputs_of(
+    case: Case, implementation: PagedAttention = IMPLEMENTATION, *, seed: int = 0, room: Room | None = None
+) -> Inputs:
     """Inputs among poison, whose cache holds the earlier tokens. The kernels under test write those of the step."""
-    return make_inputs(case, dataclasses.replace(body, write=plain_write), seed=seed, poison=True, room=room)
+    return make_inputs(case, dataclasses.replace(implementation, write=plain_write), seed=seed, poison=True, room=room)
 
 
 def run(attend, case: Case, inputs: Inputs):
@@ -78,5 +81,5 @@ def run(attend, case: Case, inputs: Inputs):
     )  # fmt: skip
 
 
-def body_with(entries: dict[str, dict[str, int]]) -> PagedAttention:
-    return make_body(V5E, TunedTable(device_kind=V5E.kind, entries=entries), INTERPRETER)
+def implementation_with(entries: dict[str, dict[str, int]]) -> PagedAttention:
+    return make_attention(V5E, TunedTable(device_kind=V5E.kind, entries=entries), INTERPRETER)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.assemble import assemble
 from jaxserve.config import load_config
-from jaxserve.sched import SchedulerOptions, SimRequest, simulate
+from jaxserve.lab import SimRequest, simulate
+from jaxserve.lab.simulation.simulate import FixedCost, StepCost
+from jaxserve.sched import SchedulerOptions
 from jaxserve.sched.record import read_header, read_records
-from jaxserve.sched.simulate import FixedCost, StepCost
 
 AGEING_S = 1e9  # the clocks differ, and no order may follow from them
 SETTINGS = {
@@ -29,20 +30,10 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("xla"))
-
-
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "fair"])
-def test_plans_are_the_same(policy: str, compile_cache: str, tmp_path: Path) -> None:
+def test_plans_are_the_same(policy: str, tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
-    overrides = {
-        **SETTINGS,
-        "sched.policy": policy,
-        "runtime.step_log": str(log),
-        "runtime.compile_cache": compile_cache,
-    }
+    overrides = {**SETTINGS, "sched.policy": policy, "runtime.step_log": str(log)}
     engine = assemble(load_config(None, overrides)).engine
     rng = random.Random(policy)
     shared = [rng.randint(5, 200) for _ in range(40)]
@@ -52,7 +43,7 @@ def test_plans_are_the_same(policy: str, compile_cache: str, tmp_path: Path) -> 
             turn += engine.step()
         prompt = shared[: rng.choice([0, 20, 40])] + [rng.randint(5, 200) for _ in range(rng.randint(1, 50))]
         sampling = SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), ignore_eos=True, detokenize=False)
-        request = engine.prepare(prompt, sampling, request_id=f"r{i}", tenant=f"t{i % 3}")
+        request = engine.prepare(prompt, sampling, RequestOptions(request_id=f"r{i}", tenant=f"t{i % 3}"))
         engine.submit(request, lambda update: None)
         moved = dataclasses.replace(request, arrival_s=float(turn))
         trace.append(SimRequest(request=moved, arrival_s=moved.arrival_s, output_len=moved.max_tokens))

@@ -6,13 +6,13 @@ import pytest
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.errors import ConfigError
-from jaxserve.lab.cluster import simulate_cluster
-from jaxserve.lab.cluster_values import Autoscale, Failure, ScaleTo, Slowdown
+from jaxserve.lab import SimRequest, StepCost, simulate
+from jaxserve.lab.simulation.cluster import simulate_cluster
+from jaxserve.lab.simulation.cluster_values import Autoscale, Failure, ScaleTo, Slowdown
+from jaxserve.lab.simulation.simulate import FixedCost
 from jaxserve.routing import ROUTERS, RouterOptions
-from jaxserve.sched import SimRequest, StepCost, simulate
-from jaxserve.sched.fcfs import FcfsPolicy
 from jaxserve.sched.options import SchedulerOptions
-from jaxserve.sched.simulate import FixedCost
+from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.testing import make_limits
 
 COST = FixedCost(cost=StepCost(0.001, 0.01))
@@ -105,6 +105,7 @@ def test_lost_requests_begin_anew_elsewhere() -> None:
     assert all(r.finish_reason is FinishReason.STOP for r in requests.values())
     restarted = [r for r in requests.values() if r.restarts]
     assert restarted and all(r.replica != 1 for r in restarted if r.last_token_s and r.last_token_s < 1.5)
+    assert all(r.admitted_s is not None and r.arrival_s <= r.admitted_s < (r.first_token_s or 0) for r in restarted)
     seen = [r for r in restarted if r.first_token_s is not None and r.first_token_s <= 1.0]
     assert seen, "some had shown a token before"
     assert all(r.first_token_s is not None and r.first_token_s > r.arrival_s for r in restarted)

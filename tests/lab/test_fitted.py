@@ -1,13 +1,12 @@
 """Fits to logs of machines whose prices are known."""
 
-import dataclasses
 import random
 
 import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab.fitted import Fitted, device_features, nonnegative_least_squares
+from jaxserve.lab.simulation.fitted import Fitted, device_features, nonnegative_least_squares
 from jaxserve.sched import Bucket, Chunk, StepPlan
 from jaxserve.sched.record import StepRecord
 
@@ -66,31 +65,6 @@ def test_prices_of_a_machine_without_noise_are_found() -> None:
         assert commit_s == pytest.approx(20e-6 * plan.num_rows, rel=1e-3)
     assert fitted.errors["device"]["mixed"].p90 < 1e-3
     assert fitted.errors["device"]["decode"].steps > 50
-
-
-def test_a_burst_costs_the_device_each_step_and_the_host_one_launch() -> None:
-    records = make_records(400, 0.0, kinds=(False,))
-    for number, record in enumerate(records[::3]):
-        plan = dataclasses.replace(record.plan, num_steps=4)
-        device = sum(p * f for p, f in zip(PRICES[True], device_features(plan, record.bucket), strict=True))
-        counts = (4,) * len(plan.decode_rows)
-        if number % 4 == 0:  # all rows end half-way
-            device, counts = device / 2, (2,) * len(counts)
-        records[3 * number] = dataclasses.replace(
-            record,
-            plan=plan,
-            counts=counts,
-            device_ms=1e3 * device,
-            wait_ms=0.9e3 * device,
-            commit_ms=0.02 * plan.num_fed,
-        )
-    fitted = Fitted(records)
-    plan, bucket = make_plan(random.Random(3), 0, False)
-    single, burst = (fitted.step_seconds(dataclasses.replace(plan, num_steps=steps), bucket) for steps in (1, 4))
-    assert burst.host_s == pytest.approx(single.host_s, rel=1e-3)
-    assert burst.commit_s == pytest.approx(4 * single.commit_s, rel=1e-2)
-    grown = 6 * len(plan.decode_rows) * PRICES[True][3]  # the context grows by a token a step
-    assert burst.device_s == pytest.approx(4 * single.device_s + grown, rel=1e-2)
 
 
 def test_the_reported_error_is_that_of_the_noise_and_the_sum_stays_right() -> None:

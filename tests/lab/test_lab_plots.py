@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab import plots
-from jaxserve.lab.cluster import simulate_cluster
-from jaxserve.lab.requests import Trace
-from jaxserve.lab.results import LabResult
+from jaxserve.lab.simulation import plots
+from jaxserve.lab.simulation.cluster import simulate_cluster
+from jaxserve.lab.simulation.requests import Trace
+from jaxserve.lab.simulation.results import LabResult
+from jaxserve.lab.simulation.simulate import FixedCost, StepCost, simulate
+from jaxserve.lab.workloads.arrivals import ArrivalOptions
+from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.sched import Bucket, Limits
-from jaxserve.sched.simulate import FixedCost, StepCost, simulate
-from jaxserve.workloads.arrivals import ArrivalOptions
-from jaxserve.workloads.datasets import DatasetOptions
 
 LIMITS = Limits(
     max_rows=4, num_pages=40, page_size=4, max_model_len=256, buckets=(Bucket(4, 4, True), Bucket(32, 4, False))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab.requests import ClientOptions, Trace, sim_requests, spell
+from jaxserve.lab.simulation.requests import ClientOptions, Trace, sim_requests, spell
+from jaxserve.lab.simulation.simulate import FixedCost, SimRequest, StepCost, simulate
+from jaxserve.lab.workloads.arrivals import ArrivalOptions
+from jaxserve.lab.workloads.datasets import DatasetOptions
+from jaxserve.lab.workloads.samples import Part, Shape
 from jaxserve.routing import key_of_tokens
 from jaxserve.sched import Bucket, Limits
-from jaxserve.sched.simulate import FixedCost, SimRequest, StepCost, simulate
-from jaxserve.workloads.arrivals import ArrivalOptions
-from jaxserve.workloads.datasets import DatasetOptions
-from jaxserve.workloads.samples import Part, Shape
 
 LIMITS = Limits(
     max_rows=8,

@@ -10,14 +10,14 @@ import rich.console
 
 from jaxserve.api import FinishReason
 from jaxserve.errors import ConfigError
-from jaxserve.lab.cluster import simulate_cluster
-from jaxserve.lab.requests import Trace
-from jaxserve.lab.results import LabResult, compare_frame, outcome_of, show_results
+from jaxserve.lab.simulation.cluster import simulate_cluster
+from jaxserve.lab.simulation.requests import Trace
+from jaxserve.lab.simulation.results import LabResult, compare_frame, outcome_of, show_results
+from jaxserve.lab.simulation.simulate import FixedCost, SimulatedRequest, SimulationResult, StepCost, simulate
+from jaxserve.lab.workloads.arrivals import ArrivalOptions
+from jaxserve.lab.workloads.datasets import DatasetOptions
+from jaxserve.lab.workloads.metrics import Goodput
 from jaxserve.sched import Bucket, Limits
-from jaxserve.sched.simulate import FixedCost, SimulatedRequest, SimulationResult, StepCost, simulate
-from jaxserve.workloads.arrivals import ArrivalOptions
-from jaxserve.workloads.datasets import DatasetOptions
-from jaxserve.workloads.metrics import Goodput
 
 LIMITS = Limits(
     max_rows=4, num_pages=200, page_size=4, max_model_len=256, buckets=(Bucket(4, 4, True), Bucket(32, 4, False))
@@ -63,7 +63,18 @@ def simulated(*requests: SimulatedRequest, duration_s: float = 2.0) -> Simulatio
 
 
 # Arrives at 0 s; tokens at 0.5, 0.7, 1.0 s. Arrives at 1.0 s; one token at 1.2 s.
-BY_HAND = simulated(ended(0, 0.0, 0.5, 0.7, 1.0), ended(1, 1.0, 1.2, preemptions=2), refused(2))
+BY_HAND = simulated(ended(0, 0.0, 0.5, 0.7, 1.0, admitted_s=0.3), ended(1, 1.0, 1.2, preemptions=2), refused(2))
+
+
+def test_queueing_and_prefill_add_up_to_the_first_token() -> None:
+    """Five prompts of one step each, on one row, all at once: who comes later queues longer, none computes longer."""
+    limits = Limits(max_rows=1, num_pages=200, page_size=4, max_model_len=256, buckets=(Bucket(32, 1, False),))
+    trace = Trace(dataset=DatasetOptions(num_prompts=5, input_len=20, output_len=1), arrivals=ArrivalOptions(rate=1e6))
+    frame = LabResult.of("fcfs", simulate("fcfs", trace, COST, limits)).to_frame()
+    assert (frame["queue_ms"] + frame["prefill_ms"]).tolist() == pytest.approx(frame["ttft_ms"].tolist())
+    # Ends are known beforehand: the next in line gets the row while the step before still runs, and waits for it.
+    assert frame["admitted_s"].is_monotonic_increasing and frame["queue_ms"][4] > frame["queue_ms"][0] + 25
+    assert frame["prefill_ms"].max() - frame["prefill_ms"].min() < 11
 
 
 def test_figures_are_those_of_a_measured_run() -> None:
@@ -140,6 +151,7 @@ def test_data_frames() -> None:
     frame = result.to_frame()
     assert list(frame["request_id"]) == ["0", "1", "2"]
     assert frame["ttft_ms"][0] == pytest.approx(500.0)
+    assert (frame["queue_ms"][0], frame["prefill_ms"][0]) == (pytest.approx(300.0), pytest.approx(200.0))
     assert frame["tpot_ms"][0] == pytest.approx(250.0)
     assert math.isnan(frame["tpot_ms"][1])
     assert math.isnan(frame["ttft_ms"][2])

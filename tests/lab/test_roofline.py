@@ -1,13 +1,11 @@
 """The roofline of the simulator against the planner's, and against arithmetic done by hand."""
 
-import dataclasses
-
 import pytest
 
 from jaxserve.chips import CHIPS, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.lab.roofline import LLAMA_3_8B, LLAMA_3_70B, DecoderShape, HostCost, Roofline, local_shape
-from jaxserve.roofline import Assumptions, Work, roofline_seconds
+from jaxserve.lab.roofline import Assumptions, Work, roofline_seconds
+from jaxserve.lab.simulation.roofline import LLAMA_3_8B, LLAMA_3_70B, DecoderShape, HostCost, Roofline, local_shape
 from jaxserve.sched import Bucket, Chunk, StepPlan
 
 ALL = Assumptions(memory_share=1.0, compute_share=1.0, link_share=1.0)
@@ -46,21 +44,6 @@ def test_one_decoding_row_reads_the_weights_once() -> None:
     model = Roofline("h100:1", LLAMA_3_8B, assumed=ALL)
     params = 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 128256 * 4096
     assert model.step_seconds(*decode_plan(1, 1)).device_s == pytest.approx(2 * params / 3350e9, rel=0.01)
-
-
-def test_a_burst_costs_its_steps_and_one_launch() -> None:
-    model = Roofline("h100:1", LLAMA_3_8B, assumed=ALL)
-    plan, bucket = decode_plan(8, 100)
-    singles = [
-        model.step_seconds(
-            dataclasses.replace(plan, decode_positions=tuple(p + k for p in plan.decode_positions)), bucket
-        )
-        for k in range(4)
-    ]
-    burst = model.step_seconds(dataclasses.replace(plan, num_steps=4), bucket)
-    assert burst.device_s == pytest.approx(sum(cost.device_s for cost in singles), rel=1e-9)
-    assert burst.host_s == singles[0].host_s
-    assert burst.commit_s == pytest.approx(4 * singles[0].commit_s)
 
 
 def test_a_long_prompt_is_bound_by_arithmetic() -> None:

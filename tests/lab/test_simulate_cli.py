@@ -5,17 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.chips import parse_topology
 from jaxserve.cli import main
+from jaxserve.config import load_config
+from jaxserve.config.schema import CacheConfig
 from jaxserve.errors import ConfigError
-from jaxserve.lab.cli import ALL_FAILED
-from jaxserve.lab.compare import compare_policies
-from jaxserve.lab.requests import Trace
-from jaxserve.lab.world import World
+from jaxserve.lab.simulation.cli import ALL_FAILED
+from jaxserve.lab.simulation.compare import compare_policies
+from jaxserve.lab.simulation.requests import Trace
+from jaxserve.lab.simulation.simulate import FixedCost, StepCost, simulate
+from jaxserve.lab.simulation.world import World, world_of_device
+from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.routing import RouterOptions
+from jaxserve.runtime.memory import memory_share
 from jaxserve.sched import Bucket, Limits, SchedulerOptions
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
-from jaxserve.sched.simulate import FixedCost, StepCost, simulate
-from jaxserve.workloads.datasets import DatasetOptions
 
 SHAPE = str(Path(__file__).parents[2] / "configs" / "shapes" / "llama3.1-8b")
 SMALL = ["simulate", "--num-prompts", "20", "--input-len", "40", "--output-len", "10"]
@@ -40,6 +44,9 @@ def test_policies_beside_each_other_with_files(tmp_path: Path, capsys: pytest.Ca
         # 8 G parameters in two bytes on 4 devices take 5 ms to read at 4 x 819 GB/s, and longer at a share of it.
         assert 5.0 < run["median_tpot_ms"] < 10.0
         assert run["median_itl_ms"] > 5.0
+        assert len(run["requests"]) == 100
+        for request in run["requests"]:
+            assert request["arrival_s"] <= request["admitted_s"] < request["first_token_s"] <= request["last_token_s"]
     assert tree["load"]["dataset"] == "sharegpt"
     assert tree["load"]["rate"] == 4.0
     assert tree["world"]["limits"]["page_size"] > 0
@@ -49,7 +56,8 @@ def test_policies_beside_each_other_with_files(tmp_path: Path, capsys: pytest.Ca
 
 def test_without_options_it_is_the_demo_model_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SMALL) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines()[:2] == ["reading the costs of steps", "simulating fcfs"]
     assert "demo in float32 on cpu:1" in out
     assert "20, 0" in out
     assert "ITL (ms)" in out
@@ -85,7 +93,7 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--router prefix", "--replicas 2 or more"),
         ("--replicas 2 --router nosuch", "no router is called 'nosuch'"),
         ("--device v9:1", "no topology is called 'v9:1'"),
-        ("--device v5e:2x2 --tensor 8", "8 devices"),
+        ("--device v5e:2x2 --tensor 8", "is 8 x 1, but v5e:2x2 has 4 devices"),
         ("--model /does/not/exist", "/does/not/exist"),
         ("--model SHAPE --device v5e:1x1", "take more devices"),
         ("--step-log /none", "cannot read the step log"),
@@ -99,6 +107,10 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--goodput itl:3", "--goodput"),
         ("--json /none/x.json", "no directory"),
         ("--set cache.memory_bytes=1000000", "set cache.num_pages"),
+        ("--device v5e:2x2 --set parallel.pipeline=2", "simulate with --set parallel.pipeline=1"),
+        ("--device v5e:2x2 --set parallel.data=8", "tensor x parallel.data is 1 x 8, but v5e:2x2 has 4"),
+        ("--device v5e:2x2 --set parallel.expert=2", "no model of this version is cut along"),
+        ("--device v5e:2x2 --set parallel.data=2 --replicas 2", "leave one of the two out"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,11 +121,11 @@ def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.C
     assert words in line
 
 
-def write_log(path: Path, limits: Limits = LIMITS) -> None:
+def write_log(path: Path, limits: Limits = LIMITS, settings: dict[str, str] | None = None) -> None:
     """A log of a device that takes 2 ms for a step of decodes and 20 ms for one with prompts."""
     trace = Trace(dataset=DatasetOptions(num_prompts=40, input_len=30, output_len=12))
     run = simulate("fcfs", trace, FixedCost(cost=StepCost(0.0, 0.01)), limits, keep_plans=True)
-    lines = [LogHeader(limits=limits, model="toy", policy="fcfs", vocab_size=99).to_json()]
+    lines = [LogHeader(limits=limits, model="toy", policy="fcfs", vocab_size=99, settings=settings or {}).to_json()]
     for plan in run.plans:
         bucket = limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
         assert bucket is not None
@@ -160,3 +172,50 @@ def test_an_iterator_cannot_be_simulated_twice() -> None:
         compare_policies(["fcfs", "sjf"], iter(trace), world)
     assert [r.label for r in compare_policies(["fcfs", "sjf"], trace, world)] == ["fcfs", "sjf"]
     assert len(compare_policies(["fcfs"], iter(trace), world)) == 1
+
+
+def test_replicas_inside_a_server_share_its_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--device", "v5e:2x4", "--model", SHAPE, "--num-prompts", "40", "--rate", "30"]
+
+    def medians(*more: str) -> tuple[float, str]:
+        path = tmp_path / "run.json"
+        assert main([*arguments, *more, "--json", str(path)]) == 0
+        tree = json.loads(path.read_text())
+        assert tree["runs"][0]["replicas"] == (4 if more else 1)
+        return tree["runs"][0]["median_tpot_ms"], capsys.readouterr().out
+
+    alone_ms, alone = medians()
+    cut_ms, cut = medians("--set", "parallel.data=4", "--router", "round_robin")
+    assert "on v5e:2x4, tensor 8, by" in alone
+    assert "on v5e:2x4, 4 replicas of tensor 2, by" in cut
+    assert cut_ms > 2 * alone_ms  # a step reads its weights with a quarter of the chips
+
+
+def _world_limits(device: str, **settings: object) -> Limits:
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    return world_of_device(load_config(None, overrides, environ={}).config, device).limits
+
+
+def test_pages_take_the_share_of_memory_that_a_server_takes() -> None:
+    """A quarter of a CPU unless more is asked for, and of a GPU what JAX can place in the pool that it reserves."""
+    demo = {"model__path": "demo", "sched__max_rows": 4096, "sched__max_step_tokens": 4096}
+    token_bytes = 5 * 1024
+    memory = parse_topology("cpu:1").chip.allocatable_bytes
+    limits = _world_limits("cpu:1", **demo)
+    assert limits.num_pages == memory // 4 // (limits.page_size * token_bytes)
+    assert _world_limits("cpu:1", **demo, cache__memory_fraction=0.8).num_pages > 2 * limits.num_pages
+    memory = parse_topology("h200:1").chip.allocatable_bytes
+    half, most = (_world_limits("h200:1", model__path=SHAPE, cache__memory_fraction=part) for part in (0.5, 0.9))
+    page_bytes = most.page_size * 2 * 32 * 8 * 128 * 2
+    pool = memory_share(CacheConfig(), "gpu").fraction
+    assert most.num_pages - half.num_pages == pytest.approx((0.9 - 0.5) * pool * memory / page_bytes, abs=1)
+
+
+def test_a_log_holds_for_its_own_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "steps.jsonl"
+    write_log(log, settings={"parallel.pipeline": "2", "parallel.tensor": "1"})
+    for setting in ("parallel.pipeline=2", "parallel.data=3"):
+        assert main([*SMALL, "--step-log", str(log), "--set", setting]) == 0
+    assert "3 replicas of toy as fitted" in capsys.readouterr().out
+    assert main([*SMALL, "--step-log", str(log), "--set", "parallel.pipeline=4"]) == 2
+    assert "the engine that wrote the step log had 2" in capsys.readouterr().err

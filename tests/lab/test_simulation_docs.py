@@ -12,7 +12,7 @@ import pytest
 from test_simulate_cli import LIMITS, write_log
 
 from jaxserve.cli import main
-from jaxserve.lab.cli import simulate_command
+from jaxserve.lab.simulation.cli import simulate_command
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/simulation.md").read_text()
@@ -47,12 +47,17 @@ def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
     names: dict[str, Any] = {"__name__": "simulation"}
-    exec(block, names)
-    assert "sjf" in capsys.readouterr().out
+    for block in blocks:
+        exec(block, names)
+        out = capsys.readouterr().out
+        assert "fcfs" in out and "failed; the first" not in out
     assert len(names["frame"]) == 500, "a line for each request"
     assert len(names["figure"].axes) > 3
+    assert sorted(names["by_tenant"].groups) == sorted({one.request.tenant for one in names["pareto"]})
+    assert len(names["by_tenant"].groups) == 3
     # What the comment beside it promises.
     assert len(names["results"][0].steps_frame()) == names["results"][0].simulation.num_steps
 

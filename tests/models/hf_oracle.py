@@ -1,6 +1,6 @@
 """The checked-in answers of Hugging Face transformers, and the smallest runtime that can be asked the same things.
 
-`Driver` packs rows by hand and drives a decoder through a paged attention body: no engine, no scheduler, no
+`Driver` packs rows by hand and drives a decoder through a paged attention implementation: no engine, no scheduler, no
 sampling, so that a wrong number here is a wrong model.
 """
 
@@ -16,8 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.kernels.dispatch import resolve
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionUse, Device, PagedAttention
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.ops import PAGED_ATTENTION
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionUse, PagedAttention
 from jaxserve.models import LoadedModel, load_model
 from jaxserve.models.layers import attention_spec
 from jaxserve.models.sharding import specs_for
@@ -65,7 +66,7 @@ class Driver:
         ids = np.random.default_rng(page_size).permutation(num_rows * pages) + 1
         self.block_tables = ids.reshape(num_rows, pages).astype(np.int32)
         config = model.partition.padded
-        attention = resolve(
+        attention = PAGED_ATTENTION.resolve(
             device=Device(backend="cpu", kind="cpu"),
             uses=[
                 AttentionUse(

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import CheckpointError, Status
 from jaxserve.models import checkpoint as checkpoint_module
 from jaxserve.models import load_model, read_checkpoint, resolve_model_path
+from jaxserve.models.weights import fold_names
 
 
 @pytest.fixture
@@ -143,10 +144,27 @@ def test_missing_and_unknown_weights_are_listed_in_full(llama: Path) -> None:
     )
 
 
-def test_wrong_shapes_are_listed_in_full(llama: Path) -> None:
+def test_wrong_shapes_are_told_by_size_and_by_kind(llama: Path) -> None:
     edit_json(llama / "config.json", intermediate_size=96)
-    message = refused(llama, "config.json", "[80, 48]", "[96, 48]")
-    assert message.count("_proj.weight in") == 6, message
+    refused(
+        llama,
+        "config.json: intermediate_size is 96, but the weights have 80; 6 of 21 tensors are others (",
+        "model.layers.[0-1].mlp.gate_proj.weight, model.layers.[0-1].mlp.up_proj.weight: [80, 48], not [96, 48]",
+        "model.layers.[0-1].mlp.down_proj.weight: [48, 80], not [48, 96]",
+    )
+
+
+def test_a_wrong_hidden_size_is_a_sentence_however_many_layers_there_are(llama: Path) -> None:
+    edit_json(llama / "config.json", hidden_size=64, head_dim=12)
+    message = refused(llama, "hidden_size is 64, but the weights have 48; 21 of 21 tensors are others")
+    assert len(message) < 700, message
+
+
+def test_names_of_all_layers_are_folded() -> None:
+    names = [f"model.layers.{i}.{part}" for i in (0, 1, 2, 3, 7) for part in ("a", "b")] + ["norm", "layers.10.x"]
+    assert fold_names(names) == "layers.10.x, model.layers.[0-3,7].a, model.layers.[0-3,7].b, norm"
+    assert fold_names(["l.0.e.0", "l.0.e.1", "l.1.e.1"]) == "l.[0-1].e.[0-1] (3 of these)"
+    assert fold_names(["{a}.1", "{a}.2"]) == "{a}.[1-2]"
 
 
 def test_known_junk_and_a_tied_output_projection_are_accepted(llama: Path) -> None:

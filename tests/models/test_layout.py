@@ -33,7 +33,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_slice_is_the_slice_of_the_whole(case) -> None:
     left, target, cuts = case
     pattern = parse(f"{left} -> {' '.join(target)}")

@@ -1,24 +1,29 @@
 """Loading puts the right bytes on the right device, reads no more than a device holds, and casts as asked."""
 
 import dataclasses
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import hf_oracle
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxserve.config_schema import ParallelConfig
+from jaxserve import assemble
+from jaxserve.config import load_config
+from jaxserve.config.schema import Config, ParallelConfig
 from jaxserve.models import Partition, load_model, loading, orbax_io
+from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.safetensors_files import TensorSource
-from jaxserve.models.sharding import axes_tree, spec_for
+from jaxserve.models.sharding import arrays_of, axes_of, spec_for
+from jaxserve.progress import Quiet
 from jaxserve.runtime.mesh import make_meshes
-
-
-def flat(state: nnx.State) -> dict:
-    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
 
 
 def mesh_of(num_devices: int) -> jax.sharding.Mesh:
@@ -34,9 +39,9 @@ def test_specs_follow_the_rules_table() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama_mha_tied_bias"])
 def test_sharded_load_equals_the_whole_and_lies_as_declared(name: str) -> None:
     whole, spread = load_model(hf_oracle.FIXTURES / name), load_model(hf_oracle.FIXTURES / name, mesh=mesh_of(2))
-    axes = axes_tree(spread.state)
-    for path, array in flat(spread.state).items():
-        np.testing.assert_array_equal(np.asarray(array), np.asarray(flat(whole.state)[path]))
+    axes = axes_of(spread.state)
+    for path, array in arrays_of(spread.state).items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(arrays_of(whole.state)[path]))
         assert array.sharding.spec == spec_for(
             axes[path], {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
         )
@@ -121,29 +126,31 @@ def test_all_ways_of_loading_pad_and_copy_alike(devices: int, tmp_path) -> None:
     source = hf_oracle.FIXTURES / "qwen2"
     orbax_io.convert(source, tmp_path / "orbax")
     read, restored = (load_model(p, mesh=mesh_of(devices)) for p in (source, tmp_path / "orbax"))
-    whole = flat(load_model(source).state)
-    for path, array in flat(read.state).items():
-        np.testing.assert_array_equal(np.asarray(array), np.asarray(flat(restored.state)[path]))
+    whole = arrays_of(load_model(source).state)
+    for path, array in arrays_of(read.state).items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(arrays_of(restored.state)[path]))
         assert np.abs(np.asarray(array)).sum() >= np.abs(np.asarray(whole[path])).sum() * (1 - 1e-6), path
 
 
 @pytest.mark.parametrize("orbax", [False, True])
 def test_a_stage_loads_its_layers_alone(orbax: bool, tmp_path) -> None:
     source = hf_oracle.FIXTURES / "llama"
-    whole = flat(load_model(source).state)
+    whole = arrays_of(load_model(source).state)
     if orbax:
         orbax_io.convert(source, tmp_path / "orbax")
         source = tmp_path / "orbax"
     first, last = (load_model(source, layers=layers) for layers in (range(1), range(1, 2)))
     assert set(first.state) == {"embedding", "layers"} and set(last.state) == {"layers", "final_norm", "lm_head"}
     for stage, offset in ((first, 0), (last, 1)):
-        for path, array in flat(stage.state).items():
+        for path, array in arrays_of(stage.state).items():
             source_path = ("layers", path[1] + offset, *path[2:]) if path[0] == "layers" else path
             np.testing.assert_array_equal(np.asarray(array), np.asarray(whole[source_path]))
     drawn = load_model(source, layers=range(1, 2), random_weights=True, seed=3)
     same = load_model(source, random_weights=True, seed=3)
     kernel = ("mlp", "down", "kernel")
-    np.testing.assert_array_equal(flat(drawn.state)["layers", 0, *kernel], flat(same.state)["layers", 1, *kernel])
+    np.testing.assert_array_equal(
+        arrays_of(drawn.state)["layers", 0, *kernel], arrays_of(same.state)["layers", 1, *kernel]
+    )
 
 
 def test_dtype_auto_is_float32_on_cpu_and_casts_are_rounded() -> None:
@@ -153,10 +160,56 @@ def test_dtype_auto_is_float32_on_cpu_and_casts_are_rounded() -> None:
     auto, half = load_model(directory), load_model(directory, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(auto.state)} == {np.dtype("float32")}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(half.state)} == {"bfloat16"}
-    np.testing.assert_array_equal(np.asarray(auto.state["lm_head"][...]), stored["lm_head.weight"].astype("float32"))
+    np.testing.assert_array_equal(
+        np.asarray(arrays_of(auto.state)[("lm_head",)]), stored["lm_head.weight"].astype("float32")
+    )
     checkpoint = auto.checkpoint
     assert loading.choose_dtype("auto", "tpu", checkpoint) == "bfloat16"
     assert loading.choose_dtype("float32", "tpu", checkpoint) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("stated", "name", "chosen", "said"),
+    [
+        ("float16", "auto", "bfloat16", True),
+        ("float16", "auto", "float32", False),
+        ("float16", "bfloat16", "bfloat16", False),
+        ("bfloat16", "auto", "bfloat16", False),
+        ("float32", "auto", "float32", False),
+    ],
+)
+def test_digits_that_are_lost_by_default_are_told(stated: str, name: str, chosen: str, said: bool, tmp_path) -> None:
+    source = Path(shutil.copytree(hf_oracle.FIXTURES / "llama_llama3", tmp_path / "hf"))
+    config = json.loads((source / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": stated}))
+    checkpoint = read_checkpoint(source)
+    assert loading.choose_dtype(name, "cpu" if chosen == "float32" else "tpu", checkpoint) == chosen
+    told = loading.describe_rounding(name, np.dtype(chosen), checkpoint)
+    assert (told is not None) == said
+    if said:
+        assert told.startswith("the checkpoint is float16, and model.dtype auto rounds its weights to bfloat16")
+
+
+def test_a_start_warns_of_digits_that_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on an accelerator, where 'auto' is bfloat16; nothing is compiled."""
+    source = Path(shutil.copytree(hf_oracle.FIXTURES / "llama", tmp_path / "hf"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    choose = loading.choose_dtype
+    monkeypatch.setattr(loading, "choose_dtype", lambda name, _, checkpoint: choose(name, "tpu", checkpoint))
+
+    def build_runners(config: Config, models: Sequence[loading.PlannedModel], **_: object) -> list[SimpleNamespace]:
+        loaded = [model.load() for model in models]
+        return [SimpleNamespace(models=loaded, runner=None, compile_report=(), seconds={}, later=None)]
+
+    monkeypatch.setattr(assemble, "build_runners", build_runners)
+    monkeypatch.setattr(logging.getLogger("jaxserve"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        assemble.build_devices(load_config(None, {"model.path": str(source)}, environ={}).config, Quiet())
+    assert f"{source}: the checkpoint is float16, and model.dtype auto rounds" in caplog.text
 
 
 def test_random_weights_need_only_a_config_and_repeat(tmp_path) -> None:
@@ -165,11 +218,11 @@ def test_random_weights_need_only_a_config_and_repeat(tmp_path) -> None:
     one, same = (load_model(tmp_path, random_weights=True, seed=3) for _ in range(2))
     spread = load_model(tmp_path, random_weights=True, seed=3, mesh=mesh_of(2))
     other = load_model(tmp_path, random_weights=True, seed=4)
-    for path, array in flat(one.state).items():
-        np.testing.assert_array_equal(array, flat(same.state)[path])
-        np.testing.assert_array_equal(array, np.asarray(flat(spread.state)[path]))
+    for path, array in arrays_of(one.state).items():
+        np.testing.assert_array_equal(array, arrays_of(same.state)[path])
+        np.testing.assert_array_equal(array, np.asarray(arrays_of(spread.state)[path]))
     kernel = ("layers", 0, "mlp", "down", "kernel")
-    assert np.std(flat(one.state)[kernel]) == pytest.approx(0.02, rel=0.1)
-    assert not np.array_equal(flat(one.state)[kernel], flat(other.state)[kernel])
-    assert not np.array_equal(flat(one.state)[kernel], flat(one.state)["layers", 1, "mlp", "down", "kernel"])
-    assert np.all(np.asarray(flat(one.state)["final_norm", "weight"]) == 1)
+    assert np.std(arrays_of(one.state)[kernel]) == pytest.approx(0.02, rel=0.1)
+    assert not np.array_equal(arrays_of(one.state)[kernel], arrays_of(other.state)[kernel])
+    assert not np.array_equal(arrays_of(one.state)[kernel], arrays_of(one.state)["layers", 1, "mlp", "down", "kernel"])
+    assert np.all(np.asarray(arrays_of(one.state)["final_norm", "weight"]) == 1)

@@ -1,20 +1,33 @@
 """Orbax directories: the way there and back is exact, and restoring fills shardings directly."""
 
+import hashlib
 import json
+import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+import zlib
 from pathlib import Path
 
 import hf_oracle
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.models import load_model, orbax_io
 from jaxserve.models.checkpoint import CheckpointKind, read_checkpoint
+from jaxserve.models.layout import Index
+from jaxserve.models.orbax_store import LAYOUT_VERSION, StoredArray, save_arrays
+from jaxserve.models.sharding import arrays_of, axes_of
+from jaxserve.progress import show_progress
+from jaxserve.runtime.mesh import make_meshes
 
 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:
@@ -47,6 +60,14 @@ def test_round_trip_keeps_every_byte(name: str, tmp_path: Path) -> None:
         assert tensor.tobytes() == after[key].tobytes(), key
     assert (tmp_path / "hf" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert not (tmp_path / "hf" / "jaxserve_orbax.json").exists()
+
+
+def test_both_ways_are_announced_before_their_work(tmp_path: Path) -> None:
+    told: list[str] = []
+    for source, target in ((hf_oracle.FIXTURES / "llama", "orbax"), (tmp_path / "orbax", "hf")):
+        with show_progress(write=told.append) as progress:
+            orbax_io.convert(source, tmp_path / target, progress=progress)
+    assert [line for line in told if "(" not in line] == ["reading the weights", "writing 0.00 GiB"] * 2
 
 
 def test_small_files_come_along(converted: Path) -> None:
@@ -91,7 +112,49 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     (source / "model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="model.safetensors"):
         orbax_io.convert(source, tmp_path / "orbax")
-    assert not (tmp_path / "orbax").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_conversion_appears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Orbax's threads write after an interrupt goes nowhere, and the next conversion is not refused."""
+    target = tmp_path / "orbax"
+
+    def interrupted(directory: Path, *_: object, **__: object) -> None:
+        assert not target.exists()
+
+        def write_late() -> None:
+            time.sleep(0.05)
+            (directory / "weights").mkdir(parents=True)
+
+        threading.Thread(target=write_late).start()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax_io, "save_arrays", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            orbax_io.convert(hf_oracle.FIXTURES / "llama", target)
+    time.sleep(0.2)
+    assert not target.exists()
+    orbax_io.convert(hf_oracle.FIXTURES / "llama", target)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["orbax"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_nothing_and_says_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """The worker waits for a config.json that is a pipe; it is ended there."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    os.mkfifo(source / "config.json")
+    command = [sys.executable, "-m", "jaxserve", "convert", str(source), str(tmp_path / "new" / "orbax")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "importing JAX" in process.stderr.readline()  # of the worker: it has begun
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert (out, err.splitlines()[-1]) == ("", f"interrupted: nothing was written to {tmp_path / 'new' / 'orbax'}")
+    assert "Traceback" not in err
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_broken_orbax_directories(converted: Path, tmp_path: Path) -> None:
@@ -138,3 +201,71 @@ except CheckpointError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "refused", done.stderr
+
+
+def share_bytes(array: jax.Array) -> int:
+    """What one device holds of it."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def test_copied_heads_are_read_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two key/value heads for eight devices: each reads its own, and no parameter is ever whole on any of them."""
+    orbax_io.convert(hf_oracle.FIXTURES / "qwen2", tmp_path / "orbax")
+    read, before = StoredArray.read, {id(array) for array in jax.live_arrays()}
+    largest, sizes = [], []
+
+    def counting(self: StoredArray, index: Index, dtype: np.dtype) -> np.ndarray:
+        largest.extend(share_bytes(array) for array in jax.live_arrays() if id(array) not in before)
+        sizes.append(read(self, index, dtype).nbytes)
+        return read(self, index, dtype)
+
+    monkeypatch.setattr(StoredArray, "read", counting)
+    mesh = make_meshes(ParallelConfig(tensor=8), jax.devices())[0][0]
+    loaded = load_model(tmp_path / "orbax", mesh=mesh)
+    assert loaded.partition.copies > 1, "the test is of copied heads"
+    shares = [share_bytes(leaf) for leaf in jax.tree.leaves(loaded.state)]
+    assert len(sizes) > 8 * len(shares) / 2
+    assert max(largest) <= max(shares)
+    assert max(sizes) <= max(shares)
+    assert sum(sizes) <= 8 * sum(shares), "nothing beside what the devices hold"
+
+
+def test_heads_lie_in_chunks_of_their_own(tmp_path: Path) -> None:
+    """A device that reads its heads does not decompress those of others."""
+    axes = (None, "kv_heads", None, "head")
+    kernel = jax.numpy.ones((64, 8, 6, 256), "bfloat16")
+    save_arrays(tmp_path, {("a", "kernel"): kernel}, {("a", "kernel"): axes})
+    chunk = StoredArray(tmp_path / "weights", "a.kernel")._store.chunk_layout.read_chunk.shape
+    assert chunk[1] == 1 and np.prod(chunk) * 2 <= 2**20
+
+
+# Digests of names, axes and every number of a model whose numbers are known, by version of the layout.
+LAYOUTS = {2: "ff004ae48f386b12"}
+
+
+def layout_digest(folder: Path) -> str:
+    """Of all parameters of two tiny models, each number of whose tensors tells where it was in its file."""
+    digest = hashlib.sha256()
+    for name in ("qwen2", "qwen3"):
+        source = Path(shutil.copytree(hf_oracle.FIXTURES / name, folder / name))
+        for file in source.glob("*.safetensors"):
+            numbered = {
+                key: (np.arange(tensor.size, dtype=np.float32) + zlib.crc32(key.encode()) % 1000).reshape(tensor.shape)
+                for key, tensor in load_file(file).items()
+            }
+            save_file(numbered, file)
+        state = load_model(source, dtype="float32").state
+        axes = axes_of(state)
+        for path, array in sorted(arrays_of(state).items(), key=lambda item: [str(step) for step in item[0]]):
+            array = np.asarray(array)
+            digest.update(f"{path} {axes[path]} {array.shape}".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def test_another_layout_has_another_version(tmp_path: Path) -> None:
+    found = layout_digest(tmp_path)
+    assert LAYOUTS.get(LAYOUT_VERSION) == found, (
+        "names, axes or orders of parameters have changed: raise LAYOUT_VERSION in orbax_store.py, since directories "
+        f"that exist would be read wrong, and add it here with {found!r}"
+    )

@@ -32,7 +32,7 @@ ARRAYS = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_slice_is_that_of_numpy(directory: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(ARRAYS)))

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,12 +23,26 @@ def read(name: str) -> nbformat.NotebookNode:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
+def hide_the_rest(folder: Path) -> Path:
+    """A folder for PYTHONPATH, with which a process has the packages of the extra `notebook` alone."""
+    hiding = folder / "hiding"
+    hiding.mkdir()
+    (hiding / "only_extra.py").write_text((Path(__file__).parent / "only_extra.py").read_text())
+    call = f"import only_extra\nonly_extra.hide_all_but({str(ROOT / 'pyproject.toml')!r}, 'notebook')\n"
+    (hiding / "sitecustomize.py").write_text(call)
+    return hiding
+
+
 def run(name: str, folder: Path) -> dict[str, str]:
-    """Executes a notebook as a newcomer would, in its folder; the text that each tagged cell put out, by tag."""
+    """Executes a notebook as a newcomer would, in its folder; the text that each tagged cell put out, by tag.
+
+    The kernel has what `.[notebook]` installs and no more, and no variable that helps it: as after the command that
+    the notebook names.
+    """
     notebook = read(name)
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # one device, as on a laptop
+    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     env |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(map(str, (hide_the_rest(folder), ROOT))),
         "JAXSERVE_COMPILE_CACHE": str(folder / "compiled"),
         "IPYTHONDIR": str(folder / "ipython"),
         "TMPDIR": str(folder),
@@ -48,6 +64,25 @@ def run(name: str, folder: Path) -> dict[str, str]:
         for tag in cell.metadata.get("tags", ()):
             texts[tag] = text
     return texts
+
+
+def test_a_process_with_the_extra_alone_has_no_compilers(tmp_path: Path) -> None:
+    code = """
+import importlib.metadata as found, importlib.util
+import jaxserve, matplotlib, pandas, ipykernel, jax, flax
+for name in ("libtpu", "numba", "jax_plugins", "torch", "aiohttp", "ray"):
+    print(name, importlib.util.find_spec(name) is not None)
+for name in ("libtpu", "jax-cuda13-plugin", "numba"):
+    try:
+        print(name, found.version(name))
+    except found.PackageNotFoundError:
+        print(name, False)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (hide_the_rest(tmp_path), ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300, check=True
+    )
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"False"}, done.stdout
 
 
 def test_there_are_notebooks() -> None:

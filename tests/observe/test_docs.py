@@ -5,7 +5,8 @@ from pathlib import Path
 
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import create_scheduler
-from jaxserve.serve.metrics import EngineCollector
+from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.metrics import PREFIX, make_registry
 from jaxserve.testing import FakeRunner, make_limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
@@ -19,7 +20,8 @@ def test_the_table_lists_what_is_exported() -> None:
         tokenizer=None,
         model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=()),
     )
-    exported = {family.name: family.type for family in EngineCollector(engine).collect()}
+    families = make_registry(engine, DoorCounts()).collect()
+    exported = {family.name: family.type for family in families if family.name.startswith(PREFIX)}
     rows = re.findall(r"^\| (`jaxserve:.*?) \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     listed = {name: kind for names, kind in rows for name in re.findall(r"`(jaxserve:[a-z0-9_]+)`", names)}
     assert listed == exported

@@ -1,6 +1,7 @@
 """/metrics of a served engine: the names, the values, the format."""
 
 import math
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
@@ -8,9 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from serve_parts import Parts
 from watched import ask, http, until, until_idle, watched
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import RequestOptions, SamplingParams
+from jaxserve.client import Client, RequestFailed
 from jaxserve.engine import EngineGroup
-from jaxserve.engine.stats_values import StepStats
+from jaxserve.engine.stats import StepStats
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
 
@@ -122,7 +124,7 @@ def test_a_replica_that_died_shows_and_holds_nothing() -> None:
         [p.engine for p in parts], create_router("least_load", RouterOptions(slack=8, table_blocks=16, seed=0))
     )
     for number in range(4):
-        request = group.prepare([1, 2, 3], SamplingParams(max_tokens=9), request_id=f"r{number}")
+        request = group.prepare([1, 2, 3], SamplingParams(max_tokens=9), RequestOptions(request_id=f"r{number}"))
         group.submit(request, lambda update: None)
     for _ in range(3):
         group.step()
@@ -149,19 +151,63 @@ def _by_engine(collector: EngineCollector) -> dict[tuple[str, str], float]:
 
 def test_labels_do_not_grow_with_what_clients_send() -> None:
     """Whatever ids, tenants and models are named, the number of series stays."""
+    seen = []
     with watched() as parts:
-        before = http.get(f"{parts.http_url}/metrics").text
         for number in range(5):
             body = {"prompt": "ab", "max_tokens": 2, "request_id": f"id-{number}", "user": f"user-{number}"}
             assert http.post(f"{parts.http_url}/v1/completions", json=body).status_code == 200
             http.post(f"{parts.http_url}/v1/completions", json={**body, "model": f"model-{number}"})
+            http.get(f"{parts.http_url}/v1/models/model-{number}")
             http.get(f"{parts.http_url}/nowhere/{number}")
-        after = http.get(f"{parts.http_url}/metrics").text
-    assert _series(after) == _series(before)
+            http.request(f"METHOD{number}", f"{parts.http_url}/health")
+            seen.append(_series(http.get(f"{parts.http_url}/metrics").text))
+    assert seen[1] == seen[-1]
+    routes = {
+        labels["route"] for name, given in seen[-1] if name == "jaxserve:http_requests_total" if (labels := dict(given))
+    }
+    assert {"/v1/completions", "/v1/models/{model:path}", "/static/{name}", "/openapi.json", "other"} <= routes
+    assert not [route for route in routes if "model-" in route or "nowhere" in route]
 
 
 def _series(text: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
     return {(s.name, frozenset(s.labels.items())) for family in parse_plain(text) for s in family.samples}
+
+
+def test_answers_and_refusals_are_counted(tmp_path) -> None:
+    """Through both doors, and of each layer: before the route, in it, within a stream."""
+    with watched(tmp_path, grpc=True, max_body_bytes=1000) as parts:
+        url, key = parts.http_url, {"authorization": "Bearer right-key"}
+        ask = {"prompt": "ab", "max_tokens": 2}
+        http.get(f"{url}/v1/models")
+        for body in (ask, {**ask, "max_tokens": 0}, {**ask, "prompt": "a" * 600}, {**ask, "prompt": "a" * 2000}):
+            http.post(f"{url}/v1/completions", json=body, headers=key)
+        http.post(f"{url}/v1/completions", content="ab", headers=key)
+        http.get(f"{url}/v1/completions", headers=key)
+        http.get(f"{url}/nowhere", headers=key)
+        with Client(parts.address) as client:
+            list(client.generate("abc", SamplingParams(max_tokens=4)))
+            with pytest.raises(RequestFailed):
+                list(client.generate("abc", SamplingParams(max_tokens=100_000)))
+        text = http.get(f"{url}/metrics", headers=key).text
+    found = {(s.name, *(s.labels[k] for k in sorted(s.labels) if k != "model_name")): s.value for s in _all(text)}
+    path = "/v1/completions"
+    answers = {k[1:]: v for k, v in found.items() if k[0] == "jaxserve:http_requests_total" and v}
+    assert answers == {
+        ("GET", "/v1/models", "401"): 1, ("POST", path, "200"): 1, ("POST", path, "400"): 2, ("POST", path, "413"): 1,
+        ("POST", path, "415"): 1, ("GET", path, "405"): 1, ("GET", "other", "404"): 1,
+    }  # fmt: skip
+    refused = {k[1:]: v for k, v in found.items() if k[0] == "jaxserve:refused_total" and v}
+    assert refused == {
+        ("http", "unauthenticated"): 1, ("http", "invalid_request"): 1, ("http", "prompt_too_long"): 1,
+        ("http", "body_too_large"): 1, ("http", "media_type"): 1, ("http", "method_not_allowed"): 1,
+        ("http", "not_found"): 1, ("grpc", "invalid_request"): 1,
+    }  # fmt: skip
+    calls = {k[1:]: v for k, v in found.items() if k[0] == "jaxserve:grpc_requests_total" and v}
+    assert calls == {("OK", "Generate"): 1, ("INVALID_ARGUMENT", "Generate"): 1}
+
+
+def _all(text: str) -> list[Any]:
+    return [sample for family in parse_plain(text) for sample in family.samples]
 
 
 def test_metrics_need_a_key_where_keys_are_needed(tmp_path) -> None:

@@ -1,16 +1,23 @@
 """The page's files, the live view's events, and profiles, over real HTTP."""
 
+import asyncio
 import concurrent.futures
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
-from serve_parts import Served
+from serve_parts import WAIT_S, Served
 from watched import ask, http, until, until_idle, watched
 
+from jaxserve.serve import service
 from jaxserve.serve.http import observe
 from jaxserve.serve.http.live import run_lengths
+
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +27,10 @@ def shared() -> Iterator[Served]:
         yield parts
 
 
-def _messages(url: str, count: int, **headers: str) -> list[dict]:
+def _messages(
+    url: str, enough: Callable[[list[dict]], bool], begun: threading.Event | None = None, **headers: str
+) -> list[dict]:
+    """What a view is told until it is enough, or until it ends."""
     found = []
     with http.stream("GET", f"{url}/events", headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
@@ -28,7 +38,9 @@ def _messages(url: str, count: int, **headers: str) -> list[dict]:
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 found.append(json.loads(line[6:]))
-                if len(found) == count:
+                if begun is not None:
+                    begun.set()
+                if enough(found):
                     return found
     return found
 
@@ -36,17 +48,15 @@ def _messages(url: str, count: int, **headers: str) -> list[dict]:
 def test_events_tell_each_step_once_and_agree_with_the_pool() -> None:
     with watched() as parts:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(_messages, parts.http_url, 4)
+            reading = pool.submit(_messages, parts.http_url, lambda found: len(_steps(found)) == 31)
             for _ in range(6):
                 ask(parts, "abcdefghijklmnop", max_tokens=5)
                 until_idle(parts)
                 time.sleep(0.2)
-            messages = reading.result(30)
+            messages = reading.result(WAIT_S)
         (total,) = [stats.totals() for stats in parts.engine.stats]
     assert total.steps == 31  # the first prompt is cut at the edge of a bucket
-    steps = [tuple(step) for m in messages for step in m["replicas"][0]["steps"]]
-    assert len(steps) == len(set(steps)) > 5
-    assert [step[0] for step in steps] == list(range(len(steps)))
+    assert [step[0] for step in _steps(messages)] == list(range(31))
     for message in messages:
         (replica,) = message["replicas"]
         counts, letters = replica["counts"], _expand(replica["pages"])
@@ -54,6 +64,10 @@ def test_events_tell_each_step_once_and_agree_with_the_pool() -> None:
         assert message["model"] == "fake" and message["accepting"] is True and message["compiles"] == 0
     last = messages[-1]["replicas"][0]
     assert _expand(last["pages"]).count("c") == last["counts"]["cached_pages"] > 0
+
+
+def _steps(messages: list[dict]) -> list[list]:
+    return [step for message in messages for step in message["replicas"][0]["steps"]]
 
 
 def _expand(runs: str) -> str:
@@ -78,7 +92,7 @@ def test_events_need_a_key_and_the_page_does_not(tmp_path) -> None:
         assert http.get(f"{parts.http_url}/events").status_code == 401
         assert http.get(f"{parts.http_url}/").status_code == 200
         assert http.get(f"{parts.http_url}/static/page.js").status_code == 200
-        assert len(_messages(parts.http_url, 1, authorization="Bearer other-key")) == 1
+        assert len(_messages(parts.http_url, lambda found: True, authorization="Bearer other-key")) == 1
 
 
 def test_a_view_that_is_left_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,21 +112,43 @@ def test_a_view_that_is_left_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
             next(lines)  # which harmed nobody
 
 
+def test_views_that_are_opened_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "MAX_VIEWERS", 3)
+    with watched() as parts:
+
+        async def statuses() -> list[int]:
+            async with httpx.AsyncClient(timeout=WAIT_S) as client, contextlib.AsyncExitStack() as stack:
+                views = [client.stream("GET", f"{parts.http_url}/events") for _ in range(12)]
+                return [answer.status_code for answer in await asyncio.gather(*map(stack.enter_async_context, views))]
+
+        assert sorted(asyncio.run(statuses())) == [200] * 3 + [429] * 9
+
+
+def test_no_page_of_another_site_can_start_a_profile(tmp_path) -> None:
+    """What a form can send without being asked for permission."""
+    with watched(profile_dir=str(tmp_path)) as parts:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+            answer = http.post(f"{parts.http_url}/debug/profile", headers={"content-type": kind})
+            assert answer.status_code == 415
+        assert http.post(f"{parts.http_url}/debug/profile").status_code == 415
+    assert not any(tmp_path.iterdir())
+
+
 def _is_taken(url: str) -> bool:
     with http.stream("GET", url) as answer:
         return answer.status_code == 200
 
 
-def test_an_open_view_does_not_delay_the_end() -> None:
-    with watched(drain_s=30.0) as parts, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(_messages, parts.http_url, 10_000)
-        until(lambda: parts.engine.accepting, "the start")
-        time.sleep(0.7)
-        begin_s = time.monotonic()
+def test_an_open_view_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for a view would wait for as long as a drain lasts, and longer than the test."""
+    monkeypatch.setattr(service, "_FAREWELL_S", 10 * WAIT_S)
+    begun = threading.Event()
+    with watched(drain_s=10 * WAIT_S) as parts, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(_messages, parts.http_url, lambda found: False, begun)
+        assert begun.wait(WAIT_S)
         parts.request_shutdown()
         assert parts.wait_for_exit() == 0
-        assert time.monotonic() - begin_s < 5
-        assert reading.result(10)[-1]["accepting"] is False
+        assert reading.result(WAIT_S)[-1]["accepting"] is False
 
 
 @pytest.mark.parametrize("path", ["/", "/static/page.css", "/static/live.js", "/static/icon.svg"])
@@ -139,7 +175,7 @@ def test_the_page_can_be_left_out() -> None:
 
 
 def test_profiles_are_off_by_default(shared: Served) -> None:
-    answer = http.post(f"{shared.http_url}/debug/profile")
+    answer = http.post(f"{shared.http_url}/debug/profile", headers=JSON)
     assert answer.status_code == 404
     assert "serve.http.profile_dir" in answer.json()["error"]["message"]
 
@@ -147,7 +183,7 @@ def test_profiles_are_off_by_default(shared: Served) -> None:
 def test_profile_refuses_wrong_times(tmp_path) -> None:
     with watched(profile_dir=str(tmp_path)) as parts:
         for seconds in ("0", "-1", "61", "nan", "inf", "x"):
-            answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": seconds})
+            answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": seconds}, headers=JSON)
             assert answer.status_code == 400, seconds
             assert answer.json()["error"]["type"] == "invalid_request_error"
     assert not any(tmp_path.iterdir())
@@ -156,7 +192,7 @@ def test_profile_refuses_wrong_times(tmp_path) -> None:
 def test_a_profile_that_cannot_be_written_says_why(tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
     with watched(profile_dir=str(tmp_path / "file")) as parts:
-        answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": 0.1})
+        answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": 0.1}, headers=JSON)
     assert answer.status_code == 500
     assert "serve.http.profile_dir" in answer.json()["error"]["message"]
 
@@ -165,11 +201,11 @@ def test_a_profile_that_cannot_be_written_says_why(tmp_path) -> None:
 def test_one_profile_at_a_time(tmp_path) -> None:
     with watched(profile_dir=str(tmp_path)) as parts, concurrent.futures.ThreadPoolExecutor(2) as pool:
         url = f"{parts.http_url}/debug/profile"
-        first = pool.submit(lambda: http.post(url, params={"seconds": 1}))
+        first = pool.submit(lambda: http.post(url, params={"seconds": 10}, headers=JSON))
         until(lambda: any(tmp_path.iterdir()), "the first profile's directory")
-        second = http.post(url, params={"seconds": 1})
-        assert (second.status_code, first.result(60).status_code) == (409, 200)
+        second = http.post(url, params={"seconds": 1}, headers=JSON)
+        assert (second.status_code, first.result(WAIT_S).status_code) == (409, 200)
         reply = first.result().json()
-        assert reply["directory"].startswith(str(tmp_path)) and reply["seconds"] == 1
+        assert reply["directory"].startswith(str(tmp_path)) and reply["seconds"] == 10
         assert any(name.endswith(".xplane.pb") for name in reply["files"]), reply
-        assert http.post(url, params={"seconds": 0.1}).status_code == 200
+        assert http.post(url, params={"seconds": 0.1}, headers=JSON).status_code == 200

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from watched import ask, until_idle, watched
+from watched import WAIT_S, ask, until_idle, watched
 
 from jaxserve import cli
+from jaxserve.cli.top import fetch, metrics_url, parse_scrape, percentile, render, show
 from jaxserve.errors import ConfigError
-from jaxserve.top import fetch, metrics_url, parse_scrape, percentile, render, show
 
 HEAD = 'jaxserve:ttft_bucket{model_name="m",engine="0",le='
 
@@ -186,7 +186,7 @@ def test_a_port_that_speaks_something_else() -> None:
         answered = pool.submit(answer_as_grpc)
         with pytest.raises(ConfigError, match="no HTTP"):
             fetch(f"127.0.0.1:{listener.getsockname()[1]}", None)
-        answered.result(10)
+        answered.result(WAIT_S)
 
 
 def test_other_metrics_are_refused() -> None:

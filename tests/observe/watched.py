@@ -10,7 +10,7 @@ import httpx
 from serve_parts import WAIT_S, Served, served
 
 from jaxserve.api import SamplingParams
-from jaxserve.config_schema import GrpcConfig, HttpConfig
+from jaxserve.config.schema import GrpcConfig, HttpConfig
 from jaxserve.testing import ByteTokenizer
 
 KEYS = ("right-key", "other-key")
@@ -20,7 +20,13 @@ http = httpx.Client(verify=False, timeout=WAIT_S)  # one for all tests: making o
 
 @contextlib.contextmanager
 def watched(
-    tmp_path: Path | None = None, *, delay_s: float = 0.0, num_pages: int = 256, drain_s: float = 5.0, **http: Any
+    tmp_path: Path | None = None,
+    *,
+    delay_s: float = 0.0,
+    num_pages: int = 256,
+    drain_s: float = WAIT_S,
+    grpc: bool = False,
+    **http: Any,
 ) -> Iterator[Served]:
     """A server whose engine answers in bytes. With `tmp_path` it wants one of KEYS."""
     if tmp_path is not None:
@@ -28,7 +34,12 @@ def watched(
         path.write_text("\n".join(KEYS))
         http["api_keys_file"] = str(path)
     parts = Served(tokenizer=ByteTokenizer(), delay_s=delay_s, num_pages=num_pages)
-    with served(parts, grpc_config=GrpcConfig(), http_config=HttpConfig(**{"port": 0, **http}), drain_s=drain_s):
+    with served(
+        parts,
+        grpc_config=GrpcConfig(port=0 if grpc else None),
+        http_config=HttpConfig(**{"port": 0, **http}),
+        drain_s=drain_s,
+    ):
         yield parts
 
 

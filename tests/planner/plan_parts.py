@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from jaxserve.config import load_config
-from jaxserve.config_schema import Config
+from jaxserve.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

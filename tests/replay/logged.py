@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from jaxserve.api import SamplingParams, StructuredOutput
+from jaxserve.api import RequestOptions, SamplingParams, StructuredOutput
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.engine.step_log import StepLogWriter
 from jaxserve.sched import Limits, SchedulerOptions, create_scheduler
@@ -13,20 +13,23 @@ from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 VOCAB = 259
 
 
-def small_limits(max_burst: int = 1) -> Limits:
+def small_limits(max_row_tokens: int = 1) -> Limits:
     """So few pages that rows are taken away."""
-    return make_limits(max_rows=4, num_pages=14, max_model_len=48, max_burst=max_burst)
+    return make_limits(max_rows=4, num_pages=14, max_model_len=48, max_row_tokens=max_row_tokens)
 
 
 def fresh_runner(limits: Limits | None = None) -> FakeRunner:
     """Its tokens are hashes of all that a row reads through its block table."""
-    return FakeRunner(limits or small_limits(), vocab_size=VOCAB, mode="context")
+    counts = random.Random(0)
+    return FakeRunner(
+        limits or small_limits(), vocab_size=VOCAB, mode="context", draw_count=lambda most: counts.randint(1, most)
+    )
 
 
-def write_log(path: Path, seed: int, max_burst: int = 1) -> Engine:
+def write_log(path: Path, seed: int, max_row_tokens: int = 1) -> Engine:
     """Preemptions, prefix hits, copies, masks, aborts and embeddings. Returns the engine, stopped."""
     rng, clock = random.Random(seed), ManualClock()
-    runner = fresh_runner(small_limits(max_burst))
+    runner = fresh_runner(small_limits(max_row_tokens))
     options = SchedulerOptions(watermark=0.0, growth=0.0)
     header = LogHeader(limits=runner.limits, model="fake", policy="preemptive", vocab_size=VOCAB)
     engine = Engine(
@@ -50,7 +53,9 @@ def write_log(path: Path, seed: int, max_burst: int = 1) -> Engine:
         )
         pooling = number % 10 == 9
         request = engine.prepare(
-            prompt, SamplingParams(max_tokens=1) if pooling else sampling, pooling=pooling, priority=rng.randint(0, 3)
+            prompt,
+            SamplingParams(max_tokens=1) if pooling else sampling,
+            RequestOptions(pooling=pooling, priority=rng.randint(0, 3)),
         )
         engine.submit(request, lambda update: None)
         ids.append(request.request_id)

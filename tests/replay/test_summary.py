@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jaxserve.replay.summary import show_summary, summarize
+from jaxserve.lab.replay.summary import show_summary, summarize
 from jaxserve.sched import Bucket, Chunk, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 from jaxserve.testing import make_limits

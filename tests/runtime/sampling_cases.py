@@ -33,6 +33,7 @@ def make_setup(row=0, tokens=(1, 2, 3), prompt_len=None, seed=1, stop_ids=(), ba
         index=0,
         seed=seed,
         prompt_len=len(tokens) if prompt_len is None else prompt_len,
+        num_tokens=len(tokens),
         token_ids=tuple(tokens),
         sampling=SamplingParams(max_tokens=None, **options),
         stop_token_ids=tuple(stop_ids),

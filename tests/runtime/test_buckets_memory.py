@@ -1,11 +1,20 @@
 """Step shapes and the arithmetic of pages."""
 
+from pathlib import Path
+from typing import Any
+
+import jax
 import pytest
 
+from jaxserve.config import load_config
+from jaxserve.config.schema import CacheConfig, RuntimeConfig
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.models import plan_model
+from jaxserve.runtime import build
 from jaxserve.runtime.buckets import make_buckets
 from jaxserve.runtime.compile import make_cache_directory
-from jaxserve.runtime.memory import plan_memory
+from jaxserve.runtime.memory import MemoryPlan, MemoryShare, memory_share, plan_memory, reserved_share
+from jaxserve.runtime.mesh import make_meshes
 from jaxserve.sched.plan import Bucket, Limits
 
 
@@ -40,9 +49,9 @@ def test_the_cheapest_bucket_is_found() -> None:
     assert limits.find_bucket(8, 8, True) == Bucket(8, 8, True)
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "total_bytes": 10_000,
-    "fraction": 0.5,
+    "share": MemoryShare(fraction=0.5),
     "weight_bytes": 1_000,
     "temporary_bytes": 900,
     "state_bytes": 100,
@@ -81,6 +90,64 @@ def test_impossible_sizes_name_the_remedy(change: dict[str, int], message: str) 
         plan_memory(**(SIZES | change))
 
 
+def test_free_memory_that_varies_gives_the_same_pages() -> None:
+    """What happens to be free is never the same twice, and the number of pages is part of every compiled shape."""
+    share = memory_share(CacheConfig(), "cpu")
+    found = [20_000_000_000 + 100_000_000 * n for n in range(-3, 4)]
+    sizes = SIZES | {"share": share, "page_bytes": 512 * 1024, "max_rows": 256, "max_model_len": 131072}
+    plans = [plan_memory(**(sizes | {"total_bytes": total})) for total in found]
+    assert len({plan.num_pages for plan in plans}) <= 2
+    for total, plan in zip(found, plans, strict=True):
+        most = total // 4 // plan.page_bytes - 1
+        assert 0.96 * most <= plan.num_pages <= most
+    assert plans[0].chosen_by == "25% of the free memory"
+
+
+@pytest.mark.parametrize("fraction", [None, 0.5])
+def test_replicas_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch, fraction: float | None) -> None:
+    settings = {"runtime.compile_cache": None, "kernels.matmul": "xla", "kernels.paged_attention": "xla"}
+    settings |= {"parallel.data": 4, "sched.max_step_tokens": 64, "sched.max_rows": 64}
+    config = load_config(None, {**settings, "cache.memory_fraction": fraction}, environ={}).config
+    free = 2**30
+    sized: list[MemoryPlan] = []
+
+    def stop(plan: Any, *_: object) -> None:
+        sized.append(plan.memory)
+        raise InterruptedError
+
+    monkeypatch.setattr(build, "_compile_stages", stop)
+    monkeypatch.setattr(build, "device_memory_bytes", lambda device: free)
+    [first, *others] = make_meshes(config.parallel, jax.devices())
+    with pytest.raises(InterruptedError):
+        build.build_runners(config, [plan_model("demo", mesh=first[0])], others=others, say=lambda line: None)
+    [plan] = sized
+    if fraction is None:
+        assert plan.chosen_by == "25% of the free memory"
+        assert 0.95 * free / 4 <= 4 * plan.cache_bytes <= free / 4
+    else:
+        assert 0.8 * free * fraction <= 4 * (plan.cache_bytes + plan.weight_bytes) <= free * fraction
+
+
+def test_a_steady_device_is_filled_to_the_page() -> None:
+    sizes = SIZES | {"share": memory_share(CacheConfig(), "tpu"), "max_model_len": 65536, "total_bytes": 1_000_000}
+    plan = plan_memory(**sizes)
+    assert plan.num_pages == (900_000 - 2_000) // 100 - 1
+
+
+def test_a_share_that_is_asked_for_holds_on_a_cpu_too() -> None:
+    sizes = SIZES | {"share": memory_share(CacheConfig(memory_fraction=0.8), "cpu"), "max_model_len": 65536}
+    plan = plan_memory(**(sizes | {"total_bytes": 100_000}))
+    assert plan.num_pages == 768, "780 less what lies between the lines of the grid"
+
+
+def test_a_gpus_pool_is_what_was_asked_for_already() -> None:
+    for fraction in (None, 0.5, 0.9):
+        assert memory_share(CacheConfig(memory_fraction=fraction), "gpu").fraction > 0.95
+    assert reserved_share(CacheConfig(memory_fraction=0.5), "gpu") == 0.5
+    assert reserved_share(CacheConfig(), "gpu") == 0.9
+    assert reserved_share(CacheConfig(), "tpu") == 1.0
+
+
 def test_explicit_sizes_win() -> None:
     assert plan_memory(**(SIZES | {"num_pages": 7, "memory_bytes": 400})).num_pages == 7
     assert plan_memory(**(SIZES | {"memory_bytes": 400})).num_pages == 3
@@ -97,6 +164,18 @@ def test_an_impossible_compile_cache_is_a_users_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"runtime.compile_cache .* cannot be made"):
         make_cache_directory(str(tmp_path / "file" / "cache"))
+
+
+def test_a_default_compile_cache_that_cannot_be_made_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read-only home; here a file is in the way, which stops root, too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache").write_text("")
+    assert make_cache_directory(load_config(None, environ={}).config.runtime.compile_cache) is None
+    assert make_cache_directory(RuntimeConfig().compile_cache) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "each start compiles all anew" in caplog.messages[0]
 
 
 def test_a_pool_below_one_sequence_says_so() -> None:

@@ -7,14 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.kernels.xla_attention import BODY
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
+from jaxserve.lab.compiled.hlo import parse_hlo, shape_bytes
 from jaxserve.models.decoder_config import DecoderConfig, RopeConfig
 from jaxserve.models.loading import one_device_mesh
 from jaxserve.models.partition import Partition
 from jaxserve.runtime.compile import Job, compile_all
 from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
-from jaxserve.runtime.hlo import parse_hlo, shape_bytes
 from jaxserve.sched.plan import Bucket
+
+pytestmark = pytest.mark.slow
 
 # One row, few rows, many tokens: each multiplies in a way of its own.
 BUCKETS = (Bucket(1, 1, True), Bucket(8, 8, True), Bucket(80, 8, False))
@@ -48,7 +50,7 @@ def jobs() -> list[Job]:
         buckets=BUCKETS,
         cache_dtype=np.dtype("float32"),
     )
-    return make_jobs(stage, sizes, BODY, PAGES)
+    return make_jobs(stage, sizes, XLA_ATTENTION, PAGES)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jaxserve.kernels.cpu import machine_code
+from jaxserve.runtime import store
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +24,7 @@ import json, sys
 import jax
 from whole import FIXTURES, build, run
 from jaxserve.api import SamplingParams
-from jaxserve.kernels.cpu import body, machine_code
+from jaxserve.kernels.cpu import implementation, machine_code
 from jaxserve.kernels.packed_weight import PackedWeight
 
 calls = []
@@ -31,8 +35,8 @@ def counted(fn, name):
     return call
 
 PackedWeight.multiply = counted(PackedWeight.multiply, "multiply")
-body.attend = counted(body.attend, "attend")
-body.attend.__module__ = body.__name__
+implementation.attend = counted(implementation.attend, "attend")
+implementation.attend.__module__ = implementation.__name__
 engine = build(
     FIXTURES / "llama_llama3",
     model__skip_tokenizer=True,
@@ -123,3 +127,72 @@ def test_damaged_machine_code_is_made_again(folder: Path, suffix: str) -> None:
         [sys.executable, "-c", _PROVIDE, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert ended.stdout == "jaxserve_matmul_float32\n", ended.stderr[-2000:]
+
+
+def test_what_no_start_has_used_for_a_month_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of former kernels. A start marks its own directory, so that processes of other versions leave it alone."""
+    config = pytest.importorskip("numba.core.config")
+    monkeypatch.setattr(config, "CACHE_DIR", config.CACHE_DIR)
+    machine_code.keep_machine_code(tmp_path)
+    [mine] = (tmp_path / "machine_code").iterdir()
+    names = {"long-ago": 1.01, "lately": 0.99, mine.name: 5.0}
+    for name, share in names.items():
+        (mine.parent / name / "of-one-checkout").mkdir(parents=True)
+        (mine.parent / name / "of-one-checkout" / "matmul.nbi").write_bytes(b"index")
+        read_s = time.time() - share * 30 * 86400
+        os.utime(mine.parent / name, (read_s, read_s))
+    machine_code.keep_machine_code(tmp_path)
+    assert {path.name for path in mine.parent.iterdir()} == {"lately", mine.name}
+    assert (mine / "of-one-checkout" / "matmul.nbi").exists()
+    assert mine.stat().st_mtime > (mine.parent / "lately").stat().st_mtime, "it is marked"
+    assert machine_code._UNUSED_S == store._UNUSED_S, "as long as executables"
+
+
+_SMALL = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import small
+sys.modules["jaxserve.kernels.cpu.matmul"] = small
+"""
+# Numba writes to a file of another name, and gives it its own with `os.replace`.
+_FULL = """
+import errno, os
+def refuse(*paths): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+os.replace = refuse
+"""
+# For root no mode of a folder is a hindrance.
+_READ_ONLY = """
+import errno, os, tempfile
+def refuse(*args, **kwargs): raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+tempfile.TemporaryFile = refuse
+"""
+# As above, but found out when the folder has been taken already: Numba then tries folders of its own choice, too.
+_READ_ONLY_LATER = """
+import sys
+from pathlib import Path
+from jaxserve.kernels.cpu import machine_code
+machine_code.keep_machine_code(Path(sys.argv[1]))
+machine_code.keep_machine_code = lambda folder: None
+"""
+
+
+@pytest.mark.parametrize(
+    ("hindrance", "text"),
+    [
+        (_FULL, "No space left on device"),
+        (_READ_ONLY, "Read-only file system"),
+        (_READ_ONLY_LATER + _READ_ONLY, "no locator available"),
+    ],
+)
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, hindrance: str, text: str) -> None:
+    """It costs time at each start, and one line of the log. What kernels compute is no matter: they are small."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "small.py").write_text("".join(f"def matmul_{d}(frame): return 0\n" for d in ("float32", "bfloat16")))
+    script = _SMALL + hindrance + _PROVIDE + 'print(machine_code.provide("matmul", "bfloat16"))\n'
+    command = [sys.executable, "-c", script, str(tmp_path), str(source)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.stdout == "jaxserve_matmul_float32\njaxserve_matmul_bfloat16\n", ended.stderr[-2000:]
+    assert ended.stderr.count("are compiled at each start") == 1, ended.stderr
+    assert text in ended.stderr
+    assert not list(tmp_path.rglob("*.nb[ic]")), "nor beside the sources"

@@ -17,7 +17,7 @@ from jaxserve.runtime.row_state import (
     needs_row_state,
     write_masks,
 )
-from jaxserve.sched.plan import RowMask
+from jaxserve.sched.plan import RowMask, StepPlan
 
 V, R = 256, 5
 
@@ -47,7 +47,9 @@ def test_each_device_keeps_its_part(count: int) -> None:
     def write(allowed: jax.Array) -> jax.Array:
         state = init_sampling_state(R, V // count)
         assert allowed.shape == state.allowed_mask.shape
-        return write_masks(state, jnp.asarray(rows), jnp.asarray(masks), Shards(count=count)).allowed_mask
+        return write_masks(
+            state, jnp.asarray(rows), jnp.asarray(masks), Shards(count=count, axis=TENSOR_AXIS)
+        ).allowed_mask
 
     run = jax.jit(jax.shard_map(write, mesh=mesh, in_specs=by_vocab, out_specs=by_vocab, check_vma=False))
     found = np.asarray(run(jnp.zeros((R + 1, mask_words(V)), jnp.int32)))
@@ -62,5 +64,7 @@ def test_a_row_with_a_grammar_looks_at_its_mask_and_needs_nothing_else() -> None
 
 
 def test_masks_travel_as_text() -> None:
-    mask = RowMask.of(3, bytes([1, 0, 128, 0]))
-    assert [i for i in range(99) if mask.allows(i)] == [0, 23] and mask.mask == bytes([1, 0, 128, 0])
+    plan = StepPlan(step_id=1, decode_rows=(3,), decode_positions=(9,), masks=(RowMask.of(3, bytes([1, 0, 128, 0])),))
+    (mask,) = StepPlan.from_json(plan.to_json()).masks
+    assert (mask.row, mask.mask) == (3, bytes([1, 0, 128, 0]))
+    assert [i for i in range(99) if mask.allows(i)] == [0, 23]

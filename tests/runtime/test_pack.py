@@ -1,11 +1,8 @@
 """The packed buffer: what goes in comes out, and padding points nowhere."""
 
-import dataclasses
-
 import jax
 import numpy as np
 
-from jaxserve.api import MAX_STOP_TOKEN_IDS
 from jaxserve.runtime.pack import FROM_DEVICE, NO_TARGET, Layout, pack, split_grants, unpack
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
@@ -13,21 +10,22 @@ MAX_ROWS = 6
 PARAMS = np.arange((MAX_ROWS + 1) * 3, dtype=np.int32).reshape(MAX_ROWS + 1, 3)
 
 
-STOPS = np.arange((MAX_ROWS + 1) * MAX_STOP_TOKEN_IDS, dtype=np.int32).reshape(MAX_ROWS + 1, MAX_STOP_TOKEN_IDS)
+LENGTH = np.array([11, 3, 0, 30, 31, 7, 0], np.int32)  # of each device row, the one of padding included
 
 
-def _roundtrip(plan: StepPlan, bucket: Bucket, row_tokens: dict[int, np.ndarray] | None = None, max_burst: int = 1):
-    layout = Layout.of(bucket, max_rows=MAX_ROWS, num_params=3, page_size=4, max_burst=max_burst)
+def _roundtrip(plan: StepPlan, bucket: Bucket, row_tokens: dict[int, np.ndarray] | None = None):
+    layout = Layout.of(bucket, max_rows=MAX_ROWS, num_params=3, page_size=4)
     fitting, rest = split_grants(plan.grants, layout.max_grants)
     assert not rest
-    buffer = pack(plan, layout, PARAMS, row_tokens or {}, fitting, STOPS)
+    buffer = pack(plan, layout, PARAMS, row_tokens or {}, fitting)
     assert buffer.dtype == np.int32
     assert buffer.shape == (layout.size,)
-    return jax.tree.map(np.asarray, unpack(jax.numpy.asarray(buffer), layout))
+    return jax.tree.map(np.asarray, unpack(jax.numpy.asarray(buffer), layout, jax.numpy.asarray(LENGTH)))
 
 
 def test_decode_step() -> None:
-    plan = StepPlan(step_id=0, decode_rows=(5, 2), decode_positions=(7, 0), grants=(PageGrant(5, 1, (9,)),))
+    """How long a row is says the device: the positions of the plan are bounds."""
+    plan = StepPlan(step_id=0, decode_rows=(5, 2), decode_positions=(9, 3), grants=(PageGrant(5, 1, (9,)),))
     inputs = _roundtrip(plan, Bucket(4, 4, True))
     assert inputs.rows.tolist() == [5, 2, MAX_ROWS, MAX_ROWS]
     assert inputs.context_lens.tolist() == [8, 1, 0, 0]
@@ -38,19 +36,6 @@ def test_decode_step() -> None:
     assert (inputs.tokens == FROM_DEVICE).all()
     assert inputs.params[0].tolist() == PARAMS[5].tolist()
     assert inputs.grants.tolist() == [[5, 1, 9]] + [[MAX_ROWS, 0, 0]] * 3
-
-
-def test_burst() -> None:
-    plan = StepPlan(
-        step_id=0, decode_rows=(5, 2), decode_positions=(7, 0), grants=(PageGrant(5, 2, (9, 8)),), num_steps=9
-    )
-    inputs = _roundtrip(plan, Bucket(4, 4, True), max_burst=9)
-    assert inputs.row_steps.tolist() == [9, 9, 0, 0]
-    assert inputs.stop_ids[:2].tolist() == [STOPS[5].tolist(), STOPS[2].tolist()]
-    assert len(inputs.grants) == 12, "nine positions lie in three pages at most that are not there yet"
-    assert inputs.context_lens.tolist() == [8, 1, 0, 0]
-    cut = _roundtrip(dataclasses.replace(plan, row_steps=(2, 9)), Bucket(4, 4, True), max_burst=9)
-    assert cut.row_steps.tolist() == [2, 9, 0, 0]
 
 
 def test_mixed_step() -> None:

@@ -1,9 +1,8 @@
 """Weights packed at load: the tokens of unpacked ones, never two copies of all, and refusals with their reasons."""
 
-import functools
+import dataclasses
 import gc
 import logging
-import types
 import weakref
 from collections.abc import Iterator
 
@@ -11,58 +10,36 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
-from whole import FIXTURES, Result, build, run
+from jax.sharding import PartitionSpec
+from whole import FIXTURES, POOL, Result, build, run
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import load_config
-from jaxserve.engine import AnyEngine
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.cpu.target import find_target
-from jaxserve.kernels.packed_weight import PackedWeight
-from jaxserve.models.loading import MESH_AXES, one_device_mesh, plan_model
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.matmul import MatmulUse, Weight
+from jaxserve.kernels.ops import MATMUL
+from jaxserve.kernels.packed_weight import PackedWeight, make_matmul
+from jaxserve.kernels.xla_matmul import XLA_MATMUL, DenseWeight
+from jaxserve.models.loading import PlannedModel, one_device_mesh, plan_model
 from jaxserve.models.sharding import shardings_for, specs_for
-from jaxserve.runtime import packing
-from jaxserve.runtime.packing import packed
-from jaxserve.runtime.resolve import packing_width
-from tests.models import hf_oracle
+from jaxserve.runtime import convert_weights
+from jaxserve.runtime.convert_weights import converted
+from jaxserve.runtime.resolve import choose
 
 WIDTH = find_target().width
-
-
-@functools.cache
-def build_engine(name: str, matmul: str) -> AnyEngine:
-    return build(
-        FIXTURES / name,
-        model__skip_tokenizer=True,
-        model__max_len=256,
-        cache__page_size=16,
-        cache__num_pages=80,
-        kernels__matmul=matmul,
-        kernels__self_check=False,
-    )
+PACKED = make_matmul(Device(backend="cpu", kind="cpu"))
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-# Tied embeddings with biases; untied ones, and heads that the Numba body runs; norms of queries and keys.
-@pytest.mark.parametrize("name", ["llama_mha_tied_bias", "llama_llama3", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_a_packed_model_says_what_transformers_said(name: str) -> None:
-    """Prompts come in pieces, since a step has 40 tokens, and then rows of all four go on together."""
-    truth = hf_oracle.answers(name)
-    engine = build_engine(name, "numba_cpu")
-    asked = [
-        (a.prompt.tolist(), SamplingParams(max_tokens=len(a.greedy), temperature=0.0, ignore_eos=True)) for a in truth
-    ]
-    for answer, [result] in zip(truth, run(engine, asked), strict=True):
-        assert result.token_ids == answer.greedy.tolist()
-
-
 @pytest.mark.slow
 def test_packed_and_unpacked_engines_agree() -> None:
-    """Drawn tokens, too, and log-probabilities but for the last bits."""
+    """Drawn tokens, too, and log-probabilities but for the last bits. Greedy ones are held to those of transformers by
+    tests/e2e/test_engine_parity.py, whose engines pack their weights by default."""
     rng = np.random.default_rng(0)
     asked = [
         (
@@ -73,7 +50,8 @@ def test_packed_and_unpacked_engines_agree() -> None:
     ]
     of: dict[str, list[Result]] = {}
     for matmul in ("numba_cpu", "xla"):
-        of[matmul] = [result for [result] in run(build_engine("llama_mha_tied_bias", matmul), asked)]
+        engine = build(FIXTURES / "llama_mha_tied_bias", **POOL, kernels__matmul=matmul)
+        of[matmul] = [result for [result] in run(engine, asked)]
     for one, other in zip(of["numba_cpu"], of["xla"], strict=True):
         assert one.token_ids == other.token_ids
         for a, b in zip(one.logprobs, other.logprobs, strict=True):
@@ -90,7 +68,7 @@ def test_shapes_promised_are_shapes_filled(name: str, dtype: str) -> None:
     """Executables are compiled for the promise, on the device that the mesh has."""
     mesh = one_device_mesh(jax.devices()[-1])
     planned = plan_model(FIXTURES / name, dtype=dtype, mesh=mesh)
-    made = packed(planned, WIDTH)
+    made = converted(planned, PACKED)
     filled = made.fill()
     assert jax.tree.structure(filled) == jax.tree.structure(made.shapes.state)
     leaves = jax.tree.leaves(filled)
@@ -108,15 +86,15 @@ def test_shapes_promised_are_shapes_filled(name: str, dtype: str) -> None:
 def test_what_is_multiplied_with_is_packed_and_nothing_else(name: str) -> None:
     """A table of tokens that is only looked up stays as it is; one that gives logits, too, is packed."""
     planned = plan_model(FIXTURES / name)
-    plain, made = dict(nnx.to_flat_state(planned.fill())), dict(nnx.to_flat_state(packed(planned, WIDTH).fill()))
+    plain, made = dict(nnx.to_flat_state(planned.fill())), dict(nnx.to_flat_state(converted(planned, PACKED).fill()))
     assert plain.keys() == made.keys()
     names = {path[-2] if path[-1] == "kernel" else path[-1] for path, v in made.items() if is_packed(v)}
     table = "lm_head" if ("lm_head",) in plain else "embedding"
     assert table in names and ({"embedding", "lm_head"} - {table}).isdisjoint(names), names
     for path, variable in made.items():
-        value, weight = variable.get_raw_value(), plain[path].get_raw_value()
+        value, (weight,) = variable.get_raw_value(), jax.tree.leaves(plain[path])
         if not is_packed(variable):
-            np.testing.assert_array_equal(value, weight)
+            np.testing.assert_array_equal(jax.tree.leaves(variable)[0], weight)
             continue
         assert value.panels.shape[2] == WIDTH and (*value.out_shape, *value.in_shape) == weight.shape
         num_out, depth = int(np.prod(value.out_shape)), int(np.prod(value.in_shape))
@@ -153,15 +131,15 @@ def test_each_weight_is_freed_once_it_is_packed(monkeypatch: pytest.MonkeyPatch)
         return sum(array is not None and not array.is_deleted() for array in arrays)
 
     alive: list[int] = []
-    pack = packing.pack
 
-    def spy(*args, **kwargs) -> PackedWeight:
-        alive.append(held())
-        return pack(*args, **kwargs)
+    def spy(weight: DenseWeight) -> Weight:
+        if weight.num_in:
+            alive.append(held())
+        return PACKED.convert(weight)
 
-    monkeypatch.setattr(packing, "pack", spy)
-    monkeypatch.setattr(packing.os, "cpu_count", lambda: 1)  # as many are packed at once
-    state = packed(types.SimpleNamespace(shapes=planned.shapes, fill=fill), WIDTH).fill()  # type: ignore[arg-type]
+    monkeypatch.setattr(convert_weights.os, "cpu_count", lambda: 1)  # as many are packed at once
+    counting = dataclasses.replace(PACKED, convert=spy)
+    state = converted(PlannedModel(shapes=planned.shapes, fill=fill), counting).fill()
     count = sum(is_packed(variable) for _, variable in nnx.to_flat_state(state))
     assert count == len(unpacked) > 5
     assert alive == list(range(count, 0, -1)), "the one at hand, and those that are still to come"
@@ -170,64 +148,64 @@ def test_each_weight_is_freed_once_it_is_packed(monkeypatch: pytest.MonkeyPatch)
 
 # --- whether to -----------------------------------------------------------------------------------------------------
 
-ONE = one_device_mesh(jax.devices("cpu")[0])
-TWO = Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 1, 2), MESH_AXES)
-TPU = types.SimpleNamespace(local_devices=[types.SimpleNamespace(platform="tpu")], size=1)
-FLOAT32 = np.dtype("float32")
-
-
-def width_for(matmul: str, mesh=ONE, dtype=FLOAT32) -> int | None:
-    config = load_config(None, {"model.path": str(FIXTURES / "qwen3"), "kernels.matmul": matmul})
-    return packing_width(config.config, mesh, dtype)
-
-
-@pytest.mark.parametrize("matmul", ["auto", "numba_cpu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_panels_are_as_wide_as_blocks(matmul: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="jaxserve.runtime.resolve")
-    assert width_for(matmul, dtype=np.dtype(dtype)) == WIDTH
-    (record,) = caplog.records
-    assert record.getMessage() == f"matmul on cpu: 'numba_cpu', weights packed in panels of {WIDTH} columns"
-
-
+CPU = Device(backend="cpu", kind="cpu")
+TPU = Device(backend="tpu", kind="TPU v5 lite")
+FLOAT32 = MatmulUse(dtype="float32", num_devices=1)
+BFLOAT16 = dataclasses.replace(FLOAT32, dtype="bfloat16")
 REFUSALS = [
-    (TPU, FLOAT32, "it runs on CPUs alone, and this is a tpu"),
-    (TWO, FLOAT32, "2 devices share each weight, and packed ones are never cut; set parallel.tensor to 1"),
-    (ONE, np.dtype("float16"), "weights are float16"),
+    (dataclasses.replace(FLOAT32, num_devices=2), "2 devices share each weight, and packed ones are never cut; set"),
+    (dataclasses.replace(FLOAT32, dtype="float16"), "weights are float16, and can be read as float32 or bfloat16"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "dtype", "reason"), REFUSALS)
-def test_auto_leaves_weights_as_they_are_and_says_why(mesh, dtype, reason, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="jaxserve.runtime.resolve")
-    assert width_for("auto", mesh, dtype) is None
+@pytest.mark.parametrize("choice", ["auto", "numba_cpu"])
+@pytest.mark.parametrize("use", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_a_cpu_packs(choice: str, use: MatmulUse, caplog: pytest.LogCaptureFixture) -> None:
+    """By a start, too, which checks the products."""
+    assert MATMUL.resolve(device=CPU, uses=[use], choice=choice).name == "numba_cpu"
+    caplog.set_level(logging.INFO, logger="jaxserve")
+    config = load_config(None, {"kernels.matmul": choice}, environ={}).config
+    assert choose(MATMUL, config, (use,), jax.devices("cpu")[0]).name == "numba_cpu"
+    assert "matmul: 'numba_cpu' is right to" in caplog.text
+
+
+@pytest.mark.parametrize(("use", "reason"), REFUSALS)
+def test_auto_leaves_weights_as_they_are_and_says_why(use, reason, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="jaxserve.kernels.dispatch")
+    assert MATMUL.resolve(device=CPU, uses=[use]) is XLA_MATMUL
     (record,) = caplog.records
-    assert f"'xla', since {reason}" in record.getMessage()
+    assert f"'xla', since 'numba_cpu' cannot run this model ({reason}" in record.getMessage()
 
 
-@pytest.mark.parametrize(("mesh", "dtype", "reason"), REFUSALS)
-def test_packing_by_name_where_it_cannot_be_is_refused(mesh, dtype, reason) -> None:
-    with pytest.raises(ConfigError, match=f"kernels.matmul names 'numba_cpu', but {reason}"):
-        width_for("numba_cpu", mesh, dtype)
+@pytest.mark.parametrize(
+    ("device", "use", "reason"), [*((CPU, *rest) for rest in REFUSALS), (TPU, FLOAT32, "it runs on CPUs alone")]
+)
+def test_packing_by_name_where_it_cannot_be_is_refused(device, use, reason) -> None:
+    with pytest.raises(ConfigError, match=f"kernels.matmul names 'numba_cpu', which cannot run this model: {reason}"):
+        MATMUL.resolve(device=device, uses=[use], choice="numba_cpu")
 
 
-def test_xla_by_name_packs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="jaxserve.runtime.resolve")
-    assert width_for("xla") is None
-    (record,) = caplog.records
-    assert record.getMessage() == "matmul on cpu: 'xla', since kernels.matmul names it"
+def test_an_accelerator_takes_weights_as_they_are() -> None:
+    """Without `kernels.fallback`: XLA's products are the best there."""
+    assert MATMUL.resolve(device=TPU, uses=[BFLOAT16]) is XLA_MATMUL
+
+
+def test_xla_by_name_packs_nothing() -> None:
+    assert MATMUL.resolve(device=CPU, uses=[FLOAT32], choice="xla") is XLA_MATMUL
+    planned = plan_model(FIXTURES / "qwen2")
+    assert jax.tree.structure(converted(planned, XLA_MATMUL).fill()) == jax.tree.structure(planned.shapes.state)
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    remedy = "Numba is not installed; pip install 'jaxserve[cpu]'"
-    monkeypatch.setattr(machine_code, "missing", lambda: remedy)
-    caplog.set_level(logging.INFO, logger="jaxserve.runtime.resolve")
-    assert width_for("auto") is None
-    assert f"'xla', since {remedy}" in caplog.text
-    with pytest.raises(ConfigError, match=r"but Numba is not installed; pip install 'jaxserve\[cpu\]'"):
-        width_for("numba_cpu")
+    monkeypatch.setattr(machine_code, "missing", lambda: "Numba is not installed; pip install 'jaxserve[cpu]'")
+    caplog.set_level(logging.INFO, logger="jaxserve.kernels.dispatch")
+    assert MATMUL.resolve(device=CPU, uses=[FLOAT32]) is XLA_MATMUL
+    assert "Numba is not installed" in caplog.text
+    with pytest.raises(ConfigError, match=r"Numba is not installed; pip install 'jaxserve\[cpu\]'"):
+        MATMUL.resolve(device=CPU, uses=[FLOAT32], choice="numba_cpu")
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="kernels.matmul"):
-        width_for("numba")
+@pytest.mark.parametrize("choice", ["xla", "numba_cpu"])
+@pytest.mark.parametrize("name", list(MATMUL.cases))
+def test_named_cases_are_right(name: str, choice: str) -> None:
+    assert MATMUL.error(MATMUL.make(choice, CPU), MATMUL.cases[name]) < 1e-5

@@ -1,11 +1,12 @@
 """The cut of a plan into parts, the meshes, and which last tokens a part may start from."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.config_schema import ParallelConfig
+from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.runtime.pipeline import MIN_PIECE, split_plan
@@ -82,15 +83,18 @@ def test_a_part_does_not_wait_for_the_parts_after_its_own() -> None:
 
 
 def test_meshes_are_cut_from_the_list_of_devices_in_order() -> None:
-    meshes = make_meshes(ParallelConfig(data=2, pipeline=2, tensor=2), list("abcdefgh"))
-    assert [["".join(stage.devices.flat) for stage in replica] for replica in meshes] == [["ab", "cd"], ["ef", "gh"]]
+    devices = jax.devices()
+    assert len(devices) == 8
+    meshes = make_meshes(ParallelConfig(data=2, pipeline=2, tensor=2), devices)
+    order = [[[device.id for device in stage.devices.flat] for stage in replica] for replica in meshes]
+    assert order == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert meshes[0][0].shape == {"expert": 1, "sequence": 1, "model": 2}
     with pytest.raises(ConfigError, match="2 x 2 x 4 needs 16 devices, but there are 8"):
-        make_meshes(ParallelConfig(data=2, pipeline=2, tensor=4), list("abcdefgh"))
+        make_meshes(ParallelConfig(data=2, pipeline=2, tensor=4), devices)
     with pytest.raises(ConfigError, match=r"parallel\.expert is 2, but no model"):
-        make_meshes(ParallelConfig(expert=2), list("abcdefgh"))
+        make_meshes(ParallelConfig(expert=2), devices)
     with pytest.raises(ConfigError, match=r"parallel\.microbatches is 2, but parallel\.pipeline is 1"):
-        make_meshes(ParallelConfig(microbatches=2), list("abcdefgh"))
+        make_meshes(ParallelConfig(microbatches=2), devices)
 
 
 def test_layers_are_shared_out_evenly() -> None:

@@ -71,7 +71,7 @@ def test_limits_keep_what_a_sort_keeps(spread, temperature):
         assert kept == want, limit
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(

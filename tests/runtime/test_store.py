@@ -1,5 +1,8 @@
 """Executables that are kept on disk, beside JAX's own cache when the user has turned that on."""
 
+import dataclasses
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +45,7 @@ def make_job() -> Job:
 def start(folder: Path, fact: str) -> tuple[bool, float]:
     """A start: whether its executable came out of the store, and what that computes."""
     store = ExecutableStore(folder, [fact], devices=jax.local_devices()[:1])
-    made = Compiler(None, store).build([make_job()], 1, lambda *_: None)["made"]
+    made = Compiler(None, store).build_one(make_job())
     return made.stored, float(made.call()[-1])
 
 
@@ -59,3 +62,42 @@ def test_what_jax_had_cached_is_not_kept_a_second_time(tmp_path: Path) -> None:
     for _ in range(3):
         assert start(tmp_path, "b") == (False, 120.0), "JAX has the program"
     assert start(tmp_path, "a") == (True, 120.0)
+
+
+def test_a_full_disk_is_said_once_and_leaves_no_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    store = ExecutableStore(tmp_path, [], devices=jax.local_devices()[:1])
+    for number in range(3):
+        job = dataclasses.replace(make_job(), name=f"made {number}")
+        Compiler(None, store).build_one(job)
+    [line] = caplog.messages
+    assert "No space left on device" in line and str(tmp_path) in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache in an image, say: the time of its last reading cannot be noted."""
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    start(tmp_path, "a")
+    monkeypatch.setattr(os, "utime", read_only)
+    assert start(tmp_path, "a") == (True, 120.0)
+
+
+def test_beyond_its_size_the_cache_loses_what_was_read_longest_ago(tmp_path: Path) -> None:
+    for age, name in enumerate(("newest", "middle", "oldest")):
+        (tmp_path / name).write_bytes(bytes(1_000_000))
+        os.utime(tmp_path / name, (1e9 + 1e9 - age, 4e9 - age))
+    store = ExecutableStore(tmp_path, ["a"], devices=jax.local_devices()[:1], max_bytes=2_500_000)
+    Compiler(None, store).build_one(make_job())
+    assert {path.name for path in tmp_path.iterdir()} == {"middle", "newest", f"made-{store.digest}"}
+    tight = ExecutableStore(tmp_path, ["b"], devices=jax.local_devices()[:1], max_bytes=0)
+    Compiler(None, tight).build_one(make_job())
+    assert [path.name for path in tmp_path.iterdir()] == [f"made-{tight.digest}"], "its own files it keeps"

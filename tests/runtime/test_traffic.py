@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.runtime.topology import absent_devices
-from jaxserve.runtime.traffic import memory_traffic
+from jaxserve.lab.compiled.topology import absent_devices
+from jaxserve.lab.compiled.traffic import memory_traffic
 
 MIB = 2**20
 

@@ -1,7 +1,7 @@
 """Golden traces: what each policy plans for one small trace, step by step, in a file that a person can read.
 
-Owns the trace and the short form of a plan. One scenario for all policies, made so that they differ: tenants, classes,
-long and short jobs, a cache that runs dry, an abort, a stop.
+There is one scenario for all policies, made so that they differ: tenants, classes, long and short jobs, a cache that
+runs dry, an abort, a stop.
 
     python tests/sched/golden_plans.py        writes golden/*.json again, after a change that is meant
 """

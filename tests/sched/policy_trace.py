@@ -1,6 +1,6 @@
 """A trace on a virtual clock, for tests that judge policies by times: no runner, results are made up.
 
-Owns the loop and what it measures. A step takes `base_s` and `per_token_s` for each of its tokens.
+A step takes `base_s` and `per_token_s` for each of its tokens.
 """
 
 import dataclasses

@@ -33,6 +33,12 @@ class Urgent(Policy):
         return running[-1] if running[-1].request.priority > seq.request.priority else None
 
 
+def first_tokens(plan: StepPlan) -> tuple[int, ...]:
+    """What the first row that the plan sets up knows by the end of it: from its pages, then from its chunk."""
+    setup = plan.setups[0]
+    return setup.token_ids + next(chunk.token_ids for chunk in plan.chunks if chunk.row == setup.row)
+
+
 def expected_output(request: Request, index: int, max_model_len: int) -> tuple[list[int], FinishReason]:
     """What FakeRunner's "context" mode yields for one sequence, computed without any scheduler."""
     seed, sampling = sequence_seed(request, index), request.sampling
@@ -91,15 +97,22 @@ class World:
         )
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
-        self.runner = FakeRunner(limits, vocab_size=VOCAB, mode="context", keep_plans=False)
+        counts = random.Random(0)
+        self.runner = FakeRunner(
+            limits,
+            vocab_size=VOCAB,
+            mode="context",
+            keep_plans=False,
+            draw_count=lambda most: counts.randint(1, most),
+        )
         self.chunked = chunked
         self.requests: dict[str, Request] = {}
         self.outputs: dict[tuple[str, int], Output] = {}
         self.aborted: set[tuple[str, int]] = set()
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.num_rejected = 0
-        self.num_in_bursts = 0  # tokens
-        self.num_cut = 0  # rows that ended before they had taken their steps of a burst
+        self.num_several = 0  # rows that drew more than one token in a step
+        self.num_fewer = 0  # rows that drew fewer tokens than they could
         self.num_added = 0
 
     def add(self, request: Request) -> None:
@@ -142,8 +155,8 @@ class World:
         plan, handle = self.flights.popleft()
         result = handle.result()
         if result.counts is not None:
-            self.num_in_bursts += sum(result.counts)
-            self.num_cut += sum(a < b for a, b in zip(result.counts, plan.steps_of_rows, strict=True))
+            self.num_several += sum(count > 1 for count in result.counts)
+            self.num_fewer += sum(a < b for a, b in zip(result.counts, plan.row_tokens, strict=False))
         for event in self.scheduler.commit(plan, result):
             key = (event.request_id, event.index)
             assert key not in self.aborted, f"an event of an aborted sequence: {event}"

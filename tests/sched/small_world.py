@@ -1,7 +1,8 @@
 """Small worlds, explored to the end: every order of arrival, abort, finish, preemption and delay of a step.
 
-Owns the moves, and what makes two worlds the same. A move is made on a real scheduler and a `FakeRunner` that asserts
-every rule of plans. Schedulers cannot be copied, so a world is reached by making its moves again from the beginning.
+The moves are here, and the test that two worlds are the same. A move is made on a real scheduler and a `FakeRunner`
+that asserts every rule of plans. Schedulers cannot be copied, so a world is reached by making its moves again from the
+beginning.
 """
 
 import collections
@@ -13,8 +14,7 @@ from sched_world import BLIND
 from jaxserve.api import FinishReason, Request
 from jaxserve.sched import ContinuousScheduler, InFlight, SchedulerOptions, SequenceState, StepPlan, create_scheduler
 from jaxserve.sched.draft import Draft
-from jaxserve.sched.fair import FairPolicy
-from jaxserve.sched.slo import SloPolicy
+from jaxserve.sched.policies import FairPolicy, SloPolicy
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
 
 STOP = 99  # outside of the vocabulary: drawn only where a move says so
@@ -42,7 +42,7 @@ class Rules:
     max_aborts: int = 1
     max_preempts: int = 1
     max_ticks: int = 1
-    max_burst: int = 1
+    max_row_tokens: int = 1
 
 
 class SmallWorld:
@@ -51,12 +51,16 @@ class SmallWorld:
     def __init__(self, policy: str, rules: Rules, options: SchedulerOptions = OPTIONS) -> None:
         self.rules = rules
         self.clock = ManualClock()
-        limits = dataclasses.replace(LIMITS, max_burst=rules.max_burst)
+        limits = dataclasses.replace(LIMITS, max_row_tokens=rules.max_row_tokens)
         made = create_scheduler(policy, limits, options=options, clock=self.clock)
         assert isinstance(made, ContinuousScheduler)
         self.scheduler = made
         self.forced: dict[tuple[str, int], dict[int, int]] = {}
-        self.runner = FakeRunner(limits, mode="context", forced=self.forced, keep_plans=False, vocab_size=50)
+        self.drawn_at_most = rules.max_row_tokens  # by a row, in the next step
+        self.runner = FakeRunner(
+            limits, mode="context", forced=self.forced, keep_plans=False, vocab_size=50,
+            draw_count=lambda most: min(most, self.drawn_at_most),
+        )  # fmt: skip
         self.requests = REQUESTS[: rules.num_requests]
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.added: list[int] = []
@@ -64,7 +68,11 @@ class SmallWorld:
         self.num_made = collections.Counter[str]()
 
     def moves(self) -> Iterator[Move]:
-        """What may happen next. `run` plans and launches a step, whose rows draw the stop id as the bits say."""
+        """What may happen next.
+
+        `run` plans and launches a step: its low bits say which rows draw the stop id, the high ones how many tokens a
+        row draws at most.
+        """
         scheduler, rules = self.scheduler, self.rules
         yield from (("add", i) for i in range(len(self.requests)) if i not in self.added)
         if self.num_made["abort"] < rules.max_aborts:
@@ -74,7 +82,7 @@ class SmallWorld:
         if self.num_made["tick"] < rules.max_ticks and self.added:
             yield ("tick", 0)
         if len(self.flights) < 2 and scheduler.has_work():
-            yield from (("run", bits) for bits in range(1 << LIMITS.max_rows))
+            yield from (("run", bits) for bits in range(rules.max_row_tokens << LIMITS.max_rows))
         if self.flights:
             yield ("commit", 0)
 
@@ -97,14 +105,11 @@ class SmallWorld:
         elif kind == "commit":
             self.commit()
         else:
-            return self.run(arg)
+            return self.run(arg & (1 << LIMITS.max_rows) - 1, 1 + (arg >> LIMITS.max_rows))
         return True
 
-    def run(self, bits: int) -> bool:
-        """Plans a step; its i-th drawing row ends by the stop id if bit i is set. False: as in `move`.
-
-        In a burst that is the first token that it draws.
-        """
+    def run(self, bits: int, drawn_at_most: int) -> bool:
+        """Plans a step; the i-th drawing row begins with the stop id if bit i is set. False: as in `move`."""
         plan = self.scheduler.schedule()
         if plan is None:
             assert self.flights or not self.scheduler.has_work(), "deadlock: work is left and nothing can ever run"
@@ -112,12 +117,15 @@ class SmallWorld:
         sampled = self.scheduler._flights[-1].sampled
         if bits >> len(sampled):
             return False
+        if drawn_at_most > max(plan.row_tokens, default=1):
+            return False
+        self.drawn_at_most = drawn_at_most
         self.forced.clear()
         for i, seq in enumerate(sampled):
             if bits >> i & 1:
-                num_drawn = seq.num_fed - seq.prompt_len  # the step in flight included
-                if plan.num_steps > 1:
-                    num_drawn -= plan.steps_of_rows[i] - 1
+                num_drawn = len(seq.tokens) - seq.prompt_len
+                if i < len(plan.decode_rows):  # the step in flight included
+                    num_drawn = len(self.runner._rows[plan.decode_rows[i]].known) - seq.prompt_len
                 self.forced[seq.request_id, 0] = {num_drawn: STOP}
         self.flights.append((plan, self.runner.dispatch(plan)))
         return True
@@ -135,7 +143,7 @@ class SmallWorld:
         for _ in range(MAX_DRAIN):
             if not scheduler.has_work() and not self.flights:
                 break
-            if len(self.flights) == 2 or not self.run(0):
+            if len(self.flights) == 2 or not self.run(0, 1):
                 self.commit()
         assert not scheduler.has_work(), f"starved: {list(scheduler._groups)}"
         scheduler.check()
@@ -157,20 +165,21 @@ class SmallWorld:
             tuple(self.num_made[kind] for kind in ("preempt", "tick", "abort")),
             tuple(
                 (
-                    s.request_id, s.state.value, s.row, len(s.tokens), s.num_fed, len(s.chain), s.chain_open,
+                    s.request_id, s.state.value, s.row, len(s.tokens), s.num_fed, s.num_unsure,
+                    len(s.chain), s.chain_open,
                     s.ready_after - scheduler._last_committed if s.ready_after > scheduler._last_committed else 0,
                     tuple(map(name, s.page_ids)), self.clock() - s.request.arrival_s,
                     s.forkable_from <= scheduler._step_id,
                 )
                 for s in seqs
             ),
-            tuple((name(p), prefix._by_page[p].token_ids) for p in pool._idle),
-            tuple(s.request_id for s in running.prefilling),
+            tuple((name(p), prefix._by_page[p].content) for p in pool._idle),
+            tuple(s.request_id for s in running.prefilling), tuple(s.request_id for s in running.ending),
             tuple(s.request_id for s in running.decoding if s.state is SequenceState.RUNNING),
             tuple(running._free_rows), tuple(running._freed_rows),
             tuple(
                 (
-                    p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows, p.steps_of_rows,
+                    p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows, p.row_tokens,
                     tuple(h.result().counts or ()),
                 )
                 for p, h in self.flights

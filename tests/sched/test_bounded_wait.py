@@ -7,8 +7,7 @@ from policy_trace import run_trace
 
 from jaxserve.api import Request
 from jaxserve.sched import SchedulerOptions
-from jaxserve.sched.sjf import TOKENS_PER_LEVEL
-from jaxserve.sched.slo import TURNS
+from jaxserve.sched.policies import TOKENS_PER_LEVEL, TURNS
 from jaxserve.testing import make_limits, make_request
 
 AGEING_S = 2.0
@@ -37,7 +36,7 @@ def worth_s(policy: str, request: Request) -> float:
     return request.priority * AGEING_S
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @pytest.mark.parametrize("policy", ["priority", "sjf"])
 @given(drawn=arrivals)
 def test_overtaken_only_by_those_who_come_within_the_bound(policy: str, drawn) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.sched import ContinuousScheduler, Limits, Policy, SchedulerOptions, create_scheduler, uses_priority
-from jaxserve.sched.fcfs import FcfsPolicy
+from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.testing import make_limits
 
 LIMITS = make_limits()
@@ -37,8 +37,8 @@ class OnDemand:
 
 @pytest.mark.parametrize(
     "choice",
-    ["fcfs", "priority", "jaxserve.sched.fcfs:FcfsPolicy", FcfsPolicy, FcfsPolicy(SchedulerOptions()), make_scheduler,
-     Own, OnDemand(), make_scheduler(LIMITS, SchedulerOptions())],
+    ["fcfs", "priority", "jaxserve.sched.policies:FcfsPolicy", FcfsPolicy, FcfsPolicy(SchedulerOptions()),
+     make_scheduler, Own, OnDemand(), make_scheduler(LIMITS, SchedulerOptions())],
     ids=lambda v: repr(v).split(" at 0x")[0],
 )  # fmt: skip
 def test_every_way_to_name_a_scheduler(choice) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sched_world import BLIND
 
 from jaxserve.sched import ContinuousScheduler, Limits, SchedulerOptions, StepResult, create_scheduler
-from jaxserve.sched.fair import FairPolicy
+from jaxserve.sched.policies import FairPolicy
 from jaxserve.testing import FakeRunner, ManualClock, drive, make_limits, make_request
 
 LIMITS = make_limits(max_rows=4, num_pages=24, page_size=2, max_model_len=24, token_buckets=(8, 16))
@@ -78,7 +78,7 @@ class Service:
 kinds = st.lists(st.tuples(st.integers(1, 10), st.integers(1, 12)), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     jobs=st.lists(kinds, min_size=2, max_size=3),
     input_weight=st.sampled_from([0.5, 1.0]),

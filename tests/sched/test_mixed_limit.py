@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab import world_of_device
 from jaxserve.sched import ContinuousScheduler, Policy, SchedulerOptions, create_scheduler
 from jaxserve.sched.budget import StepBudget
-from jaxserve.sched.fcfs import FcfsPolicy
+from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.testing import FakeRunner, make_limits, make_request
 
 
@@ -54,8 +54,8 @@ def test_mixed_steps_end_at_the_edge_of_the_limit_and_prompts_alone_do_not() -> 
 )
 def test_a_quarter_of_a_step_is_left_where_a_bucket_allows_it(decoding: int, beside: int | None) -> None:
     limits = make_limits(max_rows=32, token_buckets=(8, 16, 32), mixed_rows={8: 8, 16: 16, 32: 32})
-    assert StepBudget(dataclasses.replace(limits, max_mixed_tokens=8)).beside(decoding) == beside
-    assert StepBudget(limits).beside(decoding) is None
+    assert StepBudget(dataclasses.replace(limits, max_mixed_tokens=8)).max_prefill_beside(decoding) == beside
+    assert StepBudget(limits).max_prefill_beside(decoding) is None
 
 
 def test_a_policy_may_allow_less_and_not_more() -> None:

@@ -1,17 +1,23 @@
 """The rules for a step in flight, one test each (they are listed in `jaxserve.sched.core`)."""
 
+import random
+
 import pytest
-from sched_world import BLIND
+from sched_world import BLIND, first_tokens
 
 from jaxserve.api import FinishReason, SamplingParams
-from jaxserve.sched import StepPlan, StepResult, create_scheduler
+from jaxserve.sched import Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.draft import Draft
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 
 def build(**limits) -> ContinuousScheduler:
-    scheduler = create_scheduler("fcfs", make_limits(**limits), options=BLIND)
+    return build_of(make_limits(**limits))
+
+
+def build_of(limits: Limits) -> ContinuousScheduler:
+    scheduler = create_scheduler("fcfs", limits, options=BLIND)
     assert isinstance(scheduler, ContinuousScheduler)
     return scheduler
 
@@ -63,6 +69,68 @@ def test_a_length_limit_wastes_no_step(max_tokens: int, max_model_len: int, expe
     assert len(out.token_ids) == expected
     assert out.finish_reason == FinishReason.LENGTH
     assert runner.num_steps == expected
+
+
+def test_the_row_of_a_length_limit_goes_to_another_in_the_next_plan():
+    """With one row and 3 tokens each, no step is without a token: the next prompt comes beside the last token."""
+    scheduler = build(max_rows=1, page_size=8)
+    scheduler.add(make_request("a", [1, 2, 3], 3))
+    scheduler.add(make_request("b", [4, 5], 1))
+    scheduler.add(make_request("c", [6], 2))
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    answer(scheduler, first, 50)
+    third = plan_of(scheduler)
+    assert third.decode_rows == (0,)
+    answer(scheduler, second, 51)
+    fourth = plan_of(scheduler)
+    assert (fourth.freed_rows, fourth.setups[0].request_id, fourth.setups[0].row) == ((0,), "b", 0)
+    assert scheduler.num_held_pages == 2, "those of a are free when its last token is here"
+    assert [(e.request_id, e.token_id, e.finish_reason) for e in answer(scheduler, third, 52)] == [("a", 52, "length")]
+    fifth = plan_of(scheduler)
+    assert (fifth.freed_rows, fifth.setups[0].request_id) == ((0,), "c"), "whose only token comes with the prompt"
+    assert [(e.request_id, e.finish_reason) for e in answer(scheduler, fourth, 60)] == [("b", "length")]
+    sixth = plan_of(scheduler)
+    assert [e.request_id for e in answer(scheduler, fifth, 70)] == ["c"]
+    assert [e.finish_reason for e in answer(scheduler, sixth, 71)] == ["length"]
+    scheduler.check()
+    assert (scheduler.num_held_pages, scheduler.has_work()) == (0, False)
+
+
+def test_an_abort_after_the_row_was_given_up_drops_the_last_token():
+    scheduler = build(max_rows=1, page_size=8)
+    scheduler.add(make_request("a", [1, 2, 3], 1))
+    scheduler.add(make_request("b", [4], 2))
+    first = plan_of(scheduler)
+    second = plan_of(scheduler)
+    assert (second.freed_rows, second.setups[0].request_id) == ((0,), "b")
+    assert scheduler.abort("a")
+    scheduler.check()
+    assert scheduler.num_held_pages == 1
+    assert answer(scheduler, first, 50) == []
+    assert [e.request_id for e in answer(scheduler, second, 60)] == ["b"]
+
+
+def test_no_row_is_idle_while_others_wait():
+    """200 requests that end by their limits, 16 tokens in the mean, on 8 rows."""
+    rng = random.Random(3)
+    limits = make_limits(max_rows=8, num_pages=200, page_size=4, max_model_len=64)
+    runner, scheduler = FakeRunner(limits, mode="context"), build_of(limits)
+    idle = []
+
+    class Watching:
+        def dispatch(self, plan: StepPlan):
+            if scheduler.num_waiting:
+                idle.append(limits.max_rows - plan.num_rows)
+            return runner.dispatch(plan)
+
+        limits = runner.limits
+
+    requests = [make_request(f"r{i}", [i % 50 + 1] * rng.randint(1, 5), rng.randint(1, 31)) for i in range(200)]
+    out = drive(scheduler, Watching(), requests)
+    assert len(idle) > 300 and sum(idle) == 0
+    alone = {r.request_id: drive(build_of(limits), FakeRunner(limits, mode="context"), [r]) for r in requests[::20]}
+    for name, (expected,) in ((name, found.values()) for name, found in alone.items()):
+        assert out[name, 0].token_ids == expected.token_ids
 
 
 def test_one_token_is_wasted_after_a_stop_id_and_its_result_dropped():
@@ -162,7 +230,7 @@ def test_preemption_in_flight_keeps_the_token_and_waits_for_it():
         answer(scheduler, plan, 99)
         plan = following
     assert following.setups[0].request_id == "b"
-    assert following.setups[0].token_ids == (5, 6, 7, 60, 61, 62, 63, 64)
+    assert first_tokens(following) == (5, 6, 7, 60, 61, 62, 63, 64)
 
 
 def test_the_last_in_order_waits_rather_than_preempting_one_before_it():
@@ -193,7 +261,7 @@ def test_a_preempted_sequence_is_not_admitted_before_its_token_is_known():
     scheduler._preempt(seq, Draft(scheduler._step_id, scheduler._budget, True))
     assert scheduler.schedule() is None, "its token is in flight"
     answer(scheduler, first, 50)
-    assert plan_of(scheduler).setups[0].token_ids == (1, 2, 3, 50)
+    assert first_tokens(plan_of(scheduler)) == (1, 2, 3, 50)
 
 
 def test_a_preempted_sequence_may_end_by_the_token_in_flight():

@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_available == self.num_pages - len(self.held())
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, derandomize=True)
 TestPool = PoolMachine.TestCase
 
 

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 from sched_world import BLIND
 
-from jaxserve.errors import ConfigError
+from jaxserve.api import SamplingParams
+from jaxserve.engine import Engine, ModelInfo, Update
+from jaxserve.errors import ConfigError, PolicyError
 from jaxserve.sched import SCHEDULERS, ContinuousScheduler, Limits, Policy, SchedulerOptions, Sequence, create_scheduler
 from jaxserve.testing import FakeRunner, ManualClock, drive, make_limits, make_request
 
@@ -220,3 +222,86 @@ def test_names_errors_and_whole_schedulers():
     made = create_scheduler(Mine, limits, options=SchedulerOptions(chunked_prefill=False))
     assert isinstance(made, Mine)
     assert create_scheduler(made, limits) is made
+
+
+# ---- policies that break a rule --------------------------------------------------------------------------------------
+
+
+class NeverAdmits(Policy):
+    def key(self, seq: Sequence, now_s: float) -> float:
+        return 0.0
+
+    def may_admit(self, seq: Sequence, running) -> bool:
+        return False
+
+
+class NoBudget(NeverAdmits):
+    def may_admit(self, seq: Sequence, running) -> bool:
+        return True
+
+    def prefill_budget(self, decoding) -> int:
+        return 0
+
+
+class NoVictim(NoBudget):
+    def prefill_budget(self, decoding) -> int | None:
+        return None
+
+    def victim_for_page(self, seq: Sequence, behind) -> Sequence | None:
+        return None
+
+
+class VictimOfItsOwn(NoVictim):
+    def victim_for_page(self, seq: Sequence, behind) -> Sequence:
+        return seq
+
+
+class Shortest(NoVictim):
+    """The fewest tokens first; whoever comes takes the row of the longest, of itself, or of the first."""
+
+    preemptive = True
+
+    def key(self, seq: Sequence, now_s: float) -> float:
+        return seq.prompt_len
+
+    def victim_for_admission(self, seq: Sequence, running) -> Sequence | None:
+        return running[0]
+
+
+class Itself(Shortest):
+    def victim_for_admission(self, seq: Sequence, running) -> Sequence | None:
+        return seq
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "rule", "limits"),
+    [
+        (NeverAdmits, "may_admit", "it refuses 'r0' while nothing runs", {}),
+        (NoBudget, "prefill_budget", "0 tokens of prompts are none", {}),
+        (NoVictim, "victim_for_page", "it gives None while nothing is in flight", {"num_pages": 8, "page_size": 1}),
+        (VictimOfItsOwn, "victim_for_page", "is none of those behind", {"num_pages": 8, "page_size": 1}),
+        (Shortest, "victim_for_admission", "'r0' stands before 'r1' in the order", {"max_rows": 1}),
+        (Itself, "victim_for_admission", "is none of those that it may choose from", {"max_rows": 1}),
+    ],
+)
+def test_a_decision_against_a_rule_names_policy_method_and_rule(policy, method, rule, limits) -> None:
+    made = make_limits(max_model_len=8, **limits)
+    scheduler = create_scheduler(policy, made, options=BLIND)
+    requests = [make_request(f"r{i}", [i] * (i + 1), 7 - i) for i in range(3)]
+    with pytest.raises(PolicyError) as caught:
+        drive(scheduler, FakeRunner(made), requests)
+    assert str(caught.value).startswith(f"the policy {policy.__name__} breaks a rule of its method `{method}`: ")
+    assert rule in str(caught.value)
+
+
+def test_an_engine_that_ends_by_its_policy_says_which() -> None:
+    made = make_limits()
+    model = ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=())
+    engine = Engine(runner=FakeRunner(made), scheduler=create_scheduler(NeverAdmits, made), tokenizer=None, model=model)
+    updates: list[Update] = []
+    engine.submit(engine.prepare([1], SamplingParams(detokenize=False)), updates.append)
+    engine.start()
+    engine.drain(30.0)
+    engine.stop()
+    assert isinstance(engine.failure, PolicyError)
+    assert "NeverAdmits" in str(updates[-1].error) and "may_admit" in str(updates[-1].error)

@@ -10,7 +10,7 @@ from sched_world import BLIND, World, expected_output
 
 from jaxserve.api import Request
 from jaxserve.sched import ContinuousScheduler, StepResult, create_scheduler
-from jaxserve.sched.preemptive import PreemptivePolicy
+from jaxserve.sched.policies import PreemptivePolicy
 from jaxserve.testing import FakeRunner, ManualClock, drive, make_limits, make_request
 
 VOCAB = 7
@@ -20,7 +20,7 @@ jobs = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(drawn=jobs, max_rows=st.integers(1, 4), num_pages=st.integers(11, 20), ahead=st.booleans(), common=st.booleans())
 def test_every_output_is_what_it_would_be_alone(drawn, max_rows, num_pages, ahead, common) -> None:
     """`World.finish` compares each token with a model that knows no scheduler."""

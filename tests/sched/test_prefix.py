@@ -4,9 +4,10 @@ import gc
 
 import pytest
 
+from jaxserve.content import Blocks
 from jaxserve.sched import SchedulerOptions, create_scheduler
 from jaxserve.sched.pages import PagePool
-from jaxserve.sched.prefix import PrefixCache
+from jaxserve.sched.prefix import PageEntry, PrefixCache
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 
@@ -17,16 +18,29 @@ def cache(num_pages: int = 8, page_size: int = 2, **options) -> tuple[PagePool, 
 
 def fill(pool: PagePool, prefix: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
     """Computes `tokens` as one sequence would; returns its pages."""
-    parent, pages = prefix.root(salt), []
-    for start in range(0, len(tokens) // 2 * 2, 2):
+    parent, blocks, pages = prefix.root(salt), prefix.blocks(salt, tokens), []
+    for number in range(len(tokens) // 2):
         pages.append(pool.allocate())
-        parent = prefix.record(parent, tuple(tokens[start : start + 2]), pages[-1])
+        parent = prefix.record(parent, blocks, number, pages[-1])
         assert parent is not None
     return pages
 
 
 def found(prefix: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
-    return [entry.page_id for entry in prefix.match(salt, tokens)]
+    return [entry.page_id for entry in prefix.match(salt, prefix.blocks(salt, tokens))]
+
+
+def record(prefix: PrefixCache, tokens: list[int], page_id: int, parent: PageEntry | None = None) -> PageEntry | None:
+    """Records the page of the last two of `tokens`; the pages before it are those of `parent`."""
+    blocks = known(prefix, tokens)
+    return prefix.record(parent or prefix.root(""), blocks, len(blocks.keys) - 1, page_id)
+
+
+def known(prefix: PrefixCache, tokens: list[int]) -> Blocks:
+    blocks = prefix.blocks("", tokens)
+    for _ in range(len(tokens) // 2):
+        blocks.extend()
+    return blocks
 
 
 def test_longest_chain_of_full_pages_leaves_one_token():
@@ -57,16 +71,16 @@ def test_a_block_is_found_only_after_its_own_beginning():
 
 
 def test_collisions_are_misses_everywhere():
-    pool, prefix = cache(block_hash=lambda parent_key, token_ids: 42)
+    pool, prefix = cache(hash_block=lambda parent, content: b"42")
     first = pool.allocate()
-    entry = prefix.record(prefix.root(""), (1, 2), first)
+    entry = record(prefix, [1, 2], first)
     assert entry is not None
     assert found(prefix, [1, 2, 9]) == [first]
     assert found(prefix, [3, 4, 9]) == []
     assert found(prefix, [1, 2, 9], "other") == [], "another salt with the same hash"
     assert found(prefix, [1, 2, 1, 2, 9]) == [first], "the same tokens one page later are another content"
-    assert prefix.record(prefix.root(""), (3, 4), pool.allocate()) is None, "the key is taken"
-    assert prefix.record(entry, (1, 2), pool.allocate()) is None
+    assert record(prefix, [3, 4], pool.allocate()) is None, "the key is taken"
+    assert record(prefix, [1, 2, 1, 2], pool.allocate(), entry) is None
     assert found(prefix, [1, 2, 9]) == [first]
 
 
@@ -74,7 +88,7 @@ def test_collisions_are_misses_everywhere():
 def test_tokens_are_right_under_a_hash_that_always_collides(page_size: int):
     limits = make_limits(page_size=page_size, num_pages=40)
     scheduler = create_scheduler("fcfs", limits)
-    scheduler.memory.prefix._block_hash = lambda parent_key, token_ids: len(token_ids)
+    scheduler.memory.prefix._hash_block = lambda parent, content: b"key"
     requests = [make_request(f"r{i}", [i % 3, 1, 2, 3, 4, 5, 6, i], 6) for i in range(8)]
     crowd = drive(scheduler, FakeRunner(limits, mode="context"), requests)
     for request in requests:
@@ -84,17 +98,18 @@ def test_tokens_are_right_under_a_hash_that_always_collides(page_size: int):
 
 def test_a_child_is_not_found_under_a_parent_that_took_over_the_key():
     """Contents A and B have one key. A's child must not be found after B once A was evicted."""
-    pool, prefix = cache(num_pages=3, block_hash=lambda parent_key, ids: 1 if ids in ((1, 1), (2, 2)) else hash(ids))
+    alike = [known(cache()[1], [i, i]).contents[0] for i in (1, 2)]
+    pool, prefix = cache(num_pages=3, hash_block=lambda parent, content: b"1" if content in alike else content)
     a = pool.allocate()
-    entry_a = prefix.record(prefix.root(""), (1, 1), a)
+    entry_a = record(prefix, [1, 1], a)
     assert entry_a is not None
     child = pool.allocate()
-    assert prefix.record(entry_a, (5, 5), child) is not None
+    assert record(prefix, [1, 1, 5, 5], child, entry_a) is not None
     pool.release([a])
     pool.allocate()  # the third page
     b = pool.allocate()
     assert b == a, "the page of A was evicted"
-    assert prefix.record(prefix.root(""), (2, 2), b) is not None
+    assert record(prefix, [2, 2], b) is not None
     assert found(prefix, [2, 2, 5, 5, 9]) == [b], "5, 5 was computed after 1, 1"
     assert found(prefix, [1, 1, 5, 5, 9]) == []
 
@@ -117,11 +132,11 @@ def test_equal_content_computed_twice_is_one_chain():
     pool, prefix = cache()
     first = fill(pool, prefix, [1, 2])
     twin = pool.allocate()
-    entry = prefix.record(prefix.root(""), (1, 2), twin)
+    entry = record(prefix, [1, 2], twin)
     assert entry is not None
     assert entry.page_id == first[0]
     third = pool.allocate()
-    assert prefix.record(entry, (3, 4), third) is not None
+    assert record(prefix, [1, 2, 3, 4], third, entry) is not None
     assert found(prefix, [1, 2, 3, 4, 5]) == [first[0], third]
     pool.release([twin])
     assert pool.num_idle == 0, "the twin has no entry, so it is free"
@@ -130,7 +145,7 @@ def test_equal_content_computed_twice_is_one_chain():
 def test_salts_made_up_by_clients_do_not_pile_up():
     _, prefix = cache()
     for i in range(100):
-        prefix.match(f"salt {i}", [1, 2, 3])
+        found(prefix, [1, 2, 3], f"salt {i}")
     gc.collect()
     assert len(prefix._roots) == 0
 

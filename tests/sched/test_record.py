@@ -23,8 +23,8 @@ HEADER = LogHeader(
 def _plan(step_id: int = 3) -> StepPlan:
     sampling = SamplingParams(temperature=0.5, logit_bias={7: 1.5}, structured={"regex": "a+"}, stop=["é\n"])
     setup = RowSetup(
-        row=1, request_id="r'\"\u2028", index=1, seed=2**62, prompt_len=2, token_ids=(5, 6, 7), sampling=sampling,
-        stop_token_ids=(1,), bad_word_ids=((1, 2),),
+        row=1, request_id="r'\"\u2028", index=1, seed=2**62, prompt_len=2, num_tokens=3, token_ids=(5, 6, 7),
+        sampling=sampling, stop_token_ids=(1,), bad_word_ids=((1, 2),),
     )  # fmt: skip
     return StepPlan(
         step_id=step_id,
@@ -67,11 +67,11 @@ def test_a_line_is_one_line_and_loses_nothing() -> None:
     assert StepRecord.from_json(line) == record
 
 
-def test_a_burst_says_what_its_rows_took() -> None:
-    plan = StepPlan(step_id=3, decode_rows=(0, 4), decode_positions=(7, 2), num_steps=3, row_steps=(3, 2))
+def test_a_step_says_how_many_tokens_its_rows_drew() -> None:
+    plan = StepPlan(step_id=3, decode_rows=(0, 4), decode_positions=(7, 2), row_tokens=(3, 2))
     record = _record(plan=plan, bucket=Bucket(4, 4, True), token_ids=(3, 4, 5), counts=(1, 2))
-    assert (record.num_tokens, record.padded_tokens) == (5, 7)
-    assert record.context_tokens == (8 + 9 + 10) + (3 + 4)
+    assert (record.num_tokens, record.padded_tokens) == (2, 2)
+    assert record.context_tokens == 8 + 3
     assert StepRecord.from_json(record.to_json()) == record
     for wrong in (None, (1, 1), (3,)):
         with pytest.raises(ValueError, match="3 tokens|counts"):
@@ -127,7 +127,7 @@ def test_an_empty_file_and_an_absent_one(tmp_path: Path) -> None:
 
 def test_another_version_is_named(tmp_path: Path) -> None:
     header = {**json.loads(HEADER.to_json()), "version": 7}
-    with pytest.raises(StepLogError, match="line 1: version 7 of the format; this jaxserve reads 1"):
+    with pytest.raises(StepLogError, match="line 1: version 7 of the format; this jaxserve reads 2"):
         read_header(_write(tmp_path / "log", json.dumps(header)))
 
 
@@ -140,7 +140,8 @@ def test_another_version_is_named(tmp_path: Path) -> None:
         lambda raw: raw.update(num_tokens=7),
         lambda raw: raw.update(step_id=4),
         lambda raw: raw["token_ids"].pop(),
-        lambda raw: raw["plan"].pop("grants"),
+        lambda raw: raw["plan"].pop("decode_positions"),
+        lambda raw: raw["plan"].update(grant=[]),
         lambda raw: raw["plan"]["setups"][0]["sampling"].update(temperature=-1),
         lambda raw: raw["plan"]["setups"][0]["sampling"].update(unknown=1),
         lambda raw: raw.update(bucket=[8, 8]),

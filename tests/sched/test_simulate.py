@@ -7,8 +7,8 @@ import pytest
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.errors import InvalidRequest
+from jaxserve.lab.simulation.simulate import FixedCost, SimRequest, StepCost, VirtualClock, simulate
 from jaxserve.sched import SCHEDULERS, Limits, SchedulerOptions, StepPlan, create_scheduler
-from jaxserve.sched.simulate import FixedCost, SimRequest, StepCost, VirtualClock, simulate
 from jaxserve.testing import FakeRunner, ManualClock, make_limits
 
 STOP = 7
@@ -83,11 +83,9 @@ def engine_plans(policy: str, trace: list[SimRequest], limits: Limits) -> tuple[
 
 
 @pytest.mark.parametrize("policy", SCHEDULERS.names())
-@pytest.mark.parametrize(
-    ("num_pages", "seed", "max_burst"), [(200, 0, 1), (18, 1, 1), (18, 2, 1), (14, 3, 1), (200, 4, 4), (18, 5, 4)]
-)
-def test_plans_are_those_of_the_engine(policy: str, num_pages: int, seed: int, max_burst: int) -> None:
-    limits = make_limits(max_rows=6, num_pages=num_pages, page_size=4, max_model_len=48, max_burst=max_burst)
+@pytest.mark.parametrize(("num_pages", "seed"), [(200, 0), (18, 1), (18, 2), (14, 3)])
+def test_plans_are_those_of_the_engine(policy: str, num_pages: int, seed: int) -> None:
+    limits = make_limits(max_rows=6, num_pages=num_pages, page_size=4, max_model_len=48)
     trace = random_trace(seed)
     expected, tokens = engine_plans(policy, trace, limits)
     found = simulate(policy, trace, TURN, limits, keep_plans=True, keep_token_times=True)
@@ -100,23 +98,6 @@ def test_plans_are_those_of_the_engine(policy: str, num_pages: int, seed: int, m
         assert outcome.token_times_s[0] == outcome.first_token_s
         assert outcome.token_times_s[-1] == outcome.last_token_s
     assert num_pages > 14 or sum(r.preemptions for r in found.requests) > 0
-    assert (max_burst > 1) == any(plan.num_steps > 1 for plan in found.plans)
-
-
-def test_times_of_bursts_by_hand() -> None:
-    """A prompt, three bursts of four steps, and one more token; then an answer that ends within a burst."""
-    cost = FixedCost(cost=StepCost(0.5, 4.0))
-    limits = make_limits(max_burst=4)
-    trace = [sim_request(0, [1, 2], 14, max_tokens=14)]
-    found = simulate("fcfs", trace, cost, limits, keep_steps=True, keep_token_times=True)
-    assert [step.tokens for step in found.steps] == [2, 4, 4, 4, 1]
-    assert (found.tokens, found.device_s) == (15, 20.0)
-    (request,) = found.requests
-    assert request.token_times_s == (4.5, *[8.5] * 4, *[12.5] * 4, *[16.5] * 4, 20.5)
-    found = simulate("fcfs", [sim_request(0, [1, 2], 4, max_tokens=30)], cost, limits, keep_steps=True)
-    # Three of the first burst's four steps; the second was launched before that was known, and takes none.
-    assert [step.device_s for step in found.steps] == [4.0, 3.0, 0.0]
-    assert (found.requests[0].output_tokens, found.requests[0].last_token_s) == (4, 7.5)
 
 
 def test_times_of_one_request_by_hand() -> None:

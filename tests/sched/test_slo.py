@@ -9,8 +9,7 @@ from policy_trace import Times, run_trace
 from jaxserve.api import Request
 from jaxserve.errors import ConfigError
 from jaxserve.sched import Bucket, Limits, SchedulerOptions, create_scheduler
-from jaxserve.sched.slo import SloPolicy
-from jaxserve.sched.step_times import StepTimes
+from jaxserve.sched.policies import SloPolicy, StepTimes
 from jaxserve.testing import FakeRunner, ManualClock, drive, make_limits, make_request
 
 LIMITS = Limits(

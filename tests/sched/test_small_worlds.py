@@ -1,6 +1,7 @@
 """Every policy in every small world: no deadlock, no leak, no starvation, no event after an end.
 
-Three requests, six pages, two rows, two steps in flight. The quick part has all orders of arrival, finish and delay,
+Three requests, six pages, two rows, two steps in flight, and devices that draw one token of a row in a step, or any
+number up to three. The quick part has all orders of arrival, finish and delay,
 and all moves for two requests; the slow part has aborts, preemptions and jumps of the clock for three.
 """
 
@@ -24,14 +25,14 @@ def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [p if p == "fcfs" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
-def test_bursts_in_every_order_of_arrival_and_finish(policy: str) -> None:
-    num_worlds, num_moves, _ = explore(policy, Rules(max_aborts=0, max_preempts=0, max_ticks=0, max_burst=4))
+def test_several_tokens_a_step_in_every_order_of_arrival_and_finish(policy: str) -> None:
+    num_worlds, num_moves, _ = explore(policy, Rules(max_aborts=0, max_preempts=0, max_ticks=0, max_row_tokens=3))
     assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
 
 
 @pytest.mark.parametrize("policy", [p if p == "fcfs" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
-def test_two_in_bursts_with_every_move(policy: str) -> None:
-    num_worlds, _, _ = explore(policy, Rules(num_requests=2, max_burst=4))
+def test_two_of_several_tokens_a_step_with_every_move(policy: str) -> None:
+    num_worlds, _, _ = explore(policy, Rules(num_requests=2, max_row_tokens=3))
     assert num_worlds > 400, num_worlds
 
 

@@ -7,17 +7,23 @@ import pytest
 from jaxserve.errors import MissingBucket
 from jaxserve.sched import Chunk, PageCopy, PageGrant, StepPlan, create_scheduler
 from jaxserve.sched.draft import row_setup
+from jaxserve.sched.plan import RowSetup
 from jaxserve.sched.state import Sequence
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, drive, make_limits, make_request
 
 
-def good_plan(row: int = 0) -> StepPlan:
+def good_setup(told: int = 0, row: int = 0) -> RowSetup:
+    """Of five tokens, the first `told` of which come with it."""
     seq = Sequence(make_request("a", [1, 2, 3, 4, 5]), 0, 0, 20)
     seq.row = row
+    return dataclasses.replace(row_setup(seq), token_ids=(1, 2, 3, 4, 5)[:told])
+
+
+def good_plan(row: int = 0) -> StepPlan:
     return StepPlan(
         step_id=0,
         chunks=(Chunk(row, 0, (1, 2, 3, 4, 5), True),),
-        setups=(row_setup(seq),),
+        setups=(good_setup(row=row),),
         grants=(PageGrant(row, 0, (3, 7)),),
     )
 
@@ -45,10 +51,11 @@ def test_tokens_can_be_computed_by_hand():
         ({"grants": (PageGrant(0, 0, (0, 7)),)}, "PageGrant"),
         ({"grants": (PageGrant(0, 0, (3, 9)),)}, "PageGrant"),
         ({"grants": (PageGrant(0, 0, (3, 3)),)}, "twice"),
-        ({"chunks": (Chunk(0, 1, (2, 3, 4, 5), True),)}, "starts after"),
-        ({"chunks": (Chunk(0, 0, (1, 2, 3, 4, 6), True),)}, "differs"),
-        ({"chunks": (Chunk(0, 0, (1, 2, 3, 4), True),)}, "known"),
-        ({"chunks": (Chunk(0, 0, (1, 2, 3, 4, 5), False),)}, "known"),
+        ({"chunks": (Chunk(0, 1, (2, 3, 4, 5), True),)}, "neither a chunk nor the setup brings"),
+        ({"chunks": (Chunk(0, 1, (2, 3, 4, 5), True),), "setups": (good_setup(1),)}, "starts after"),
+        ({"chunks": (Chunk(0, 0, (1, 2, 3, 4, 6), True),), "setups": (good_setup(5),)}, "differs"),
+        ({"chunks": (Chunk(0, 0, (1, 2, 3, 4), True),)}, "of 5 tokens"),
+        ({"chunks": (Chunk(0, 0, (1, 2, 3, 4, 5), False),)}, "of 5 tokens"),
         ({"chunks": ()}, "StepPlan"),
         ({"decode_rows": (0,), "decode_positions": (5,)}, "twice in one step"),
         ({"freed_rows": (1,)}, "no owner"),

@@ -15,10 +15,11 @@ from peers.figures import Agreement, make_rows, measure
 from peers.noise import Used, others_share, read_used
 from peers.process import PeerError, PeerProcess
 from peers.values import Answer, Ask, Settings, answers_from_json, answers_to_json, asks_from_json, asks_to_json
-from peers.workloads import TINY, WORKLOADS, Sizes, describe, make_asks, make_warm_up
+from peers.workloads import TINY, WORKLOADS, Sizes, describe, make_again, make_asks, make_warm_up
 from safetensors.numpy import load_file
 
 VOCAB = 512
+WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
 
 
 def answer(*times_s: float) -> Answer:
@@ -54,6 +55,17 @@ def test_a_warm_up_remembers_nothing_of_the_rounds():
     assert [len(a.prompt) for a in warm_up] == [len(a.prompt) for a in asks]
     assert max(a.num_tokens for a in warm_up) == 8
     assert not {a.prompt[:16] for a in warm_up} & {a.prompt[:16] for a in asks}
+
+
+def test_a_repeated_run_asks_the_same_in_other_tokens():
+    asks = make_asks("shared", 1, VOCAB, Sizes())
+    again, later = make_again(asks, 1, VOCAB), make_again(asks, 2, VOCAB)
+    assert [(len(a.prompt), a.num_tokens, a.due_s) for a in again] == [
+        (len(a.prompt), a.num_tokens, a.due_s) for a in asks
+    ]
+    assert len({a.prompt[:400] for a in again}) == 1 and len({a.prompt for a in again}) == len(asks)
+    assert len({a.prompt[:8] for a in (*asks, *again, *later)}) == 3
+    assert all(3 <= token < VOCAB for ask in again for token in ask.prompt)
 
 
 def test_values_survive_their_json():
@@ -132,6 +144,7 @@ def test_a_disturbed_run_is_done_again_and_the_quietest_counts():
     comparison.add("jaxserve", peer)
     comparison.measure("one")
     assert len(peer.asked) == 1 + 3 + 2  # the warm-up, a round that never was quiet, one whose second try was
+    assert len({ask.prompt for asks in peer.asked for ask in asks}) == 1 + 3 + 2  # no prefix cache has seen any of them
     assert comparison.as_json()["workloads"]["one"]["others_share"] == {"jaxserve": [0.3, 0.05]}
 
 
@@ -183,7 +196,7 @@ def start_fake(tmp_path: Path, body: str) -> PeerProcess:
         "import sys\nimport peers_fake\nsys.modules['peers.engine_fake'] = peers_fake\n"
     )
     env = {"PYTHONPATH": str(package)}
-    return PeerProcess("fake", "fake", sys.executable, fake_settings(), tmp_path / "fake.log", 30.0, env)
+    return PeerProcess("fake", "fake", sys.executable, fake_settings(), tmp_path / "fake.log", WAIT_S, env)
 
 
 ECHO = """
@@ -206,8 +219,10 @@ def test_a_process_answers_in_its_turn_and_is_stopped_otherwise(tmp_path):
         answers, _ = peer.run([Ask(prompt=(7, 8), num_tokens=2)], [])
         assert answers == [Answer(tokens=(7, 8), times_s=(0.0, 0.0))]
         if sys.platform == "linux":
-            time.sleep(0.05)
-            assert Path(f"/proc/{peer.process_id}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            deadline_s = time.monotonic() + WAIT_S
+            while Path(f"/proc/{peer.process_id}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                assert time.monotonic() < deadline_s, "it goes on out of its turn"
+                time.sleep(0.01)
         with pytest.raises(PeerError, match="no tokens asked for"):
             peer.run([Ask(prompt=(7,), num_tokens=0)], [])
     finally:
@@ -220,7 +235,7 @@ def test_engines_that_cannot_start_say_why(tmp_path):
     with pytest.raises(PeerError, match="cannot run"):
         PeerProcess("x", "x", str(tmp_path / "none"), fake_settings(), tmp_path / "x.log", 5.0, {})
     with pytest.raises(PeerError, match="peers.engine_x"):
-        PeerProcess("x", "x", sys.executable, fake_settings(), tmp_path / "x.log", 30.0, {})
+        PeerProcess("x", "x", sys.executable, fake_settings(), tmp_path / "x.log", WAIT_S, {})
 
 
 @pytest.mark.parametrize(
@@ -238,8 +253,9 @@ def test_wrong_flags_are_refused(arguments, says, capsys):
 
 
 @pytest.mark.slow
-def test_a_comparison_of_jaxserve_alone(tmp_path, capsys):
+def test_a_comparison_of_jaxserve_alone(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("record.machine_rates", lambda: {"read_gb_per_s": {"1 thread": 11.0}})
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     small = ["runtime.row_buckets=[4]", "runtime.token_buckets=[64]", "sched.max_rows=4", "sched.max_step_tokens=64"]
     arguments = ["--envs", str(tmp_path), "--engines", "jaxserve", "--model", "tiny", "--rounds", "2"]
@@ -250,6 +266,7 @@ def test_a_comparison_of_jaxserve_alone(tmp_path, capsys):
     assert compare_peers.main(arguments) == 0, (tmp_path / "logs/jaxserve.log").read_text()
     found = json.loads(out.read_text())
     assert found["about"]["commit"] is None or found["about"]["commit"]
+    assert found["about"]["rates"]["read_gb_per_s"]["1 thread"] == 11.0
     assert found["about"]["engines"]["jaxserve"]["settings"]["model.dtype"] == "float32"
     figures = found["results"]["workloads"]["mixed"]["figures"]["output tokens/s"]
     assert len(figures["rounds"]["jaxserve"]) == 2 and figures["medians"]["jaxserve"] > 0

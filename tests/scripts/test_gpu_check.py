@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py on this CPU: the whole flow with short cases, among bodies that crash, hang and are wrong."""
+"""scripts/gpu_check.py on this CPU: the whole flow with short cases, among kernels that crash, hang and are wrong."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kernel_results import GIVE_UP, Results, summary
 from kernel_runs import find_case, prepare
 
 from jaxserve.kernels.cases import CASES, REAL
-from jaxserve.kernels.xla_attention import BODY
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = "llama3-8b-tp8/decode64/64/bfloat16"
@@ -37,6 +37,7 @@ def command(*args: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_right_bodies_are_checked_timed_and_compared(tmp_path):
     record = tmp_path / "cpu.json"
     status, printed = command("--json", record, "--only", f"{PREFILL}/small")  # the peers want rows of one length
@@ -55,30 +56,35 @@ def test_right_bodies_are_checked_timed_and_compared(tmp_path):
     (write,) = results["writes"]
     assert write["passed"] and write["ms"] > 0
     targets = {(t["case"], t["wanted"]): t["reached"] for t in results["targets"]}
-    assert targets[PREFILL, 0.65] is None, "the xla body must not reach a target"
+    assert targets[PREFILL, 0.65] is None, "the xla implementation must not reach a target"
     assert PREFILL in printed and "not reached: 0" in printed
 
 
 @pytest.mark.slow
 def test_bodies_that_misbehave_lose_only_their_own_case(tmp_path):
     record = tmp_path / "cpu.json"
-    names = [f"fake_bodies:{name}" for name in ("CRASH", "HANG", "WRONG", "LOSSY")]
+    names = [f"fake_implementations:{name}" for name in ("CRASH", "HANG", "WRONG", "LOSSY")]
     status, printed = command(
-        *("--json", record, "--bodies", *names, "--patience-s", 6),
-        *("--only", f"check/{SMALLEST}/small/fake_bodies:(CRASH|HANG|WRONG)|write/{DECODE}/small/.*(LOSSY|WRONG)"),
+        *("--json", record, "--implementations", *names, "--patience-s", 6),
+        *(
+            "--only",
+            f"check/{SMALLEST}/small/fake_implementations:(CRASH|HANG|WRONG)|write/{DECODE}/small/.*(LOSSY|WRONG)",
+        ),
     )
     assert status == 1, printed
     results = json.loads(record.read_text())["results"]
-    checks = {c["body"].partition(":")[2]: c for c in results["checks"]}
+    checks = {c["implementation"].partition(":")[2]: c for c in results["checks"]}
     assert "exit status 7" in checks["CRASH"]["failure"] and "stage 'compile'" in checks["CRASH"]["failure"]
     assert "more than 6 s in stage 'run'" in checks["HANG"]["failure"]
     assert not checks["WRONG"]["passed"] and checks["WRONG"]["error"] > checks["WRONG"]["tolerance"]
-    writes = {w["body"].partition(":")[2]: w["passed"] for w in results["writes"]}
+    writes = {w["implementation"].partition(":")[2]: w["passed"] for w in results["writes"]}
     assert writes == {"WRONG": True, "LOSSY": False}
     lines = [json.loads(line) for line in record.with_suffix(".jsonl").read_text().splitlines()]
     assert len(lines) == 6 and {r["kind"] for r in lines} == {"rates", "check", "write"}
 
-    status, printed = command("--json", record, "--resume", "--bodies", names[0], "--only", f"check/{SMALLEST}/small/")
+    status, printed = command(
+        "--json", record, "--resume", "--implementations", names[0], "--only", f"check/{SMALLEST}/small/"
+    )
     assert status == 1 and len(json.loads(record.read_text())["results"]["checks"]) == 3, printed
 
 
@@ -90,11 +96,11 @@ def test_a_budget_that_is_too_short_lists_what_was_not_reached(tmp_path):
     assert f"check/{SMALLEST}/small/xla" in results["unreached"] and "UNPROVEN" in printed
 
 
-def test_plan_has_every_case_with_every_body_and_the_targets_first():
+def test_plan_has_every_case_with_every_implementation_and_the_targets_first():
     tasks = gpu_check.plan("gpu", ("mosaic_gpu", "xla"), "")
-    checks = {(t["case"], t["body"]) for t in tasks if t["kind"] == "check"}
+    checks = {(t["case"], t["implementation"]) for t in tasks if t["kind"] == "check"}
     quick = [name for name in CASES if name.endswith("/bfloat16")]
-    assert checks >= {(name, body) for name in (*REAL, *quick) for body in ("mosaic_gpu", "xla")}
+    assert checks >= {(name, implementation) for name in (*REAL, *quick) for implementation in ("mosaic_gpu", "xla")}
     ids = [t["id"] for t in tasks]
     assert len(set(ids)) == len(ids) and ids[0] == "rates"
     whole = [t["case"] for t in tasks if t["kind"] == "check" and not t["case"].endswith("/small")]
@@ -108,12 +114,12 @@ def test_plan_has_every_case_with_every_body_and_the_targets_first():
 def test_the_same_kind_of_case_is_given_up_after_three_crashes(tmp_path):
     results = Results(tmp_path / "lines.jsonl", resume=False)
     tasks = [t for t in gpu_check.plan("gpu", ("a", "b"), "check/.*/busy/") if t["kind"] == "check"]
-    own = [t for t in tasks if t["body"] == "a" and not t["case"].endswith("/small")]
+    own = [t for t in tasks if t["implementation"] == "a" and not t["case"].endswith("/small")]
     for task in own[:GIVE_UP]:
         assert results.skip(task) is None
         assert results.add(task, {"failure": "killed", "crashed": True, "parts": []}) == []
     assert "busy" in results.skip(own[GIVE_UP])
-    assert all(results.skip(t) is None for t in tasks if t["body"] == "b")
+    assert all(results.skip(t) is None for t in tasks if t["implementation"] == "b")
 
 
 def test_without_a_device_nothing_else_is_started(tmp_path):
@@ -135,11 +141,11 @@ def test_running_out_of_device_memory_is_tried_once_more(tmp_path):
 @pytest.mark.parametrize("name", ["llama3-8b-tp8/busy/64/bfloat16/small", "demo/crumbs/16/int8"])
 def test_written_right_sees_a_number_in_a_wrong_page(name):
     case = find_case(name)
-    inputs = prepare(case, BODY)
-    empty = BODY.init_cache(
+    inputs = prepare(case, XLA_ATTENTION)
+    empty = XLA_ATTENTION.init_cache(
         inputs.cache.keys.shape[0] - 1, case.page_size, case.spec.num_kv_heads, case.spec.head_dim, case.cache_dtype
     )
-    cache = BODY.write(inputs.k, inputs.v, empty, inputs.batch, inputs.scales)
+    cache = XLA_ATTENTION.write(inputs.k, inputs.v, empty, inputs.batch, inputs.scales)
     leaves = [np.array(leaf) for leaf in (cache.keys, cache.values)]
     assert gpu_check.written_right(case, inputs, leaves)
     page = int(inputs.batch.block_tables[0, 0])
@@ -168,9 +174,9 @@ def test_the_script_needs_nothing_that_a_bare_gpu_machine_lacks():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'typer', 'orbax', 'sentencepiece', 'tokenizers')));"
         "import gpu_check, tune_kernels, kernel_runs;"
-        "from jaxserve.kernels.paged_attention import Device;"
+        "from jaxserve.kernels.dispatch import Device;"
         "h200 = Device(backend='gpu', kind='NVIDIA H200', compute_capability=(9, 0));"
-        "print(kernel_runs.find_body('mosaic_gpu', h200).name)"
+        "print(kernel_runs.find_implementation('mosaic_gpu', h200).name)"
     )
     path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
     done = subprocess.run(

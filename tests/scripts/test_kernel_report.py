@@ -1,4 +1,4 @@
-"""scripts/kernel_report.py: the reading of what compilers print, and the table that claims nothing without a record."""
+"""scripts/kernel_report.py: the reading of what compilers print, and tables that claim nothing without a record."""
 
 import dataclasses
 import importlib.util
@@ -11,10 +11,10 @@ from pathlib import Path
 import kernel_report
 import pytest
 from kernel_builds import capture, compile_attend, compile_for, interpret, kernels_of
-from kernel_runs import find_body, find_case
+from kernel_runs import find_case, find_implementation
 
 from jaxserve.kernels.cases import REAL
-from jaxserve.runtime.topology import device_of_topology
+from jaxserve.lab.compiled.topology import device_of_topology
 
 ROOT = Path(__file__).parents[2]
 DECODE = "llama3-8b-tp8/decode64/64/bfloat16"
@@ -87,8 +87,8 @@ def test_several_layers_in_one_program_copy_no_cache():
     """What gpu_check times is attention, not a copy that XLA put between the layers."""
     case = REAL[DECODE]
     pages = 64 * 64 + 3 + 1
-    body = find_body("mosaic_gpu", device_of_topology("h200:1"))
-    hlo = compile_attend(case, body, "h200:1", layers=2)[0].as_text()
+    implementation = find_implementation("mosaic_gpu", device_of_topology("h200:1"))
+    hlo = compile_attend(case, implementation, "h200:1", layers=2)[0].as_text()
     copies = [line for line in hlo.splitlines() if f"[{pages}," in line and ("copy(" in line or "copy-start(" in line)]
     assert f"[{pages}," in hlo and not copies, copies
 
@@ -101,7 +101,7 @@ def test_a_short_case_is_interpreted_and_a_refusal_is_a_fact():
 
 
 def test_programs_that_differ_in_name_only_are_asked_for_once():
-    args = Namespace(bodies=["mosaic_gpu"], only="", compile=True, interpret=False, missing=False)
+    args = Namespace(implementations=["mosaic_gpu"], only="", compile=True, interpret=False, missing=False)
     tasks = kernel_report.plan(args, {})
     of = [name for task in tasks for name in task["of"]]
     assert sorted(of) == sorted(REAL)
@@ -128,13 +128,13 @@ FACTS: kernel_report.Facts = {
 
 def test_only_what_is_missing_is_asked_again():
     args = Namespace(
-        bodies=["mosaic_tpu", "mosaic_gpu"], only=f"^{DECODE} ", compile=True, interpret=True, missing=True
+        implementations=["mosaic_tpu", "mosaic_gpu"], only=f"^{DECODE} ", compile=True, interpret=True, missing=True
     )
-    asked = {(task["body"], task["fact"]) for task in kernel_report.plan(args, FACTS)}
+    asked = {(task["implementation"], task["fact"]) for task in kernel_report.plan(args, FACTS)}
     assert asked == {("mosaic_tpu", "interpreted"), ("mosaic_tpu", "compiled v6e")}, "v6e failed"
 
 
-def rows(facts: kernel_report.Facts, measured: dict[tuple[str, str], str]) -> dict[str, list[str]]:
+def rows(facts: kernel_report.Facts, measured: kernel_report.Measured) -> dict[str, list[str]]:
     lines = [line for line in kernel_report.table(facts, measured) if line.startswith("| ")]
     return {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines}
 
@@ -147,7 +147,7 @@ def test_without_facts_everything_is_unproven():
 
 def test_cells_say_what_is_known_and_what_is_wrong():
     tpu_compiled, tpu_run, tpu_measured, gpu_compiled, gpu_run, gpu_measured, xla_run, xla_measured = rows(
-        FACTS, {(DECODE, "mosaic_gpu"): "NVIDIA H200: right"}
+        FACTS, {(DECODE, "mosaic_gpu"): {"NVIDIA H200": {"passed": True}}}
     )[DECODE]
     assert tpu_compiled == "v5e: refused (1)<br>v6e: **failed**" and tpu_run == "unproven" and tpu_measured == "-"
     assert gpu_compiled == "h200: 3 s; 95 registers x 256, 106 KiB, **8 B spilled**"
@@ -156,26 +156,61 @@ def test_cells_say_what_is_known_and_what_is_wrong():
     assert list(kernel_report.table(FACTS, {}))[-1] == "Refused: (1) too wide."
 
 
+def summed_up(facts: kernel_report.Facts, measured: kernel_report.Measured) -> dict[tuple[str, str], list[str]]:
+    lines = list(kernel_report.summary(facts, measured))[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    return {(implementation.strip("`"), proof): counts for implementation, proof, *counts in cells}
+
+
+def test_the_summary_counts_the_cases_of_each_proof():
+    others = str(len(REAL) - 1)
+    measured = {
+        (DECODE, "mosaic_gpu"): {"NVIDIA H200": {"passed": True, "error": 1e-3, "ms": 0.25, "share_of_copy": 0.9}},
+        (DECODE, "xla"): {"NVIDIA H200": {"failure": "died"}, "NVIDIA H100": {"skipped": "no time"}},
+    }
+    found = summed_up(FACTS, measured)
+    assert found == {
+        ("mosaic_tpu", "compiled for v5e"): ["0", "1", "0", others, "-"],
+        ("mosaic_tpu", "compiled for v6e"): ["0", "0", "**1**", others, "-"],
+        ("mosaic_tpu", "interpreted on a CPU"): ["0", "0", "0", str(len(REAL)), "-"],
+        ("mosaic_tpu", "measured on a GPU or TPU"): ["0", "0", "0", str(len(REAL)), "-"],
+        ("mosaic_gpu", "compiled for h200"): ["0", "0", "**1**", others, "-"],
+        ("mosaic_gpu", "interpreted on a CPU"): ["0", "0", "**1**", others, "1.4e-03"],
+        ("mosaic_gpu", "measured on NVIDIA H200"): ["1", "0", "0", others, "1.0e-03"],
+        ("xla", "run on a CPU"): ["0", "0", "**1**", others, "3.0e-03"],
+        ("xla", "measured on NVIDIA H100"): ["0", "0", "0", str(len(REAL)), "-"],
+        ("xla", "measured on NVIDIA H200"): ["0", "0", "**1**", others, "-"],
+    }
+
+
 def test_measurements_come_from_records(tmp_path):
     checks = [
-        {"case": DECODE, "body": "mosaic_gpu", "passed": True, "error": 1e-3, "ms": 0.25, "share_of_copy": 0.9},
-        {"case": f"{DECODE}/small", "body": "mosaic_gpu", "passed": True, "error": 1e-3},
-        {"case": DECODE, "body": "xla", "failure": "died"},
+        {
+            "case": DECODE,
+            "implementation": "mosaic_gpu",
+            "passed": True,
+            "error": 1e-3,
+            "ms": 0.25,
+            "share_of_copy": 0.9,
+        },
+        {"case": f"{DECODE}/small", "implementation": "mosaic_gpu", "passed": True, "error": 1e-3},
+        {"case": DECODE, "implementation": "xla", "failure": "died"},
     ]
     record = {"about": {"device": {"kind": "NVIDIA H200"}}, "results": {"checks": checks}}
     (tmp_path / "gpu_check_h200.json").write_text(json.dumps(record))
-    assert kernel_report.measurements(tmp_path) == {
-        (DECODE, "mosaic_gpu"): "NVIDIA H200: right, 0.25 ms, 90% of copy bandwidth",
-        (DECODE, "xla"): "NVIDIA H200: **failed**",
-    }
+    measured = kernel_report.measurements(tmp_path)
+    cells = rows({}, measured)[DECODE]
+    assert cells[5] == "NVIDIA H200: right, 0.25 ms, 90% of copy bandwidth"
+    assert cells[7] == "NVIDIA H200: **failed**"
+    assert measured.keys() == {(DECODE, "mosaic_gpu"), (DECODE, "xla")}, "short forms are no measurement"
 
 
 def test_the_page_in_the_repository_is_what_the_script_writes(tmp_path):
     page = tmp_path / "kernels.md"
     shutil.copy(ROOT / "docs/kernels.md", page)
     facts = json.loads((ROOT / "benchmarks/kernels.json").read_text())["results"]
-    lines = list(kernel_report.table(facts, kernel_report.measurements(ROOT / "benchmarks")))
-    kernel_report.write_table(page, lines)
+    lines = list(kernel_report.summary(facts, kernel_report.measurements(ROOT / "benchmarks")))
+    kernel_report.write_summary(page, lines)
     assert page.read_text() == (ROOT / "docs/kernels.md").read_text(), "run scripts/kernel_report.py"
 
 
@@ -183,4 +218,4 @@ def test_a_page_without_markers_is_refused(tmp_path):
     page = tmp_path / "kernels.md"
     page.write_text("# Kernels\n")
     with pytest.raises(AssertionError, match="marker"):
-        kernel_report.write_table(page, [])
+        kernel_report.write_summary(page, [])

@@ -1,24 +1,42 @@
 """What the kernel scripts share: turns on a device, timing, and files that are never half written."""
 
+import contextlib
+import fcntl
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import kernel_runs
 import pytest
 from kernel_runs import Turns, find_case, seconds_per_call, write_results
 
 from jaxserve.kernels.cases import REAL, small
+from jaxserve.testing import ManualClock
+
+WAIT_S = 120.0
 
 
-def test_turns_alone_excludes_all_and_comes_before_new_sharers(tmp_path):
+def test_turns_alone_excludes_all_and_comes_before_new_sharers(tmp_path, monkeypatch):
     events: list[str] = []
+    wanting = threading.Semaphore(0)  # those who have said that they want it alone
+    held = kernel_runs._held
+
+    @contextlib.contextmanager
+    def noted(path, mode):
+        with held(path, mode):
+            if path.name == "wanted" and mode == fcntl.LOCK_SH:
+                wanting.release()
+            yield
+
+    monkeypatch.setattr(kernel_runs, "_held", noted)
     inside, go = threading.Event(), threading.Event()
 
     def first_sharer() -> None:
         with Turns(tmp_path).shared():
             inside.set()
-            go.wait(10)
+            assert go.wait(WAIT_S)
             events.append("first sharer leaves")
 
     def alone(name: str) -> None:
@@ -34,16 +52,17 @@ def test_turns_alone_excludes_all_and_comes_before_new_sharers(tmp_path):
     def start(target, *args: str) -> threading.Thread:
         thread = threading.Thread(target=target, args=args)
         thread.start()
-        time.sleep(0.1)  # so that each waits before the next one comes
+        if target is alone:
+            assert wanting.acquire(timeout=WAIT_S)
         return thread
 
     threads = [start(first_sharer)]
-    assert inside.wait(10)
+    assert inside.wait(WAIT_S)
     threads += [start(alone, "a"), start(late_sharer), start(alone, "b")]
     assert events == []
     go.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(WAIT_S)
     assert events[0] == "first sharer leaves" and events[-1] == "late sharer"
     assert events[1:5] in (
         ["a enters", "a leaves", "b enters", "b leaves"],
@@ -52,7 +71,7 @@ def test_turns_alone_excludes_all_and_comes_before_new_sharers(tmp_path):
 
 
 def test_sharers_are_inside_together(tmp_path):
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=WAIT_S)
 
     def share() -> None:
         with Turns(tmp_path).shared():
@@ -75,14 +94,15 @@ def test_turns_are_given_back_after_an_error(tmp_path):
         pass
 
 
-def test_seconds_per_call_divides_by_the_calls_of_a_launch():
-    x = jnp.ones(8)
+def test_seconds_per_call_divides_by_the_calls_of_a_launch(monkeypatch):
+    x, clock = jnp.ones(8), ManualClock()
+    monkeypatch.setattr(kernel_runs, "time", SimpleNamespace(perf_counter=clock))
 
     def launch():
-        time.sleep(0.02)
+        clock.advance(0.02)
         return x
 
-    assert seconds_per_call(launch, 4, rounds=3) == pytest.approx(0.005, rel=0.3)
+    assert seconds_per_call(launch, 4, rounds=3) == pytest.approx(0.005)
 
 
 def test_case_names_lead_back_to_cases():

@@ -1,4 +1,4 @@
-"""scripts/tune_kernels.py on this CPU, with a body whose sizes are slow, wrong, deadly, refused or right."""
+"""scripts/tune_kernels.py on this CPU, with an implementation whose sizes are slow, wrong, deadly, refused or right."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import tune_kernels
-from fake_bodies import NAME, entry
+from fake_implementations import NAME, entry
 
 from jaxserve.kernels.cases import REAL
-from jaxserve.kernels.paged_attention import Device
+from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.tuning import TunedTable, file_name
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +33,10 @@ def command(*args: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_quickest_right_size_is_written_whatever_the_others_do(tmp_path):
     wanted = entry("decode", USE)
-    printed = command("--bodies", NAME, "--only", f"^{wanted}$", "--folder", tmp_path, "--commit", "abc")
+    printed = command("--implementations", NAME, "--only", f"^{wanted}$", "--folder", tmp_path, "--commit", "abc")
     path = tmp_path / file_name("cpu")
     assert str(path) in printed
     found = json.loads(path.read_text())
@@ -49,18 +50,18 @@ def test_the_quickest_right_size_is_written_whatever_the_others_do(tmp_path):
 
 
 def test_dry_run_lists_every_real_use_once():
-    printed = command("--bodies", NAME, "--dry-run")
+    printed = command("--implementations", NAME, "--dry-run")
     entries = [line.split(": ")[0] for line in printed.splitlines()]
     assert set(entries) == {entry(variant, c.use) for variant in ("decode", "prefill") for c in REAL.values()}
     assert len(set(entries)) == len(entries)
 
 
-@pytest.mark.parametrize("body", ["mosaic_gpu", "mosaic_tpu"])
-def test_every_real_body_has_candidates_and_its_own_choice_first(body):
-    tasks = tune_kernels.plan([body], "page64/bfloat16", short=False)
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_tpu"])
+def test_every_real_implementation_has_candidates_and_its_own_choice_first(implementation):
+    tasks = tune_kernels.plan([implementation], "page64/bfloat16", short=False)
     assert {t["variant"] for t in tasks} == {"decode", "prefill"}
     for task in tasks:
-        default, _ = tune_kernels.search_of(body, task["variant"])
+        default, _ = tune_kernels.search_of(implementation, task["variant"])
         assert len(task["candidates"]) > 1, task["id"]
         assert [c for c in task["candidates"] if c == task["candidates"][0]] == [task["candidates"][0]]
         assert tune_kernels.case_of(task).use.cache_dtype == "bfloat16"

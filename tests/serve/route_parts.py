@@ -12,7 +12,7 @@ from pathlib import Path
 from serve_parts import WAIT_S, wait_until
 
 from jaxserve.client import Client
-from jaxserve.config_schema import Config, GrpcConfig, RouteConfig, ServeConfig
+from jaxserve.config.schema import Config, GrpcConfig, RouteConfig, ServeConfig
 from jaxserve.serve.route import route
 from jaxserve.serve.route_pool import Resolve
 from jaxserve.serve.shutdown import Shutdown
@@ -46,7 +46,7 @@ def routed(
     *replicas: str,
     policy: str = "least_load",
     retries: int = 2,
-    drain_s: float = 5.0,
+    drain_s: float = WAIT_S,
     resolve: Resolve | None = None,
     wait: bool = True,
     access: Mapping[str, str] = {},
@@ -60,6 +60,7 @@ def routed(
             policy=policy,
             retries=retries,
             health_interval_s=0.05,
+            health_timeout_s=WAIT_S,
             dns_interval_s=0.05,
             **access,
         ),
@@ -97,10 +98,10 @@ def routed(
 _SERVER = """
 import sys
 sys.path.insert(0, {tests!r})
-from serve_parts import serve_bytes
-from jaxserve.config_schema import GrpcConfig, ServeConfig
+from serve_parts import serve_slowly
+from jaxserve.config.schema import GrpcConfig, ServeConfig
 from jaxserve.serve.service import serve_forever
-parts = serve_bytes(delay_s={delay_s}, max_rows={max_rows})
+parts = serve_slowly({delay_s}, max_rows={max_rows})
 sys.exit(serve_forever(parts.engine, ServeConfig(grpc=GrpcConfig(port={port}))))
 """
 

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from jaxserve.api import SamplingParams
 from jaxserve.client import Client
-from jaxserve.config_schema import GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.serve.service import Addresses, Shutdown, serve
-from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
+from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 
-WAIT_S = 60.0  # for anything that must happen; far more than it takes, for the sake of busy machines
+WAIT_S = 120.0  # for anything that must happen: it ends a hang, and is far more than a busy machine takes
+LONG_TOKENS = 20_000  # of an answer that surely runs while a test acts: on `serve_slowly` 100 s at least
+LONG = SamplingParams(temperature=0.0, max_tokens=LONG_TOKENS)
 
 
 class SteerableRunner:
@@ -30,12 +33,15 @@ class SteerableRunner:
         self.is_held = False  # a step is waiting for `release`
         self._open = threading.Event()
         self._open.set()
+        self._free = 0  # steps that pass although it is held
 
     @property
     def limits(self) -> Limits:
         return self.inner.limits
 
-    def hold(self) -> None:
+    def hold(self, after: int = 0) -> None:
+        """No results from now on, but for those of the next `after` steps; again, while held, for more steps."""
+        self._free = after
         self._open.clear()
 
     def release(self) -> None:
@@ -45,8 +51,16 @@ class SteerableRunner:
         return _Steered(self, self.inner.dispatch(plan))
 
     def wait(self) -> None:
-        self.is_held = not self._open.is_set()
-        assert self._open.wait(WAIT_S), "the test forgot to release the runner"
+        for _ in range(int(WAIT_S / 0.005)):
+            if self._open.is_set():
+                break
+            if self._free > 0:
+                self._free -= 1
+                break
+            self.is_held = True
+            self._open.wait(0.005)
+        else:
+            raise AssertionError("the test forgot to release the runner")
         self.is_held = False
         time.sleep(self.delay_s)
         if self.broken:
@@ -79,6 +93,7 @@ class Parts:
         tokenizer: ByteTokenizer | None = None,
         forced: dict[tuple[str, int], dict[int, int]] | None = None,
         vocab_size: int = 128,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = make_limits(
             max_rows=max_rows, num_pages=num_pages, page_size=8, max_model_len=max_model_len, token_buckets=(16, 64)
@@ -96,6 +111,7 @@ class Parts:
             model=ModelInfo(name="fake", vocab_size=259, max_model_len=max_model_len, eos_token_ids=(257,)),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
+            clock=clock,
         )
 
 
@@ -122,8 +138,8 @@ class Served(Parts):
 @contextmanager
 def served(
     parts: Served,
-    drain_s: float = 5.0,
-    stall_s: float = 60.0,
+    drain_s: float = WAIT_S,
+    stall_s: float = WAIT_S,
     grpc_config: GrpcConfig = GrpcConfig(port=0),  # noqa: B008
     http_config: HttpConfig = HttpConfig(),  # noqa: B008
 ) -> Iterator[Served]:
@@ -163,6 +179,18 @@ def served(
 def serve_bytes(**options: object) -> Served:
     """A server for text, one id per byte; in mode "count" the text after "a" is "bcdef…"."""
     return Served(tokenizer=ByteTokenizer(), **options)
+
+
+def serve_slowly(delay_s: float = 0.005, **options: object) -> Served:
+    """`serve_bytes` whose `LONG` answers last: a test has time to act in the middle of one, even if it halts."""
+    return serve_bytes(delay_s=delay_s, **{"max_model_len": 2**15, "num_pages": 2**14, **options})
+
+
+def stall(parts: Served, clock: ManualClock, stall_s: float = WAIT_S) -> None:
+    """The device answers no more, and on the engine's clock, which stands still otherwise, `stall_s` go by."""
+    parts.runner.hold()
+    wait_until(lambda: parts.runner.is_held, "the loop waits in a step")
+    clock.advance(stall_s)
 
 
 def connect(parts: Served) -> Client:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from route_parts import routed
-from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+from serve_parts import LONG, WAIT_S, Served, connect, serve_bytes, serve_slowly, served, stall, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import RequestFailed
@@ -16,8 +16,8 @@ from jaxserve.serve import route, service, shutdown
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.grpc_server import LIVE_NAME
+from jaxserve.testing import ManualClock
 
-LONG = SamplingParams(temperature=0.0, max_tokens=500)
 NUM_TOKENS = 8 * 400
 
 
@@ -98,16 +98,14 @@ def test_a_second_signal_ends_a_router_before_a_client_that_never_reads(monkeypa
 
 def test_a_device_that_stands_still_in_a_drain_is_told() -> None:
     """Readiness is red already; the streams must not hang behind the light of `live`."""
-    with (
-        served(serve_bytes(delay_s=0.005), drain_s=4 * WAIT_S, stall_s=0.5) as server,
-        connect(server) as client,
-    ):
+    clock = ManualClock()
+    with served(serve_slowly(clock=clock), drain_s=4 * WAIT_S, stall_s=30.0) as server, connect(server) as client:
         running = client.generate("a", LONG, timeout_s=WAIT_S)
         next(running)
-        server.runner.hold()
         server.request_shutdown()
         wait_until(lambda: not server.engine.accepting, "it drains")
-        with pytest.raises(RequestFailed, match=r"a step has not ended for 0\.5 s") as caught:
+        stall(server, clock, 30.0)
+        with pytest.raises(RequestFailed, match=r"a step has not ended for 30 s") as caught:
             list(running)
         assert caught.value.status is Status.UNAVAILABLE
         assert not client.is_serving(LIVE_NAME, timeout_s=WAIT_S)
@@ -116,7 +114,7 @@ def test_a_device_that_stands_still_in_a_drain_is_told() -> None:
 
 
 def test_an_engine_that_dies_in_a_drain_ends_its_streams_and_the_process() -> None:
-    with served(serve_bytes(delay_s=0.005), drain_s=4 * WAIT_S) as server, connect(server) as client:
+    with served(serve_slowly(), drain_s=4 * WAIT_S) as server, connect(server) as client:
         running = client.generate("a", LONG, timeout_s=WAIT_S)
         next(running)
         server.request_shutdown()

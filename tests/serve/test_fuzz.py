@@ -37,7 +37,7 @@ def test_fuzzed_messages_get_typed_answers(count: int, caplog: pytest.LogCapture
         assert server.scheduler.num_held_pages == server.engine.num_live == server.engine.num_unstarted == 0
         assert server.engine.failure is None
         with connect(server) as client:
-            assert client.is_serving()
+            assert client.is_serving(timeout_s=WAIT_S)
             sampling = SamplingParams(temperature=0.0, max_tokens=5, seed=1)
             first = client.complete([1, 2], sampling, timeout_s=WAIT_S)
             assert (

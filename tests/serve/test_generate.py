@@ -11,7 +11,7 @@ from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
 
 from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.client import AsyncClient, Client, RequestFailed
-from jaxserve.config_schema import GrpcConfig
+from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import InvalidRequest, Status
 from jaxserve.serve.convert import CallOptions
 from jaxserve.serve.gen import inference_pb2 as pb

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -12,17 +13,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+from serve_parts import LONG, LONG_TOKENS, WAIT_S, Served, connect, serve_bytes, serve_slowly, served, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import AsyncClient, Client, RequestFailed
-from jaxserve.config_schema import GrpcConfig, ServeConfig
+from jaxserve.config.schema import GrpcConfig, ServeConfig
 from jaxserve.errors import ConfigError, Status
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_server import SERVICE_NAME
 from jaxserve.serve.service import Shutdown, check_serve_config, serve
 
-LONG = SamplingParams(temperature=0.0, max_tokens=500)
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -30,19 +30,15 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @pytest.fixture
 def server() -> Iterator[Served]:
-    """Slow enough that a long request (500 tokens, at least 2.5 s) is surely running while a test acts."""
-    with served(serve_bytes(delay_s=0.005, max_rows=4)) as parts:
+    with served(serve_slowly(max_rows=4)) as parts:
         yield parts
-        parts.scheduler.check()
+    parts.scheduler.check()  # once its loop has ended
 
 
 def assert_all_free(server: Served) -> None:
-    """Rows, pages and requests are given back, and not because the request ran to its end (500 steps).
-
-    Steps are counted and not seconds, so that a busy machine changes nothing.
-    """
+    """Rows, pages and requests are given back, and not because the request ran to its end."""
     wait_until(lambda: not server.scheduler.has_work() and server.scheduler.num_held_pages == 0, "pages are free")
-    assert server.runner.inner.num_steps < 490
+    assert server.runner.inner.num_steps < LONG_TOKENS
     assert server.engine.num_live == 0
     assert server.scheduler.num_running == server.scheduler.num_waiting == 0
 
@@ -53,7 +49,7 @@ def assert_all_free(server: Served) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_leaving_the_iterator_frees_the_pages(server: Served, n: int) -> None:
     with connect(server) as client:
-        replies = client.generate("a", SamplingParams(temperature=0.0, max_tokens=500, n=n), timeout_s=WAIT_S)
+        replies = client.generate("a", dataclasses.replace(LONG, n=n), timeout_s=WAIT_S)
         for _ in range(4 * n):
             next(replies)
         assert server.scheduler.num_held_pages > 0
@@ -102,7 +98,7 @@ CLIENT = """
 import sys
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client
-for reply in Client(sys.argv[1]).generate("a", SamplingParams(temperature=0.0, max_tokens=500)):
+for reply in Client(sys.argv[1]).generate("a", SamplingParams(temperature=0.0, max_tokens=int(sys.argv[2]))):
     print(reply.text, flush=True)
 """
 
@@ -110,11 +106,11 @@ for reply in Client(sys.argv[1]).generate("a", SamplingParams(temperature=0.0, m
 @contextlib.contextmanager
 def _client_process(server: Served) -> Iterator[subprocess.Popen[bytes]]:
     """Another process in the middle of a long answer."""
-    with subprocess.Popen([sys.executable, "-c", CLIENT, server.address], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", CLIENT, server.address, str(LONG_TOKENS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline()
-            assert server.scheduler.num_held_pages > 0
             yield process
         finally:
             process.kill()
@@ -122,18 +118,19 @@ def _client_process(server: Served) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_client_that_is_killed_frees_its_pages(server: Served) -> None:
     with _client_process(server) as process:
+        assert server.scheduler.num_held_pages > 0
         process.kill()
         process.wait(WAIT_S)
         assert_all_free(server)
 
 
 def test_a_client_that_falls_silent_is_found_by_pings() -> None:
-    """A stopped process stands for a cut cable: its kernel keeps the connection, and nobody answers."""
-    config = GrpcConfig(port=0, keepalive_s=1.0, keepalive_timeout_s=0.5)
-    with (
-        served(serve_bytes(delay_s=0.04), grpc_config=config) as server,
-        _client_process(server) as process,
-    ):  # 20 s to its end
+    """A stopped process stands for a cut cable: its kernel keeps the connection, and nobody answers.
+
+    A client that a busy machine keeps from answering pings, before it is stopped, is lost by the same way.
+    """
+    config = GrpcConfig(port=0, keepalive_s=1.0, keepalive_timeout_s=3.0)
+    with served(serve_slowly(), grpc_config=config) as server, _client_process(server) as process:
         process.send_signal(signal.SIGSTOP)
         assert_all_free(server)
 
@@ -142,7 +139,7 @@ async def test_many_clients_leave_at_once(server: Served) -> None:
     async with AsyncClient(server.address) as client:
 
         async def leave_early(index: int) -> None:
-            sampling = SamplingParams(temperature=0.0, max_tokens=500, n=1 + index % 2)
+            sampling = dataclasses.replace(LONG, n=1 + index % 2)
             replies = client.generate([index], sampling, timeout_s=WAIT_S)
             async with contextlib.aclosing(replies):
                 async for _ in replies:
@@ -174,7 +171,27 @@ def test_a_full_queue_is_resource_exhausted() -> None:
             assert caught.value.status is Status.OVERLOADED
             server.runner.release()
             assert len(calls) == 2
+        wait_until(lambda: server.engine.num_unstarted == 0, "both have left")
         assert client.complete("a", SHORT, timeout_s=WAIT_S).text == "bcdef"
+
+
+def test_the_queue_is_bounded_in_sequences() -> None:
+    with served(serve_bytes(max_rows=1, max_waiting=200)) as server, connect(server) as client:
+        for n, setting in ((129, r"serve\.max_n"), (1024, r"serve\.max_n")):
+            with pytest.raises(RequestFailed, match=setting) as caught:
+                client.complete("a", SamplingParams(n=n, max_tokens=1), timeout_s=WAIT_S)
+            assert caught.value.status is Status.INVALID
+        server.runner.hold()
+        with contextlib.ExitStack() as stack:
+            _call(stack, server)
+            wait_until(lambda: server.engine.num_unstarted == 1, "one request waits")
+            _call(stack, server, n=100)
+            wait_until(lambda: client.load().num_waiting == 101, "two requests with 101 sequences wait")
+            with pytest.raises(RequestFailed, match="101 sequences are waiting and 100 more") as caught:
+                client.complete("a", SamplingParams(n=100, max_tokens=1), timeout_s=WAIT_S)
+            assert caught.value.status is Status.OVERLOADED
+            assert server.engine.num_unstarted == 2
+            server.runner.release()
 
 
 # ---- health and reflection -------------------------------------------------------------------------------------------
@@ -215,7 +232,7 @@ def test_the_client_asks_for_health() -> None:
 
 
 def test_a_dead_engine_turns_health_red_and_ends_every_stream() -> None:
-    with served(serve_bytes(delay_s=0.005)) as server, connect(server) as client, contextlib.ExitStack() as stack:
+    with served(serve_slowly()) as server, connect(server) as client, contextlib.ExitStack() as stack:
         watch = _watch_health(stack, server)
         assert next(watch) == SERVING
         streams = [client.generate([i], LONG, timeout_s=WAIT_S) for i in range(4)]
@@ -254,23 +271,18 @@ def test_a_defect_of_one_request_is_internal_without_its_text(
 
 
 def test_a_drain_lets_running_requests_end_and_refuses_new_ones() -> None:
-    with (
-        served(serve_bytes(delay_s=0.01), drain_s=WAIT_S) as server,
-        connect(server) as client,
-        contextlib.ExitStack() as stack,
-    ):
+    with served(serve_bytes()) as server, connect(server) as client, contextlib.ExitStack() as stack:
         watch = _watch_health(stack, server)
         assert next(watch) == SERVING
-        running = client.generate([1], LONG, timeout_s=WAIT_S)
+        server.runner.hold(after=4)
+        running = client.generate([1], SamplingParams(temperature=0.0, max_tokens=500), timeout_s=WAIT_S)
         replies = [next(running)]
-        server.runner.hold()
         server.request_shutdown()
         assert next(watch) == NOT_SERVING
         wait_until(lambda: not server.engine.accepting, "the engine drains")
         with pytest.raises(RequestFailed, match="shutting down") as caught:
             client.complete("a", SHORT, timeout_s=WAIT_S)
         assert caught.value.status is Status.UNAVAILABLE
-        server.runner.delay_s = 0.0
         server.runner.release()
         replies += running
         assert len(replies) == 500
@@ -279,12 +291,12 @@ def test_a_drain_lets_running_requests_end_and_refuses_new_ones() -> None:
 
 
 def test_what_outlives_the_drain_ends_with_abort() -> None:
-    with served(serve_bytes(delay_s=0.01), drain_s=0.2) as server, connect(server) as client:
+    with served(serve_slowly(), drain_s=0.2) as server, connect(server) as client:
         running = client.generate([1], LONG, timeout_s=WAIT_S)
         replies = [next(running)]
         server.request_shutdown()
         replies += running
-        assert 1 < len(replies) < 490
+        assert 1 < len(replies) < LONG_TOKENS
         assert replies[-1].finish_reason == pb.FINISH_REASON_ABORT
         assert replies[-1].usage.num_generated_tokens == len(replies) - 1
         assert server.wait_for_exit() == 0
@@ -293,10 +305,12 @@ def test_what_outlives_the_drain_ends_with_abort() -> None:
 SERVER = """
 import sys
 sys.path.insert(0, {tests!r})
-from serve_parts import serve_bytes
-from jaxserve.config_schema import GrpcConfig, ServeConfig
+from serve_parts import WAIT_S, serve_slowly
+from jaxserve.config.schema import GrpcConfig, ServeConfig
+from jaxserve.serve import shutdown
 from jaxserve.serve.service import serve_forever
-parts = serve_bytes(delay_s=0.01)
+shutdown._HURRY_S = WAIT_S
+parts = serve_slowly(0.01)
 code = serve_forever(parts.engine, ServeConfig(drain_s=float(sys.argv[1]), grpc=GrpcConfig(port=0)))
 assert not parts.scheduler.has_work() and parts.scheduler.num_held_pages == 0
 sys.exit(code)
@@ -359,7 +373,7 @@ def test_a_port_in_use_is_a_config_error(server: Served) -> None:
 
 def test_the_client_loads_nothing_of_the_engine() -> None:
     code = "import sys, jaxserve.client; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     names = set(loaded.stdout.split())
     assert not names & {"jax", "numpy", "pydantic", "jaxserve.engine", "jaxserve.sched", "jaxserve.text"}
 
@@ -367,11 +381,12 @@ def test_the_client_loads_nothing_of_the_engine() -> None:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _call(stack: contextlib.ExitStack, server: Served) -> grpc.Call:
+def _call(stack: contextlib.ExitStack, server: Served, n: int = 1) -> grpc.Call:
     """A long request whose messages nobody reads; cancelled when the block ends."""
     channel = stack.enter_context(grpc.insecure_channel(server.address))
     call = channel.unary_stream("/jaxserve.v1.Inference/Generate")(
-        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=500)).SerializeToString(), timeout=WAIT_S
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=500, n=n)).SerializeToString(),
+        timeout=WAIT_S,
     )
     stack.callback(call.cancel)
     return call

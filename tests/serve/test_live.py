@@ -2,21 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+from serve_parts import LONG, WAIT_S, Served, connect, serve_bytes, serve_slowly, served, stall, wait_until
 
 from jaxserve import cli
 from jaxserve.api import SamplingParams
 from jaxserve.client import RequestFailed
 from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
+from jaxserve.testing import ManualClock
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-LONG = SamplingParams(temperature=0.0, max_tokens=500)
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
 
 
@@ -33,25 +34,34 @@ def _watch(server: Served) -> Iterator[Iterator[int]]:
 
 
 def test_a_server_that_drains_is_not_ready_but_live() -> None:
-    with served(serve_bytes(delay_s=0.01), drain_s=WAIT_S) as server, connect(server) as client:
+    with served(serve_bytes()) as server, connect(server) as client:
         assert all(client.is_serving(name, timeout_s=WAIT_S) for name in ("", SERVICE_NAME, LIVE_NAME))
-        running = client.generate("a", LONG, timeout_s=WAIT_S)
+        server.runner.hold(after=4)
+        running = client.generate("a", SamplingParams(temperature=0.0, max_tokens=500), timeout_s=WAIT_S)
         next(running)
         server.request_shutdown()
         wait_until(lambda: not client.is_serving(timeout_s=WAIT_S), "readiness turns red")
         assert not client.is_serving(SERVICE_NAME, timeout_s=WAIT_S)
         assert client.is_serving(LIVE_NAME, timeout_s=WAIT_S)
-        server.runner.delay_s = 0.0
+        server.runner.release()
         assert len(list(running)) == 499
 
 
 def test_a_loop_that_stands_still_with_work_is_not_live() -> None:
     """Neither light stays green over a hang, no stream waits behind it, and both come back when the step ends."""
-    with served(serve_bytes(), stall_s=0.2) as server, connect(server) as client, _watch(server) as watch:
+    clock = ManualClock()
+    with (
+        served(serve_bytes(clock=clock), stall_s=30.0) as server,
+        connect(server) as client,
+        _watch(server) as watch,
+        ThreadPoolExecutor(1) as pool,
+    ):
         assert next(watch) == SERVING
         server.runner.hold()
-        with pytest.raises(RequestFailed, match=r"a step has not ended for 0\.2 s"):
-            client.complete("a", SHORT, timeout_s=WAIT_S)
+        answer = pool.submit(client.complete, "a", SHORT, timeout_s=WAIT_S)
+        stall(server, clock, 30.0)
+        with pytest.raises(RequestFailed, match=r"a step has not ended for 30 s"):
+            answer.result()
         assert next(watch) == NOT_SERVING
         assert not client.is_serving(timeout_s=WAIT_S)
         server.runner.release()
@@ -61,16 +71,18 @@ def test_a_loop_that_stands_still_with_work_is_not_live() -> None:
 
 
 def test_an_engine_without_work_never_stalls() -> None:
-    with served(serve_bytes(), stall_s=0.05) as server, connect(server) as client:
+    clock = ManualClock()
+    with served(serve_bytes(clock=clock), stall_s=30.0) as server, connect(server) as client:
         for _ in range(3):
             client.complete("a", SHORT, timeout_s=WAIT_S)
-            wait_until(lambda: server.engine.stalled_s == 0.0, "idle")
+            wait_until(server.engine._idle.is_set, "idle")
+            clock.advance(60.0)
             with _watch(server) as watch:
                 assert next(watch) == SERVING
 
 
 def test_a_dead_engine_is_not_live() -> None:
-    with served(serve_bytes(delay_s=0.005)) as server, connect(server) as client, _watch(server) as watch:
+    with served(serve_slowly()) as server, connect(server) as client, _watch(server) as watch:
         assert next(watch) == SERVING
         server.runner.broken = True
         with pytest.raises(RequestFailed, match="engine has died"):
@@ -80,10 +92,14 @@ def test_a_dead_engine_is_not_live() -> None:
 
 
 def test_the_health_command(capsys: pytest.CaptureFixture[str]) -> None:
+    patient = ["--timeout", str(WAIT_S)]
     with served(serve_bytes()) as server:
         capsys.readouterr()  # the server, in this process, has said where it listens
-        assert cli.main(["health", server.address]) == 0
-        assert cli.main(["health", server.address, "--service", LIVE_NAME]) == 0
-        assert cli.main(["health", server.address, "--service", "nobody"]) == 1
+        assert cli.main(["health", server.address, *patient]) == 0
+        assert cli.main(["health", server.address, "--service", LIVE_NAME, *patient]) == 0
+        assert cli.main(["health", server.address, "--service", "nobody", *patient]) == 1
     assert cli.main(["health", server.address, "--timeout", "1"]) == 1
-    assert capsys.readouterr().out.split() == ["SERVING", "SERVING", "NOT_SERVING", "NOT_SERVING"]
+    serving, live, unknown, gone = capsys.readouterr().out.splitlines()
+    assert (serving, live) == ("SERVING", "SERVING")
+    assert unknown.startswith(f"ERROR from {server.address}: ")
+    assert gone.startswith(f"NO_ANSWER from {server.address}: ")

@@ -3,7 +3,9 @@
 import asyncio
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -11,19 +13,20 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from route_parts import fake_server
-from serve_parts import WAIT_S, connect, serve_bytes, served, wait_until
+from serve_parts import LONG, WAIT_S, connect, serve_bytes, serve_slowly, served, wait_until
 
 from jaxserve.api import PromptInfo, Request, SamplingParams, TokenLogprobs
 from jaxserve.client import CallOptions, Client, RequestFailed, blocking
-from jaxserve.config_schema import GrpcConfig
+from jaxserve.config.schema import GrpcConfig
 from jaxserve.engine import Update
 from jaxserve.errors import Status
+from jaxserve.serve import grpc_service
 from jaxserve.serve.convert import MAX_ABORT_IDS
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.replies import Replies
+from jaxserve.testing import ManualClock
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
-LONG = SamplingParams(temperature=0.0, max_tokens=500)
 
 
 def test_generate_can_be_called_by_what_reflection_says() -> None:
@@ -71,16 +74,21 @@ def test_a_client_that_pings_too_often_is_sent_away_alone() -> None:
 
 def test_a_server_that_vanishes_does_not_keep_a_client_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process stands for a cut cable: its kernel keeps the connection, and nobody answers."""
-    short = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 300, "grpc.http2.ping_timeout_ms": 300}
+    short = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
     options = blocking.CHANNEL_OPTIONS
     assert set(short) <= {name for name, _ in options}
     monkeypatch.setattr(blocking, "CHANNEL_OPTIONS", tuple((name, short.get(name, value)) for name, value in options))
     with fake_server(delay_s=0.02) as (process, address), Client(address) as client:
         replies = client.generate("a", LONG)
-        next(replies)
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(RequestFailed) as caught:
+
+        def read() -> None:
+            """A server that a busy machine keeps from answering pings before it is stopped is lost by the same way."""
+            next(replies)
+            process.send_signal(signal.SIGSTOP)
             list(replies)
+
+        with pytest.raises(RequestFailed) as caught:
+            read()
         assert caught.value.status is Status.UNAVAILABLE
 
 
@@ -92,7 +100,7 @@ def test_a_token_may_abort_the_requests_of_another(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("alpha\nbeta\n")
     config = GrpcConfig(port=0, tokens_file=str(tmp_path / "tokens"))
     with (
-        served(serve_bytes(delay_s=0.005), grpc_config=config) as server,
+        served(serve_slowly(), grpc_config=config) as server,
         Client(server.address, token="alpha") as alpha,
         Client(server.address, token="beta") as beta,
         connect(server) as nobody,
@@ -118,6 +126,18 @@ def test_one_call_aborts_a_bounded_number() -> None:
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
+class ArrivalClock(ManualClock):
+    """Tells when somebody has looked at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = threading.Event()
+
+    def __call__(self) -> float:
+        self.read.set()
+        return super().__call__()
+
+
 def test_the_time_of_a_request_counts_while_it_waits_to_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(serve_bytes()) as server, connect(server) as client:
         go_on, prepare = threading.Event(), server.engine.prepare
@@ -133,12 +153,17 @@ def test_the_time_of_a_request_counts_while_it_waits_to_be_encoded(monkeypatch: 
         for thread in busy:  # all threads that encode
             thread.start()
             assert entered.acquire(timeout=WAIT_S)
-        timer = threading.Timer(0.5, go_on.set)
-        timer.start()
-        with pytest.raises(RequestFailed, match=r"the 0\.2 s of the request were over before its prompt") as caught:
-            client.complete("a", SHORT, CallOptions(timeout_s=0.2), timeout_s=WAIT_S)
+        clock = ArrivalClock()
+        monkeypatch.setattr(grpc_service, "time", SimpleNamespace(monotonic=clock))
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(client.complete, "a", SHORT, CallOptions(timeout_s=30.0), timeout_s=WAIT_S)
+            assert clock.read.wait(WAIT_S), "it has arrived"
+            clock.advance(30.0)
+            go_on.set()
+            with pytest.raises(RequestFailed, match=r"the 30 s of the request were over before its prompt") as caught:
+                late.result()
         assert caught.value.status is Status.DEADLINE
-        for thread in (*busy, timer):
+        for thread in busy:
             thread.join(WAIT_S)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from serve_parts import Served, serve_bytes, served, wait_until
 
-from jaxserve.config_schema import HttpConfig, RuntimeConfig
+from jaxserve.config.schema import HttpConfig, RuntimeConfig
 from jaxserve.engine import RequestStats, RequestTimes
 from jaxserve.errors import ConfigError
 from jaxserve.serve.gen import inference_pb2 as pb

@@ -2,12 +2,11 @@
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.api import SamplingParams
-from jaxserve.config_schema import RuntimeConfig
+from jaxserve.api import RequestOptions, SamplingParams
+from jaxserve.config.schema import RuntimeConfig
 from jaxserve.console import set_up_logging
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import create_scheduler
@@ -29,21 +28,10 @@ def _engine() -> Engine:
 
 def _run(engine: Engine, request_id: str = "r-1", *, sampling: SamplingParams | None = None) -> None:
     sampling = sampling or SamplingParams(temperature=0.0, max_tokens=3)
-    engine.submit(engine.prepare(SECRET, sampling, request_id=request_id, tenant="t"), lambda update: None)
+    engine.submit(
+        engine.prepare(SECRET, sampling, RequestOptions(request_id=request_id, tenant="t")), lambda update: None
+    )
     engine.run_until_idle()
-
-
-@pytest.fixture
-def own_logger() -> Iterator[logging.Logger]:
-    """The package's logger as it was, afterwards; and the root's handlers."""
-    logger, root = logging.getLogger("jaxserve"), logging.getLogger()
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    roots = root.handlers[:]
-    yield logger
-    root.handlers[:] = roots
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-    logger.propagate = propagate
 
 
 def _record(message: str, *args: object, **extra: object) -> logging.LogRecord:
@@ -77,7 +65,7 @@ def test_a_traceback_is_one_field() -> None:
     assert "ZeroDivisionError: x" in json.loads(JsonFormatter().format(record))["error"]
 
 
-def test_the_program_logs_json_when_asked(own_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_logs_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging(RuntimeConfig(log_format="json", log_requests=True))
     engine = _engine()
     with observe_requests(engine, RuntimeConfig(log_requests=True)):
@@ -89,11 +77,11 @@ def test_the_program_logs_json_when_asked(own_logger: logging.Logger, capsys: py
     assert parsed["e2e_ms"] >= parsed["ttft_ms"] >= parsed["queue_ms"] >= 0
 
 
-def test_other_packages_warn_in_json_too(own_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_packages_warn_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # the second takes the place of the first
         set_up_logging(RuntimeConfig(log_format="json"))
     logging.getLogger("another.package").warning("a\nb")
-    own_logger.warning("c")
+    logging.getLogger("jaxserve").warning("c")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [(line["logger"], line["message"]) for line in lines] == [("another.package", "a\nb"), ("jaxserve", "c")]
     set_up_logging(RuntimeConfig(log_format="text"))
@@ -126,7 +114,7 @@ def test_every_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = _engine()
     sampling = SamplingParams(temperature=0.0, max_tokens=5, n=3)
     with observe_requests(engine, RuntimeConfig(log_requests=True)):
-        engine.submit(engine.prepare("ab", sampling, request_id="aborted"), lambda update: None)
+        engine.submit(engine.prepare("ab", sampling, RequestOptions(request_id="aborted")), lambda update: None)
         engine.step()
         engine.abort("aborted")
         _run(engine, "done", sampling=sampling)

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from jaxserve.api import SamplingParams
-from jaxserve.config_schema import RuntimeConfig
+from jaxserve.api import RequestOptions, SamplingParams
+from jaxserve.config.schema import RuntimeConfig
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import create_scheduler
 from jaxserve.telemetry import observe_requests
@@ -55,9 +55,11 @@ def _run(engine: Engine, *, count: int = 1, traceparent: str = "", **options: ob
         request = engine.prepare(
             [1, 2, 3],
             sampling,
-            request_id=f"r{number}",
-            traceparent=traceparent,
-            **options,  # type: ignore[arg-type]
+            RequestOptions(
+                request_id=f"r{number}",
+                traceparent=traceparent,
+                **options,  # type: ignore[arg-type]
+            ),
         )
         engine.submit(request, lambda update: None)
     engine.run_until_idle()
@@ -102,7 +104,7 @@ def test_a_request_that_fails_is_an_error_span_without_what_it_never_reached() -
     (span,) = traced.exporter.get_finished_spans()
     assert span.status.status_code is trace.StatusCode.ERROR
     traced.exporter.clear()
-    request = traced.engine.prepare([1], SamplingParams(max_tokens=2), timeout_s=0.5)
+    request = traced.engine.prepare([1], SamplingParams(max_tokens=2), RequestOptions(timeout_s=0.5))
     traced.engine.submit(request, lambda update: None)
     traced.clock.advance(1.0)
     traced.engine.run_until_idle()

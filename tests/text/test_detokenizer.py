@@ -90,7 +90,7 @@ texts = st.text(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts, prompt=texts, cuts=cut_lists, skip=st.booleans())
 @example(text=" lead", prompt="", cuts=[1, 2, 3], skip=True)
 @example(text="👩\u200d👩\u200d👧", prompt="é", cuts=list(range(40)), skip=True)
@@ -101,7 +101,7 @@ def test_streamed_text_equals_whole_text(kind, text, prompt, cuts, skip):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), cuts=cut_lists, skip=st.booleans())
 def test_any_ids_stream_as_they_decode(kind, data, cuts, skip):
     tokenizer = REAL[kind]
@@ -111,7 +111,7 @@ def test_any_ids_stream_as_they_decode(kind, data, cuts, skip):
     check_stream(tokenizer, data.draw(ids), data.draw(ids), cuts, skip)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     prompt=st.binary(max_size=12),
     data=st.lists(st.one_of(st.integers(0, 260), st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xC3, 0x61])), max_size=60),
@@ -170,7 +170,7 @@ def test_the_cost_of_a_token_does_not_grow(ids):
 stop_texts = st.lists(st.text("ab👍", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=st.text("ab👍\n", max_size=40), stops=stop_texts, cuts=cut_lists, include=st.booleans())
 @example(text="xxabcab", stops=["abcd", "bc", "c"], cuts=list(range(8)), include=False)
 @example(text="aaab", stops=["aab"], cuts=[3], include=True)
@@ -191,7 +191,7 @@ def test_stop_strings_at_any_split(text, stops, cuts, include):
     assert detokenizer.flush() == ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text("ab", max_size=30), stops=stop_texts)
 def test_nothing_is_held_longer_than_a_stop_string_needs(text, stops):
     detokenizer = Detokenizer(Bytes(), (), True, tuple(stops))

@@ -193,7 +193,9 @@ def test_a_complete_text_can_only_end() -> None:
         ({"json_schema": '{"type":'}, "json_schema cannot be"),
         ({"json_schema": "[]"}, "json_schema cannot be read"),
         ({"json_schema": '{"$ref":"#/nowhere"}'}, "nowhere"),
-        ({"json_schema": '{"type":"array","uniqueItems":true}'}, "uniqueItems"),
+        ({"json_schema": '{"not":{}}'}, "not"),
+        ({"json_schema": '{"$ref":"#"}'}, "no text fits it; look for a reference to itself$"),
+        ({"json_schema": '{"uniqueItems":'}, "json_schema cannot be read"),
         ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "recursion"),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead"),
@@ -207,6 +209,19 @@ def test_what_cannot_be_compiled_is_refused_in_words(given: dict[str, str], word
     for _ in range(2):  # an error is not remembered as a grammar
         with pytest.raises(InvalidRequest, match=words):
             compiler.compile(StructuredOutput(**given))
+
+
+def test_unique_items_are_asked_for_and_not_seen_to() -> None:
+    """pydantic writes a set so; the word may also be a property, and data."""
+    properties = {
+        "set": {"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "minItems": 2, "maxItems": 2},
+        "uniqueItems": {"const": {"uniqueItems": True}},
+    }
+    wanted = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    matcher = compiler_of(ByteTokenizer()).compile(StructuredOutput(json_schema=json.dumps(wanted))).start()
+    for byte in b'{"set":[1,1],"uniqueItems":{"uniqueItems":true}}':
+        matcher.accept(byte)
+    assert bits_of(matcher.mask) == [257]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jaxserve.text import trial as trial_module
 from jaxserve.text.grammar import GrammarCompiler
 from jaxserve.text.trial import Trial
 
+WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
 SOURCE = "start: /a/"
 
 
@@ -72,7 +73,7 @@ def test_threads_share_one_process_which_somebody_may_end() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     assert found == [SOURCE] * 20
     process = trial._process
     assert process is not None
@@ -80,7 +81,7 @@ def test_threads_share_one_process_which_somebody_may_end() -> None:
     assert trial.check("grammar", SOURCE) == SOURCE
     assert trial._process is process
     os.kill(process._popen.pid, signal.SIGKILL)
-    process._popen.wait(30)
+    process._popen.wait(WAIT_S)
     assert trial.check("grammar", SOURCE) == SOURCE
     assert trial._process is not process
 

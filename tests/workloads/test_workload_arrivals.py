@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.workloads.arrivals import ArrivalOptions, Diurnal, Ramp, arrival_times, draw_times, time_shapes
-from jaxserve.workloads.samples import Part, Sample, Shape
+from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp, arrival_times, draw_times, time_shapes
+from jaxserve.lab.workloads.samples import Part, Sample, Shape
 
 COUNT = 20_000
 

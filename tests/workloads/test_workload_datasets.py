@@ -1,5 +1,6 @@
 """What datasets ask for: lengths, sharing, contents, and the files they are read from."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,17 +8,30 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.lab.workloads.datasets import DatasetOptions, make_samples, make_shapes
+from jaxserve.lab.workloads.prompts import IdPrompts, TextPrompts, WordPrompts
+from jaxserve.lab.workloads.samples import Part
 from jaxserve.testing import ByteTokenizer
 from jaxserve.text import load_tokenizer
-from jaxserve.workloads.datasets import DatasetOptions, make_samples, make_shapes
-from jaxserve.workloads.prompts import IdPrompts, TextPrompts, WordPrompts
-from jaxserve.workloads.samples import Part
 
 DEMO = Path(__file__).parents[2] / "jaxserve" / "demo_model"
 
 
 def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_lognormal_lengths_have_the_mean_and_the_spread_asked_for() -> None:
+    options = DatasetOptions(name="lognormal", num_prompts=20_000, input_len=500, output_len=100, length_cv=0.5)
+    for lengths, mean in (
+        ([shape.prompt_len for shape in make_shapes(options)], 500),
+        ([shape.output_len for shape in make_shapes(options)], 100),
+    ):
+        assert np.mean(lengths) == pytest.approx(mean, rel=0.02)
+        assert np.std(lengths) / np.mean(lengths) == pytest.approx(0.5, rel=0.05)
+        assert np.mean(np.log(lengths)) == pytest.approx(np.log(mean) - np.log(1.25) / 2, abs=0.02)
+    with pytest.raises(ConfigError, match="--length-cv is 0"):
+        make_shapes(dataclasses.replace(options, length_cv=0.0))
 
 
 def test_random_lengths_stay_in_range() -> None:
@@ -217,7 +231,7 @@ def test_a_bad_file_is_told_by_its_line(tmp_path: Path, name: str, text: str, wo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "shakespeare"}, "there are random, sharegpt"),
+        ({"name": "shakespeare"}, "there are random, lognormal, sharegpt"),
         ({"name": "mooncake"}, "--dataset-path"),
         ({"name": "random", "path": Path("x")}, "reads no file"),
         ({"num_prompts": None}, "no end"),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxserve.bench.lag import ClientLag, judge
 from jaxserve.errors import ConfigError
-from jaxserve.workloads.metrics import Goodput, compute_metrics, request_times, spread_ms
-from jaxserve.workloads.outcome import Outcome
+from jaxserve.lab.bench.lag import ClientLag, judge
+from jaxserve.lab.workloads.metrics import Goodput, compute_metrics, request_times, spread_ms
+from jaxserve.lab.workloads.outcome import Outcome
 
 
 def answer(start_s: float, *times_s: float, tokens: int | None = None, prompt: int = 10, asked: int = 0) -> Outcome:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.workloads.datasets import DatasetOptions, make_shapes
-from jaxserve.workloads.samples import Shape
-from jaxserve.workloads.sessions import SessionOptions, session_turns
+from jaxserve.lab.workloads.datasets import DatasetOptions, make_shapes
+from jaxserve.lab.workloads.samples import Shape
+from jaxserve.lab.workloads.sessions import SessionOptions, session_turns
 
 
 def by_session(shapes: list[Shape]) -> dict[int, list[Shape]]:

@@ -1,10 +1,10 @@
-"""Paged attention over one layer's cache: the machine code behind `cpu.body`.
+"""Paged attention over one layer's cache: the machine code behind `cpu.implementation`.
 
-Owns the arithmetic: an item is one tile of queries of one row that share a key head, and meets the pages of its row one
-after the other, where they lie, with an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). Refuses the
-cache's layout (that of `xla_attention`), and writing to it.
+A work item is one tile of queries of one row that share a key head. It reads the pages of its row in place, one after
+the other, with an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The layout of the cache is that of
+`xla_attention`.
 
-Why nothing depends on neighbours, to the last bit: a number of a product is one chain over its depth, whatever else is
+Nothing depends on neighbours, to the last bit: a number of a product is one chain over its depth, whatever else is
 in the block, and sums over tokens are the same loop over one page.
 """
 
@@ -194,7 +194,7 @@ def _item(shared: Any, index: int, worker: int, kind: Any) -> None:
                 for slot in range(low, high):
                     scores[slot] += slope * _F(begin + slot - position)
             _weigh(scores_at + m * page * 4, m, page, mix_at + m * head_dim * 4, head_dim, low, high, top, total)
-        # Slots past the end hold whatever was there before, NaN included: they are not read.
+        # Slots past the end hold old numbers, NaN included: they are not read.
         held = min(page, end - begin)
         _product(scores_at, page, values, head_dim, held, mix_at, head_dim, queries, head_dim, True, kind)
 
@@ -249,7 +249,7 @@ def attention_float32(frame: Any) -> int:
 
 
 def attention_bfloat16(frame: Any) -> int:
-    """The same of a cache in bfloat16."""
+    """`attention_float32` of a cache in bfloat16."""
     state = enter(frame)
     if state != 0:
         shared = words(state, WORDS)

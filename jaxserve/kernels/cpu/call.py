@@ -1,12 +1,12 @@
-"""How XLA calls a kernel, and how one call is spread over all cores: XLA's foreign function interface, from Numba.
+"""XLA's foreign function interface, from Numba: how XLA calls a kernel, and how one call is spread over all cores.
 
-Owns the layout of the C structures that are read (jaxlib's `xla/ffi/api/c_api.h`, versions 0.3 and 0.4), and the split
-of a call into items that threads of XLA's own pool take one by one. Refuses to know what an item is.
+The C structures that are read are those of jaxlib's `xla/ffi/api/c_api.h`, versions 0.3 and 0.4. A call is split into
+work items that threads of XLA's own pool take one by one; a kernel says what an item is.
 
-Why a future and no waiting: the pool may have one thread, or all of its threads may be in calls like this one; a call
-that waited for others of the pool could wait for ever. So a call starts workers, works itself, and returns; whoever
-ends last says that the result is there. What they share lies in the last result of the call, a scratch array, which XLA
-keeps until then.
+A call returns a future and never waits: the pool may have one thread, or all of its threads may be in calls like this
+one; a call that waited for others of the pool could wait for ever. So a call starts workers, works itself, and returns;
+the worker that ends last reports that the result is there. Workers share the last result of the call, a scratch array,
+which XLA keeps until then.
 """
 
 from typing import Any
@@ -74,9 +74,9 @@ def result(frame: Any, index: int) -> int:
 
 @njit
 def enter(frame_pointer: Any) -> int:
-    """The begin of every call: the address of its scratch array (result 1), cleared, or 0 if nothing is to be run."""
+    """Begins every call. Returns the address of its scratch array (result 1), cleared, or 0 if nothing is to be run."""
     frame = frame_of(frame_pointer)
-    if frame[_FRAME_EXTENSION] != 0:  # asked which version of the interface this is: that of the caller
+    if frame[_FRAME_EXTENSION] != 0:  # XLA asks for the version of the interface: it is the caller's
         metadata = words(words(frame[_FRAME_EXTENSION], 4)[_EXTENSION_METADATA], 4)
         metadata[_METADATA_VERSION] = words(frame[_FRAME_API], _API_VERSION + 1)[_API_VERSION]
         return 0
@@ -91,7 +91,7 @@ def enter(frame_pointer: Any) -> int:
 def launch(frame_pointer: Any, state: int, num_items: int, most_workers: int, worker_address: int) -> None:
     """Starts all workers but the one that the caller is to be; `worker_address` is of a C function of `state`.
 
-    XLA's pool may have more threads than the machine has cores: `most_workers` is what the scratch array has room for.
+    XLA's pool may have more threads than the machine has cores: `most_workers`: for which the scratch array has room.
     """
     frame, shared = frame_of(frame_pointer), words(state, WORDS)
     api = words(frame[_FRAME_API], _API_SET_AVAILABLE + 1)
@@ -119,7 +119,7 @@ def join(state: int) -> int:
 
 @njit
 def take(state: int, worker: int) -> int:
-    """An item that nobody has taken, or -1. Its own share first: neighbours lie together, and processors read ahead."""
+    """Takes a free item, or -1. The worker's own share comes first: its items are adjacent, for the prefetcher."""
     shared = words(state, WORDS)
     count, workers = shared[_ITEMS], shared[_WORKERS]
     while shared[TURNS + worker] < workers:
@@ -133,7 +133,7 @@ def take(state: int, worker: int) -> int:
 
 @njit
 def leave(state: int) -> None:
-    """The end of a worker; the last one tells XLA that the result is there, and nobody reads the array from then on."""
+    """Ends a worker. The last one tells XLA that the result is there; the scratch array is not read from then on."""
     shared = words(state, WORDS)
     workers, future, set_available = shared[_WORKERS], shared[_FUTURE], shared[_SET_AVAILABLE]
     if fetch_add(state + 8 * _ENDED, 1) + 1 == workers and future != 0:

@@ -1,7 +1,7 @@
 """Rows times packed weights: the machine code behind `kernels.packed_weight`.
 
-Owns the loops: an item is one panel of weights, which streams through once, from memory, while the rows lie in the
-cache. Refuses shapes and layouts: `PackedWeight` has them.
+A work item is one panel of weights, which streams through once, from memory, while the rows stay in the processor's
+cache. Shapes and layouts are those of `PackedWeight`.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ def matmul_float32(frame: Any) -> int:
 
 
 def matmul_bfloat16(frame: Any) -> int:
-    """The same of weights in bfloat16."""
+    """`matmul_float32` with weights in bfloat16."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())

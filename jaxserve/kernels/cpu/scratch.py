@@ -1,6 +1,6 @@
-"""The scratch array that workers of one call share: sizes, known when XLA allocates it.
+"""Sizes of the scratch array that the workers of one call share, known when XLA allocates it.
 
-Owns the numbers that both sides need: Python's, which allocates, and the machine code's. Refuses to import Numba.
+Both sides need them: the Python code that allocates, and the machine code. So this module does not import Numba.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionScratch:
-    """What follows the words in a call of attention: the list of tiles, then a room for each worker.
+    """The part after the words in a call of attention: the list of tiles, then buffers ("room") of each worker.
 
     Attributes:
       tile_tokens: tokens of one tile.
       rooms_begin: bytes before the first room.
       room_bytes: for queries [M, H], scores [M, page], sums of values [M, H], largest scores and sums of weights [M].
-      workers: so many rooms.
+      workers: number of rooms.
     """
 
     tile_tokens: int
@@ -34,7 +34,7 @@ class AttentionScratch:
     def of(
         cls, *, num_rows: int, num_tokens: int, group: int, head_dim: int, page_size: int, workers: int
     ) -> "AttentionScratch":
-        """For `num_tokens` in rows of any lengths, and `group` query heads to a key head."""
+        """Sizes for `num_tokens` in rows of any lengths, and `group` query heads to a key head."""
         tile_tokens = max(1, _MAX_QUERIES // group)
         num_tiles = num_rows + num_tokens // tile_tokens  # at most
         return cls(
@@ -46,5 +46,5 @@ class AttentionScratch:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole scratch array."""
+        """Size of the whole scratch array."""
         return self.rooms_begin + self.workers * self.room_bytes

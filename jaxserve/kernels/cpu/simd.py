@@ -1,9 +1,9 @@
 """Products of small blocks of matrices, held in vector registers: the inside of every kernel here.
 
-Owns the instructions that Numba has no words for, written as LLVM: vectors, fused multiply-adds, atomic counters,
-addresses. Refuses loops over matrices: kernels do those in Python.
+Instructions that Numba cannot express are written as LLVM here: vectors, fused multiply-adds, atomic counters,
+addresses. Loops over matrices are in the kernels, in Python.
 
-Why not Numba's own vectorising: a compiler keeps sums in memory between two steps of a loop; with all of them in
+Numba's own vectorising is not enough: a compiler keeps sums in memory between two steps of a loop; with all of them in
 registers the same product is twice as fast and reaches what the processor can do (109 GFLOP/s a core).
 """
 
@@ -15,7 +15,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic as _intrinsic
 
-intrinsic: Any = _intrinsic  # its own types describe what it is given, not what it makes
+intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
 _WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(16), ir.FloatType()
 _LANE = ir.IntType(32)
@@ -182,7 +182,7 @@ def largest(lanes: int) -> Callable[..., Any]:
 
 @intrinsic
 def bytes_of(context: Any, kind: Any):
-    """Of one number like `kind`, as `block_product` reads them."""
+    """Bytes of one number of the type of `kind`, as `block_product` reads them."""
     del context
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -194,7 +194,7 @@ def bytes_of(context: Any, kind: Any):
 
 @intrinsic
 def fetch_add(context: Any, address: Any, amount: Any):
-    """Adds to the 64-bit integer at an address, atomically; what was there before."""
+    """Adds to the 64-bit integer at an address, atomically. Returns the old value."""
     del context, address, amount
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -206,7 +206,7 @@ def fetch_add(context: Any, address: Any, amount: Any):
 
 @intrinsic
 def pointer(context: Any, address: Any):
-    """An address as what `numba.carray` takes."""
+    """An address as the pointer that `numba.carray` takes."""
     del context, address
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -230,7 +230,7 @@ def address_of(context: Any, place: Any):
 
 @intrinsic
 def call_function(context: Any, function: Any, argument: Any):
-    """Calls the C function `void *function(void *argument)` at an address; what it returns, as an address."""
+    """Calls the C function `void *function(void *argument)` at an address. Returns its result, as an address."""
     del context, function, argument
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:

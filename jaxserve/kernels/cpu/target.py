@@ -1,6 +1,6 @@
-"""What the processor at hand offers to a kernel: how wide vectors are, and how many stay in registers.
+"""The table of processors: how wide their vectors are, and how many stay in registers.
 
-Owns that table. Refuses to measure: three families of processors differ by these numbers alone.
+It is not measured: three families of processors differ by these numbers alone.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 class Target:
     """Attributes:
     lanes: float32 numbers of a vector.
-    vectors: of them that make the width of a block.
+    vectors: number of vectors that make the width of a block.
     row_steps: rows of a block, largest first; the last is 1. All sums of the largest, its columns and a scalar fit in
       the registers.
     """
@@ -28,7 +28,7 @@ class Target:
 
 
 def find_target() -> Target:
-    """Of the processor that runs this."""
+    """The target of the processor that runs this."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
         return Target(lanes=16, vectors=2, row_steps=(8, 4, 2, 1))  # 32 registers

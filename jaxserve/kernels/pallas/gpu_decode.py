@@ -1,20 +1,20 @@
 """Rows of one query each on Hopper: decode, where the cost is reading the cache once.
 
-Owns the cut of rows into pieces and the kernel that attends over one piece. Refuses putting pieces together
-(`gpu_merge`), rows of several queries (`gpu_prefill`), the write (`gpu_write`) and choosing what runs (`gpu_body`).
+The rows are cut into splits along their keys (split-K, as in flash decoding), and a kernel attends over one split. The
+splits of a row are combined in `gpu_combine`; rows of several queries are in `gpu_prefill`.
 
-    row 0  | tile | tile | tile | tile | tile | tile |      a piece is some tiles (64 tokens each) of one row; pieces of
-           '---- piece 0 ----' '---- piece 1 -----'         all rows form a flat list of static length, counted out on
+    row 0  | tile | tile | tile | tile | tile | tile |      a split is some tiles (64 tokens each) of one row; splits of
+           '---- split 0 ----' '---- split 1 -----'         all rows form a flat list of static length, counted out on
     row 1  | tile |            row 2 (empty)                the device, so that any mix of lengths fills the card
-           piece 2             no piece
+           split 2             no split
 
-    program (piece, kv head)
+    program (split, kv head)
       producer warpgroup:  page ids of the next tile -> wait until a slot of the ring is free -> copies (TMA)
       compute warpgroup:   for each tile
           S^T [64, G] = K [64, H] Q^T       tokens are the 64 rows of the wgmma, the G query heads of one kv head its
           P^T [64, G] = exp2(S^T - max)     columns: with the heads as rows, 64 - G of them would be padding
           O^T [H, G] += V^T P^T
-      leaves O^T (not divided), max and sum of each piece; `merge` reads those of one row and writes its output
+      leaves O^T (not divided), max and sum of each split; `combine` reads those of one row and writes its output
 
 Why P is two numbers of bfloat16, the rounded weight and what the rounding left: rounding weights to 8 bits would cost
 as much as rounding the output does, and the tensor cores have time to spare here.
@@ -36,8 +36,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, KVScales
 from jaxserve.kernels.pallas import gpu_layout as layout
+from jaxserve.kernels.pallas.gpu_combine import combine, split_types
 from jaxserve.kernels.pallas.gpu_layout import TILE, GpuPages, Interpret
-from jaxserve.kernels.pallas.gpu_merge import merge, piece_types
 
 _ACC = plgpu.Layout.WGMMA  # [64 or H, G]
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # [G]: one number a head
@@ -67,7 +67,7 @@ def padded_group(spec: AttentionSpec) -> int:
 
 
 def shared_memory_bytes(use: AttentionUse, blocks: DecodeBlocks) -> int:
-    """What one program asks for, at most: small parts are rounded up, and ALiBi slopes always counted."""
+    """Shared memory of one program, at most: small parts are rounded up, and ALiBi slopes always counted."""
     group, lanes = padded_group(use.spec), layout.padded_head_dim(use.spec.head_dim)
     total = 2 * blocks.stages * layout.tile_bytes((TILE, lanes), use.cache_dtype)
     if use.cache_dtype != "bfloat16":
@@ -84,7 +84,7 @@ def default_blocks(use: AttentionUse) -> DecodeBlocks:
     return _blocks(fits[-1] if fits else 2)
 
 
-# 16 times `_CARD`, so that one long row among many short ones is cut finely enough; programs without a piece end at
+# 16 times `_CARD`, so that one long row among many short ones is cut finely enough; programs without a split end at
 # once. Not measured.
 def _blocks(stages: int, programs: int = 4224, min_tiles: int = 8) -> DecodeBlocks:
     return DecodeBlocks(stages=stages, programs=programs, min_tiles=min_tiles)
@@ -118,13 +118,13 @@ def refuses_decode(use: AttentionUse, blocks: DecodeBlocks) -> str | None:
     return None
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- splits ----------------------------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """The flat list, and where each row's pieces lie in it. Pieces past the last row's have count 0."""
+class Splits:
+    """The flat list, and the place of each row's splits in it. Splits past the last row's have count 0."""
 
     rows: Int[Array, " W"]
     first_tiles: Int[Array, " W"]
@@ -135,13 +135,13 @@ class Pieces:
 
 def cut_rows(
     context_lens: Int[Array, " R"], window: int | None, max_tiles: int, num_kv_heads: int, blocks: DecodeBlocks
-) -> Pieces:
-    """Cuts each row into pieces of nearly equal length, no more of them than its share of `blocks.programs`.
+) -> Splits:
+    """Cuts each row into splits of nearly equal length, no more of them than its share of `blocks.programs`.
 
     `max_tiles` is what a block table holds. The list has R + programs / K entries at most. A cut depends on the row's
     own length and on static sizes (R among them), never on its neighbours: a row gives the same bits in any crowd of
-    one bucket. What that costs is balance where one row is much longer than the others. More pieces than the card
-    holds would only make the merge longer.
+    one bucket. What that costs is balance where one row is much longer than the others. More splits than the card
+    holds would only make the combination longer.
     """
     num_rows = context_lens.shape[0]
     visible = max_tiles if window is None else min(max_tiles, window // TILE + 2)
@@ -149,15 +149,15 @@ def cut_rows(
     begin = jnp.maximum(context_lens - window, 0) // TILE if window else jnp.zeros_like(context_lens)
     tiles = (context_lens + TILE - 1) // TILE - begin  # [R]
     longest = jnp.maximum(blocks.min_tiles, _up(tiles, share))
-    # Rounding up twice: first the number of pieces, then their common length, which may need fewer of them.
+    # Rounding up twice: first the number of splits, then their common length, which may need fewer of them.
     size = jnp.maximum((tiles + (parts := _up(tiles, longest)) - 1) // jnp.maximum(parts, 1), 1)
     parts = _up(tiles, size)
     ends = jnp.cumsum(parts)
-    piece = jnp.arange(num_rows * min(share, _up(visible, blocks.min_tiles)), dtype=jnp.int32)
-    row = jnp.minimum((piece[:, None] >= ends).sum(1, dtype=jnp.int32), num_rows - 1)
-    first = (piece - (ends - parts)[row]) * size[row]
-    count = jnp.where(piece < ends[-1], jnp.clip(tiles[row] - first, 0, size[row]), 0)
-    return Pieces(
+    split = jnp.arange(num_rows * min(share, _up(visible, blocks.min_tiles)), dtype=jnp.int32)
+    row = jnp.minimum((split[:, None] >= ends).sum(1, dtype=jnp.int32), num_rows - 1)
+    first = (split - (ends - parts)[row]) * size[row]
+    count = jnp.where(split < ends[-1], jnp.clip(tiles[row] - first, 0, size[row]), 0)
+    return Splits(
         rows=row,
         first_tiles=(begin[row] + first).astype(jnp.int32),
         counts=count.astype(jnp.int32),
@@ -198,10 +198,10 @@ def attend_rows(
     grouped = q.astype(jnp.bfloat16).reshape(num_rows, kv_heads, group, spec.head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - group), (0, lanes - spec.head_dim)))
     tables = layout.pad_tables(block_tables, cache.page_size)
-    pieces = cut_rows(context_lens, spec.window, -(-tables.shape[1] * cache.page_size // TILE), kv_heads, blocks)
-    partials = _attend_pieces(
+    splits = cut_rows(context_lens, spec.window, -(-tables.shape[1] * cache.page_size // TILE), kv_heads, blocks)
+    partials = _attend_splits(
         grouped,
-        pieces,
+        splits,
         context_lens.astype(jnp.int32),
         tables,
         cache,
@@ -211,10 +211,10 @@ def attend_rows(
         key_scales=None if scales is None else scales.keys.astype(jnp.float32),
         interpret=interpret,
     )
-    out = merge(
+    out = combine(
         *partials,
-        pieces.row_starts,
-        pieces.row_counts,
+        splits.row_starts,
+        splits.row_counts,
         sinks=by_head(sinks, layout.LOG2E),
         value_scales=None if scales is None else scales.values.astype(jnp.float32),
         interpret=interpret,
@@ -222,9 +222,9 @@ def attend_rows(
     return out[:, :, :group, : spec.head_dim].reshape(q.shape).astype(q.dtype)
 
 
-def _attend_pieces(
+def _attend_splits(
     q: Float[Array, "R K G H"],
-    pieces: Pieces,
+    splits: Splits,
     context_lens: Int[Array, " R"],
     tables: Int[Array, "R P"],
     cache: GpuPages,
@@ -235,20 +235,20 @@ def _attend_pieces(
     key_scales: Float[Array, " K"] | None,
     interpret: Interpret,
 ) -> tuple[Float[Array, "W K H G"], Float[Array, "W K 2 G"]]:
-    """O^T, not divided, of each piece; and the largest score (log2 units) and the sum of each head."""
+    """O^T, not divided, of each split; and the largest score (log2 units) and the sum of each head."""
     _, kv_heads, group, lanes = q.shape
-    num_pieces, page_size, narrow = pieces.rows.shape[0], cache.page_size, cache.dtype.itemsize == 1
+    num_splits, page_size, narrow = splits.rows.shape[0], cache.page_size, cache.dtype.itemsize == 1
     options = {"slopes": None if slopes is None else layout.copyable(slopes), "key_scales": key_scales}
     options = {name: x for name, x in options.items() if x is not None}
 
-    def decode_pieces(
+    def decode_splits(
         rows_ref, firsts_ref, counts_ref, lens_ref, tables_ref, q_ref, keys_ref, values_ref, *refs
     ) -> None:
         option_refs = dict(zip(options, refs, strict=False))
         out_ref, stats_ref, smem, barriers = refs[len(options) :]
-        piece, head = lax.axis_index("piece"), lax.axis_index("head")
-        count, row = counts_ref[piece], rows_ref[piece]
-        first = firsts_ref[piece] * TILE
+        split, head = lax.axis_index("split"), lax.axis_index("head")
+        count, row = counts_ref[split], rows_ref[split]
+        first = firsts_ref[split] * TILE
 
         def produce() -> None:
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], smem["q"], barriers["q"])
@@ -297,8 +297,8 @@ def _attend_pieces(
             smem["stats"].at[0][...] = top
             smem["stats"].at[1][...] = sums.sum(axis=0)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[piece, head])
-            plgpu.copy_smem_to_gmem(smem["stats"], stats_ref.at[piece, head])
+            plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[split, head])
+            plgpu.copy_smem_to_gmem(smem["stats"], stats_ref.at[split, head])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(count > 0)
@@ -329,16 +329,16 @@ def _attend_pieces(
         "free": plgpu.Barrier(num_barriers=stages),
     }
     return layout.launch(
-        decode_pieces,
-        out_type=piece_types(num_pieces, kv_heads, lanes, group),
-        grid={"piece": num_pieces, "head": kv_heads},
+        decode_splits,
+        out_type=split_types(num_splits, kv_heads, lanes, group),
+        grid={"split": num_splits, "head": kv_heads},
         scratch=(smem, barriers),
         warpgroups=2,
         interpret=interpret,
     )(
-        pieces.rows,
-        pieces.first_tiles,
-        pieces.counts,
+        splits.rows,
+        splits.first_tiles,
+        splits.counts,
         context_lens,
         tables,
         q,
@@ -417,12 +417,12 @@ def _fold_tile(
 
 def _zero_unseen(values: Any, start: Array, visible: tuple[Array, Array], interpret: Interpret) -> None:
     low, high = visible
-    for piece in _columns(values):
-        positions = layout.iota(piece.shape, 0, _ACC, interpret) + start
-        x = layout.load(piece, _ACC, interpret)
-        piece[...] = jnp.where((positions >= low) & (positions < high), x, jnp.zeros_like(x))
+    for part in _columns(values):
+        positions = layout.iota(part.shape, 0, _ACC, interpret) + start
+        x = layout.load(part, _ACC, interpret)
+        part[...] = jnp.where((positions >= low) & (positions < high), x, jnp.zeros_like(x))
 
 
 def _columns(tile: Any) -> list[Any]:
-    """A tile in pieces of 64 lanes: what goes through registers at once."""
+    """A tile in parts of 64 lanes: what goes through registers at once."""
     return [tile.at[:, pl.ds(lane, 64)] for lane in range(0, tile.shape[1], 64)]

@@ -1,7 +1,7 @@
-"""What the GPU kernels share: the cache's layout, the copy of a tile of tokens, the one switch for the interpreter.
+"""The common part of the GPU kernels: the cache's layout, the copy of a tile of tokens, the switch for the interpreter.
 
-Owns `GpuPages`, page ids to copies, and every construct that JAX's interpreter of Mosaic GPU kernels cannot run.
-Refuses algorithms: decode, prefill and the write have a file each.
+Every construct that JAX's interpreter of Mosaic GPU kernels cannot run is here. Decode, prefill and the write have a
+file each.
 
     keys, values [page, kv head, token of the page, lane]         one (page, head) is one contiguous block of memory,
                   |        |           |             |            so one bulk copy (TMA) brings it to shared memory;
@@ -78,10 +78,10 @@ def copy_pages(cache: GpuPages, sources: Int[Array, " C"], targets: Int[Array, "
 def refuses_layout(use: AttentionUse) -> str | None:
     """Why this layout cannot hold a use, or None."""
     remedy = "kernels.paged_attention: xla runs it"
-    if use.cache_dtype not in CACHE_DTYPES:
-        return f"keys and values in {use.cache_dtype}, but GPU kernels take {', '.join(CACHE_DTYPES)}; {remedy}"
     if use.query_dtype != "bfloat16":
         return f"queries in {use.query_dtype}, but GPU kernels take bfloat16; set model.dtype to it, or {remedy}"
+    if use.cache_dtype not in CACHE_DTYPES:
+        return f"keys and values in {use.cache_dtype}, but GPU kernels take {', '.join(CACHE_DTYPES)}; {remedy}"
     if use.spec.head_dim > MAX_HEAD_DIM:
         return f"head dim {use.spec.head_dim}, but GPU kernels go up to {MAX_HEAD_DIM}; {remedy}"
     page = use.page_size
@@ -117,7 +117,7 @@ def tile_bytes(shape: Sequence[int], dtype: jnp.dtype | str) -> int:
 
 
 def copies_per_tile(page_size: int, tokens: int = TILE) -> int:
-    """How many copies `copy_tile` starts: the arrivals that its barrier waits for."""
+    """Number of copies that `copy_tile` starts: the arrivals that its barrier waits for."""
     return max(1, tokens // page_size)
 
 

@@ -1,7 +1,7 @@
-"""Rows of several queries each on Hopper GPUs: pieces of prompts, where the cost is multiplying.
+"""Rows of several queries each on Hopper GPUs: chunks of prompts, where the cost is multiplying.
 
-Owns the cut of a ragged batch into work items, and their kernel, after FlashAttention-3 (Shah et al. 2024,
-arXiv:2407.08608). Refuses rows of one query (`gpu_decode`), the write and the cache's layout (`gpu_layout`).
+A ragged batch is cut into work items; their kernel follows FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Rows
+of one query are in `gpu_decode`.
 
 One program takes one work item, `tokens` successive tokens of a row, for `heads` query heads of one key/value head:
 
@@ -12,8 +12,8 @@ One program takes one work item, `tokens` successive tokens of a row, for `heads
     | ...                       |                                               cache of 8 bits, the widening)
     +---------------------------+
 
-Scores, weights and sums stay in registers; the weights are the register operand of the second product. The
-warpgroups of rows take turns: while one multiplies, the other does its exponentials.
+Scores, weights and sums stay in registers; the weights are the register operand of the second product. The two
+warpgroups of rows work in ping-pong: while one multiplies, the other does its exponentials.
 
 Why heads are packed: a piece of 7 tokens fills 28 rows of a tile rather than 7 of each of four, all rows of a tile
 end near the same key, and a tile still reads no more keys per row than one of 128 tokens. Rows go head by head since a
@@ -101,7 +101,7 @@ def _segments(blocks: PrefillBlocks) -> list[list[_Segment]]:
 
 
 def default_blocks(use: AttentionUse) -> PrefillBlocks:
-    """Sizes for a use nobody measured: the tiles of FlashAttention-3, as deep as shared memory allows."""
+    """Sizes for a use that was not measured: the tiles of FlashAttention-3, as deep as shared memory allows."""
     lanes = layout.padded_head_dim(use.spec.head_dim)
     block_kv = 128 if lanes <= 128 and _holds_pages(128, use.page_size) else 64
     return _depths(use, block_q=64, block_kv=block_kv)[-1]
@@ -276,7 +276,7 @@ def attend_tiles(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refs:
-    """What the program was given."""
+    """The arguments of the program."""
 
     items: Any
     tables: Any
@@ -321,7 +321,7 @@ class _Item:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """What is static of a launch."""
+    """The static parameters of a launch."""
 
     spec: AttentionSpec
     blocks: PrefillBlocks
@@ -495,7 +495,7 @@ class _Kernel:
 
         plgpu.barrier_wait(shared.q_full)
         pl.when(tiles > 0)(lambda: plgpu.barrier_wait(shared.keys_full.at[0]))
-        pl.when(warpgroup == 1)(lambda: self.take_turns(shared))
+        pl.when(warpgroup == 1)(lambda: self.ping_pong(shared))
         first_query = item[_POSITION] + item[_FROM]
         full_to = lax.div(jnp.maximum(first_query + 1 - first_key, 0), jnp.int32(b.block_kv))
         full_to = jnp.minimum(full_to, tiles)
@@ -510,7 +510,7 @@ class _Kernel:
             state = lax.fori_loop(0, full_from, functools.partial(step, masked=True, may_be_last=False), state)
         state = lax.fori_loop(full_from, full_to, functools.partial(step, masked=False, may_be_last=False), state)
         acc, _, total = lax.fori_loop(full_to, tiles, functools.partial(step, masked=True, may_be_last=True), state)
-        pl.when(warpgroup == 0)(lambda: self.take_turns(shared))
+        pl.when(warpgroup == 0)(lambda: self.ping_pong(shared))
 
         factor = (refs.factors[1, item.kv_head] if self.has_scales else 1.0) / jnp.where(total == 0.0, 1.0, total)
         out = (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(refs.out.dtype)
@@ -526,7 +526,7 @@ class _Kernel:
             found = jnp.where(row >= head * self.blocks.tokens, numbers[kind, item.head + head], found)
         return layout.cast(found, _ROWS, self.interpret)
 
-    def take_turns(self, shared: _Shared) -> None:
+    def ping_pong(self, shared: _Shared) -> None:
         plgpu.barrier_arrive(shared.turn)
         plgpu.barrier_wait(shared.turn)
 
@@ -558,7 +558,7 @@ class _Kernel:
             shared.keys.at[slot],
             self.interpret,
             transpose_b=True,
-            meanwhile=lambda: self.take_turns(shared),
+            meanwhile=lambda: self.ping_pong(shared),
         )
         pl.when(used_again)(lambda: plgpu.barrier_arrive(shared.keys_free.at[slot]))
 

@@ -1,7 +1,7 @@
 """The write of a step's keys and values into their pages, on Hopper.
 
-Owns one small kernel that moves bytes. Refuses arithmetic: what a cache keeps of a number is `stored`'s to say, and XLA
-folds that into whatever made the keys.
+It is one small kernel that moves bytes. Numbers are rounded to the cache's type by `stored`, which XLA fuses into the
+computation of the keys.
 
     k, v [T, K, H'] --one copy for some tokens--> shared memory --one copy a token--> keys, values [page, :, slot, :]
 

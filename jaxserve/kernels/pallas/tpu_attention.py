@@ -1,7 +1,7 @@
 """Ragged paged attention on TPUs (Mosaic): pages are copied by hand, two blocks in flight, one core walks a work list.
 
-Owns the kernel, its work lists and its block sizes. Refuses to write the cache (`tpu_write`) and to know how a batch
-is cut into rows of one query and rows of several (`tpu_body`).
+The kernel, its work lists and its block sizes are here. The cache is written by `tpu_write`; a batch is divided into
+rows of one query and rows of several by `tpu_implementation`.
 
 One program of the grid is one *item*: a tile of queries and one row (sequence) that has tokens in that tile.
 
@@ -57,7 +57,8 @@ class Blocks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The items of one call, those of a tile side by side; entries from `count` on are not visited.
+    """The items of one call, those of a tile side by side; entries from `count` on are not visited, but the first is
+    where there is none: it names a tile and a row that are there.
 
     Attributes:
       tile, row: which queries, which sequence.
@@ -108,7 +109,8 @@ def prefill_work(batch: AttentionBatch, spec: AttentionSpec, block_q: int, block
     ends = jnp.cumsum(tiles)
     item = jnp.arange(-(-num_tokens // block_q) + min(num_rows, num_tokens // 2), dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, item, side="right").astype(jnp.int32), num_rows - 1)
-    tile = first_tile[row] + item - (ends - tiles)[row]
+    # The grid has a turn even when no row has several tokens, and its tile must be one of the array.
+    tile = jnp.clip(first_tile[row] + item - (ends - tiles)[row], 0, -(-num_tokens // block_q) - 1)
     token = tile * block_q
     first = jnp.clip(starts[row] - token, 0, block_q)
     last = jnp.clip(stops[row] - token, 0, block_q)
@@ -211,7 +213,7 @@ def _constant(shape: tuple[int, ...]) -> pl.BlockSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Static:
-    """What the program is specialised for."""
+    """The static parameters of the program."""
 
     spec: AttentionSpec
     shape: PageShape
@@ -268,7 +270,7 @@ def _kernel(static: _Static, has_sinks: bool, has_slopes: bool, *refs):
         return 1 - slot
 
     state[0] = lax.fori_loop(item.begin[i], stop, advance, state[0])
-    after = item.tile[jnp.minimum(i + 1, item.count[0] - 1)]
+    after = item.tile[jnp.clip(i + 1, 0, jnp.maximum(item.count[0] - 1, 0))]
 
     @pl.when((i + 1 == item.count[0]) | (after != item.tile[i]))
     def _():
@@ -399,7 +401,7 @@ def _fold(
             if static.spec.window is not None:
                 seen &= key_at > query_at - static.spec.window
             score = jnp.where(seen, score, _HIDDEN)
-            # What lies outside may be NaN, and 0 * NaN is NaN.
+            # Numbers outside may be NaN, and 0 * NaN is NaN.
             value_at = value_offsets[...] + start
             held = (value_at >= item.low[i]) & (value_at < item.end[i])  # [S, 1]
             values = jnp.where(held, values.astype(jnp.float32), 0.0)
@@ -466,7 +468,7 @@ def tile_rows(spec: AttentionSpec, block_q: int) -> int:
 
 
 def vmem_bytes(use: AttentionUse, blocks: Blocks) -> int:
-    """What the kernel holds in VMEM at once: tiles in and out, each twice; two blocks of pages; state; scores."""
+    """Bytes that the kernel holds in VMEM at once: tiles in and out, each twice; two blocks of pages; state; scores."""
     spec, shape = use.spec, PageShape.of(use)
     kv_heads, lanes, rows = spec.num_kv_heads, shape.query_lanes, tile_rows(spec, blocks.block_q)
     block = blocks.pages * shape.rows
@@ -479,7 +481,7 @@ def vmem_bytes(use: AttentionUse, blocks: Blocks) -> int:
 
 
 def default_blocks(variant: str, use: AttentionUse) -> Blocks:
-    """Where nobody measured: blocks of about 512 tokens, fewer where many heads make them large."""
+    """Sizes without a measurement: blocks of about 512 tokens, fewer where many heads make them large."""
     spec, shape = use.spec, PageShape.of(use)
     token_bytes = spec.num_kv_heads * shape.lanes * jnp.dtype(use.cache_dtype).itemsize
     tokens = max(shape.page_size, min(512, 4 * 2**20 // token_bytes))
@@ -492,7 +494,7 @@ def default_blocks(variant: str, use: AttentionUse) -> Blocks:
 
 
 def candidates(variant: str, use: AttentionUse) -> Iterator[Blocks]:
-    """What is worth timing, in no order; some may not fit."""
+    """Sizes that are worth timing, in no order; some may not fit."""
     for pages in (2**n for n in range(8) if 128 <= 2**n * use.page_size <= 2048):
         for block_q in (1,) if variant == "decode" else (16, 32, 64, 128, 256):
             yield Blocks(block_q=block_q, pages=pages)

@@ -1,6 +1,4 @@
-"""How a page of keys and values lies in the memory of a TPU.
-
-Owns the shape of the cache and where a head's numbers are in its lanes. Refuses to copy anything.
+"""The layout of a page of keys and values in the memory of a TPU.
 
     cache [pages + 1, K, rows, lanes]      one page of one head:   token 0   | key .... | value .... |
                                                                    token 1   | key .... | value .... |

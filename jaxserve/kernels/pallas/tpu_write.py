@@ -1,6 +1,6 @@
 """The write of a step's keys and values into the pages, on TPUs.
 
-Owns the kernel and its work list. Refuses arithmetic: numbers come as the cache keeps them.
+Numbers come already rounded to the cache's type.
 
 A token is one line of a page, but the hardware moves whole tiles (8, 16 or 32 lines by bytes of a number). So the new
 lines are first laid out as the tiles they fall into (a gather by XLA), and the kernel reads each tile of the cache,

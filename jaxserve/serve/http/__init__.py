@@ -9,10 +9,10 @@
                  tools, tool_parsers, call_scanner     tool calls, into the prompt and out of the text
                  errors    every exception into OpenAI's error object
 
-Why it has this shape. A route is thin: limits, queues, sampling and text are the engine's, as for gRPC, and what a body
-says is checked by the same `SamplingParams`. Whole answers and streams are made of the same pieces, so that they cannot
-differ. Nothing that a client sends is dropped: an unknown field, or a combination that could not work, is refused by
-name. A status is chosen when the first token is there, since a refusal must not come as a 200.
+A route is thin: limits, queues, sampling and text are the engine's, as for gRPC, and what a body says is checked by the
+same `SamplingParams`. Whole answers and streams are made of the same pieces, so that they cannot differ. Nothing that a
+client sends is dropped: an unknown field, or a combination that could not work, is refused by name. A status is chosen
+when the first token is there, since a refusal must not come as a 200.
 
 A client that leaves is noticed on its connection and not by the next write, so that its pages are free within a step,
 streaming or not.

@@ -1,22 +1,26 @@
-"""All routes as one application.
+"""All routes as one application, and the order of the layers around them.
 
-Owns the order of the layers around them. From the outside: CORS, since a browser's preflight carries no key; keys,
-before anything of a body is read; limits and the watch for clients that leave; then the routes.
+From the outside: the counts of all answers; names under which the server is reached; CORS, since a browser's preflight
+carries no key; keys, before anything of a body is read; limits and the watch for clients that leave; then the routes.
 """
 
 import dataclasses
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxserve.config_schema import ServeConfig
+from jaxserve.config.schema import ServeConfig
 from jaxserve.engine import AsyncEngine
+from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http.chat import chat_router
 from jaxserve.serve.http.completions import completions_router
+from jaxserve.serve.http.counted import Counted
 from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.guard import Guard
+from jaxserve.serve.http.hosts import KnownHosts, allowed_names
 from jaxserve.serve.http.keys import ApiKeys, needs_no_key
 from jaxserve.serve.http.probes import probes_router
 from jaxserve.serve.http.tokens import tokens_router
@@ -33,7 +37,7 @@ class HttpApp:
     api: FastAPI
 
 
-def make_app(engine: AsyncEngine, config: ServeConfig, more: tuple[APIRouter, ...] = ()) -> HttpApp:
+def make_app(engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, more: tuple[APIRouter, ...] = ()) -> HttpApp:
     """`more`: further routers. Raises ConfigError for keys that cannot be read."""
     http = config.http
     tokenizer = engine.engine.tokenizer
@@ -41,15 +45,17 @@ def make_app(engine: AsyncEngine, config: ServeConfig, more: tuple[APIRouter, ..
     door = Door(engine=engine, config=http, tool_parser=parser)
     # The pages of documentation load scripts from foreign hosts; the document itself stays.
     api = FastAPI(title="jaxserve", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
-    for router in (
+    routers = (
         completions_router(door),
         chat_router(door),
         tokens_router(door),
         probes_router(door, config.stall_s),
         *more,
-    ):
+    )
+    for router in routers:
         api.include_router(router)
     add_handlers(api)
+    routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]
     guard = Guard(
         api,
         max_body_bytes=http.max_body_bytes,
@@ -62,11 +68,13 @@ def make_app(engine: AsyncEngine, config: ServeConfig, more: tuple[APIRouter, ..
         asgi = ApiKeys(asgi, KnownKeys(read_keys(http.api_keys_file, "serve.http.api_keys_file")))
     if http.cors_origins:
         asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    return HttpApp(asgi=asgi, guard=guard, api=api)
+    if (names := allowed_names(http, config.host)) is not None:
+        asgi = KnownHosts(asgi, names)
+    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
 
 
 def _declare_keys(api: FastAPI) -> None:
-    """Says in the OpenAPI document which routes need a key, and what those answer that do not get one."""
+    """Declares in the OpenAPI document which routes need a key, and their answer without one."""
     document = api.openapi()
     components = document.setdefault("components", {})
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -1,7 +1,7 @@
-"""How bodies are read: JSON only, of bounded depth, and what every route says of errors.
+"""The reader of bodies: JSON only, of bounded depth; and the errors that every route declares.
 
-Owns the parsing. Refuses to validate: pydantic does. The parser of pydantic is used rather than Python's, since it has
-a limit of depth, refuses lone surrogates and NaN, and takes a tenth of the time.
+pydantic validates. Its parser is used rather than Python's, since it has a limit of depth, refuses lone surrogates and
+NaN, and takes a tenth of the time.
 """
 
 from collections.abc import Callable, Coroutine
@@ -11,7 +11,7 @@ import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from jaxserve.collector import collector_paused
+from jaxserve.engine.interpreter import collector_paused
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal
 
 # For the OpenAPI document.
@@ -31,7 +31,7 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         try:
-            with collector_paused():  # no other thread runs meanwhile, as the parser does not let them
+            with collector_paused():  # the parser holds the interpreter lock, so no other thread runs meanwhile
                 return pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise _Unreadable(f"the body is no JSON that can be read: {error}") from error
@@ -70,6 +70,6 @@ class JsonRoute(APIRoute):
 
 
 def _says_json(content_type: str) -> bool:
-    """As FastAPI has it, which would read any other body as one long string."""
+    """As in FastAPI, which would read any other body as one long string."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

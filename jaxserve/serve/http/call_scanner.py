@@ -1,7 +1,7 @@
 """One tool call, read character by character: `{"name": ..., "arguments": {...}}` as models write it.
 
-Owns the finding of the name and of the text of the arguments while the object is still being written. Refuses to
-repair: what is no such object is given back as it came, and the caller shows it as text. Not a JSON parser: it only
+The name and the text of the arguments are found while the object is still being written. Nothing is repaired: text that
+is no such object is given back as it came, and the caller shows it as text. It is not a JSON parser: it only
 follows strings and brackets, which is all that is needed to know where a value ends.
 """
 
@@ -14,7 +14,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class State(enum.Enum):
-    """READING until the closing bracket; then CALL, or TEXT for what is no call of a known function."""
+    """READING until the closing bracket; then CALL, or TEXT when it is no call of a known function."""
 
     READING = enum.auto()
     CALL = enum.auto()
@@ -45,7 +45,7 @@ class CallScanner:
         self._escaped = False
         self._key: str | None = None  # of the value being read, at depth 1
         self._token = ""  # the key or the value being read, at depth 1
-        self._arguments: list[str] = []  # characters that have not been told, or all of a JSON text
+        self._arguments: list[str] = []  # characters that were not returned yet, or all of a JSON text
         self._as_text = False  # the arguments are a JSON text
         self._has_arguments = False
 
@@ -59,7 +59,7 @@ class CallScanner:
         return "".join(self._raw)
 
     def push(self, text: str) -> Scanned:
-        """Takes more text. Once the name is known, arguments are told as far as they are read."""
+        """Takes more text. Once the name is known, arguments are returned as they are read."""
         assert self.state is State.READING, self.state
         for position, character in enumerate(text):
             self._raw.append(character)
@@ -69,7 +69,7 @@ class CallScanner:
         return Scanned(self._news(), "")
 
     def _news(self) -> str:
-        # Arguments written as a JSON text are told once they are whole, since escapes may be cut.
+        # Arguments written as a JSON text are returned when they are whole, since escapes may be cut.
         if self.name is None or (self._as_text and self.state is State.READING):
             return ""
         told = "".join(self._arguments)

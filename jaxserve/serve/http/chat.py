@@ -1,23 +1,24 @@
 """`/v1/chat/completions`: a conversation in, the assistant's turn out.
 
-Owns this route's answers. The same pieces make a stream and an answer in one piece, tool calls included: both are read
-by one parser (see `tool_parsers`).
+The same pieces make a stream and an answer in one piece, tool calls included: both are read by one parser (see
+`tool_parsers`).
 """
 
-import contextlib
 import dataclasses
+import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from jaxserve.api import Request, SamplingParams
+from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.engine import Update
+from jaxserve.errors import UnsupportedOption
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
-from jaxserve.serve.http.door import Door, News, Peeked, new_id, peek, run_requests, trace_of
+from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
 from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.serve.http.requests import ChatRequest, Message, Tool
@@ -34,10 +35,17 @@ from jaxserve.serve.http.responses import (
     as_fields,
 )
 from jaxserve.serve.http.sampling import chat_sampling
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, event
+from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, usage_at_end, usage_in_all
 from jaxserve.serve.http.tool_parsers import Piece
 from jaxserve.serve.http.tools import ToolUse, plan_tools
-from jaxserve.text import check_special_text
+from jaxserve.text import ChatTemplate, check_special_text
+
+# Fields of a message that are about its text, and never part of a prompt.
+_UNSEEN: Any = {
+    "annotations": True,
+    "parsed": True,
+    "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
+}
 
 
 def chat_router(door: Door) -> APIRouter:
@@ -49,15 +57,13 @@ def chat_router(door: Door) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, call: HttpRequest) -> Response:
         """Answers a conversation."""
         door.check_model(body.model)
-        answer_id = new_id(body.request_id)
-        traceparent = trace_of(call)
-        chat = await door.engine.run(lambda: _prepare(door, body, answer_id, traceparent))
+        answer_id = new_id(body.request_id, call)
+        work = functools.partial(_prepare, door, body, answer_id, trace_of(call))
+        chat = await door.engine.run(work, prompts=1, n=body.n or 1)
         answer = _Answer(door, body, chat, answer_id)
-        news = await peek(run_requests(door, [chat.request]))
         if body.stream:
-            return EventStream(news, answer.events(news), answer_id)
-        async with contextlib.aclosing(news):
-            return json_response(await answer.whole(news), headers={"x-request-id": answer_id})
+            return EventStream(door, [chat.request], answer, answer_id)
+        return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
 
     return router
 
@@ -72,13 +78,19 @@ def render_chat(
 ) -> str:
     """The prompt text. Raises InvalidRequest, also for a text that spells a special token where that is refused."""
     engine = door.engine.engine
-    plain = [as_fields(message) for message in messages]
+    plain = [_shown(message) for message in messages]
     if door.config.refuse_special_text:
         beside = {"tools": tools, "chat_template_kwargs": variables}
         check_special_text(door.need_tokenizer(), plain, {n: v for n, v in beside.items() if v is not None})
     return engine.chat_template().render(
         plain, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
     )
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    """What a template may read of a message. Many look for `tool_calls`, and take them for a list that is not empty."""
+    fields = message.model_dump(exclude_unset=True, exclude_none=True, exclude=_UNSEEN)
+    return {name: value for name, value in fields.items() if name != "tool_calls" or value}
 
 
 def shown_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
@@ -102,20 +114,36 @@ def _prepare(door: Door, body: ChatRequest, answer_id: str, traceparent: str) ->
         door,
         body.messages,
         tools=tools.shown,
-        variables=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
+        variables=_variables(body, engine.chat_template()),
+        add_generation_prompt=body.add_generation_prompt is not False,
     )
     request = engine.prepare(
         text,
         sampling,
-        request_id=answer_id,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        tenant=body.user or "",
-        add_special_tokens=False,  # the template has written them
-        traceparent=traceparent,
+        RequestOptions(
+            request_id=answer_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            tenant=body.user or "",
+            add_special_tokens=False,  # the template has written them
+            traceparent=traceparent,
+        ),
     )
     return _Chat(request=request, sampling=sampling, tools=tools)
+
+
+def _variables(body: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """What the template gets beside messages and tools. Raises UnsupportedOption for effort that it cannot ask for."""
+    given = body.chat_template_kwargs or {}
+    if body.reasoning_effort is None:
+        return given
+    if template.reads("reasoning_effort"):
+        return {"reasoning_effort": body.reasoning_effort, **given}
+    if body.reasoning_effort == "medium":  # the default of OpenAI's models
+        return given
+    raise UnsupportedOption(
+        "reasoning_effort changes nothing here, since this model's chat template does not read it; leave it out"
+    )
 
 
 class _Sequence:
@@ -159,11 +187,12 @@ class _Answer:
         self._counter = UsageCounter([chat.request])
         only_one = body.parallel_tool_calls is False
         self._sequences = [_Sequence(chat.tools, only_one) for _ in range(chat.sampling.n)]
+        self._begun: set[int] = set()  # sequences whose role the client has been told
         self._id = f"chatcmpl-{answer_id}"
         self._created_s = int(time.time())
         self._model = door.model_name
 
-    async def whole(self, news: Peeked) -> ChatResponse:
+    async def whole(self, door: Door) -> ChatResponse:
         chunks: list[list[ChatChunkChoice]] = [[] for _ in self._sequences]
         response = ChatResponse(
             id=self._id,
@@ -173,31 +202,32 @@ class _Answer:
             choices=[],
             usage=self._counter.usage,
         )
-        async for item in news:
-            chunks[item.update.index] += self._choices(item)
-            prompt = item.update.prompt
-            if prompt is not None and prompt.logprobs is not None and item.update.index == 0:
-                response.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt.logprobs)
+        async with follow(door, [self._request]) as updates:
+            async for update in updates:
+                check_answered(update)
+                chunks[update.index] += self._choices(update)
+                prompt = update.prompt
+                if prompt is not None and prompt.logprobs is not None and update.index == 0:
+                    response.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt.logprobs)
         response.choices = [_join(each) for each in chunks]
         response.usage = self._counter.usage
         if self._body.return_token_ids:
             response.prompt_token_ids = list(self._request.prompt_token_ids)
         return response
 
-    async def events(self, news: Peeked) -> AsyncGenerator[str, None]:
-        options = self._body.stream_options
-        every = options is not None and options.continuous_usage_stats
-        begun: set[int] = set()
-        async for item in news:
-            index = item.update.index
-            if index not in begun:
-                begun.add(index)
-                first = ChatMessage(role="assistant", content="")
-                yield event(self._chunk([ChatChunkChoice(index=index, delta=first, finish_reason=None)], usage=every))
-            for choice in self._choices(item):
-                yield event(self._chunk([choice], usage=every))
-        if options is not None and options.include_usage:
-            yield event(self._chunk([], usage=True))
+    def events(self, update: Update) -> str:
+        usage = usage_in_all(self._body.stream_options)
+        events: list[str] = []
+        if update.index not in self._begun:
+            self._begun.add(update.index)
+            first = ChatMessage(role="assistant", content="")
+            choice = ChatChunkChoice(index=update.index, delta=first, finish_reason=None)
+            events.append(event(self._chunk([choice], usage=usage)))
+        events += [event(self._chunk([choice], usage=usage)) for choice in self._choices(update)]
+        return "".join(events)
+
+    def last_events(self) -> str:
+        return event(self._chunk([], usage=True)) if usage_at_end(self._body.stream_options) else ""
 
     def _chunk(self, choices: list[ChatChunkChoice], *, usage: bool) -> ChatChunk:
         chunk = ChatChunk(
@@ -207,16 +237,16 @@ class _Answer:
             chunk.usage = self._counter.usage
         return chunk
 
-    def _choices(self, news: News) -> list[ChatChunkChoice]:
+    def _choices(self, update: Update) -> list[ChatChunkChoice]:
         """One choice for each delta; the last of them carries what belongs to the whole update."""
-        self._counter.take(news)
-        update = news.update
+        self._counter.take(update)
         sequence = self._sequences[update.index]
         deltas = sequence.read(update) or [ChatMessage()]
         choices = [ChatChunkChoice(index=update.index, delta=delta, finish_reason=None) for delta in deltas]
         last = choices[-1]
         if update.logprobs is not None:
-            last.logprobs = chat_logprobs(self._tokenizer, update.logprobs, self._body.top_logprobs or 0)
+            count, as_ids = self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids)
+            last.logprobs = chat_logprobs(self._tokenizer, update.logprobs, count, as_ids=as_ids)
         if self._body.return_token_ids:
             last.token_ids = list(update.token_ids)
         if update.finish_reason is not None:

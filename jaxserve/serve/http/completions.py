@@ -1,28 +1,27 @@
 """`/v1/completions`: prompts in, text out.
 
-Owns this route's answers. Both kinds are made of the same pieces: a stream sends each, an answer in one piece joins
-them, so that they cannot differ.
+Both kinds of answers are made of the same pieces: a stream sends each, an answer in one piece joins them, so that they
+cannot differ.
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from jaxserve.api import Request, SamplingParams, TokenLogprobs
-from jaxserve.engine import Prompt
+from jaxserve.api import Request, RequestOptions, SamplingParams, TokenLogprobs
+from jaxserve.engine import Prompt, Update
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
-from jaxserve.serve.http.door import Door, News, Peeked, new_id, peek, prepare, run_requests, trace_of
+from jaxserve.serve.http.door import Door, check_answered, follow, new_id, prepare, trace_of
 from jaxserve.serve.http.errors import json_response
-from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, prompt_logprobs
+from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, join_logprobs, prompt_logprobs
 from jaxserve.serve.http.requests import CompletionRequest
 from jaxserve.serve.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from jaxserve.serve.http.sampling import completion_sampling
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, event
+from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, usage_at_end, usage_in_all
 
 
 def completions_router(door: Door) -> APIRouter:
@@ -35,49 +34,45 @@ def completions_router(door: Door) -> APIRouter:
         """Continues prompts."""
         door.check_model(body.model)
         sampling = completion_sampling(body)
-        answer_id = new_id(body.request_id)
-        requests = await prepare(door, _makers(door, body, sampling, answer_id, trace_of(call)))
+        answer_id = new_id(body.request_id, call)
+        requests = await prepare(door, _makers(door, body, sampling, answer_id, trace_of(call)), sampling.n)
         answer = _Answer(door, body, sampling, requests, answer_id)
-        news = await peek(run_requests(door, requests, echo=bool(body.echo)))
         if body.stream:
-            return EventStream(news, answer.events(news), answer_id)
-        async with contextlib.aclosing(news):
-            return json_response(await answer.whole(news), headers={"x-request-id": answer_id})
+            return EventStream(door, requests, answer, answer_id)
+        return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
 
     return router
 
 
-def list_prompts(
-    given: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], name: str, door: Door
-) -> list[Prompt]:
-    """One or several, as text or as ids. Raises InvalidRequest for none, and for more than the queue can ever hold."""
+def list_prompts(given: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], name: str) -> list[Prompt]:
+    """One or several, as text or as ids. Raises InvalidRequest for none."""
     if isinstance(given, str):
         return [given]  # empty or not: a tokenizer may add a token that begins a text
     if not given:
         raise InvalidRequest(f"{name} is empty; send at least one token")
     if isinstance(given[0], int):
         return [given]  # pyright: ignore[reportReturnType]  (a list of ids, as the model of the body has checked)
-    most = door.engine.engine.load.max_waiting
-    if len(given) > most:
-        raise InvalidRequest(f"{name} has {len(given)} prompts; at most {most} fit (sched.max_waiting); send fewer")
     return list(given)  # pyright: ignore[reportReturnType]  (texts, or lists of ids)
 
 
 def _makers(
     door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str
 ) -> list[Callable[[], Request]]:
-    prompts = list_prompts(body.prompt, "prompt", door)
+    prompts = list_prompts(body.prompt, "prompt")
     return [
         functools.partial(
             door.engine.engine.prepare,
             prompt,
             sampling,
-            request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            tenant=body.user or "",
-            add_special_tokens=body.add_special_tokens is not False,
-            traceparent=traceparent,
+            RequestOptions(
+                request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                tenant=body.user or "",
+                add_special_tokens=body.add_special_tokens is not False,
+                traceparent=traceparent,
+                echo=bool(body.echo),
+            ),
         )
         for number, prompt in enumerate(prompts)
     ]
@@ -98,29 +93,39 @@ class _Answer:
         self._body = body
         self._sampling = sampling
         self._requests = requests
+        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
         self._scores_only = bool(body.echo) and body.max_tokens == 0
         self._counter = UsageCounter(requests)
         self._prompt_entries: dict[int, tuple[TokenLogprobs, ...]] = {}  # told with a prompt's first sequence alone
         self._begun: set[int] = set()
-        self._logprobs = [CompletionLogprobsBuilder(self._tokenizer) for _ in range(len(requests) * sampling.n)]
+        self._logprobs = [
+            CompletionLogprobsBuilder(
+                self._tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=sampling.skip_special_tokens,
+                as_ids=bool(body.return_tokens_as_token_ids),
+            )
+            for request in requests
+            for _ in range(sampling.n)
+        ]
         self._id = f"cmpl-{answer_id}"
         self._created_s = int(time.time())
         self._model = door.model_name
 
-    async def whole(self, news: Peeked) -> CompletionResponse:
+    async def whole(self, door: Door) -> CompletionResponse:
         pieces: list[list[CompletionChoice]] = [[] for _ in self._logprobs]
-        async for item in news:
-            piece = self._piece(item)
-            pieces[piece.index].append(piece)
+        async with follow(door, self._requests) as updates:
+            async for update in updates:
+                check_answered(update)
+                piece = self._piece(update)
+                pieces[piece.index].append(piece)
         return self._response([_join(each) for each in pieces], usage=True)
 
-    async def events(self, news: Peeked) -> AsyncGenerator[str, None]:
-        options = self._body.stream_options
-        every = options is not None and options.continuous_usage_stats
-        async for item in news:
-            yield event(self._response([self._piece(item)], usage=every))
-        if options is not None and options.include_usage:
-            yield event(self._response([], usage=True))
+    def events(self, update: Update) -> str:
+        return event(self._response([self._piece(update)], usage=usage_in_all(self._body.stream_options)))
+
+    def last_events(self) -> str:
+        return event(self._response([], usage=True)) if usage_at_end(self._body.stream_options) else ""
 
     def _response(self, choices: list[CompletionChoice], *, usage: bool) -> CompletionResponse:
         response = CompletionResponse(
@@ -130,9 +135,9 @@ class _Answer:
             response.usage = self._counter.usage
         return response
 
-    def _piece(self, news: News) -> CompletionChoice:
-        update = news.update
-        request = self._requests[news.prompt]
+    def _piece(self, update: Update) -> CompletionChoice:
+        number = self._numbers[update.request_id]
+        request = self._requests[number]
         if self._scores_only:
             text = (
                 ""
@@ -142,14 +147,14 @@ class _Answer:
                 )
             )
             update = update._replace(token_ids=(), text=text, logprobs=())
-        self._counter.take(news._replace(update=update))
-        index = news.prompt * self._sampling.n + update.index
+        self._counter.take(update)
+        index = number * self._sampling.n + update.index
         choice = CompletionChoice(index=index, text=update.text, logprobs=None, finish_reason=None)
         if update.finish_reason is not None:
             choice.finish_reason = update.finish_reason.value  # pyright: ignore[reportAttributeAccessIssue]
             choice.stop_reason = update.stop_reason
         if self._body.logprobs is not None:
-            choice.logprobs = self._build_logprobs(index, news._replace(update=update))
+            choice.logprobs = self._build_logprobs(index, number, update)
         if update.prompt is not None and update.prompt.logprobs is not None and self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._tokenizer, update.prompt.logprobs)
         if self._body.return_token_ids:
@@ -158,17 +163,16 @@ class _Answer:
                 choice.prompt_token_ids = list(request.prompt_token_ids)
         return choice
 
-    def _build_logprobs(self, index: int, news: News) -> CompletionLogprobs:
-        update = news.update
-        entries: list[TokenLogprobs | int] = list(update.logprobs or ())
+    def _build_logprobs(self, index: int, number: int, update: Update) -> CompletionLogprobs:
+        builder, count = self._logprobs[index], self._body.logprobs
+        assert count is not None
         if update.prompt is not None and update.prompt.logprobs is not None:
-            self._prompt_entries[news.prompt] = update.prompt.logprobs
+            self._prompt_entries[number] = update.prompt.logprobs
+        parts = []
         if self._body.echo and index not in self._begun:
-            first = self._requests[news.prompt].prompt_token_ids[0]
-            entries = [first, *self._prompt_entries.get(news.prompt, ()), *entries]
+            parts.append(builder.build_prompt(self._prompt_entries.get(number, ()), count))
         self._begun.add(index)
-        assert self._body.logprobs is not None
-        return self._logprobs[index].build(entries, self._body.logprobs)
+        return join_logprobs([*parts, builder.build(update.logprobs or (), count)])
 
 
 def _join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
@@ -183,12 +187,7 @@ def _join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     )
     parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     if parts:
-        joined.logprobs = CompletionLogprobs(
-            tokens=[t for part in parts for t in part.tokens],
-            token_logprobs=[v for part in parts for v in part.token_logprobs],
-            top_logprobs=[v for part in parts for v in part.top_logprobs],
-            text_offset=[v for part in parts for v in part.text_offset],
-        )
+        joined.logprobs = join_logprobs(parts)
     if pieces[0].prompt_logprobs is not None:
         joined.prompt_logprobs = pieces[0].prompt_logprobs
     if pieces[0].token_ids is not None:

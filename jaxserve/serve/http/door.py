@@ -1,7 +1,4 @@
-"""What all routes share: the engine, the settings, and how a body becomes running requests.
-
-Owns the way from prompts to one stream of updates. Refuses the shape of answers, which differ from route to route.
-"""
+"""The common part of all routes: the engine, the settings, and the way from prompts to one stream of updates."""
 
 import asyncio
 import contextlib
@@ -9,21 +6,22 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.api import FinishReason, Request
-from jaxserve.config_schema import HttpConfig
+from jaxserve.api import FinishReason, Request, RequestOptions
+from jaxserve.config.schema import HttpConfig
 from jaxserve.engine import AsyncEngine, Prompt, Update, embedding_of, pooling_params
 from jaxserve.errors import EngineStopped
+from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.guard import time_is_up
 from jaxserve.serve.http.tool_parsers import ToolParser
 from jaxserve.text import Tokenizer
 
-_BITE = 32  # requests of one call that are submitted before others have their turn
+_CALLER_CHARS = 200  # of an id that becomes part of another
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +51,13 @@ class Door:
         return tokenizer
 
 
-class News(NamedTuple):
-    """An update of prompt number `prompt`."""
+def new_id(given: str | None, call: HttpRequest) -> str:
+    """What the answer and its requests are called: the client's own name, or one that nobody else has.
 
-    prompt: int
-    update: Update
-
-
-class _Failure(NamedTuple):
-    error: Exception
-
-
-class _Ended(NamedTuple):
-    """One prompt's stream is over."""
-
-
-def new_id(given: str | None) -> str:
-    """What the answer and its requests are called: the client's own name, or one that nobody else has."""
-    return given or uuid.uuid4().hex
+    The latter begins with the `X-Request-Id` of the call, which proxies give to several calls at once.
+    """
+    caller, unique = caller_id(call.headers), uuid.uuid4().hex
+    return given or (unique if caller is None else f"{caller[:_CALLER_CHARS]}-{unique[:8]}")
 
 
 def trace_of(call: HttpRequest) -> str:
@@ -78,74 +65,32 @@ def trace_of(call: HttpRequest) -> str:
     return call.headers.get("traceparent", "")
 
 
-async def run_requests(door: Door, requests: Sequence[Request], *, echo: bool = False) -> AsyncGenerator[News, None]:
-    """The updates of all requests, as they come. Leaving early aborts what is still running.
+@contextlib.asynccontextmanager
+async def follow(door: Door, requests: Sequence[Request]) -> AsyncIterator[AsyncGenerator[Update, None]]:
+    """Their stream of updates, see `AsyncEngine.stream`; the end of the block aborts what is still running.
 
-    Raises what `AsyncEngine.stream` raises, DeadlineExceeded after `request_timeout_s`, and EngineStopped for a request
-    that was ended from elsewhere: what its client has got is no answer.
+    DeadlineExceeded is raised in the block when it takes longer than `request_timeout_s`.
     """
-    inbox: asyncio.Queue[News | _Failure | _Ended] = asyncio.Queue()
-
-    async def pump(number: int, request: Request) -> None:
-        try:
-            async with contextlib.aclosing(door.engine.stream(request, echo=echo)) as updates:
-                async for update in updates:
-                    inbox.put_nowait(News(number, update))
-        except Exception as error:  # whatever it is, it must not leave the others waiting
-            inbox.put_nowait(_Failure(error))
-        else:
-            inbox.put_nowait(_Ended())
-
     limit_s = door.config.request_timeout_s
-    alarm = asyncio.get_running_loop().call_later(limit_s, inbox.put_nowait, _Failure(time_is_up(limit_s)))
-    pumps: list[asyncio.Future[None]] = []
-    left = len(requests)
+    timer = asyncio.timeout(limit_s)
     try:
-        for number, request in enumerate(requests):
-            pumps.append(asyncio.ensure_future(pump(number, request)))
-            if number % _BITE == _BITE - 1:
-                await asyncio.sleep(0)
-        while left:
-            item = await inbox.get()
-            if isinstance(item, _Failure):
-                raise item.error
-            if isinstance(item, _Ended):
-                left -= 1
-            elif item.update.finish_reason is FinishReason.ABORT:
-                raise EngineStopped("the request was ended before its answer was complete: the server is shutting down")
-            else:
-                yield item
-    finally:
-        alarm.cancel()
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)  # so that all are aborted when this returns
+        async with timer, contextlib.aclosing(door.engine.stream(*requests)) as updates:
+            yield updates
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise time_is_up(limit_s) from error
 
 
-class Peeked:
-    """A stream whose first item is here already. Close it, even when nothing of it was read."""
-
-    def __init__(self, first: News, rest: AsyncGenerator[News, None]) -> None:
-        self._first = first
-        self._rest = rest
-
-    async def __aiter__(self) -> AsyncGenerator[News, None]:
-        yield self._first
-        async for item in self._rest:
-            yield item
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()
+def check_answered(update: Update) -> None:
+    """Raises EngineStopped for a request that was ended from elsewhere: what its client has got is no answer."""
+    if update.finish_reason is FinishReason.ABORT:
+        raise EngineStopped("the request was ended before its answer was complete: the server is shutting down")
 
 
-async def peek(news: AsyncGenerator[News, None]) -> Peeked:
-    """Waits for the first item, so that a refusal still finds a status line to go into."""
-    return Peeked(await anext(news), news)
-
-
-async def prepare(door: Door, makers: Sequence[Callable[[], Request]]) -> list[Request]:
-    """Encodes and checks all prompts, off the event loop."""
-    return await door.engine.run(lambda: [make() for make in makers])
+async def prepare(door: Door, makers: Sequence[Callable[[], Request]], n: int = 1) -> list[Request]:
+    """Encodes and checks all prompts, off the event loop; each has `n` sequences. Raises as `AsyncEngine.run` does."""
+    return await door.engine.run(lambda: [make() for make in makers], prompts=len(makers), n=n)
 
 
 class Vector(NamedTuple):
@@ -158,14 +103,14 @@ class Vector(NamedTuple):
 async def embed_prompts(
     door: Door, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None, *, tenant: str, traceparent: str
 ) -> list[Vector]:
-    """One vector for each prompt. Raises as `run_requests` and `AnyEngine.prepare` do."""
+    """One vector for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
     sampling = pooling_params(truncate_prompt_tokens)
-    make = functools.partial(
-        door.engine.engine.prepare, sampling=sampling, tenant=tenant, traceparent=traceparent, pooling=True
-    )
+    options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True)
+    make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
     requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts])
-    found: dict[int, list[float]] = {}
-    async with contextlib.aclosing(run_requests(door, requests)) as news:
-        async for item in news:
-            found[item.prompt] = embedding_of(item.update.prompt)
-    return [Vector(found[k], len(request.prompt_token_ids)) for k, request in enumerate(requests)]
+    found: dict[str, list[float]] = {}
+    async with follow(door, requests) as updates:
+        async for update in updates:
+            check_answered(update)
+            found[update.request_id] = embedding_of(update.prompt)
+    return [Vector(found[request.request_id], len(request.prompt_token_ids)) for request in requests]

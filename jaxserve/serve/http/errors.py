@@ -1,8 +1,7 @@
-"""What an HTTP client sees when something is refused or fails: the error object of the OpenAI API.
+"""The answers to an HTTP client when a request is refused or fails: the error object of the OpenAI API.
 
-Owns the shape and the handlers that turn every exception into it. Refuses to know a route: handlers raise typed
-errors, and the table in `serve.status` gives them codes. Once a stream has begun its status cannot change any more,
-so an error there is the last event, in the same shape.
+Every exception is turned into it here: routes raise typed errors, and the table in `serve.status` gives them codes.
+Once a stream has begun its status cannot change any more, so an error there is the last event, in the same shape.
 """
 
 import json
@@ -17,14 +16,18 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError, QueueFull, Status, UserError
+from jaxserve.serve.counts import HTTP_REASONS, reason_of
 from jaxserve.serve.status import HTTP_CODES, public_message, status_of
 
 logger = logging.getLogger(__name__)
 
+REASON = "jaxserve.reason"  # in the scope of a call that was refused; read by the layer that counts
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
@@ -63,7 +66,7 @@ class ErrorResponse(pydantic.BaseModel):
 
 
 def describe(error: Exception) -> tuple[int, ErrorResponse]:
-    """Status and body for an exception. What is a defect is logged, and tells the client only where to look."""
+    """Status and body for an exception. A defect is logged, and the client is only told where to look."""
     status = status_of(error)
     code = error.code if isinstance(error, HttpRefusal) else HTTP_CODES[status]
     reference = f"error {uuid.uuid4().hex[:12]}"
@@ -73,8 +76,29 @@ def describe(error: Exception) -> tuple[int, ErrorResponse]:
     return code, _body(code, public_message(error, reference), param, kind)
 
 
-def error_response(error: Exception) -> Response:
-    """The whole answer. One that may be tried again says when."""
+class ErrorAnswer(Response):
+    """An answer that carries its reason to the layers around it, and not to the client."""
+
+    media_type = "application/json"
+
+    def __init__(self, code: int, body: ErrorResponse, headers: Mapping[str, str] | None, reason: str) -> None:
+        super().__init__(body.model_dump_json(exclude_unset=True), code, headers)
+        self._reason = reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REASON] = self._reason
+        await super().__call__(scope, receive, send)
+
+
+def http_reason(error: Exception) -> str:
+    """The reason under which a refusal is counted."""
+    if isinstance(error, HttpRefusal):
+        return HTTP_REASONS.get(error.code, HTTP_REASONS[400])
+    return reason_of(error)
+
+
+def error_response(error: Exception) -> ErrorAnswer:
+    """The whole answer. Where a retry makes sense, it has the time to wait."""
     code, body = describe(error)
     headers = {}
     if code in (429, 503):
@@ -82,7 +106,7 @@ def error_response(error: Exception) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(wait_s if wait_s is not None else _RETRY_S)))
     if code == 401:
         headers["www-authenticate"] = "Bearer"
-    return json_response(body, code, headers)
+    return ErrorAnswer(code, body, headers, http_reason(error))
 
 
 def json_response(body: pydantic.BaseModel, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -105,7 +129,8 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException), error
         text = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not possible here"}
         body = _body(error.status_code, text.get(error.status_code, str(error.detail)), None, None)
-        return json_response(body, error.status_code, error.headers)
+        reason = HTTP_REASONS.get(error.status_code, HTTP_REASONS[400])
+        return ErrorAnswer(error.status_code, body, error.headers, reason)
 
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
@@ -144,12 +169,12 @@ def _place(location: Sequence[str | int]) -> str:
 
 
 def error_event(error: Exception) -> str:
-    """The same for a stream that has begun."""
+    """The error as an event, for a stream that has begun."""
     return f"data: {describe(error)[1].model_dump_json()}\n\n"
 
 
 def plain_error(code: int, message: str) -> bytes:
-    """The body alone, for what is refused before there is a request."""
+    """The body alone, for a refusal before there is a request."""
     return json.dumps(_body(code, message, None, None).model_dump()).encode()
 
 

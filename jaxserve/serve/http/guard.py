@@ -1,18 +1,20 @@
 """Around every request: its body within limits, its end when the client leaves, no exception that escapes.
 
-Owns the reading of bodies and the watch for a client that disappears. Refuses to know routes. Written as plain ASGI,
-since a middleware that wraps responses would hide a disconnect behind its own buffers: here a closed connection
-cancels the handler itself, leaving the engine's stream, which aborts the request within a step.
+Bodies are read here, and a client that disappears is noticed. Written as plain ASGI, since a middleware that wraps
+responses would hide a disconnect behind its own buffers: here a closed connection cancels the handler itself, leaving
+the engine's stream, which aborts the request within a step.
 """
 
 import asyncio
 import contextlib
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
 
+_BODIES_READ, _READ_ON_S = 16, 5.0  # of a body that is too large: times the limit, and for how long
 _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not read it
 
 
@@ -47,8 +49,11 @@ class Guard:
             body = await self._read_body(scope, receive)
         except HttpRefusal as refusal:
             response = error_response(refusal)
-            response.headers["connection"] = "close"  # what is left of the body is not read
-            await response(scope, receive, send)
+            response.headers["connection"] = "close"  # the rest of the body is not taken for a request
+            if refusal.code == 413:
+                await self._answer_and_read_on(response, scope, receive, send)
+            else:
+                await response(scope, receive, send)
             return
         if body is None:
             return
@@ -59,7 +64,7 @@ class Guard:
             begun = begun or message["type"] == "http.response.start"
             await send(message)
 
-        # What is no POST is a page, or a view that lasts as long as somebody looks at it.
+        # A call that is no POST is a page, or a view that lasts as long as its viewer stays.
         limit_s = self._request_timeout_s + _GRACE_S if scope["method"] == "POST" else None
         work = asyncio.ensure_future(self._app(scope, _replay(body), watched_send))
         gone = asyncio.ensure_future(_until_gone(receive))
@@ -77,8 +82,29 @@ class Guard:
             assert isinstance(error, Exception), error
             await error_response(error)(scope, receive, send)
 
+    async def _answer_and_read_on(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer at once, but its end, which closes the connection, when the body is here or long enough.
+
+        Many clients send all of a body before they read (Python's urllib, node). A connection that is closed with
+        bytes unread is reset, and the reset overtakes the answer.
+        """
+
+        async def send_all_but_the_end(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await response(scope, receive, send_all_but_the_end)
+        left = self._max_body_bytes * _BODIES_READ
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_READ_ON_S, self._body_timeout_s)):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        break
+        await send({"type": "http.response.body", "body": b""})
+
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """All of it; None when the client left before its end. Raises HttpRefusal."""
+        """The whole body; None when the client left before its end. Raises HttpRefusal."""
         limit = self._max_body_bytes
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if declared.isdigit() and int(declared) > limit:
@@ -116,7 +142,7 @@ def _too_large(size: int, limit: int) -> HttpRefusal:
 
 
 def _replay(body: bytes) -> Receive:
-    """A `receive` of what was read; then it waits, since the guard itself watches for the end of the connection."""
+    """A `receive` of the body read so far; then it waits, since the guard itself watches for the connection's end."""
     given = False
 
     async def receive() -> Message:

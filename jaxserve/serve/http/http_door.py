@@ -1,15 +1,18 @@
-"""The HTTP door as `service` opens and closes it.
+"""The HTTP door as `service` opens and closes it: the pair of application and port.
 
-Owns the pairing of application and port. Refuses to keep health: probes read it from the engine when they are asked.
+Health is not kept here: probes read it from the engine when they are asked.
 """
 
 import asyncio
 
-from jaxserve.config_schema import ServeConfig
+from jaxserve.config.schema import ServeConfig
 from jaxserve.engine import AsyncEngine
+from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.descriptors import current_limit, room_for_connections
 from jaxserve.serve.http import observe
 from jaxserve.serve.http.app import make_app
 from jaxserve.serve.http.server import HttpServer
+from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.tls import read_tls
 
 _POLL_S = 0.01
@@ -20,17 +23,25 @@ class HttpDoor:
 
     protocol = "HTTP"
 
-    def __init__(self, engine: AsyncEngine, config: ServeConfig) -> None:
-        """Raises ConfigError for keys or certificates that cannot be used."""
+    def __init__(
+        self, engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, port: HeldPort | None = None
+    ) -> None:
+        """`port` None: it is taken at the start. Raises ConfigError for keys, certificates or limits that cannot be
+        used.
+        """
         assert config.http.port is not None, "no port, no service"
         tls = read_tls(config.http, "serve.http")
-        views = observe.router(engine.engine, web_page=config.http.web_page, profile_dir=config.http.profile_dir)
-        self._app = make_app(engine, config, (views,))
+        views = observe.router(
+            engine.engine, counts, web_page=config.http.web_page, profile_dir=config.http.profile_dir
+        )
+        self._app = make_app(engine, config, counts, (views,))
         self._server = HttpServer(
             self._app.asgi,
             host=config.host,
-            port=config.http.port,
+            port=config.http.port if port is None else port,
             header_timeout_s=config.http.header_timeout_s,
+            max_connections=room_for_connections(config.http.max_connections, current_limit()),
+            counts=counts,
             tls=None if tls is None else tls.context,
         )
 
@@ -57,5 +68,5 @@ class HttpDoor:
         return True
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the port. Open connections get `grace_s`, such as a probe that is to read that all is over."""
+        """Closes the port. Open connections get `grace_s`, such as a probe that should read the end of the service."""
         await self._server.stop(grace_s)

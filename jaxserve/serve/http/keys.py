@@ -1,7 +1,4 @@
-"""API keys on HTTP routes.
-
-Owns the choice of the routes that need one. Refuses to compare: `serve.keys` does, for every door.
-"""
+"""API keys on HTTP routes: the choice of the routes that need one. `serve.keys` compares keys, for every door."""
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,7 +8,8 @@ from jaxserve.serve.http.errors import error_response
 from jaxserve.serve.keys import KnownKeys
 
 # Balancers have no key, and the page at / asks its user for one: it holds nothing itself.
-OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/"})
+PROBES = frozenset({"/health", "/live", "/ready"})
+OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
 
 

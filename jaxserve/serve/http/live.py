@@ -1,8 +1,8 @@
 """The live view's data: what the engine did since the last look, as server-sent events.
 
-Owns the shape of these messages, which `web/live.js` reads and nobody else should: programs read `/metrics`. Refuses
-to keep state for a viewer beyond the time of its last message. However many look, the page map is built once per
-interval, since it is the one thing here whose cost grows with the size of the pool.
+Only `web/live.js` should read these messages: programs read `/metrics`. Of a viewer nothing is kept but the time of its
+last message. For any number of viewers the page map is built once per interval, since it is the one thing here whose
+cost grows with the size of the pool.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _RUN = re.compile(rb"(.)\1*", re.DOTALL)
 
 
 class Seen:
-    """How far one viewer has been told of one replica. Mutated by `LiveFeed.message`."""
+    """The position of one viewer in the records of one replica. Mutated by `LiveFeed.message`."""
 
     __slots__ = ("first", "step_id")
 
@@ -31,7 +31,7 @@ class Seen:
 
 
 class LiveFeed:
-    """Messages for all viewers. Used on one event loop."""
+    """Messages for all viewers. Used on one event loop. `num_viewers` is counted by the sender of messages."""
 
     def __init__(self, engine: AnyEngine, interval_s: float = 0.5) -> None:
         self.num_viewers = 0
@@ -41,20 +41,16 @@ class LiveFeed:
 
     async def events(self) -> AsyncIterator[str]:
         """One event every interval, until the engine takes no more requests: an open view must not delay an end."""
-        self.num_viewers += 1
-        try:
-            seen = [Seen() for _ in self._engine.stats]
-            while True:
-                message = await asyncio.to_thread(self.message, seen)
-                yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
-                if not self._engine.accepting:
-                    return
-                await asyncio.sleep(self._interval_s)
-        finally:
-            self.num_viewers -= 1
+        seen = [Seen() for _ in self._engine.stats]
+        while True:
+            message = await asyncio.to_thread(self.message, seen)
+            yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
+            if not self._engine.accepting:
+                return
+            await asyncio.sleep(self._interval_s)
 
     def message(self, seen: list[Seen]) -> dict[str, Any]:
-        """What is new to a viewer, whose `seen` is brought up to date. Times are in ms, `t` on the engine's clock."""
+        """The news for a viewer, whose `seen` is brought up to date. Times are in ms, `t` on the engine's clock."""
         engine = self._engine
         return {
             "model": engine.model.name,

@@ -1,24 +1,27 @@
-"""Routes for who looks at the server: metrics, the web page and its live view, profiles.
+"""Routes for observers: metrics, the web page and its live view, profiles.
 
-Owns these routes and the headers of the page. Refuses to measure (`engine.stats` does) and to ask for keys: that is
-the application's, which lets `/` and `/static/` through without one, since they are the same for everybody and hold
-nothing; the page asks for the key that its calls then need.
+The figures are those of `engine.stats`. Keys are checked by the application, which lets `/` and `/static/` through
+without one, since they are the same for every client and hold nothing secret; the page asks for the key that its calls
+then need.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Any
 
 import pydantic
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine import AnyEngine
-from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal
+from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.http.bodies import JsonRoute
+from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, error_response
 from jaxserve.serve.http.live import MAX_VIEWERS, LiveFeed
 from jaxserve.serve.http.profile import MAX_SECONDS, ProfileCapture
-from jaxserve.serve.metrics import make_registry
+from jaxserve.serve.metrics import exposition, make_registry
 
 _MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".html": "text/html"}
 _PAGE_HEADERS: Mapping[str, str] = {
@@ -40,10 +43,12 @@ class ProfileReply(pydantic.BaseModel):
     files: list[str]
 
 
-def router(engine: AnyEngine, *, web_page: bool = True, profile_dir: str | None = None) -> APIRouter:
+def router(
+    engine: AnyEngine, counts: DoorCounts, *, web_page: bool = True, profile_dir: str | None = None
+) -> APIRouter:
     """/metrics, POST /debug/profile and, with `web_page`, /, /static/NAME and /events."""
-    routes = APIRouter()
-    _add_metrics(routes, engine)
+    routes = APIRouter(route_class=JsonRoute)  # or any page could start profiles of a server without keys
+    _add_metrics(routes, make_registry(engine, counts))
     _add_profile(routes, ProfileCapture(profile_dir))
     if web_page:
         _add_page(routes)
@@ -51,15 +56,13 @@ def router(engine: AnyEngine, *, web_page: bool = True, profile_dir: str | None 
     return routes
 
 
-def _add_metrics(routes: APIRouter, engine: AnyEngine) -> None:
-    registry = make_registry(engine)
-
+def _add_metrics(routes: APIRouter, registry: CollectorRegistry) -> None:
     # No coroutine, so that a scrape is read on a thread and delays no stream.
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     def metrics(request: Request) -> Response:
         """The engine's figures, for Prometheus."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        shown = exposition(registry, request.headers.get("accept", ""))
+        return Response(shown.content, headers={"content-type": shown.content_type})
 
 
 def _add_profile(routes: APIRouter, profiles: ProfileCapture) -> None:
@@ -98,8 +101,24 @@ def _add_page(routes: APIRouter) -> None:
 def _add_events(routes: APIRouter, feed: LiveFeed) -> None:
     @routes.get("/events", include_in_schema=False)
     async def events() -> Response:
-        if feed.num_viewers >= MAX_VIEWERS:
-            raise HttpRefusal(429, f"{MAX_VIEWERS} live views are open, which is as many as are served; close one")
-        stream: AsyncIterator[str] = feed.events()
+        return _View(feed)
+
+
+class _View(StreamingResponse):
+    """One live view, counted from the look at the bound until its end: many may be asked for in the same moment."""
+
+    def __init__(self, feed: LiveFeed) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the second: or nginx would hold it back
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        super().__init__(feed.events(), media_type="text/event-stream", headers=headers)
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._feed.num_viewers >= MAX_VIEWERS:
+            text = f"{MAX_VIEWERS} live views are open, which is as many as are served; close one"
+            await error_response(HttpRefusal(429, text))(scope, receive, send)
+            return
+        self._feed.num_viewers += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._feed.num_viewers -= 1

@@ -1,8 +1,8 @@
-"""What balancers and operators ask: health, readiness, load, version.
+"""Probes of balancers and operators: health, readiness, load, version.
 
-Owns the answers and no state of its own: each is read from the engine at the moment of the question, so that a probe
-cannot be green beside a dead engine. `/live` is about the process, `/ready` about new requests: during a drain the
-process is alive and not ready. `/health` says what `/ready` says, for those who ask for it by that name.
+Each answer is read from the engine at the moment of the request, so that a probe cannot be green beside a dead engine.
+`/live` is about the process, `/ready` about new requests: during a drain the process is alive and not ready. `/health`
+answers as `/ready`, for clients that know only this name.
 """
 
 from fastapi import APIRouter, Response
@@ -36,9 +36,12 @@ def probes_router(door: Door, stall_s: float) -> APIRouter:
         """Whether this process is worth keeping."""
         return _probe(why_not_live(engine, stall_s))
 
+    for path, answer in (("/health", health), ("/ready", ready), ("/live", live)):  # HEAD: what some balancers send
+        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+
     @router.get("/version")
     async def version() -> VersionResponse:
-        """Of jaxserve."""
+        """The version of jaxserve."""
         return VersionResponse(version=__version__)
 
     @router.get("/load")
@@ -50,7 +53,7 @@ def probes_router(door: Door, stall_s: float) -> APIRouter:
 
 
 def why_not_live(engine: AnyEngine, stall_s: float) -> str | None:
-    """None while the loop of the engine comes round."""
+    """The reason why the process is not live; None while the loop of the engine turns."""
     if engine.failure is not None:
         return "the engine has died"
     if engine.stalled_s >= stall_s:

@@ -1,6 +1,6 @@
 """JAX profiles of a running server, one at a time, into a directory that the operator named.
 
-Owns the one capture that may run. Refuses to read profiles: TensorBoard's profile plugin or Perfetto do that.
+TensorBoard's profile plugin and Perfetto read them.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ async def _capture(target: Path, seconds: float) -> Path:
         raise HttpRefusal(500, f"serve.http.profile_dir cannot be written to: {error}") from error
     try:
         await asyncio.to_thread(jax.profiler.start_trace, target)
-    except RuntimeError as error:  # somebody else in this process profiles: a notebook, say
+    except RuntimeError as error:  # another profile runs in this process, of a notebook, say
         raise HttpRefusal(409, f"JAX cannot record now: {error}") from error
     try:
         await asyncio.sleep(seconds)
     finally:
-        await asyncio.to_thread(jax.profiler.stop_trace)  # writes the files, which takes its time
+        await asyncio.to_thread(jax.profiler.stop_trace)  # writes the files, which takes a while
     return target

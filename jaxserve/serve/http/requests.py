@@ -1,10 +1,13 @@
 """The bodies that clients send: OpenAI's fields, and vLLM's further sampling options beside them.
 
-Owns names and types. Refuses ranges and everything that two fields say together: `SamplingParams` checks itself, and
-this file must not say the same in other words. An unknown field is refused by name, since a client that believes it
-had been obeyed is worse off than one that is told.
+Names and types are declared here. Ranges and combinations of fields are checked by `SamplingParams`, so that each error
+has one wording. An unknown field is refused by name, since a client that believes it had been obeyed is worse off than
+one that is told. Fields of either API that this server does not have are known for the values that change nothing
+(`Only`): clients send them unasked. Null is the same as absent everywhere.
 """
 
+import functools
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -14,10 +17,10 @@ T = TypeVar("T")
 
 
 class _Bounded:
-    """On a list: the first wrong item is the only one told, and there is an end to the number of items.
+    """On a list: only the first wrong item is reported, and the number of items is bounded.
 
-    By default pydantic tells of all, and a union tries each of its members on all: a body of four megabytes took
-    minutes, in which nobody was served. The limit is no part of the document, which knows no sizes of bodies either.
+    By default pydantic reports all, and a union tries each of its members on all: a body of four megabytes took
+    minutes, in which no client was served. The limit is no part of the document, which knows no sizes of bodies either.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -33,7 +36,7 @@ class _Bounded:
         return document
 
 
-_MOST_ITEMS = 2**14  # of what costs more than a number
+_MOST_ITEMS = 2**14  # items that cost more than a number
 _MOST_FIELDS = 100
 Ids = Annotated[list[int], _Bounded()]
 Many = Annotated[list[T], _Bounded(_MOST_ITEMS)]
@@ -49,6 +52,29 @@ def _bounded(given: Any, most: int) -> Any:
 Biases = Annotated[dict[str, float], pydantic.BeforeValidator(lambda given: _bounded(given, _MOST_ITEMS))]
 
 
+class Only:
+    """On a field that this server does not have: null and `values` change nothing; other values are refused."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        return pydantic_core.core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.values]}
+
+    def _check(self, given: Any) -> Any:
+        # True is not 1.
+        if given is None or any(given == v and isinstance(given, bool) is isinstance(v, bool) for v in self.values):
+            return given
+        words = " or ".join(json.dumps(value) for value in (None, *self.values))
+        raise pydantic_core.PydanticCustomError("only", "only {words} works here; leave it out", {"words": words})
+
+
+Null = Annotated[Any, Only()]
+
+
 class Body(pydantic.BaseModel):
     """Nothing is converted: "5" is no number, and 1 is not true."""
 
@@ -57,15 +83,28 @@ class Body(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _count_fields(cls, given: Any) -> Any:
-        """Each unknown field is an error of its own; see above."""
-        return _bounded(given, _MOST_FIELDS)
+        """Each unknown field is an error of its own; see above. Those that are null ask for nothing."""
+        if given.__class__ is not dict:
+            return given
+        if len(given) > _MOST_FIELDS:  # asked here, as each of thousands of messages comes by
+            return _bounded(given, _MOST_FIELDS)
+        if None not in given.values():
+            return given
+        known = _names(cls)
+        return {name: value for name, value in given.items() if value is not None or name in known}
+
+
+@functools.cache
+def _names(body: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """Options of a stream beside its text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[Any, Only(False)] = None
 
 
 class JsonSchema(Body):
@@ -101,10 +140,38 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Many[str] | None = None
     grammar: str | None = None
+    structural_tag: Null = None
+    whitespace_pattern: Null = None
+    disable_any_whitespace: Annotated[Any, Only(False)] = None
+    disable_additional_properties: Annotated[Any, Only(False)] = None
 
 
-class SamplingFields(Body):
-    """What completions and chats share. Absent, as null, is the default of `SamplingParams`."""
+class NeutralFields(Body):
+    """Fields that OpenAI and vLLM have and this server has not, with the values that are accepted.
+
+    Those of a type of their own say something to OpenAI that no answer depends on.
+    """
+
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    moderation: Null = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+
+    use_beam_search: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    logits_processors: Null = None
+    kv_transfer_params: Null = None
+    vllm_xargs: Null = None
+    thinking_token_budget: Null = None
+    spaces_between_special_tokens: bool | None = None  # no tokenizer here puts spaces there
+
+
+class SamplingFields(NeutralFields):
+    """The fields that completions and chats share. Absent, as null, is the default of `SamplingParams`."""
 
     model: str | None = None
     frequency_penalty: float | None = None
@@ -134,6 +201,7 @@ class SamplingFields(Body):
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = pydantic.Field(default=None, pattern=r"^[!-~]{1,256}$")  # is sent back in a header
@@ -147,28 +215,43 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
     max_tokens: int | None = None
     add_special_tokens: bool | None = None
+    best_of: int | None = None
+    suffix: Annotated[Any, Only("")] = None
+    prompt_embeds: Null = None
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class FunctionCall(Body):
-    """`arguments` is JSON text, as OpenAI has it."""
+    """`arguments` is JSON text, as OpenAI has it, or what the model wrote in its place.
+
+    `parsed_arguments` is added by the official client, and is not shown to templates.
+    """
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
+    """`index` is left from a stream."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    `annotations` and `parsed` are added to the content by others, and are not shown to templates: messages come back
+    as the official client dumps them.
+    """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
@@ -176,6 +259,12 @@ class Message(Body):
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: Many[dict[str, Any]] | None = None
+    parsed: Any = None
+    audio: Null = None
+    function_call: Null = None
 
 
 class Function(Body):
@@ -205,27 +294,49 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class ChatFields(Body):
-    """What becomes the prompt of a chat."""
+class TemplateFields(Body):
+    """Fields of a chat's prompt beside its messages. By default it ends with the opening of the answer."""
 
-    messages: Many[Message] = pydantic.Field(min_length=1)
     tools: Many[Tool] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    chat_template: Null = None
+    continue_final_message: Annotated[Any, Only(False)] = None
+    documents: Annotated[Any, Only([])] = None
+    media_io_kwargs: Annotated[Any, Only({})] = None
+    mm_processor_kwargs: Annotated[Any, Only({})] = None
 
-class ChatRequest(SamplingFields, ChatFields):
-    """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
 
+class ChatRequest(SamplingFields, TemplateFields):
+    """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`.
+
+    `prediction` is a guess at the answer, which could make it come sooner. `reasoning_effort` is for templates that
+    read it.
+    """
+
+    messages: Many[Message] = pydantic.Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    add_special_tokens: Annotated[Any, Only(False)] = None
+    audio: Null = None
+    echo: Annotated[Any, Only(False)] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None  # there are no functions
+    include_reasoning: Annotated[Any, Only(True)] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Null = None
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(NeutralFields):
     """`POST /v1/embeddings`."""
 
     model: str | None = None
@@ -235,18 +346,21 @@ class EmbeddingRequest(Body):
     user: str | None = None
     truncate_prompt_tokens: int | None = None
 
+    add_special_tokens: Annotated[Any, Only(True)] = None
+    priority: Annotated[Any, Only(0)] = None
+    normalize: Annotated[Any, Only(True)] = None
+    embed_dtype: Annotated[Any, Only("float32")] = None
+    endianness: Annotated[Any, Only("native", "little")] = None
 
-class TokenizeRequest(Body):
+
+class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: `prompt` or `messages`, not both."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = pydantic.Field(default=None, min_length=1)
-    tools: Many[Tool] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

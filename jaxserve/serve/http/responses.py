@@ -1,7 +1,7 @@
 """The bodies that go back, as the OpenAI API describes them.
 
-Owns names and types; they make the OpenAPI document, which is why even a field that is always the same stands here.
-Refuses values: routes fill them. A field that was not set is not sent.
+Their names and types make the OpenAPI document, which is why even a field that is always the same stands here. Routes
+fill the values; a field that was not set is not sent.
 """
 
 from typing import Any, Literal

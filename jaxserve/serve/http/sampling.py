@@ -1,13 +1,13 @@
 """From the fields of a body to `SamplingParams`.
 
-Owns the few places where names or meanings differ between OpenAI, vLLM and this engine. Refuses to check values:
-`SamplingParams` does, with the same words for every door.
+The few places where names or meanings differ between OpenAI, vLLM and this engine are here. Values are checked by
+`SamplingParams`, with the same words for every door.
 """
 
 from typing import Any
 
 from jaxserve.api import SamplingParams, StructuredOutput
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.http.requests import (
     ChatRequest,
     CompletionRequest,
@@ -16,7 +16,7 @@ from jaxserve.serve.http.requests import (
     SamplingFields,
 )
 
-# Fields that keep their name on the way. Null means the default.
+# Fields that keep their name. Null means the default.
 _SAME = (
     "frequency_penalty",
     "logit_bias",
@@ -44,6 +44,10 @@ _SAME = (
 def completion_sampling(body: CompletionRequest) -> SamplingParams:
     """Raises InvalidRequest or UnsupportedOption."""
     options = _shared(body)
+    if body.best_of not in (None, body.n or 1):
+        raise UnsupportedOption(
+            f"best_of is {body.best_of} and n {body.n or 1}: all that is generated is sent back here; leave best_of out"
+        )
     if body.max_tokens is not None:
         options["max_tokens"] = body.max_tokens
     if body.echo and body.max_tokens == 0:
@@ -58,7 +62,7 @@ def completion_sampling(body: CompletionRequest) -> SamplingParams:
 def chat_sampling(
     body: ChatRequest, forced: StructuredOutput | None = None, *, keep_special_tokens: bool = False
 ) -> SamplingParams:
-    """`forced`: what the choice of a tool demands. `keep_special_tokens`: tool calls are written with them.
+    """`forced`: the form that the choice of a tool demands. `keep_special_tokens`: tool calls are written with them.
 
     Raises InvalidRequest or UnsupportedOption.
     """
@@ -82,7 +86,7 @@ def chat_sampling(
 
 
 def structured(body: SamplingFields) -> StructuredOutput | None:
-    """What the output is constrained to. Raises InvalidRequest."""
+    """The form to which the output is constrained. Raises InvalidRequest."""
     found: list[StructuredOutput] = []
     if isinstance(body.response_format, JsonObjectFormat):
         found.append(StructuredOutput(json_object=True))

@@ -1,7 +1,7 @@
 """The HTTP server: one port, on the event loop that the other doors share.
 
-Owns the transport, TLS included, and its limits of time and size on headers. Refuses signals, which are `service`'s,
-and routes.
+This is the transport, TLS included, with limits of time and size on headers. Signals are handled in `service`, the
+bound on connections in `connections`.
 
 uvicorn limits neither the time in which a request's headers arrive nor their size, so a client that sends a byte now
 and then would hold a connection for ever. The protocol below counts both; bodies are `guard`'s. A request that comes
@@ -11,31 +11,59 @@ answer: uvicorn would stop to read, and so not notice that the client has left.
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import ssl
 import sys
 from collections.abc import Generator
-from typing import Any
+from typing import NamedTuple
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from jaxserve.errors import ConfigError
+from jaxserve.serve.counts import HTTP, HTTP_REASONS, OTHER, DoorCounts
+from jaxserve.serve.http.connections import Acceptor, Client, Connections
 from jaxserve.serve.http.errors import plain_error
+from jaxserve.serve.http.keys import PROBES
+from jaxserve.serve.ports import HeldPort
 
 MAX_HEADER_BYTES = 64 * 2**10
+MAX_URL_BYTES = 16 * 2**10
+_PROBES = frozenset(path.encode() for path in PROBES)
 _KEEP_ALIVE_S = 75  # longer than the 60 s of common balancers, which must be the ones to close
 _BACKLOG = 1024
-_USER_TIMEOUT_MS = 30_000  # for what was sent to be acknowledged
+_USER_TIMEOUT_MS = 30_000  # for sent bytes to be acknowledged
 _POLL_S = 0.01
 
 
-class TimedProtocol(HttpToolsProtocol):
-    """Closes connections whose headers are late or large. Made by uvicorn, one per connection."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """The common state of all connections of a port."""
 
-    header_timeout_s = 10.0
+    header_timeout_s: float
+    connections: Connections
+    counts: DoorCounts
+
+
+class _Refused(NamedTuple):
+    """The answer to bytes that never become a request."""
+
+    code: int
+    phrase: str
+    text: str
+
+
+class TimedProtocol(HttpToolsProtocol, Client):
+    """Closes connections whose headers are late or large. One per connection."""
+
+    def __init__(self, port: Port, config: uvicorn.Config, server_state: ServerState) -> None:
+        super().__init__(config=config, server_state=server_state, app_state={}, _loop=asyncio.get_running_loop())
+        self._port = port
+        self._refused: _Refused | None = None  # said by a callback of the parser, which can only raise
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -47,7 +75,13 @@ class TimedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_are_here()
+        self._port.connections.remove(self)
         super().connection_lost(exc)
+
+    def abandon(self) -> None:
+        """See `Client`."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._ahead:
@@ -58,11 +92,12 @@ class TimedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self._refuse(400, "Bad Request", f"this is no HTTP/1.1: {error}")
+            self._refuse(self._refused or _Refused(400, "Bad Request", f"this is no HTTP/1.1: {error}"))
             return
-        # Looked at afterwards: the headers may have ended in this piece, and the rest of it is body.
+        # Checked afterwards: the headers may have ended in this piece, and the rest of it is body.
         if self._deadline is not None and self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, "Request Header Fields Too Large", f"headers of more than {MAX_HEADER_BYTES} bytes")
+            text = f"headers of more than {MAX_HEADER_BYTES} bytes"
+            self._refuse(_Refused(431, "Request Header Fields Too Large", text))
 
     def _parse(self, data: bytes) -> None:
         """Raises HttpParserError."""
@@ -79,7 +114,7 @@ class TimedProtocol(HttpToolsProtocol):
         """Java's HttpClient and `curl --http2` offer to change to HTTP/2, and send a body as if nothing had been said.
 
         RFC 9110 (7.8) lets a server ignore the offer. The parser cannot: it stops after the headers, and takes what
-        follows for another protocol. So another one goes on, which is told how long the body is and nothing else.
+        follows for another protocol. So another parser goes on, which is given only the length of the body.
         """
         framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         lines = b"".join(name + b": " + value + b"\r\n" for name, value in framing)
@@ -103,17 +138,35 @@ class TimedProtocol(HttpToolsProtocol):
             self._expect_headers()
 
     def on_url(self, url: bytes) -> None:
-        if not self._repeating and not self._ahead:
-            super().on_url(url)
+        if self._repeating or self._ahead:
+            return
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refused = _Refused(414, "URI Too Long", f"a URL of more than {MAX_URL_BYTES} bytes")
+            raise ValueError(self._refused.text)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._repeating and not self._ahead:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if not self._repeating and not self._ahead:
-            self._headers_are_here()
-            super().on_headers_complete()
+        if self._repeating or self._ahead:
+            return
+        self._headers_are_here()
+        connections = self._port.connections
+        is_spare = connections.is_spare(self)
+        if is_spare and self.url.partition(b"?")[0] not in _PROBES:
+            text = f"all {connections.most} connections are busy (serve.http.max_connections); try again later"
+            self._refused = _Refused(503, "Service Unavailable", text)
+            raise ValueError(text)
+        super().on_headers_complete()
+        if is_spare:
+            self.cycle.keep_alive = False
+        connections.begin(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._port.connections.rest(self)
 
     def on_body(self, body: bytes) -> None:
         if not self._ahead:
@@ -124,7 +177,7 @@ class TimedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _expect_headers(self) -> None:
-        self._deadline = self.loop.call_later(self.header_timeout_s, self._too_late)
+        self._deadline = self.loop.call_later(self._port.header_timeout_s, self._too_late)
 
     def _headers_are_here(self) -> None:
         if self._deadline is not None:
@@ -132,15 +185,20 @@ class TimedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _too_late(self) -> None:
-        self._refuse(408, "Request Timeout", f"the headers did not arrive within {self.header_timeout_s:g} s")
+        text = f"the headers did not arrive within {self._port.header_timeout_s:g} s"
+        self._refuse(_Refused(408, "Request Timeout", text))
 
-    def _refuse(self, code: int, phrase: str, text: str) -> None:
+    def _refuse(self, refused: _Refused) -> None:
         self._headers_are_here()
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:  # nothing of an earlier request is under way
-            body = plain_error(code, text)
-            head = f"HTTP/1.1 {code} {phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            code = refused.code
+            self._port.counts.note_http(OTHER, OTHER, code)
+            self._port.counts.note_refusal(HTTP, HTTP_REASONS[code])
+            body = plain_error(code, refused.text)
+            head = f"HTTP/1.1 {code} {refused.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            head += "retry-after: 1\r\n" if code == 503 else ""
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
@@ -148,52 +206,60 @@ class TimedProtocol(HttpToolsProtocol):
 class _Uvicorn(uvicorn.Server):
     """Without the signal handlers: the process has its own, for all doors together."""
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshake_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, port: Port, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        self.servers = []
+        self._port = port
         self._tls = tls
-        self._handshake_timeout_s = None if tls is None else handshake_timeout_s
+        self._acceptors: list[Acceptor] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens. Instead of uvicorn's own, which leaves the handshake of TLS to asyncio's limit of a minute."""
+        """Listens, with the acceptor of `connections`."""
         assert sockets is not None, "the port is bound by `HttpServer`"
-        config, loop = self.config, asyncio.get_running_loop()
-        make: Any = config.http_protocol_class
 
-        def make_protocol() -> asyncio.Protocol:
-            return make(config=config, server_state=self.server_state, app_state={}, _loop=loop)
+        def make() -> TimedProtocol:
+            return TimedProtocol(self._port, self.config, self.server_state)
 
-        self.servers = [
-            await loop.create_server(
-                make_protocol,
-                sock=listener,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._handshake_timeout_s,
-            )
-            for listener in sockets
-        ]
+        for listener in sockets:
+            port = self._port
+            self._acceptors.append(Acceptor(listener, make, port.connections, self._tls, port.header_timeout_s))
         self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops accepting, then shuts down as uvicorn does."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
 
 
 class HttpServer:
     """One listening port. Used on one event loop."""
 
     def __init__(
-        self, app: ASGIApp, *, host: str, port: int, header_timeout_s: float, tls: ssl.SSLContext | None = None
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int | HeldPort,
+        header_timeout_s: float,
+        max_connections: int,
+        counts: DoorCounts,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`tls` None: in the clear. `header_timeout_s` is the limit of its handshake, too."""
+        """A `port` that is not held is taken at the start. `tls` None: in the clear. `header_timeout_s` is the limit of
+        its handshake, too.
+        """
         self._host = host
         self._port = port
         if tls is not None:
-            tls.set_alpn_protocols(["http/1.1"])  # who speaks HTTP/2 alone is told so by the handshake
-        protocol: Any = type("_Protocol", (TimedProtocol,), {"header_timeout_s": header_timeout_s})
+            tls.set_alpn_protocols(["http/1.1"])  # a client that speaks only HTTP/2 fails in the handshake
         config = uvicorn.Config(
             app,
-            http=protocol,
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -202,12 +268,13 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
-        self._server = _Uvicorn(config, tls, header_timeout_s)
+        shared = Port(header_timeout_s=header_timeout_s, connections=Connections(max_connections), counts=counts)
+        self._server = _Uvicorn(config, shared, tls)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listens. Returns the port. Raises ConfigError when the address cannot be had."""
-        listener = self._bind()
+        """Listens. Returns the port. Raises ConfigError when the address cannot be bound."""
+        listener = self._listen()
         port: int = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="jaxserve-http")
         while not self._server.started:
@@ -217,34 +284,26 @@ class HttpServer:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """After `grace_s` closes the port, gives what is under way a second more, then cuts it."""
+        """After `grace_s` closes the port, gives open answers a second more, then cuts them."""
         if self._task is not None:
             await asyncio.sleep(grace_s)
             self._server.should_exit = True
             await self._task
 
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # With the protocol named, asyncio turns Nagle's algorithm off for the connections: else each event of a stream
-        # waits for the client's delayed acknowledgement of the one before, 40 ms.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    def _listen(self) -> socket.socket:
+        held = self._port if isinstance(self._port, HeldPort) else HeldPort(self._host, self._port, "serve.http.port")
+        listener = held.take()
+        # Accepted connections inherit these. A client whose network is cut says nothing: the system asks instead, and
+        # the end of the connection is what aborts its request.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            for option, seconds in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                listener.setsockopt(socket.IPPROTO_TCP, option, seconds)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
         try:
-            # Lets a restart take the port of connections that linger; a second live server still cannot.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Accepted connections inherit these. A client whose network is cut says nothing: the system asks instead,
-            # and the end of the connection is what aborts its request.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if sys.platform == "linux":
-                for option, seconds in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-                    listener.setsockopt(socket.IPPROTO_TCP, option, seconds)
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-            listener.bind((self._host, self._port))
             listener.listen(_BACKLOG)
-        except (OSError, OverflowError) as error:
+        except OSError as error:  # another process was faster
             listener.close()
-            raise ConfigError(
-                f"cannot listen on {self._host}:{self._port}: {error}; set serve.host or serve.http.port, 0 takes a "
-                "free port"
-            ) from error
+            raise ConfigError(f"cannot listen on {self._host}:{held.number}: {error}") from error
         listener.setblocking(False)
         return listener

@@ -1,18 +1,17 @@
-"""Server-sent events, and the counting of tokens that every answer ends with.
+"""Server-sent events, and `Usage`, the counting of tokens that every answer ends with."""
 
-Owns the framing of a stream and `Usage`. Refuses to know what an event says.
-"""
-
-import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import pydantic
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.api import Request
-from jaxserve.serve.http.door import News, Peeked
-from jaxserve.serve.http.errors import error_event
+from jaxserve.engine import Update
+from jaxserve.serve.http.door import Door, check_answered, follow
+from jaxserve.serve.http.errors import REASON, error_event, http_reason
+from jaxserve.serve.http.requests import StreamOptions
 from jaxserve.serve.http.responses import CachedTokens, Usage
 
 DONE = "data: [DONE]\n\n"
@@ -22,31 +21,65 @@ def event(body: pydantic.BaseModel) -> str:
     return f"data: {body.model_dump_json(exclude_unset=True)}\n\n"
 
 
-class EventStream(Response):
-    """Sends `events` as they come, then [DONE]. An exception becomes an event, since the status has left already.
+def usage_in_all(options: StreamOptions | None) -> bool:
+    """Whether each event of a stream tells the usage so far."""
+    return options is not None and options.continuous_usage_stats is True
 
-    Closes `news` and `events` in any case; when the client has left, the guard cancels the call, which ends up here.
+
+def usage_at_end(options: StreamOptions | None) -> bool:
+    """Whether a stream ends with an event of the usage."""
+    return options is not None and options.include_usage is True
+
+
+class Answer(Protocol):
+    """Turns the updates of one call into its events. Used by its call alone."""
+
+    def events(self, update: Update) -> str:
+        """What an update tells the client: one event or several, or "" when there is nothing to tell yet."""
+        ...
+
+    def last_events(self) -> str:
+        """What follows the last update: the usage, where it was asked for."""
+        ...
+
+
+class EventStream(Response):
+    """Runs requests and sends what their updates tell as it comes, then [DONE].
+
+    The status leaves with the first update, so a refusal still has a status of its own; a later exception becomes an
+    event. When the client has left, the guard cancels the call, which ends the requests.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, news: Peeked, events: AsyncGenerator[str, None], answer_id: str) -> None:
+    def __init__(self, door: Door, requests: Sequence[Request], answer: Answer, answer_id: str) -> None:
         # Proxies must pass each event on at once; the two headers tell the common ones.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-request-id": answer_id}
         super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._news = news
-        self._events = events
+        self._door = door
+        self._requests = requests
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._news), contextlib.aclosing(self._events):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for text in self._events:
-                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            except Exception as error:
-                await send({"type": "http.response.body", "body": error_event(error).encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": DONE.encode(), "more_body": False})
+        begun = False
+        try:
+            async with follow(self._door, self._requests) as updates:
+                async for update in updates:
+                    check_answered(update)
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    text = self._answer.events(update)
+                    if text:
+                        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            rest = self._answer.last_events()
+        except Exception as error:
+            if not begun:
+                raise
+            scope[REASON] = http_reason(error)
+            rest = error_event(error)
+        await send({"type": "http.response.body", "body": (rest + DONE).encode(), "more_body": False})
 
 
 class UsageCounter:
@@ -54,20 +87,19 @@ class UsageCounter:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self._num_cached_tokens = [0] * len(requests)
+        self._num_cached_tokens = 0
         self._num_generated_tokens = 0
 
-    def take(self, news: News) -> None:
-        update = news.update
+    def take(self, update: Update) -> None:
         self._num_generated_tokens += len(update.token_ids)
         # Each sequence reports its prompt; it was read from the cache, or run, once.
         if update.prompt is not None and update.index == 0:
-            self._num_cached_tokens[news.prompt] = update.prompt.num_cached_tokens
+            self._num_cached_tokens += update.prompt.num_cached_tokens
 
     @property
     def usage(self) -> Usage:
         prompt, generated = self._num_prompt_tokens, self._num_generated_tokens
-        details = CachedTokens(cached_tokens=sum(self._num_cached_tokens))
+        details = CachedTokens(cached_tokens=self._num_cached_tokens)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=generated,

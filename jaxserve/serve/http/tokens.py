@@ -1,6 +1,6 @@
-"""Models, embeddings, and text to ids and back.
+"""The routes that generate nothing: models, embeddings, and text to ids and back.
 
-Owns the routes that generate nothing. Work on text runs on the engine's threads, as for every other route.
+Work on text runs on the engine's threads, as for every other route.
 """
 
 import base64
@@ -39,7 +39,7 @@ def tokens_router(door: Door) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", tags=["OpenAI"])
     async def retrieve_model(model: str) -> ModelCard:
-        """The same, by name."""
+        """The served model, by name."""
         door.check_model(model)
         return _card(door)
 
@@ -49,7 +49,7 @@ def tokens_router(door: Door) -> APIRouter:
         door.check_model(body.model)
         vectors = await embed_prompts(
             door,
-            list_prompts(body.input, "input", door),
+            list_prompts(body.input, "input"),
             body.truncate_prompt_tokens,
             tenant=body.user or "",
             traceparent=trace_of(call),
@@ -102,7 +102,7 @@ def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give prompt or messages, one of the two")
     if body.prompt is not None:
-        ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         assert body.messages is not None
         text = render_chat(
@@ -110,7 +110,7 @@ def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
             body.messages,
             tools=shown_tools(body.tools),
             variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt is not False,
         )
         ids = tokenizer.encode(text, add_special_tokens=False)
     response = TokenizeResponse(count=len(ids), max_model_len=door.engine.engine.model.max_model_len, tokens=ids)

@@ -1,8 +1,8 @@
-"""How models write tool calls, and how their text becomes calls again.
+"""The formats in which models write tool calls, and a parser for each.
 
-Owns one parser per format, each a small machine that is fed text as it comes. A whole answer is read by the same
-machine in one piece, so that streaming and not streaming cannot differ. Refuses to repair: what only looks like a call
-of a function that was offered stays text.
+A parser is a small state machine that is fed text as it comes. A whole answer is read by the same machine in one piece,
+so that streaming and not streaming cannot differ. Nothing is repaired: text that only looks like a call of a function
+that was offered stays text.
 
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call> after any text, repeated (Hermes, Qwen)
     llama3   {"name": "f", "parameters": {...}} as the whole answer, more after ";" (Llama 3.1 and later)
@@ -25,7 +25,7 @@ class ToolParser(enum.StrEnum):
 
 
 class Piece(NamedTuple):
-    """News: text for the reader, or of call number `call`: its name with the first piece, then arguments."""
+    """An increment: text for the reader, or of call number `call`: its name with the first piece, then arguments."""
 
     content: str = ""
     call: int | None = None
@@ -39,7 +39,7 @@ class CallParser(Protocol):
     def push(self, text: str) -> list[Piece]: ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, once no text follows."""
+        """Returns the text that was held back, once no text follows."""
         ...
 
 
@@ -52,7 +52,7 @@ TAGS: Mapping[ToolParser, tuple[str, ...]] = {
 
 
 def choose_parser(wanted: Literal["auto", "hermes", "llama3"], template: str | None) -> ToolParser:
-    """The format that a chat template teaches; Hermes' when it does not tell."""
+    """The format that a chat template teaches; Hermes' when it teaches none."""
     if wanted != "auto":
         return ToolParser(wanted)
     source = template or ""
@@ -67,7 +67,7 @@ def make_parser(parser: ToolParser, names: Collection[str]) -> CallParser:
 
 
 class _Calls:
-    """What the formats share: reading one call after another. `after` gets what follows each."""
+    """The common part of the formats: reading one call after another. `after` gets the text that follows each."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -82,7 +82,7 @@ class _Calls:
         return self._scanner is not None
 
     def push(self, text: str, pieces: list[Piece]) -> tuple[State, str]:
-        """Feeds the open call; returns how it stands and what text is left. A call that is none becomes content."""
+        """Feeds the open call; returns its state and the text that is left. Text that is no call becomes content."""
         scanner = self._scanner
         assert scanner is not None, "no call is open"
         known = scanner.has_name
@@ -100,7 +100,7 @@ class _Calls:
         return scanner.state, rest
 
     def finish(self) -> list[Piece]:
-        """An object that was cut: text, unless its name has been told."""
+        """An object that was cut becomes text, unless its name has been sent."""
         scanner, self._scanner = self._scanner, None
         return [Piece(scanner.raw)] if scanner is not None and not scanner.has_name and scanner.raw else []
 
@@ -112,7 +112,7 @@ class HermesParser:
         self._calls = _Calls(names)
         self._held = ""  # may become a tag
         self._inside = False  # between the tags
-        self._shown = False  # some text was told
+        self._shown = False  # some text was sent
         self._opening = ""  # the tag and the space around it, in case that no object follows
 
     def push(self, text: str) -> list[Piece]:
@@ -227,7 +227,7 @@ class Llama3Parser:
 
 
 class ListParser:
-    """A JSON list of calls. The output is constrained to it, so what is cut by length is all that can be amiss."""
+    """A JSON list of calls. The output is constrained to it, so it can only be cut by its length."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._calls = _Calls(names)
@@ -248,7 +248,7 @@ class ListParser:
 
 
 class NamedParser:
-    """All of the text is the arguments of one function."""
+    """The whole text is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name

@@ -1,7 +1,7 @@
-"""What a chat says of tools, put together: what the template is shown, what the output is held to, who reads it.
+"""The meaning of `tools` and `tool_choice` in a chat: the tools in the template, the grammar of the output, its parser.
 
-Owns the meaning of `tools` and `tool_choice`. Refuses the formats of calls (`tool_parsers`). A combination that could
-not work is refused, since a tool that is dropped in silence looks to a client like a model that will not call it.
+The formats of calls are in `tool_parsers`. A combination that could not work is refused, since a tool that is dropped
+in silence looks to a client like a model that will not call it.
 """
 
 import dataclasses
@@ -24,6 +24,8 @@ from jaxserve.serve.http.tool_parsers import (
 )
 from jaxserve.text import ChatTemplate, Tokenizer
 
+# Models write a blank after a comma and a colon, or none. Left free, one can fill an answer with white space.
+_COMPACT: dict[str, Any] = {"whitespace_pattern": "", "item_separator": ", ?", "key_separator": ": ?"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -32,8 +34,8 @@ class ToolUse:
     """One chat's tools.
 
     Attributes:
-      shown: what the template gets; None: no tools.
-      forced: what the output is constrained to.
+      shown: tools for the template; None: no tools.
+      forced: the form to which the output is constrained.
       make: a parser for each sequence.
       keep_special_tokens: the tags of calls are special tokens of this vocabulary.
     """
@@ -48,7 +50,7 @@ _NONE = ToolUse(shown=None, forced=None, make=NoCalls)
 
 
 def plan_tools(body: ChatRequest, parser: ToolParser, template: ChatTemplate, tokenizer: Tokenizer) -> ToolUse:
-    """Raises InvalidRequest for a choice that contradicts itself, UnsupportedOption for what this model cannot."""
+    """Raises InvalidRequest for a contradictory choice, UnsupportedOption where this model cannot follow it."""
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
@@ -59,7 +61,7 @@ def plan_tools(body: ChatRequest, parser: ToolParser, template: ChatTemplate, to
         raise InvalidRequest("tools has two functions of one name; give each a name of its own")
     if choice == "none":
         return _NONE
-    if not template.takes_tools:
+    if not template.reads("tools"):
         raise UnsupportedOption(
             "this model's chat template has no place for tools, so the model would never see them; leave tools out, "
             "or set tool_choice to none"
@@ -70,10 +72,10 @@ def plan_tools(body: ChatRequest, parser: ToolParser, template: ChatTemplate, to
         if name not in names:
             raise InvalidRequest(f"tool_choice names {name!r}, but tools has {', '.join(names)}")
         tool = body.tools[names.index(name)]
-        return ToolUse(shown=shown, forced=schema_output(_parameters(tool)), make=lambda: NamedParser(name))
+        return ToolUse(shown=shown, forced=_compact(_parameters(tool)), make=lambda: NamedParser(name))
     if choice == "required":
         schema = _list_schema(body.tools, 1 if body.parallel_tool_calls is False else None)
-        return ToolUse(shown=shown, forced=schema_output(schema), make=lambda: ListParser(names))
+        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(names))
     if structured(body) is not None:
         raise InvalidRequest(
             "the output is constrained by response_format or structured_outputs, so that no tool can be called; set "
@@ -86,6 +88,11 @@ def plan_tools(body: ChatRequest, parser: ToolParser, template: ChatTemplate, to
         make=lambda: make_parser(parser, names),
         keep_special_tokens=not specials.isdisjoint(TAGS[parser]),
     )
+
+
+def _compact(schema: dict[str, Any]) -> StructuredOutput:
+    """Text that fits the schema, without runs of white space unless the schema says how they are to be."""
+    return schema_output({"x-guidance": _COMPACT, **schema})
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

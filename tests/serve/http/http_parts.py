@@ -8,7 +8,7 @@ import httpx
 import openai
 from serve_parts import WAIT_S, Served, served
 
-from jaxserve.config_schema import GrpcConfig, HttpConfig
+from jaxserve.config.schema import GrpcConfig, HttpConfig
 from jaxserve.testing import ByteTokenizer
 
 NO_GRPC = GrpcConfig()
@@ -26,9 +26,9 @@ class ToolTokenizer(ByteTokenizer):
 
 
 @contextlib.contextmanager
-def http_served(parts: Served, *, drain_s: float = 5.0, stall_s: float = 60.0, **http: Any) -> Iterator[Served]:
-    """`served` with an HTTP port and no other."""
-    config = HttpConfig(port=0, **http)
+def http_served(parts: Served, *, drain_s: float = WAIT_S, stall_s: float = WAIT_S, **http: Any) -> Iterator[Served]:
+    """`served` with an HTTP port and no other. Its limits of time are those of a test that hangs."""
+    config = HttpConfig(**{"port": 0, "header_timeout_s": WAIT_S, "body_timeout_s": WAIT_S, **http})
     with served(parts, drain_s, stall_s, grpc_config=NO_GRPC, http_config=config):
         yield parts
 

@@ -10,7 +10,7 @@ import pytest
 from http_parts import ToolTokenizer, http_served
 from serve_parts import WAIT_S, Served
 
-from jaxserve.config_schema import HttpConfig
+from jaxserve.config.schema import HttpConfig
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[3]

@@ -15,30 +15,42 @@ from typing import Any
 import httpx
 import pytest
 from http_parts import NO_GRPC, browse, http_served
-from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+from serve_parts import LONG as GRPC_LONG
+from serve_parts import (
+    LONG_TOKENS,
+    WAIT_S,
+    Served,
+    connect,
+    serve_bytes,
+    serve_slowly,
+    served,
+    stall,
+    wait_until,
+)
 
-from jaxserve.api import SamplingParams
-from jaxserve.config_schema import Config, GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serve import shutdown
+from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http.server import HttpServer
 from jaxserve.serve.route import route
 from jaxserve.serve.service import Shutdown, check_serve_config, serve
+from jaxserve.testing import ManualClock
 
-LONG = {"prompt": "a", "max_tokens": 500}
-CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}
+LONG = {"prompt": "a", "max_tokens": LONG_TOKENS}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": LONG_TOKENS}
 SHORT = {"prompt": "a", "max_tokens": 5}
 
 
 @pytest.fixture
 def server() -> Iterator[Served]:
-    """Slow enough that a long request (500 tokens, at least 2.5 s) is surely running while a test acts."""
-    with http_served(serve_bytes(delay_s=0.005, max_rows=4)) as parts:
+    with http_served(serve_slowly(max_rows=4)) as parts:
         yield parts
 
 
-def assert_all_free(server: Served, most_steps: int = 490) -> None:
+def assert_all_free(server: Served) -> None:
     wait_until(lambda: not server.scheduler.has_work() and server.scheduler.num_held_pages == 0, "pages are free")
-    assert server.runner.inner.num_steps < most_steps, "it ran to its end"
+    assert server.runner.inner.num_steps < LONG_TOKENS, "it ran to its end"
     wait_until(lambda: server.engine.num_live == 0, "nobody is left")
     server.scheduler.check()
 
@@ -72,25 +84,31 @@ def test_leaving_a_stream_frees_its_pages(server: Served, path: str, body: dict[
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_leaving_before_an_answer_in_one_piece_frees_its_pages(server: Served, path: str) -> None:
     """Nothing is written to such a client until the end, so that only its connection tells that it has gone."""
-    body = LONG if path == "/v1/completions" else CHAT
-    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.http_url, timeout=0.3) as client:
-        client.post(path, json=body)
-        pytest.fail("it ended before its client left")
+    with post(server, LONG if path == "/v1/completions" else CHAT, path):
+        wait_until(lambda: server.runner.inner.num_steps > 0, "it runs")
     assert_all_free(server)
 
 
-@pytest.mark.parametrize("ahead", ["GET /live HTTP/1.1\r\nHost: x\r\n\r\n", "GET /live HT"])
+def post(server: Served, body: dict[str, Any], path: str = "/v1/completions", then: str = "") -> socket.socket:
+    """A connection on which a request was sent, whose end of it closes when the block ends."""
+    host, port = server.http_url.removeprefix("http://").split(":")
+    text = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\nContent-Length: {len(text)}"
+    raw = socket.create_connection((host, int(port)), timeout=WAIT_S)
+    raw.sendall(f"{head}\r\n\r\n{text}{then}".encode())
+    return raw
+
+
+@pytest.mark.parametrize("ahead", ["GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", "GET /live HT"])
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_request_before_its_turn_changes_nothing_for_the_first(ahead: str, leaves: bool) -> None:
     """It is not taken; the first is answered, or its end is noticed, and the connection is closed."""
-    body = json.dumps(LONG if leaves else {**SHORT, "max_tokens": 100})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\nContent-Length: {len(body)}"
-    with http_served(serve_bytes(delay_s=0.005), header_timeout_s=0.2) as server:
-        host, port = server.http_url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
-            raw.sendall(f"{head}\r\n\r\n{body}{ahead}".encode())
-            wait_until(lambda: server.engine.num_live == 1, "it runs")
-            if not leaves:
+    body = LONG if leaves else {**SHORT, "max_tokens": 100}
+    with http_served(serve_slowly()) as server:
+        with post(server, body, then=ahead) as raw:
+            if leaves:
+                wait_until(lambda: server.engine.num_live == 1, "it runs")
+            else:
                 answer = b"".join(iter(lambda: raw.recv(65536), b""))
                 assert answer.startswith(b"HTTP/1.1 200")
                 assert answer.count(b"HTTP/1.1") == 1
@@ -114,13 +132,10 @@ def test_an_end_is_seen_within_a_step(server: Served) -> None:
 
 def test_leaving_a_full_house(server: Served) -> None:
     """Those that wait for a row leave, too."""
-
-    def leave(_: int) -> None:
-        with browse(server) as client, contextlib.suppress(httpx.ReadTimeout):
-            client.post("/v1/completions", json=LONG, timeout=0.4)
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(leave, range(12)))
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(post(server, LONG))
+        wait_until(lambda: server.engine.num_live == 12, "all have come")
     assert_all_free(server)
     with browse(server) as client:
         assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == "bcdef"
@@ -147,11 +162,12 @@ def test_a_dead_engine_ends_streams_and_turns_health_red(server: Served) -> None
 
 
 def test_a_stalled_engine_ends_streams_and_turns_health_red() -> None:
-    with http_served(serve_bytes(delay_s=0.005), stall_s=0.3) as server, browse(server) as client:
+    clock = ManualClock()
+    with http_served(serve_slowly(clock=clock), stall_s=30.0) as server, browse(server) as client:
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            server.runner.hold()
+            stall(server, clock, 30.0)
             error = last_error(list(lines))  # ends although the device does not
             assert error["type"] == "service_unavailable_error"
             assert "device may be stuck" in error["message"]
@@ -167,25 +183,26 @@ def test_a_stalled_engine_ends_streams_and_turns_health_red() -> None:
 
 
 def test_both_doors_end_the_streams_of_a_stalled_engine() -> None:
-    http = HttpConfig(port=0)
-    with served(serve_bytes(delay_s=0.005), stall_s=0.3, http_config=http) as server, connect(server) as client:
-        replies = client.generate("a", SamplingParams(temperature=0.0, max_tokens=500), timeout_s=WAIT_S)
+    http, clock = HttpConfig(port=0), ManualClock()
+    with served(serve_slowly(clock=clock), stall_s=30.0, http_config=http) as server, connect(server) as client:
+        replies = client.generate("a", GRPC_LONG, timeout_s=WAIT_S)
         next(replies)
-        assert client.is_serving()
-        server.runner.hold()
+        assert client.is_serving(timeout_s=WAIT_S)
+        stall(server, clock, 30.0)
         with pytest.raises(Exception, match="device may be stuck"):
             list(replies)
-        assert not client.is_serving()
-        assert not client.is_serving("live")
+        assert not client.is_serving(timeout_s=WAIT_S)
+        assert not client.is_serving("live", timeout_s=WAIT_S)
         server.runner.release()
-        wait_until(lambda: client.is_serving() and client.is_serving("live"), "it has come round again")
+        wait_until(lambda: all(client.is_serving(name, timeout_s=WAIT_S) for name in ("", "live")), "it goes on")
 
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
 
 
 def test_a_drain_lets_the_running_finish_and_takes_no_more() -> None:
-    with http_served(serve_bytes(delay_s=0.005), drain_s=WAIT_S) as server, browse(server) as client:
+    with http_served(serve_bytes()) as server, browse(server) as client:
+        server.runner.hold(after=4)
         with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 100, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
@@ -196,14 +213,16 @@ def test_a_drain_lets_the_running_finish_and_takes_no_more() -> None:
                 refused = other.post("/v1/completions", json=SHORT)
                 assert refused.status_code == 503
                 assert "retry-after" in refused.headers
+            server.runner.release()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert server.wait_for_exit() == 0
 
 
-def test_the_second_request_to_stop_cuts_off_and_tells() -> None:
-    with http_served(serve_bytes(delay_s=0.005), drain_s=WAIT_S) as server, browse(server) as client:
+def test_the_second_request_to_stop_cuts_off_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "_HURRY_S", WAIT_S)
+    with http_served(serve_slowly()) as server, browse(server) as client:
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
@@ -217,12 +236,14 @@ def test_the_second_request_to_stop_cuts_off_and_tells() -> None:
 _SERVE_BOTH = """
 import sys
 sys.path[:0] = [{here!r}]
-from jaxserve.config_schema import Config, GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.serve import shutdown
 from jaxserve.serve.service import serve_forever
-from serve_parts import serve_bytes
+from serve_parts import WAIT_S, serve_slowly
 
+shutdown._HURRY_S = WAIT_S
 config = ServeConfig(drain_s=float(sys.argv[1]), grpc=GrpcConfig(port=0), http=HttpConfig(port=0))
-sys.exit(serve_forever(serve_bytes(delay_s=0.01).engine, config))
+sys.exit(serve_forever(serve_slowly(0.01).engine, config))
 """
 
 
@@ -230,16 +251,15 @@ sys.exit(serve_forever(serve_bytes(delay_s=0.01).engine, config))
 def test_sigterm_ends_both_doors(signals: int) -> None:
     """Once: the running requests get their time. Twice: they end at once. Exit code 0 either way."""
     script = _SERVE_BOTH.format(here=str(Path(__file__).parents[1]))
-    drain_s = "60" if signals == 2 else "30"
     with subprocess.Popen(
-        [sys.executable, "-c", script, drain_s], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(WAIT_S)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline(), process.stdout.readline()]
             assert [line.split(" on ")[0] for line in lines] == ["serving gRPC", "serving HTTP"]
             url = "http://" + lines[1].split(" on ")[1].strip()
-            body = {**LONG, "max_tokens": 100 if signals == 1 else 500, "stream": True}
+            body = {**LONG, "max_tokens": 100 if signals == 1 else LONG_TOKENS, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as response:
                 received = response.iter_lines()
                 next(received)
@@ -265,7 +285,9 @@ async def test_an_event_does_not_wait_for_the_acknowledgement_of_the_one_before(
 
     async def nothing(scope: Any, receive: Any, send: Any) -> None: ...
 
-    server = HttpServer(nothing, host="127.0.0.1", port=0, header_timeout_s=WAIT_S)
+    server = HttpServer(
+        nothing, host="127.0.0.1", port=0, header_timeout_s=WAIT_S, max_connections=8, counts=DoorCounts()
+    )
     _, writer = await asyncio.open_connection("127.0.0.1", await server.start())
     try:
         async with asyncio.timeout(WAIT_S):

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,12 @@ import openai
 import pytest
 from certificates import Authority, Pair
 from http_parts import http_served
-from serve_parts import WAIT_S, Served, serve_bytes, wait_until
+from serve_parts import LONG_TOKENS, WAIT_S, Served, serve_bytes, serve_slowly, wait_until
 
 from jaxserve import cli
-from jaxserve.config_schema import HttpConfig, ServeConfig
+from jaxserve.config.schema import HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http import HttpDoor
 
 ASK = {"prompt": "a", "max_tokens": 3}
@@ -44,6 +44,13 @@ def pair(authority: Authority) -> Pair:
 
 @pytest.fixture(scope="module")
 def server(pair: Pair) -> Iterator[Served]:
+    with http_served(serve_bytes(), tls_cert=pair.certificate, tls_key=pair.key) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def hasty(pair: Pair) -> Iterator[Served]:
+    """Its limits of time are so short that, on a busy machine, the innocent may miss them too."""
     with http_served(serve_bytes(), tls_cert=pair.certificate, tls_key=pair.key, header_timeout_s=0.5) as parts:
         yield parts
 
@@ -75,13 +82,11 @@ def connect(parts: Served) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
-def until_closed(raw: socket.socket) -> float:
-    """Reads what comes; returns the seconds until the other end closed."""
-    start_s = time.monotonic()
+def until_closed(raw: socket.socket) -> None:
+    """Reads what comes until the other end closes. Raises TimeoutError when it does not."""
     with contextlib.suppress(ConnectionResetError):
         while raw.recv(4096):
             pass
-    return time.monotonic() - start_s
 
 
 def test_who_trusts_the_authority_is_answered(server: Served, authority: Authority) -> None:
@@ -95,14 +100,14 @@ def test_who_trusts_the_authority_is_answered(server: Served, authority: Authori
 
 
 def test_leaving_a_stream_frees_its_pages(authority: Authority, pair: Pair) -> None:
-    slow = http_served(serve_bytes(delay_s=0.005), tls_cert=pair.certificate, tls_key=pair.key)
+    slow = http_served(serve_slowly(), tls_cert=pair.certificate, tls_key=pair.key)
     with slow as parts, browse(parts, authority) as client:
-        body = {"prompt": "a", "max_tokens": 500, "stream": True}
+        body = {"prompt": "a", "max_tokens": LONG_TOKENS, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
             assert parts.engine.num_live == 1
         wait_until(lambda: parts.scheduler.num_held_pages == 0, "pages are free")
-        assert parts.runner.inner.num_steps < 490, "it ran to its end"
+        assert parts.runner.inner.num_steps < LONG_TOKENS, "it ran to its end"
 
 
 def test_others_are_not(server: Served, authority: Authority, stranger: Authority) -> None:
@@ -137,21 +142,33 @@ def test_the_handshake_agrees_on_http1(server: Served, authority: Authority) -> 
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silence", "the beginning of a handshake"])
-def test_a_handshake_that_stalls_is_ended(server: Served, authority: Authority, sent: bytes) -> None:
-    stalled = [connect(server) for _ in range(20)]
-    for raw in stalled:
-        raw.sendall(sent)
-    assert ask(server, authority) == "bcd", "others are served meanwhile"
-    for raw in stalled:
-        with raw:
-            assert until_closed(raw) < WAIT_S / 2
+def test_a_handshake_that_stalls_is_ended(server: Served, hasty: Served, authority: Authority, sent: bytes) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connect(server)).sendall(sent)
+        assert ask(server, authority) == "bcd", "others are served meanwhile"
+    with connect(hasty) as raw:
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(sent)
+        until_closed(raw)
 
 
-def test_headers_that_stall_after_the_handshake(server: Served, authority: Authority) -> None:
-    context = ssl.create_default_context(cafile=authority.path)
-    with connect(server) as raw, context.wrap_socket(raw, server_hostname="localhost") as secure:
-        secure.sendall(b"GET /health HTTP/1.1\r\n")
-        assert secure.recv(4096).startswith(b"HTTP/1.1 408")
+def test_headers_that_stall_after_the_handshake(hasty: Served, authority: Authority) -> None:
+    context, answers = ssl.create_default_context(cafile=authority.path), []
+
+    def is_told() -> bool:
+        """On a busy machine the handshake itself may be late, and then nothing is said."""
+        with (
+            contextlib.suppress(OSError),
+            connect(hasty) as raw,
+            context.wrap_socket(raw, server_hostname="localhost") as secure,
+        ):
+            secure.sendall(b"GET /health HTTP/1.1\r\n")
+            answers.append(secure.recv(4096))
+        return bool(answers)
+
+    wait_until(is_told, "an answer")
+    assert answers[0].startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("who", ["nobody", "stranger", "expired"])
@@ -176,7 +193,7 @@ def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authori
         ({"tls_cert": pair.certificate, "tls_key": pair.key, "tls_client_ca": noise}, "PEM files"),
     ):
         with pytest.raises(ConfigError, match=text):
-            HttpDoor(None, ServeConfig(http=HttpConfig(port=0, **options)))  # pyright: ignore[reportArgumentType]
+            HttpDoor(None, ServeConfig(http=HttpConfig(port=0, **options)), DoorCounts())  # pyright: ignore[reportArgumentType]
 
 
 def test_top_says_whom_it_trusts(server: Served, authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:

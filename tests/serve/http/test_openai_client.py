@@ -1,10 +1,12 @@
 """The official client drives every route it knows, blocking and asyncio, streaming and not."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from http_parts import ToolTokenizer, http_served, openai_client, say
 from serve_parts import WAIT_S, Served
@@ -31,18 +33,24 @@ SCHEMA: Any = {
         "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
     },
 }
+
+
+class Answer(pydantic.BaseModel):
+    ok: bool
+
+
 CALL = 'One moment. <tool_call>\n{"name": "get_weather", "arguments": {"days": 3}}\n</tool_call>'
 TWO_CALLS = CALL + '\n<tool_call>{"name": "get_weather", "arguments": {"days": 4}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    forced = {**say("calls-1", CALL), **say("calls-2", TWO_CALLS), **say("text", "no call")}
+    forced = {**say("calls-1", CALL), **say("calls-2", TWO_CALLS), **say("text", "no call"), **say("umlaut", "é日!")}
     parts = Served(tokenizer=ToolTokenizer(), forced=forced, vocab_size=259)
     with http_served(parts):
         yield parts
-        parts.scheduler.check()
-        assert parts.scheduler.num_held_pages == 0
+    parts.scheduler.check()
+    assert parts.scheduler.num_held_pages == 0
 
 
 @pytest.fixture
@@ -112,11 +120,49 @@ def test_completion_logprobs_with_echo(client: openai.OpenAI) -> None:
         logprobs = choice.logprobs
         assert logprobs is not None
         assert logprobs.tokens == ["<s>", "a", "b", "c", "d"]
-        assert logprobs.text_offset == [0, 3, 4, 5, 6]
+        assert logprobs.text_offset == [0, 0, 1, 2, 3]
         assert logprobs.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5]
         assert logprobs.top_logprobs is not None
         assert logprobs.top_logprobs[0] is None
         assert [len(top) for top in logprobs.top_logprobs[1:]] == [2, 2, 2, 2]
+
+
+def test_logprobs_beyond_ascii(client: openai.OpenAI) -> None:
+    """Byte tokens keep names of their own, and offsets count the characters of the text that is sent back."""
+    prompt = "é日!"
+    answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2, logprobs=5, echo=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert answer.choices[0].text == prompt + '"#'
+    parts = [rf"bytes:\x{byte:02x}" for byte in "é日".encode()]
+    assert logprobs.tokens == ["<s>", *parts, "!", '"', "#"]
+    assert logprobs.text_offset == [0, 0, 0, 1, 1, 1, 2, 3, 4]
+    assert logprobs.top_logprobs is not None
+    for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
+        assert len(top) == 5
+        assert token in top
+    ids = client.completions.create(
+        model="fake", prompt=prompt, max_tokens=2, logprobs=5, extra_body={"return_tokens_as_token_ids": True}
+    )
+    named = ids.choices[0].logprobs
+    assert named is not None
+    assert named.tokens == ["token_id:34", "token_id:35"]
+    assert named.top_logprobs is not None
+    assert all(len(top) == 5 and key.startswith("token_id:") for top in named.top_logprobs for key in top)
+
+
+def test_bytes_of_chat_logprobs_make_characters(client: openai.OpenAI) -> None:
+    extra: Any = {"request_id": "umlaut"}
+    create: Any = client.chat.completions.create
+    answer = create(model="fake", messages=MESSAGES, logprobs=True, top_logprobs=3, extra_body=extra)
+    entries = answer.choices[0].logprobs.content
+    assert bytes(b for e in entries[:-1] for b in e.bytes).decode() == answer.choices[0].message.content == "é日!"
+    assert all(len(t.bytes) == 1 for e in entries[:-1] for t in e.top_logprobs)
+    extra["return_tokens_as_token_ids"] = True
+    named = create(model="fake", messages=MESSAGES, logprobs=True, top_logprobs=1, extra_body=extra)
+    first = named.choices[0].logprobs.content[0]
+    assert (first.token, first.bytes) == ("token_id:195", [195])
+    assert first.top_logprobs[0].token.startswith("token_id:")
 
 
 def test_scoring_a_prompt_generates_nothing(client: openai.OpenAI) -> None:
@@ -224,6 +270,40 @@ def test_parts_and_turns_become_the_prompt(client: openai.OpenAI) -> None:
     prompt: Any = answer
     text = ToolTokenizer().decode(prompt.prompt_token_ids)
     assert text == 'system: s\nuser: one\ntwo\nassistant: \nf({"x": 1})tool: 5\nassistant: '
+
+
+def test_messages_come_back_as_the_client_dumps_them(client: openai.OpenAI) -> None:
+    messages = [*MESSAGES]
+    for _ in range(2):
+        answer = client.chat.completions.create(model="fake", messages=messages, max_tokens=2)
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more "}]
+    parsed = client.chat.completions.parse(model="fake", messages=messages, max_tokens=100, response_format=Answer)
+    assert parsed.choices[0].message.parsed is not None
+    messages += [parsed.choices[0].message.model_dump(warnings=False), *MESSAGES]
+    answer = client.chat.completions.create(model="fake", messages=messages, max_tokens=1)
+    assert answer.choices[0].message.content == "!"
+
+
+def test_called_and_cut_tools_come_back(client: openai.OpenAI) -> None:
+    """An agent's loop. What was cut within its arguments is no JSON, and the template is shown the text."""
+    for most, arguments in ((200, '{"days": 3}'), (66, '{"day')):
+        extra = {"request_id": "calls-1"}
+        options: Any = {"tools": [WEATHER], "max_tokens": most, "extra_body": extra}
+        whole = client.chat.completions.create(model="fake", messages=MESSAGES, **options).choices[0].message
+        with client.chat.completions.stream(model="fake", messages=MESSAGES, **options) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.current_completion_snapshot.choices[0].message
+        for message in (whole, streamed):
+            (call,) = message.tool_calls or ()
+            assert call.function.arguments == arguments  # pyright: ignore[reportAttributeAccessIssue]
+            result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+            messages: Any = [*MESSAGES, message.model_dump(), result]
+            answer: Any = client.chat.completions.create(
+                model="fake", messages=messages, tools=[WEATHER], max_tokens=1, extra_body={"return_token_ids": True}
+            )
+            shown = json.dumps(json.loads(arguments) if most == 200 else arguments)
+            assert f"get_weather({shown})" in ToolTokenizer().decode(answer.prompt_token_ids)
 
 
 # ---- constrained output ----------------------------------------------------------------------------------------------
@@ -336,6 +416,7 @@ def test_a_demanded_call_is_constrained(client: openai.OpenAI, choice: Any, stre
         name, arguments, reason = call.function.name, call.function.arguments, answer.choices[0].finish_reason
     assert name == "get_weather"
     assert set(json.loads(arguments)) == {"days"}
+    assert re.fullmatch(r'\{"days": ?-?\d+\}', arguments), "no white space but what models write"
     assert reason == "tool_calls"
 
 
@@ -376,9 +457,9 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as wrong:
         client.completions.create(model="gpt-4", prompt="a")
     assert wrong.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="use_beam_search is not a field") as unknown:
-        client.completions.create(model="fake", prompt="a", extra_body={"use_beam_search": True})
-    assert unknown.value.param == "use_beam_search"
+    with pytest.raises(openai.BadRequestError, match="use_beans is not a field") as unknown:
+        client.completions.create(model="fake", prompt="a", extra_body={"use_beans": True})
+    assert unknown.value.param == "use_beans"
     with pytest.raises(openai.BadRequestError, match="temperature is -1"):
         client.completions.create(model="fake", prompt="a", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="exceed the 512 tokens"):

@@ -35,7 +35,7 @@ function body(model) {
 }
 
 // Asks for an answer to `history` and writes it into `item` as it comes.
-async function answer(model, item) {
+async function answer(model, maxLen, item) {
   const text = item.querySelector(".text");
   const started = performance.now();
   let first = null, usage = null, reason = null, content = "", whole = false;
@@ -58,7 +58,18 @@ async function answer(model, item) {
   }
   if (!whole) throw new Error("the connection ended before the answer did");
   history.push({ role: "assistant", content });
+  showContext(usage?.total_tokens ?? 0, maxLen);
   addFacts(item, { started, first, ended: performance.now(), usage, reason });
+}
+
+// How much of what the model can take in this conversation is. Nothing where it is not known.
+function showContext(used, most) {
+  by("context").hidden = !used || !most;
+  if (!used || !most) return;
+  by("context-meter").max = most;
+  by("context-meter").high = 0.75 * most;
+  by("context-meter").value = used;
+  by("context-text").textContent = `${used} of ${most} tokens`;
 }
 
 function addFacts(item, { started, first, ended, usage, reason }) {
@@ -66,8 +77,9 @@ function addFacts(item, { started, first, ended, usage, reason }) {
   if (first !== null) facts.push(`first text after ${Math.round(first - started)} ms`);
   const tokens = usage?.completion_tokens ?? 0;
   if (tokens) facts.push(`${tokens} tokens`);
-  if (tokens > 1 && ended > first) facts.push(`${((tokens - 1) / ((ended - first) / 1000)).toFixed(1)} tokens/s`);
-  if (reason) facts.push(reason === "length" ? "cut at max_tokens" : reason);
+  if (tokens >= 20 && ended > first) facts.push(`${((tokens - 1) / ((ended - first) / 1000)).toFixed(1)} tokens/s`);
+  const cut = by("max_tokens").value === "" ? "cut: the context is full" : "cut at max_tokens";
+  if (reason) facts.push(reason === "length" ? cut : reason);
   const line = document.createElement("span");
   line.className = "facts";
   line.textContent = facts.join(" · ");
@@ -84,7 +96,7 @@ function setBusy(busy) {
   if (follow) (busy ? stop : send).focus();
 }
 
-export function startChat(getModel) {
+export function startChat(getModel, getMaxLen) {
   by("chat-form").addEventListener("submit", async (event) => {
     event.preventDefault();
     const prompt = by("prompt").value.trim();
@@ -99,7 +111,7 @@ export function startChat(getModel) {
     const mine = (abort = new AbortController());
     setBusy(true);
     try {
-      await answer(getModel(), item);
+      await answer(getModel(), getMaxLen(), item);
     } catch (error) {
       if (mine !== abort) return; // another chat has begun meanwhile
       const text = item.querySelector(".text").textContent;
@@ -112,7 +124,7 @@ export function startChat(getModel) {
         by("prompt").value = prompt;
       }
       if (error.name !== "AbortError") {
-        by("chat-error").textContent = error.message;
+        by("chat-error").textContent = error instanceof TypeError ? "the server does not answer" : error.message;
         by("chat-error").hidden = false;
       }
     } finally {
@@ -140,6 +152,7 @@ export function startChat(getModel) {
     setBusy(false);
     history.length = 0;
     by("messages").replaceChildren();
+    showContext(0, 0);
     by("chat-error").hidden = true;
     by("prompt").focus();
   });

@@ -121,13 +121,15 @@ export const short = (value) => (value >= 1000 ? `${+(value / 1000).toFixed(1)}k
 
 export function duration(ms) {
   if (ms >= 1000) return `${+(ms / 1000).toFixed(2)} s`;
-  return ms >= 10 ? `${Math.round(ms)} ms` : `${+ms.toFixed(2)} ms`;
+  if (ms < 1) return `${+ms.toPrecision(3)} ms`; // half of an axis that ends at 0.25 is 0.125
+  return `${+ms.toFixed(ms >= 100 ? 0 : ms >= 10 ? 1 : 2)} ms`; // of one that ends at 25 it is 12.5
 }
 
 // The end of the axis: rare values far above the others must not flatten them, and are drawn at the end.
 function reach(points) {
   const values = points.map((p) => p[1]).sort((a, b) => a - b);
-  const most = values[Math.floor(0.98 * (values.length - 1))] ?? 0, largest = values.at(-1) ?? 0;
+  if (values.length < 50) return { top: ceiling(values.at(-1) ?? 0), cut: false }; // of so few, none is rare
+  const most = values[Math.floor(0.98 * (values.length - 1))], largest = values.at(-1);
   return largest > 2 * most ? { top: ceiling(1.3 * most), cut: true } : { top: ceiling(largest), cut: false };
 }
 

@@ -10,6 +10,7 @@ const SILENCE_MS = 10000; // the server sends two events a second
 const by = (id) => document.getElementById(id);
 
 let model = "";
+let maxLen = 0;
 let replicas = []; // what was kept of each
 let chosen = 0;
 let paused = false;
@@ -18,6 +19,7 @@ let wake = () => {};
 let reading = null;
 
 export const getModel = () => model;
+export const getMaxLen = () => maxLen; // 0: not known yet
 
 function setState(state, text) {
   by("state").dataset.state = state;
@@ -42,6 +44,19 @@ function median(points) {
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+const MEANINGS = {
+  "tokens/s": "Tokens that were generated in a second, by all requests together, over the last three seconds.",
+  "running": "Sequences that have a row in the steps of the model. A request with n answers has n of them.",
+  "waiting": "Sequences that wait for a row.",
+  "pages held": "Share of the page pool that running sequences hold. A page has room for the keys and values of some tokens.",
+  "prefix hits": "Share of the tokens of prompts that were found in the cache, and not computed again.",
+  "preemptions": "How often a sequence lost its row and its pages to another, and had to be begun again.",
+  "padding": "Share of the places of the latest steps that no token had: shapes are fixed, and what is left over is filled up.",
+  "host share": "Share of the time of the latest steps that the engine worked itself, rather than wait for the device.",
+  "steps": "Steps of the model since the server began. Each adds a token to every sequence whose prompt is done.",
+  "compiles": "Programs that were compiled after the start. It must stay 0: each makes all requests wait.",
+};
 
 function tiles({ news, tokens }) {
   const [begin, end] = [tokens[0], tokens.at(-1)];
@@ -68,6 +83,7 @@ function showTiles(all) {
       list.append(tile);
     }
     tile.className = bad ? "bad" : "";
+    tile.title = MEANINGS[name];
     tile.children[0].textContent = name;
     tile.children[1].textContent = value;
   });
@@ -113,6 +129,8 @@ function draw() {
 
 function take(message) {
   model = message.model;
+  maxLen = message.max_len;
+  delete by("live").dataset.nothing;
   by("model").textContent = model;
   replicas = message.replicas.map((news, k) => keep(replicas[k], news));
   chosen = Math.min(chosen, replicas.length - 1);
@@ -157,7 +175,10 @@ async function follow() {
     } catch (error) {
       if (silent) setState("bad", "the server has fallen silent");
       else if (error.name === "AbortError") continue; // a new key: at once
-      else if (error.status === 401) setState("warn", "an API key is needed");
+      else if (error.status === 401) {
+        by("key-form").hidden = false;
+        setState("warn", "an API key is needed");
+      }
       else setState("bad", error.status ? error.message : "the server does not answer");
     } finally {
       clearTimeout(alarm);

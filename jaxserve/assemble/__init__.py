@@ -1,0 +1,330 @@
+"""From a config to a running engine: tokenizer, weights, device, scheduler, loop, in this order.
+
+The order puts quick failures first: a wrong tokenizer is found before gigabytes are read. Every part is built by its
+own package and handed to the next.
+"""
+
+import dataclasses
+import logging
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.assemble.devices import find_devices
+from jaxserve.assemble.step_log import open_step_log
+from jaxserve.config import ResolvedConfig
+from jaxserve.config.schema import Config
+from jaxserve.engine import AnyEngine, Engine, EngineGroup, ModelInfo
+from jaxserve.engine.interpreter import process_interpreter
+from jaxserve.engine.step_log import check_step_log
+from jaxserve.errors import ConfigError
+from jaxserve.hosts import checkpoint_digest
+from jaxserve.models import (
+    LoadedModel,
+    PlannedModel,
+    check_described,
+    plan_model,
+    read_decoder_config,
+    resolve_model_path,
+)
+from jaxserve.models.decoder_config import RopeScaling
+from jaxserve.models.loading import describe_rounding
+from jaxserve.progress import Progress, Quiet
+from jaxserve.routing import Router, RouterOptions, create_router
+from jaxserve.runtime.build import BuildHooks, Built, build_runners
+from jaxserve.runtime.compile_events import CompileCounter
+from jaxserve.runtime.mesh import layer_ranges, make_meshes
+from jaxserve.sched import (
+    SCHEDULERS,
+    LaterBuckets,
+    Limits,
+    Policy,
+    Runner,
+    Scheduler,
+    SchedulerOptions,
+    create_lengths,
+    create_scheduler,
+    find_scheduler,
+)
+from jaxserve.text import CachingTokenizer, Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# A replacement of `sched.policy` from a notebook: a name, a policy, a scheduler, or a class of either.
+SchedulerChoice = str | type[Policy] | Policy | Callable[[Limits, SchedulerOptions], Scheduler] | Scheduler
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A model that is ready to run plans.
+
+    Attributes:
+      vocab_size: V of the model; the tokenizer may know fewer ids.
+      eos_token_ids: as the checkpoint says.
+      sampling_defaults: options of `SamplingParams` that the checkpoint recommends.
+      private_prompts_above, max_position: see `ModelInfo`.
+      seconds: times of its construction: `plan` for the checkpoint's header and all shapes, then `weights` and
+        `executables` at once.
+      later: step shapes that the runner does not have yet; None: it has all.
+      facts: settings that must be the same in all processes that run the model together, as texts.
+      namespace: of the keys of pages (see `content`); equal where pages could be exchanged.
+    """
+
+    runner: Runner
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, object]
+    private_prompts_above: int | None = None
+    max_position: int | None = None
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    later: LaterBuckets | None = None
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    namespace: str = ""
+
+    @property
+    def all_limits(self) -> Limits:
+        """The runner's limits once every bucket is there."""
+        return self.runner.limits if self.later is None else self.later.all_limits
+
+
+# Builds the devices of all replicas, and reports its phases.
+MakeDevices = Callable[[Config, Progress], Sequence[Device]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """An engine, and the values that front doors need beside it.
+
+    `seconds`: times of the start, by name; of several replicas, those of the first. `later`: the step shapes that are
+    built in the background.
+    """
+
+    engine: AnyEngine
+    sampling_defaults: Mapping[str, object]
+    config: Config
+    seconds: Mapping[str, float]
+    later: Sequence[LaterBuckets]
+
+
+def assemble(
+    resolved: ResolvedConfig,
+    *,
+    scheduler: SchedulerChoice | None = None,
+    progress: Progress = Quiet(),  # noqa: B008 (stateless)
+    make_devices: MakeDevices | None = None,
+) -> Assembly:
+    """Builds everything; takes as long as loading and compiling take. The engine has no thread yet.
+
+    `scheduler` replaces `sched.policy`; an object cannot where `parallel.data` is more than 1, since each replica has
+    its own. `make_devices` replaces `build_devices`. Raises ConfigError, CheckpointError or CapacityError.
+    """
+    begin_s = time.perf_counter()
+    config = resolved.config
+    choice = config.sched.policy if scheduler is None else scheduler
+    num_replicas = config.parallel.data
+    find_scheduler(choice)
+    create_lengths(config.sched.lengths)
+    if num_replicas > 1:
+        _check_not_shared(choice, num_replicas)
+    if config.runtime.step_log is not None:
+        check_step_log(config.runtime.step_log)
+    router = build_router(config)
+    check_described(config.model.path, random_weights=config.model.random_weights)
+    progress.begin("reading the tokenizer")
+    tokenizer = build_tokenizer(config)
+    tokenized_s = time.perf_counter()
+    devices = (build_devices if make_devices is None else make_devices)(config, progress)
+    model = describe_model(config, devices, tokenizer)
+    interpreter = process_interpreter()
+    replicas = [
+        Engine(
+            runner=device.runner,
+            scheduler=create_scheduler(
+                choice,
+                device.runner.limits,
+                options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
+            ),
+            tokenizer=tokenizer,
+            model=model,
+            max_waiting=config.sched.max_waiting,
+            max_waiting_tokens=config.sched.max_waiting_tokens,
+            seed=config.model.seed,
+            later=device.later,
+            step_log=open_step_log(
+                config,
+                limits=device.all_limits,
+                model=model.name,
+                policy=choice,
+                vocab_size=device.vocab_size,
+                replica=number,
+                device_facts=device.facts,
+            ),
+            interpreter=interpreter,
+        )
+        for number, device in enumerate(devices)
+    ]
+    later = [device.later for device in devices if device.later is not None]
+    for buckets in later:
+        buckets.start()
+    compiles = CompileCounter()
+    for stats in (stats for replica in replicas for stats in replica.stats):
+        stats.watch_compiles(lambda: compiles.count)
+    engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
+    seconds = {"tokenizer": tokenized_s - begin_s, **devices[0].seconds, "assemble": time.perf_counter() - begin_s}
+    return Assembly(
+        engine=engine,
+        sampling_defaults=devices[0].sampling_defaults,
+        config=config,
+        seconds=seconds,
+        later=later,
+    )
+
+
+def scheduler_options(config: Config) -> SchedulerOptions:
+    """The settings of `sched:` and `cache:` for the scheduler. Raises ConfigError."""
+    sched = config.sched
+    return SchedulerOptions(
+        chunked_prefill=sched.chunked_prefill,
+        prefix_caching=config.cache.prefix_caching,
+        watermark=sched.watermark,
+        growth=sched.growth,
+        lengths=sched.lengths,
+        ageing_s=sched.ageing_s,
+        input_weight=sched.input_weight,
+        output_weight=sched.output_weight,
+        ttft_target_s=sched.ttft_target_s,
+        tpot_target_s=sched.tpot_target_s,
+    )
+
+
+def build_router(config: Config) -> Router:
+    """The policy of `route:`. Raises ConfigError."""
+    return create_router(config.route.policy, router_options(config))
+
+
+def router_options(config: Config) -> RouterOptions:
+    """The settings of `route:` for the policy. Raises ConfigError."""
+    route = config.route
+    return RouterOptions(slack=route.slack, table_blocks=route.table_blocks, seed=route.seed)
+
+
+def describe_model(config: Config, replicas: Sequence[Device], tokenizer: Tokenizer | None) -> ModelInfo:
+    """The model as front doors see it: the limits that hold on every replica."""
+    first = replicas[0]
+    eos = set(first.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    limits = [device.runner.limits for device in replicas]
+    return ModelInfo(
+        name=config.model.name or resolve_model_path(config.model.path).name,
+        vocab_size=first.vocab_size,
+        max_model_len=min(one.max_model_len for one in limits),
+        eos_token_ids=tuple(sorted(eos)),
+        # The last token of a sequence is never written to a page.
+        max_pool_tokens=min(one.num_pages * one.page_size + 1 for one in limits),
+        private_prompts_above=first.private_prompts_above,
+        max_position=first.max_position,
+    )
+
+
+def _check_not_shared(choice: SchedulerChoice, num_replicas: int) -> None:
+    """A scheduler keeps the pages of one device, and a policy the counts of one queue: replicas cannot share them."""
+    found = SCHEDULERS.get(choice)
+    if isinstance(found, type):
+        return
+    if isinstance(found, Policy) or callable(getattr(found, "schedule", None)):
+        raise ConfigError(
+            f"the scheduler is an object, a {type(found).__name__}, but parallel.data asks for {num_replicas} replicas "
+            "that each need their own; give its class, a function that makes one, or a name"
+        )
+
+
+def build_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer, None with `model.skip_tokenizer`. Raises CheckpointError."""
+    if config.model.skip_tokenizer:
+        return None
+    tokenizer = load_tokenizer(resolve_model_path(config.model.tokenizer or config.model.path))
+    cache_bytes = config.model.encode_cache_bytes
+    return CachingTokenizer(tokenizer, cache_bytes) if cache_bytes else tokenizer
+
+
+def build_devices(
+    config: Config,
+    progress: Progress,
+    *,
+    hooks: BuildHooks = BuildHooks(),  # noqa: B008 (frozen)
+) -> list[Device]:
+    """Loads the weights and compiles the step, for the devices of each replica."""
+    begin_s = time.perf_counter()
+    progress.begin("looking for devices and at the checkpoint")
+    first, *others = make_meshes(config.parallel, find_devices(config))
+    planned = _plan_stages(config, first)
+    planned_s = time.perf_counter()
+    replicas = build_runners(config, planned, others=others, progress=progress, say=logger.info, hooks=hooks)
+    stages = replicas[0].models
+    num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
+    size = f"{num_params:,} parameters, {num_bytes / 2**30:.3f} GiB"
+    logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
+    if rounding := describe_rounding(config.model.dtype, stages[0].dtype, stages[0].checkpoint):
+        logger.warning("%s: %s", config.model.path, rounding)
+    for line in replicas[0].compile_report:
+        logger.info(line)
+    return [_describe_device(config, built, planned_s - begin_s) for built in replicas]
+
+
+def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
+    stages = built.models
+    loaded = stages[0]
+    rope = loaded.config.rope
+    return Device(
+        runner=built.runner,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=loaded.checkpoint.eos_token_ids,
+        sampling_defaults=loaded.checkpoint.default_sampling,
+        private_prompts_above=rope.original_max_position if rope.scaling is RopeScaling.DYNAMIC else None,
+        max_position=loaded.config.max_position,
+        seconds={"plan": plan_s, **built.seconds},
+        later=built.later,
+        facts={
+            "device": jax.devices()[0].device_kind,
+            "model": repr(loaded.config),
+            "weights": _describe_weights(stages),
+        },
+        namespace=_namespace(config, str(loaded.dtype)),
+    )
+
+
+def _namespace(config: Config, dtype: str) -> str:
+    """See `Device.namespace`."""
+    model = config.model
+    checkpoint = checkpoint_digest(resolve_model_path(model.path), model.random_weights)
+    weights = f"random weights of seed {model.seed}" if model.random_weights else "its weights"
+    return f"checkpoint of {checkpoint}, {weights} in {dtype}, pages in {config.cache.dtype}"
+
+
+def _describe_weights(stages: Sequence[LoadedModel]) -> str:
+    """A digest of shapes, types and shardings, in a few characters."""
+    leaves = [leaf for stage in stages for leaf in jax.tree.leaves(stage.state)]
+    texts = [f"{leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for leaf in leaves]
+    return f"{len(leaves)} arrays, checksum {zlib.crc32(' '.join(texts).encode()):08x}"
+
+
+def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
+    """The stages of one replica's pipeline, each for its own devices."""
+    ranges: list[range | None] = [None]
+    if len(meshes) > 1:
+        ranges = [*layer_ranges(read_decoder_config(config.model.path).num_layers, len(meshes))]
+    return [
+        plan_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            mesh=mesh,
+            layers=layers,
+            random_weights=config.model.random_weights,
+            seed=config.model.seed,
+        )
+        for mesh, layers in zip(meshes, ranges, strict=True)
+    ]

@@ -1,0 +1,205 @@
+"""The small commands of `jaxserve`: each is a few lines around a function of the package.
+
+`cli` imports this file when one of them is called, and nothing else does.
+"""
+
+import importlib.metadata
+import json
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from jaxserve import __version__
+from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, one_line, with_model
+from jaxserve.config import format_config, load_config
+from jaxserve.console import complain, set_up_logging
+from jaxserve.errors import ConfigError, Status
+from jaxserve.new_directory import new_directory
+from jaxserve.progress import show_progress
+
+
+def config_command(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Print the resolved config, each value with where it came from."""
+    print(format_config(load_config(config, set_ or ())), end="")
+
+
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="Hugging Face style or Orbax directory.")],
+    target: Annotated[Path, typer.Argument(help="New directory, of the other kind.")],
+    here: Annotated[bool, typer.Option("--here", hidden=True, help="In this process; the command starts it.")] = False,
+) -> int:
+    """Convert a checkpoint: Hugging Face to Orbax, or back."""
+    if not here:
+        return _convert_apart(source, target.expanduser())
+    with show_progress(write=complain) as progress:
+        progress.begin("importing JAX")
+        from jaxserve.assemble.devices import settle_platform  # JAX and Orbax take seconds to import
+        from jaxserve.models.orbax_io import convert
+
+        set_up_logging(load_config().config.runtime)
+        settle_platform()
+        convert(source, target, progress=progress)
+    return 0
+
+
+def _convert_apart(source: Path, target: Path) -> int:
+    """Converts in a process of its own: Orbax's threads end with it at any moment, and leave nothing of their work."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in before:  # the short rest must not be interrupted
+            signal.signal(each, signal.SIG_IGN)
+        complain(f"interrupted: nothing was written to {target}")
+        raise typer.Exit(128 + number)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        with new_directory(target) as made:
+            command = [sys.executable, "-m", "jaxserve", "convert", str(source), str(made), "--here"]
+            worker = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is for this process, which ends it
+            try:
+                code = worker.wait()
+            finally:
+                worker.kill()
+                worker.wait()
+            if code < 0:
+                complain(f"error: the conversion was killed by {signal.Signals(-code).name}: was there enough memory?")
+            if code:
+                raise typer.Exit(code if code > 0 else DEFECT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    print(f"wrote {target}")
+    return 0
+
+
+def plan_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    topology: Annotated[list[str] | None, typer.Option(help="v5e:2x4, v6e:1, h200:2, ... Repeatable.")] = None,
+    model: ModelOption = None,
+    tensor: Annotated[str | None, typer.Option(help="Replaces parallel.tensor; auto: all devices.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="One table; --tensor is auto unless given.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    exact: Annotated[
+        bool | None, typer.Option("--exact/--extend", help="Compile all layers, or a few; default by compiler.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile nothing: sizes by arithmetic, in seconds.")] = False,
+    buckets: Annotated[
+        list[str] | None, typer.Option(help="Step to compile, 'decode 64x64', or 'all'; default: the largest two.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens a row in predictions.")] = None,
+) -> int:
+    """Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit."""
+    from jaxserve.lab.planner.command import PlanOptions, plan_and_print  # JAX takes seconds to import
+
+    resolved = load_config(config, with_model(set_, model))
+    options = PlanOptions(
+        tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
+        buckets=tuple(buckets or ()),
+        context=context,
+        compile=not quick,
+        exact=exact,
+    )
+    return plan_and_print(resolved.config, topology or (), options, compare=compare, as_json=json_, say=complain)
+
+
+def route_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    to: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT of a server, or dns:///NAME:PORT. Repeatable.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How to choose: prefix, least_load, power_of_two, …")] = None,
+) -> int:
+    """One gRPC door for several servers: spread requests, and move them when a server dies."""
+    from jaxserve.serve.route import route_forever  # gRPC: not needed elsewhere
+
+    given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
+    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    resolved = load_config(config, [*(set_ or ()), *flags])
+    set_up_logging(resolved.config.runtime)
+    return route_forever(resolved.config)
+
+
+def replay_command(
+    log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")],
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Run the steps of a log again and compare every token. Exit code 3: one differs, and which is the first."""
+    from jaxserve.lab.replay.command import replay_and_print  # JAX takes seconds to import
+
+    resolved = load_config(config, set_ or ())
+    set_up_logging(resolved.config.runtime)
+    return replay_and_print(log, resolved)
+
+
+def steps_command(log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")]) -> None:
+    """Say where the time of a step log went, by kind of step."""
+    from jaxserve.lab.replay.summary import summarize_and_print
+
+    summarize_and_print(log)
+
+
+def health_command(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of a server or a router.")],
+    service: Annotated[str, typer.Option(help="Name of the health service; 'live': worth keeping.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until a server that is starting answers, or --timeout.")
+    ] = False,
+    ca: Annotated[
+        Path | None, typer.Option(help="Asks over TLS: PEM file of authorities that may have signed its certificate.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file to show a server that asks for one.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
+    server_name: Annotated[
+        str | None, typer.Option(help="Name in the server's certificate, where it is not that of the address.")
+    ] = None,
+) -> int:
+    """Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer."""
+    from jaxserve.client import Client, RequestFailed, Tls  # gRPC: not needed elsewhere
+
+    if ca is None and (certificate, key, server_name) != (None, None, None):
+        raise ConfigError("--certificate, --key and --server-name are for servers with TLS; add --ca FILE")
+    tls = Tls(ca=ca, certificate=certificate, key=key, server_name=server_name) if ca is not None else None
+    with Client(address, tls=tls) as client:
+        try:
+            serving = client.check_health(service, timeout_s=timeout, wait_for_ready=wait)
+        except RequestFailed as error:
+            silent = error.status in (Status.UNAVAILABLE, Status.DEADLINE)
+            print(f"{'NO_ANSWER' if silent else 'ERROR'} from {address}: {one_line(error)}")
+            return 1
+    print("SERVING" if serving else "NOT_SERVING")
+    return 0 if serving else 1
+
+
+def top_command(
+    url: Annotated[str, typer.Argument(help="HOST:PORT of a server's HTTP door, or a whole URL.")] = "127.0.0.1:8000",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key, where the server wants one.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="PEM file of authorities for https.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
+) -> int:
+    """Watch a running server: rates, pages, latencies."""
+    from jaxserve.cli.top import show
+    from jaxserve.serve.keys import read_keys
+
+    key = read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None
+    return show(url, key, every_s=every, once=once, tls_ca=tls_ca)
+
+
+def version_command() -> None:
+    """Print the versions of jaxserve and of what it runs on."""
+    print(f"jaxserve {__version__}")
+    for name in ("jax", "jaxlib", "flax"):
+        print(f"{name} {importlib.metadata.version(name)}")
+    print(f"python {platform.python_version()}")

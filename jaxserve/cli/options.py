@@ -1,0 +1,58 @@
+"""The common part of all command lines: two options, the exit codes, and the report of a failure.
+
+It is loaded for `--help`, too, so it imports nothing that only a command needs.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxserve.errors import EngineStopped, UserError
+
+DEFECT = 1
+USER_ERROR = 2
+INTERRUPTED = 130
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit them
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; without it, all defaults.")]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Directory of a model, or demo; default: model.path of the config.")
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE. Repeatable.")]
+
+
+def with_model(overrides: Sequence[str] | None, model: Path | None) -> list[str]:
+    """The settings of --set, and --model behind them."""
+    return [*(overrides or ()), *([f"model.path={json.dumps(str(model))}"] if model is not None else ())]
+
+
+def one_line(error: BaseException) -> str:
+    """The message in one line, however many lines it has."""
+    return " ".join(str(error).split())
+
+
+def run_app(command: Any, program: str, arguments: Sequence[str] | None = None) -> int:
+    """Runs a Click command and returns the exit code. An error that the user caused becomes one line on stderr."""
+    try:
+        code = command.main(args=arguments, prog_name=program, standalone_mode=False)
+    except typer.TyperException as error:
+        _complain(f"error: {' '.join(error.format_message().split())} (see {program} --help)")
+        return USER_ERROR
+    except UserError as error:
+        _complain(f"error: {one_line(error)}")
+        return USER_ERROR
+    except EngineStopped as error:  # of several hosts, one is lost; the log has said it, too
+        _complain(f"error: {one_line(error)}")
+        return DEFECT
+    except typer.Abort:
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _complain(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,342 @@
+"""Loading the configuration: the file, the overrides, and every environment variable of the package.
+
+The result is a `Config`, whose fields are declared in `config.schema`, with a list of where each value came from.
+Values that follow from a config and a checkpoint (pages that fit, buckets) are computed by `runtime` and never written
+back.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pydantic
+import yaml
+
+from jaxserve.config.schema import Config, Section
+from jaxserve.config.yaml_lines import parse_yaml, read_yaml
+from jaxserve.errors import ConfigError
+
+ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
+    "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
+    "JAXSERVE_LOG_LEVEL": "runtime.log_level",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "runtime.trace_endpoint",
+    "OTEL_SERVICE_NAME": "runtime.trace_service",
+    "JAXSERVE_COORDINATOR": "hosts.coordinator",
+    "JAXSERVE_NUM_PROCESSES": "hosts.num_processes",
+    "JAXSERVE_PROCESS_ID": "hosts.process_id",
+    "JAXSERVE_HOSTS_SECRET_FILE": "hosts.secret_file",
+}
+_PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "hosts.secret_file",
+    "hosts.tls_cert",
+    "hosts.tls_key",
+    "hosts.tls_ca",
+    "runtime.compile_cache",
+    "runtime.step_log",
+    "serve.http.api_keys_file",
+    "serve.http.tls_cert",
+    "serve.http.tls_key",
+    "serve.http.tls_client_ca",
+    "serve.http.profile_dir",
+    "serve.grpc.tls_cert",
+    "serve.grpc.tls_key",
+    "serve.grpc.tls_client_ca",
+    "serve.grpc.tokens_file",
+    "route.tls_ca",
+    "route.tls_cert",
+    "route.tls_key",
+    "route.token_file",
+)
+_ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, AMD, TPUs
+    *("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*"),
+    *("dev/dxg", "dev/kfd"),
+    *("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
+)
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # read by XLA and libtpu; here only to tell programs apart
+_NOT_A_PATH = "demo"  # names the model inside the package, wherever a model path is taken
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A config and where each of its values came from.
+
+    Attributes:
+      sources: dotted name of each field -> "default", "FILE:LINE", "environment NAME", "--set" or "override".
+    """
+
+    config: Config
+    sources: Mapping[str, str]
+
+
+def for_batches(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The same for a door whose user waits for the whole batch: gaps between tokens do not matter."""
+    config = resolved.config
+    if config.sched.max_mixed_tokens is not None:
+        return resolved
+    sched = config.sched.model_copy(update={"max_mixed_tokens": 0})
+    return dataclasses.replace(resolved, config=config.model_copy(update={"sched": sched}))
+
+
+class FieldDoc(NamedTuple):
+    """The description of one field. `wanted`: the values it takes, in words."""
+
+    name: str
+    wanted: str
+    default: object
+    description: str
+
+
+class _Setting(NamedTuple):
+    value: object
+    source: str
+    folder: Path | None = None  # the base of relative paths; None: the working directory
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, object] | Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> ResolvedConfig:
+    """Defaults, then the file, then the environment, then `overrides`; the later wins.
+
+    `overrides` is a mapping from dotted names (or nested sections) to values, or a list of "a.b=c" whose values are
+    YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
+    home directory; the model path "demo" names the model inside the package and is never a file.
+
+    Raises ConfigError in one line: where, which key, what was given, what is wanted.
+    """
+    settings = {doc.name: _Setting(doc.default, "default") for doc in field_docs()}
+    if path is not None:
+        settings.update(_read_file(Path(path)))
+    settings.update(_read_environment(os.environ if environ is None else environ))
+    settings.update(_read_overrides(overrides))
+    settings = {name: _resolve_path(name, setting) for name, setting in settings.items()}
+    return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
+
+
+def field_docs() -> list[FieldDoc]:
+    """Every field of the tree, in the order of the schema."""
+    return [
+        FieldDoc(name, _describe_type(info.annotation, info.metadata), info.default, info.description or "")
+        for name, info in _FIELDS.items()
+    ]
+
+
+def section_docs() -> Mapping[str, str]:
+    """Dotted name of each section -> its sentence. The root is left out."""
+    return {name: inspect.getdoc(section) or "" for name, section in _SECTIONS.items() if name}
+
+
+def format_config(resolved: ResolvedConfig) -> str:
+    """The whole config as YAML that loads again, each value with its source as a comment."""
+    lines: list[tuple[str, str]] = []
+    opened: tuple[str, ...] = ()
+    for name, source in resolved.sources.items():
+        *sections, key = name.split(".")
+        for depth, section in enumerate(sections):
+            if opened[: depth + 1] != tuple(sections[: depth + 1]):
+                lines.append(("  " * depth + f"{section}:", ""))
+        opened = tuple(sections)
+        # A scalar is dumped as a document of its own, with an end mark.
+        value = yaml.safe_dump(get_value(resolved.config, name), default_flow_style=True, width=10**9)
+        value = value.removesuffix("\n").removesuffix("\n...")
+        lines.append((f"{'  ' * len(sections)}{key}: {value}", f"# {source}"))
+    width = max(len(text) for text, source in lines if source)
+    return "\n".join(f"{text:{width}}  {source}".rstrip() for text, source in lines) + "\n"
+
+
+def get_value(config: Config, name: str) -> object:
+    """The value of the field with this dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def _collect(section: type[pydantic.BaseModel], prefix: str = "") -> None:
+    _SECTIONS[prefix.rstrip(".")] = section
+    for key, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            _collect(info.annotation, f"{prefix}{key}.")
+        else:
+            _FIELDS[prefix + key] = info
+
+
+_FIELDS: dict[str, pydantic.fields.FieldInfo] = {}  # both derived from the schema, never changed after import
+_SECTIONS: dict[str, type[pydantic.BaseModel]] = {}
+_collect(Config)
+
+
+def _read_file(path: Path) -> dict[str, _Setting]:
+    tree, lines = read_yaml(path)
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path}: a config file holds sections ({', '.join(Config.model_fields)}), got {tree!r:.80}")
+    folder = path.absolute().parent
+    return {
+        name: _Setting(value, f"{path}:{lines[name]}", folder)
+        for name, value in _leaves(tree or {}, "", lambda key: f"{path}:{lines[key]}")
+    }
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
+    return {
+        name: _Setting(parse_yaml(environ[variable], f"environment {variable}"), f"environment {variable}")
+        for variable, name in ENVIRONMENT.items()
+        if environ.get(variable)
+    }
+
+
+def _read_overrides(overrides: Mapping[str, object] | Sequence[str]) -> dict[str, _Setting]:
+    source = "override" if isinstance(overrides, Mapping) else "--set"
+    if isinstance(overrides, Mapping):
+        pairs = list(overrides.items())
+    else:
+        pairs = []
+        for item in overrides:
+            key, equals, text = item.partition("=")
+            if not equals or not key:
+                raise ConfigError(f"--set wants KEY=VALUE, such as cache.num_pages=24; got {item!r}")
+            pairs.append((key.strip(), parse_yaml(text, f"--set {key}")))
+    settings: dict[str, _Setting] = {}
+    for key, value in pairs:
+        section, _, last = key.rpartition(".")
+        if section not in _SECTIONS:
+            raise _unknown_key(key, source)
+        for name, leaf in _leaves({last: value}, f"{section}." if section else "", lambda _: source):
+            settings[name] = _Setting(leaf, source)
+    return settings
+
+
+def _leaves(tree: Mapping[str, object], prefix: str, where: Callable[[str], str]) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if "." in key:  # two spellings of one setting in one place would hide a double
+            raise ConfigError(f"{where(name)}: unknown key {name!r}; in a mapping, sections are nested")
+        if name in _FIELDS:
+            yield name, value
+        elif name not in _SECTIONS:
+            raise _unknown_key(name, where(name))
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.", where)
+        elif value is not None:  # a section whose lines are all commented out is empty
+            raise ConfigError(f"{where(name)}: {name} is {value!r:.80}, but must be a section of settings")
+
+
+def _unknown_key(name: str, where: str) -> ConfigError:
+    section, _, last = name.rpartition(".")
+    prefix = f"{section}." if section in _SECTIONS and section else ""
+    known = list(_SECTIONS[prefix.rstrip(".")].model_fields)
+    close = [prefix + k for k in difflib.get_close_matches(last, known, n=1)]
+    close += [n for n in _FIELDS if n.rpartition(".")[2] == last]
+    close += difflib.get_close_matches(name, _FIELDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(prefix + k for k in known)}"
+    return ConfigError(f"{where}: unknown key {name!r}; {hint}")
+
+
+def _resolve_path(name: str, setting: _Setting) -> _Setting:
+    value = setting.value
+    if name not in _PATHS or not isinstance(value, str) or value in ("", _NOT_A_PATH):
+        return setting
+    # Always absolute: "./demo" must not turn into the name "demo".
+    return setting._replace(value=os.path.abspath(os.path.join(setting.folder or "", os.path.expanduser(value))))
+
+
+def _validate(settings: Mapping[str, _Setting]) -> Config:
+    tree: dict[str, Any] = {}
+    for name, setting in settings.items():
+        *sections, key = name.split(".")
+        functools.reduce(lambda branch, section: branch.setdefault(section, {}), sections, tree)[key] = setting.value
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        problems = error.errors(include_url=False)
+        # The location goes on into list items and the members of a union: the field is its longest known beginning.
+        location = [str(part) for part in problems[0]["loc"]]
+        name = next(n for i in range(len(location), 0, -1) if (n := ".".join(location[:i])) in _FIELDS)
+        info, setting = _FIELDS[name], settings[name]
+        hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
+        raise ConfigError(
+            f"{setting.source}: {name} is {setting.value!r:.80}, but must be "
+            f"{_describe_type(info.annotation, info.metadata)}{hint}"
+        ) from error
+
+
+def _is_text(info: pydantic.fields.FieldInfo) -> bool:
+    return info.annotation is str or str in typing.get_args(info.annotation)
+
+
+_TYPE_TEXTS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_BOUND_TEXTS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
+    """Words for the values that a field takes, for messages and the documentation."""
+    arguments = typing.get_args(annotation)
+    if type(None) in arguments:
+        (other,) = (a for a in arguments if a is not type(None))
+        return f"{_describe_type(other, metadata)}, or null"
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _describe_type(arguments[0], arguments[1:])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is list:
+        return f"a list, each item {_describe_type(arguments[0], ())}"
+    bounds = [f"{text} {getattr(m, b):g}" for m in metadata for b, text in _BOUND_TEXTS.items() if b in _slots(m)]
+    text = _TYPE_TEXTS[annotation]
+    return " and ".join([f"{text} of {bounds[0]}", *bounds[1:]]) if bounds else text
+
+
+def _slots(constraint: object) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(constraint)) if dataclasses.is_dataclass(constraint) else ()
+
+
+def find_accelerators(root: Path = Path("/")) -> list[Path]:
+    """Files that drivers of GPUs and TPUs create; [] where only a CPU can run a model.
+
+    On systems whose driver files are not known, `root` itself: then JAX has to look.
+    """
+    if sys.platform != "linux":
+        return [root]
+    return [path for pattern in _ACCELERATOR_FILES for path in sorted(root.glob(pattern))]
+
+
+@contextlib.contextmanager
+def gpu_memory_reserved(share: float) -> Iterator[None]:
+    """JAX reserves this share of a GPU if it starts within the block. A setting of the user stays.
+
+    Not for longer: other processes that this one starts have settings of their own.
+    """
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = f"{share:.4f}"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def describe_absent_tpu() -> None:
+    """Tells libtpu, before it is loaded, to compile only and not to look for chips. Variables that are set stay."""
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock is for processes that use chips
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def read_compiler_variables() -> dict[str, str]:
+    """The environment variables that XLA and libtpu read."""
+    return {name: os.environ.get(name, "") for name in COMPILER_VARIABLES}

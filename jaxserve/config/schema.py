@@ -1,0 +1,443 @@
+"""The schema of the configuration: one frozen tree, every field with its unit and a sentence.
+
+Files, overrides and the environment are read in `config`. Values that follow from a config and a checkpoint are no
+fields: they are computed where they are needed.
+"""
+
+from typing import Literal
+
+import pydantic
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """The model to load."""
+
+    path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
+    tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
+    encode_cache_bytes: int = pydantic.Field(
+        default=2**25,
+        ge=0,
+        description="Bytes of recent texts with their token ids, kept in case they come again; 0: none.",
+    )
+    skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
+    name: str | None = pydantic.Field(
+        default=None, description="Name for logs, clients and LLM.model_name; default: that of the directory."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        default="auto",
+        description="Type of weights and activations; auto: float32 on CPU, else the checkpoint's; float16 becomes "
+        "bfloat16, with a warning.",
+    )
+    max_len: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Most tokens of a sequence, prompt and output together; default: the checkpoint's.",
+    )
+    seed: int = pydantic.Field(default=0, ge=0, description="Seed of requests without one, and of random weights.")
+    random_weights: bool = pydantic.Field(
+        default=False, description="Fill weights at random from config.json alone (benchmarks)."
+    )
+
+
+MEMORY_FRACTION = 0.9  # where cache.memory_fraction is null
+
+
+class CacheConfig(Section):
+    """The KV cache."""
+
+    page_size: int | None = pydantic.Field(default=None, ge=1, description="Tokens of a page; default by backend.")
+    num_pages: int | None = pydantic.Field(default=None, ge=1, description="Number of pages; overrides memory_bytes.")
+    memory_bytes: int | None = pydantic.Field(default=None, ge=1, description="Bytes for pages on each device.")
+    memory_fraction: float | None = pydantic.Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the device's memory that weights and pages may use, when neither is set; on a GPU, what "
+        "JAX reserves of the card. Default: 0.9; on a CPU, pages take at most a quarter of the free memory instead.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = pydantic.Field(
+        default="auto",
+        description="Type of keys and values; the last two take half of bfloat16's bytes and are stored unscaled.",
+    )
+    prefix_caching: bool = pydantic.Field(default=True, description="Share the pages of prompts that begin alike.")
+
+
+class SchedConfig(Section):
+    """Scheduling: the policy, and the size of steps."""
+
+    policy: str = pydantic.Field(
+        default="fcfs", description="Name of a policy or scheduler, entry point, or 'package.module:Class'."
+    )
+    max_rows: int | None = pydantic.Field(
+        default=None, ge=1, description="Sequences that run at once; default by backend."
+    )
+    max_step_tokens: int | None = pydantic.Field(
+        default=None, ge=1, description="Most tokens of a step; default by backend."
+    )
+    max_mixed_tokens: int | None = pydantic.Field(
+        default=None,
+        ge=0,
+        description="Most tokens of a step with both prompts and decode rows; a small number keeps the gaps between "
+        "tokens even, a large one finishes prompts sooner. 0: no limit, the default of `LLM` and batches; else by "
+        "backend.",
+    )
+    chunked_prefill: bool = pydantic.Field(
+        default=True, description="Cut prompts into chunks that fill steps; false: a prompt runs in one step."
+    )
+    max_waiting: int = pydantic.Field(
+        default=4096,
+        ge=1,
+        description="Sequences (n for each prompt) that may wait for a first token; beyond it, requests are refused.",
+    )
+    max_waiting_tokens: int = pydantic.Field(
+        default=2**22,
+        ge=1,
+        description="Prompt tokens of these sequences, counted for each sequence; beyond it, requests are refused.",
+    )
+    ageing_s: float = pydantic.Field(
+        default=10.0,
+        gt=0,
+        description="priority, preemptive: seconds of waiting that count as one level; sjf: as 256 tokens of work.",
+    )
+    watermark: float = pydantic.Field(
+        default=0.03, ge=0, lt=1, description="Share of all pages that an admission leaves free."
+    )
+    growth: float = pydantic.Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of the expected growth of running sequences for which an admission leaves pages free.",
+    )
+    lengths: str = pydantic.Field(
+        default="learned",
+        description="Predictor of output lengths: learned, asked (max_tokens), or 'package.module:Class'.",
+    )
+    input_weight: float = pydantic.Field(default=1.0, gt=0, description="fair: charge for a token of a prompt.")
+    output_weight: float = pydantic.Field(default=2.0, gt=0, description="fair: charge for a generated token.")
+    ttft_target_s: float = pydantic.Field(
+        default=1.0, gt=0, description="slo: target for the seconds to the first token."
+    )
+    tpot_target_s: float = pydantic.Field(
+        default=0.1, gt=0, description="slo: target for the seconds of each later token."
+    )
+
+
+class KernelsConfig(Section):
+    """Which implementation of each op runs: one setting per op, by the op's name."""
+
+    paged_attention: str = pydantic.Field(
+        default="auto", description="Name of an implementation; auto: the best for the device."
+    )
+    matmul: str = pydantic.Field(
+        default="auto",
+        description="Products with weights: XLA's, or numba_cpu, with weights packed at load. auto: numba_cpu on a CPU "
+        "where Numba is installed and a device has all of a layer.",
+    )
+    fallback: bool = pydantic.Field(
+        default=False,
+        description="Let auto choose plain XLA for attention on a GPU or TPU that no other implementation supports; "
+        "it is made for CPUs and slow there. False: refuse to start.",
+    )
+    self_check: bool = pydantic.Field(
+        default=True,
+        description="Compare kernels with float64 on the device at the start (a second); not those of xla.",
+    )
+
+
+class ParallelConfig(Section):
+    """The cut of a model over devices, and its replicas."""
+
+    tensor: int = pydantic.Field(
+        default=1, ge=1, description="Devices that share every layer: heads, ffn columns and vocabulary are divided."
+    )
+    pipeline: int = pydantic.Field(default=1, ge=1, description="Groups of devices that each hold some of the layers.")
+    data: int = pydantic.Field(
+        default=1, ge=1, description="Replicas in this process, each with devices and a scheduler of its own."
+    )
+    expert: int = pydantic.Field(default=1, ge=1, description="Devices that share experts; no model here has any yet.")
+    sequence: int = pydantic.Field(
+        default=1, ge=1, description="Devices that share one long context; must be 1 in this version."
+    )
+    microbatches: int | None = pydantic.Field(
+        default=None, ge=1, description="Parts of a step in flight through the pipeline; default: parallel.pipeline."
+    )
+
+
+class HostsConfig(Section):
+    """Several processes, one per host, that run one model together."""
+
+    coordinator: str | None = pydantic.Field(
+        default=None, description="HOST:PORT of process 0, to which the others connect; null: this process is alone."
+    )
+    num_processes: int = pydantic.Field(default=1, ge=1, description="Processes that run the model together.")
+    process_id: int = pydantic.Field(default=0, ge=0, description="Number of this process; 0 schedules and serves.")
+    plan_port: int = pydantic.Field(
+        default=8476, ge=1, le=65535, description="Port on which process 0 sends plans to the others."
+    )
+    secret_file: str | None = pydantic.Field(
+        default=None,
+        description="File with the secret by which the processes recognise each other, 16 bytes or more, the same on "
+        "all; may be null only if the coordinator is a loopback address.",
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None,
+        description="PEM file of this process's certificate; that of process 0 names its host in `coordinator`. Null: "
+        "plans are not encrypted.",
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of the authorities that have signed the certificates of all processes."
+    )
+    max_plan_bytes: int = pydantic.Field(
+        default=2**28, ge=2**16, le=2**31 - 1, description="Most bytes of a step's plan; a longer one ends the service."
+    )
+    heartbeat_s: float = pydantic.Field(
+        default=5.0, gt=0, description="Seconds of silence after which a process counts as dead."
+    )
+    check_every: int = pydantic.Field(
+        default=16, ge=1, description="Steps between comparisons of the processes' results."
+    )
+    join_s: float = pydantic.Field(
+        default=300.0, gt=0, description="Seconds that the processes wait for each other at their start."
+    )
+    stall_s: float = pydantic.Field(
+        default=120.0,
+        gt=0,
+        description="Seconds that a step may take while every process answers; then the device counts as stuck.",
+    )
+
+
+class RuntimeConfig(Section):
+    """The compiled step, and the process around it."""
+
+    token_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
+        default=None, description="Numbers of tokens of the compiled mixed steps; default by backend."
+    )
+    row_buckets: list[pydantic.PositiveInt] | None = pydantic.Field(
+        default=None, description="Numbers of rows of the compiled decode steps; default by backend."
+    )
+    compile_cache: str | None = pydantic.Field(
+        default="~/.cache/jaxserve/xla",
+        description="Directory where compiled executables are kept for later starts; null: none.",
+    )
+    compile_cache_bytes: int = pydantic.Field(
+        default=2**31,
+        ge=0,
+        description="Bytes of executables kept there; beyond it, those that no start has read for longest are removed.",
+    )
+    compile_threads: int | None = pydantic.Field(
+        default=None, ge=1, description="Buckets compiled at once; default: cores."
+    )
+    background_buckets: bool | None = pydantic.Field(
+        default=None,
+        description="Answer once the largest step shapes are compiled, and compile the others meanwhile; default: on a "
+        "CPU. Pipelines and several hosts compile all of them first, and refuse true.",
+    )
+    cpu_devices: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Devices as which one CPU appears, to try replicas and layouts without an accelerator; null: "
+        "1, or the number in XLA_FLAGS.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
+        default="info", description="Least severity of the lines logged on stderr."
+    )
+    log_format: Literal["text", "json"] = pydantic.Field(
+        default="text", description="text: lines for people; json: one JSON object per line."
+    )
+    log_requests: bool = pydantic.Field(
+        default=False, description="Log a line for each request that ends: its id, counts and times."
+    )
+    log_prompts: bool = pydantic.Field(
+        default=False, description="Add the ids of the prompt to that line. Prompts are never logged otherwise."
+    )
+    step_log: str | None = pydantic.Field(
+        default=None,
+        description="File for a record of each step, prompts included: see `jaxserve steps` and `replay`; null: none.",
+    )
+    trace_endpoint: str | None = pydantic.Field(
+        default=None,
+        description="URL of an OpenTelemetry collector (OTLP over gRPC) that gets a span for each request; extra otel.",
+    )
+    trace_service: str = pydantic.Field(default="jaxserve", description="service.name of those spans.")
+    trace_ratio: float = pydantic.Field(
+        default=1.0, ge=0, le=1, description="Share of requests that are traced, where the caller does not decide it."
+    )
+
+
+class GrpcConfig(Section):
+    """The gRPC service."""
+
+    port: int | None = pydantic.Field(
+        default=None, ge=0, le=65535, description="0 takes a free port; null: no gRPC service."
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None,
+        description="PEM file of the server's certificate and those between it and its root; null: no TLS.",
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_client_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
+    )
+    tokens_file: str | None = pydantic.Field(
+        default=None, description="File of bearer tokens, one a line; every method but health needs one. Null: open."
+    )
+    max_message_bytes: int = pydantic.Field(
+        default=4 * 2**20, ge=1024, le=2**31 - 1, description="Most bytes of a message from a client."
+    )
+    keepalive_s: float = pydantic.Field(
+        default=20.0, gt=0, description="Seconds of silence after which a client gets a ping."
+    )
+    keepalive_timeout_s: float = pydantic.Field(
+        default=10.0, gt=0, description="Seconds that the client may take to answer; then its requests end."
+    )
+    min_ping_interval_s: float = pydantic.Field(
+        default=5.0,
+        gt=0,
+        description="Least seconds between pings of a client; one that pings more often is disconnected.",
+    )
+    refuse_special_text: bool = pydantic.Field(
+        default=True, description="Refuse chat messages that spell a special token, with which turns can be forged."
+    )
+
+
+class HttpConfig(Section):
+    """The HTTP service: the API of OpenAI, and routes for operators."""
+
+    port: int | None = pydantic.Field(
+        default=None, ge=0, le=65535, description="0 takes a free port; null: no HTTP service."
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None,
+        description="PEM file of the server's certificate and those between it and its root; null: no TLS.",
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_client_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
+    )
+    api_keys_file: str | None = pydantic.Field(
+        default=None, description="File of keys, one a line; every route but health then needs one. Null: open to all."
+    )
+    cors_origins: list[str] = pydantic.Field(
+        default=[], description="Origins of web pages that may call from a browser; '*' is all, [] is none."
+    )
+    allowed_hosts: list[str] = pydantic.Field(
+        default=[],
+        description="Names by which clients reach this server ('.x.example': all with that ending; '*': any); "
+        "addresses are always accepted. []: on the loopback without keys or TLS the machine's own names, else any.",
+    )
+    max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1, description="Most bytes of a request's body.")
+    max_connections: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Connections at once; beyond it, idle ones are closed for new ones. Default: three quarters of the "
+        "files that the process may open, after 64 are set aside, at most 16384; gRPC has the others.",
+    )
+    header_timeout_s: float = pydantic.Field(
+        default=10.0,
+        gt=0,
+        description="Seconds in which the headers of a request must arrive, and before them the handshake of TLS.",
+    )
+    body_timeout_s: float = pydantic.Field(
+        default=30.0, gt=0, description="Seconds in which the body of a request must arrive."
+    )
+    request_timeout_s: float = pydantic.Field(
+        default=600.0, gt=0, description="Seconds in which an answer must be complete; then it ends with an error."
+    )
+    tool_parser: Literal["auto", "hermes", "llama3"] = pydantic.Field(
+        default="auto", description="Format in which the model writes tool calls; auto: found from its chat template."
+    )
+    refuse_special_text: bool = pydantic.Field(
+        default=True, description="Refuse chat messages that spell a special token, with which turns can be forged."
+    )
+    web_page: bool = pydantic.Field(default=True, description="Serve the page at / and its live view of the engine.")
+    profile_dir: str | None = pydantic.Field(
+        default=None, description="Directory for profiles of POST /debug/profile; null: profiling is off."
+    )
+
+
+class ServeConfig(Section):
+    """Settings of gRPC and HTTP together."""
+
+    host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
+    encode_threads: int = pydantic.Field(
+        default=2, ge=1, description="Threads that encode prompts, so that long prompts do not delay streams."
+    )
+    max_prompts: int = pydantic.Field(default=2048, ge=1, description="Prompts, or inputs to embed, of one call.")
+    max_n: int = pydantic.Field(default=128, ge=1, le=1024, description="n of one call: sequences for each prompt.")
+    drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+    stall_s: float = pydantic.Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that a step may take; then health turns red and running requests end with an error.",
+    )
+    grpc: GrpcConfig = GrpcConfig()
+    http: HttpConfig = HttpConfig()
+
+
+class RouteConfig(Section):
+    """The routing of requests to replicas: those of parallel.data, and those behind `jaxserve route`."""
+
+    replicas: list[str] | None = pydantic.Field(
+        default=None,
+        description="`jaxserve route`: HOST:PORT of each server; dns:///NAME:PORT means every address of NAME.",
+    )
+    policy: str = pydantic.Field(
+        default="prefix", description="Name, entry point, or 'package.module:Class'; see `jaxserve.routing`."
+    )
+    slack: int = pydantic.Field(
+        default=8,
+        ge=0,
+        description="prefix policy: requests that a replica with a hit may have above the least loaded one.",
+    )
+    table_blocks: int = pydantic.Field(
+        default=65536, ge=1, description="prefix policy: blocks of 16 tokens remembered for each replica."
+    )
+    seed: int = pydantic.Field(default=0, ge=0, description="power_of_two policy: seed of its random choices.")
+    retries: int = pydantic.Field(
+        default=2,
+        ge=0,
+        description="Times that a request without a streamed token is moved from a dead replica to another.",
+    )
+    health_interval_s: float = pydantic.Field(
+        default=1.0, gt=0, description="`jaxserve route`: seconds between health checks of a replica."
+    )
+    health_timeout_s: float = pydantic.Field(
+        default=5.0, gt=0, description="`jaxserve route`: seconds without an answer after which a replica is unhealthy."
+    )
+    dns_interval_s: float = pydantic.Field(
+        default=5.0, gt=0, description="`jaxserve route`: seconds between look-ups of a dns:/// name."
+    )
+    tls_ca: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: PEM file of the servers' authorities; null: they have no TLS."
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: PEM file of the certificate shown to servers that ask for one."
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="`jaxserve route`: PEM file of its key.")
+    tls_name: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: name in the servers' certificates; default: that of the address."
+    )
+    token_file: str | None = pydantic.Field(
+        default=None, description="`jaxserve route`: file whose first line is the bearer token for the servers."
+    )
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    sched: SchedConfig = SchedConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    hosts: HostsConfig = HostsConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    serve: ServeConfig = ServeConfig()
+    route: RouteConfig = RouteConfig()

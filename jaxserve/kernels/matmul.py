@@ -1,0 +1,69 @@
+"""Contract of the product with a weight: what a weight can do, and what an implementation of the op must give.
+
+A layer multiplies with a weight or looks rows up in it, and asks nothing else. How its numbers lie in memory, in which
+type, and in how many arrays, is the weight's own affair: whole (`xla_matmul.DenseWeight`), in the order in which a CPU
+reads it (`packed_weight.PackedWeight`), or as codes beside their scales.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxtyping import Array, Float, Int
+
+Axes = tuple[str | None, ...]  # logical names of an array's axes; None: one that has none, and is never cut
+
+
+class Weight(Protocol):
+    """A matrix [*out, *in] that is multiplied with, or a table [out, in] of rows; a pytree of arrays.
+
+    Inside a step the arrays are those of one device, so what is static in a weight must not name a size that is cut.
+    """
+
+    def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        """x [T, *in] times the weight as [T, *out], summed and returned in float32."""
+        ...
+
+    def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Rows of a table, in the dtype of activations; zeros for a row past the last."""
+        ...
+
+    def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
+        """Logical axes of each leaf, in the order of `jax.tree.leaves`, where `axes` are those of [*out, *in].
+
+        Devices share a leaf along the axes that the sharding rules name, each leaf by itself.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulUse:
+    """The facts about a model's products that are known before anything is compiled.
+
+    Attributes:
+      dtype: of weights and activations as they are loaded.
+      num_devices: that share each weight.
+    """
+
+    dtype: str
+    num_devices: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """One implementation: the form in which it wants weights. The product itself is the weight's `multiply`.
+
+    `convert(weight)` is given a `DenseWeight` of arrays that lie on their devices, and returns a `Weight` of the same
+    numbers, or nearly so. `shapes(weight)` is what `convert` will return, with `jax.ShapeDtypeStruct` leaves, for a
+    `DenseWeight` of such: executables are compiled for it while weights are still read. `refuses(use)` says why the
+    implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes ready what executables
+    of that use call by name; it comes before any of them runs, those read from a disk included. `rounding` is the
+    largest relative error of a product that the form of the weights explains.
+    """
+
+    name: str
+    convert: Callable[..., Weight]
+    shapes: Callable[..., Weight]
+    refuses: Callable[[MatmulUse], str | None]
+    prepare: Callable[[MatmulUse], object] = lambda use: None
+    rounding: float = 1e-5

@@ -1,0 +1,145 @@
+"""Attention on NVIDIA GPUs from Hopper on: the write, then one kernel for rows of one query and one for longer rows.
+
+A batch is divided between the kernels here, block sizes are chosen, and uses that cannot run are refused. The device
+code is in `gpu_decode`, `gpu_prefill` and `gpu_write`.
+
+Rows of one query always go through the decode kernel, beside prompts too: a token's output must not depend on
+what else the step holds, beyond the rounding of a different order of sums.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse, KVScales, PagedAttention
+from jaxserve.kernels.pallas import gpu_decode, gpu_prefill, gpu_write
+from jaxserve.kernels.pallas.gpu_decode import DecodeBlocks
+from jaxserve.kernels.pallas.gpu_layout import (
+    SHARED_MEMORY_BYTES,
+    GpuPages,
+    Interpret,
+    copy_pages,
+    init_cache,
+    refuses_layout,
+)
+from jaxserve.kernels.pallas.gpu_prefill import PrefillBlocks
+from jaxserve.kernels.tuning import TunedTable, load_table
+
+NAME = "mosaic_gpu"
+# wgmma and TMA came with it. Blackwell (10.0) has neither wgmma nor what replaces it here.
+_COMPUTE_CAPABILITY = (9, 0)
+
+
+def make_attention(device: Device, table: TunedTable | None = None, interpret: Interpret = None) -> PagedAttention:
+    """Attention for one kind of GPU. `table` replaces the sizes that ship; `interpret` runs the kernels on a CPU."""
+    kernels = _Kernels(device=device, table=load_table(device.kind) if table is None else table, interpret=interpret)
+    return PagedAttention(
+        name=NAME,
+        attend=kernels.attend,
+        write=kernels.write,
+        init_cache=init_cache,
+        copy_pages=copy_pages,
+        refuses=kernels.refuses,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernels:
+    """The common values of the implementation's functions."""
+
+    device: Device
+    table: TunedTable
+    interpret: Interpret
+
+    def refuses(self, use: AttentionUse) -> str | None:
+        """`PagedAttention.refuses`: other devices, layouts that no kernel reads, sizes beyond shared memory."""
+        found = self.device.compute_capability
+        if self.device.backend != "gpu" or found is None or found[0] != _COMPUTE_CAPABILITY[0]:
+            shown = "none" if found is None else ".".join(map(str, found))
+            return (
+                f"it needs the instructions of compute capability {_COMPUTE_CAPABILITY[0]}.x (Hopper), and "
+                f"{self.device.kind} has {shown}; kernels.paged_attention: xla runs there"
+            )
+        return refuses_layout(use) or self._refuses_decode(use) or self._refuses_prefill(use)
+
+    def _refuses_decode(self, use: AttentionUse) -> str | None:
+        return gpu_decode.refuses_decode(use, self.decode_blocks(use))
+
+    def _refuses_prefill(self, use: AttentionUse) -> str | None:
+        blocks = self.prefill_blocks(use)
+        needed = gpu_prefill.shared_memory_bytes(use, blocks)
+        if needed <= SHARED_MEMORY_BYTES:
+            return None
+        return (
+            f"prefill with {blocks} needs {needed} bytes of shared memory, but a block has {SHARED_MEMORY_BYTES}; "
+            "lower its sizes in the tuned table"
+        )
+
+    def decode_blocks(self, use: AttentionUse) -> DecodeBlocks:
+        measured = self.table.get(NAME, "decode", use)
+        return gpu_decode.default_blocks(use) if measured is None else DecodeBlocks(**measured)
+
+    def prefill_blocks(self, use: AttentionUse) -> PrefillBlocks:
+        measured = self.table.get(NAME, "prefill", use)
+        return gpu_prefill.default_blocks(use) if measured is None else PrefillBlocks(**measured)
+
+    def write(
+        self, k: Array, v: Array, cache: GpuPages, batch: AttentionBatch, scales: KVScales | None = None
+    ) -> GpuPages:
+        """`PagedAttention.write`."""
+        return gpu_write.write(k, v, cache, batch, scales, interpret=self.interpret)
+
+    def attend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        cache: GpuPages,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        sinks: Float[Array, " N"] | None = None,
+        alibi_slopes: Float[Array, " N"] | None = None,
+        scales: KVScales | None = None,
+    ) -> tuple[Float[Array, "T N H"], GpuPages]:
+        """`PagedAttention.attend`. Products in bfloat16 with float32 sums; padding tokens give zeros."""
+        cache = self.write(k, v, cache, batch, scales)
+        use = AttentionUse(spec=spec, page_size=batch.page_size, query_dtype=q.dtype.name, cache_dtype=cache.dtype.name)
+        q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
+        num_rows = q_lens.shape[0]
+
+        def attend_rows(q: Float[Array, "R N H"]) -> Float[Array, "R N H"]:
+            return gpu_decode.attend_rows(
+                q,
+                jnp.where(q_lens == 1, batch.context_lens, 0),
+                batch.block_tables,
+                cache,
+                spec,
+                self.decode_blocks(use),
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+                scales=scales,
+                interpret=self.interpret,
+            )
+
+        if batch.decode_only:
+            assert q.shape[0] == num_rows, (q.shape, num_rows)
+            return attend_rows(q), cache
+        rows = attend_rows(q[jnp.minimum(batch.q_starts[:-1], q.shape[0] - 1)])
+        tiles = gpu_prefill.attend_tiles(
+            q,
+            batch,
+            cache,
+            spec,
+            self.prefill_blocks(use),
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            scales=scales,
+            interpret=self.interpret,
+        )
+        row = jnp.minimum(batch.token_rows, num_rows - 1)
+        real, single = batch.token_rows < num_rows, q_lens[row] == 1
+        # The prefill kernel leaves tokens that are not its own as it found them: anything, NaN included.
+        out = jnp.where(single[:, None, None], rows[row], tiles)
+        return jnp.where(real[:, None, None], out, 0), cache

@@ -1,0 +1,85 @@
+"""A model's executables for a device that is not here, from its config.json alone.
+
+The planner judges whether they fit and how fast they would be; `traffic` counts the bytes that they move.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.chips import parse_topology
+from jaxserve.config.schema import Config
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.ops import PAGED_ATTENTION
+from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
+from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.partition import Partition
+from jaxserve.runtime.compile import Compiled, compile_all
+from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
+from jaxserve.runtime.mesh import abstract_meshes, layer_ranges, make_meshes
+from jaxserve.runtime.resolve import attention_uses, resolve_sizes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AbsentModel:
+    """One replica of a model on devices that are not here: all that is known before anything is compiled."""
+
+    config: Config
+    device: Device
+    sizes: Sizes
+    attention: PagedAttention
+    stages: tuple[AbstractStage, ...]
+
+
+def place_ahead(
+    config: Config, model: DecoderConfig, *, topology: str, dtype: str = "bfloat16", to_compile: bool = True
+) -> AbsentModel:
+    """The model that a server with `config` would put on the devices of `topology`; takes well under a second.
+
+    `to_compile` False only counts, and needs no compiler for these devices. Raises ConfigError for a topology that
+    cannot be compiled for here, or has too few devices, and what resolving the config raises.
+    """
+    device = device_of_topology(topology)
+    weights_dtype: np.dtype = jnp.dtype(dtype)
+    meshes: Any  # of devices, or of their number alone
+    if to_compile:
+        meshes = make_meshes(config.parallel, absent_devices(topology))[0]
+    else:
+        meshes = abstract_meshes(config.parallel, parse_topology(topology).num_devices)
+    partition = Partition.of(model, config.parallel.tensor)
+    sizes = resolve_sizes(config, model, weights_dtype, device.backend)
+    attention = PAGED_ATTENTION.resolve(
+        device=device,
+        choice=config.kernels.paged_attention,
+        uses=attention_uses(partition.local, sizes, weights_dtype),
+        fallback=config.kernels.fallback,
+    )
+    ranges = layer_ranges(model.num_layers, len(meshes))
+    stages = tuple(
+        AbstractStage.of(partition, layers, mesh, weights_dtype) for layers, mesh in zip(ranges, meshes, strict=True)
+    )
+    return AbsentModel(config=config, device=device, sizes=sizes, attention=attention, stages=stages)
+
+
+def compile_stage(
+    absent: AbsentModel, *, num_pages: int, stage: int = 0, only: Collection[str] | None = None
+) -> Mapping[str, Compiled]:
+    """Every executable of one stage, by name; or those named in `only`."""
+    jobs = make_jobs(absent.stages[stage], absent.sizes, absent.attention, num_pages)
+    jobs = [job for job in jobs if only is None or job.name in only]
+    # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
+    threads = 1 if absent.device.backend == "tpu" else absent.config.runtime.compile_threads
+    return compile_all(jobs, threads, lambda *_: None, absent.stages[stage].devices)
+
+
+def compile_ahead(
+    config: Config, model: DecoderConfig, *, topology: str, num_pages: int, dtype: str = "bfloat16"
+) -> Mapping[str, Compiled]:
+    """The executables of a model that is no pipeline, by name: `place_ahead`, then `compile_stage`."""
+    absent = place_ahead(config, model, topology=topology, dtype=dtype)
+    assert len(absent.stages) == 1, "name a stage: compile_stage"
+    return compile_stage(absent, num_pages=num_pages)

@@ -1,0 +1,127 @@
+"""Counts of the bytes that a compiled step moves through the memory of the device, read from its optimised HLO.
+
+XLA's own `cost_analysis()["bytes accessed"]` does not do: it counts what XLA stages in the fast memory of a TPU three
+times (read, written there, read there), a lookup in a table as the whole table, and an update in place as the whole
+array. On decode, where bytes are time, that is more than twice the truth.
+"""
+
+import re
+from collections.abc import Mapping
+
+from jaxserve.lab.compiled.hlo import Instruction, Module, all_bytes, arrays_of, main_bytes, parse_hlo
+
+_FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
+# Only the result is read of these operands, whatever their own size.
+_PICKS = frozenset(("gather", "dynamic-slice", "slice"))
+_UPDATES = frozenset(("scatter", "dynamic-update-slice"))
+
+
+def memory_traffic(hlo: str | Module) -> Mapping[str, int]:
+    """Bytes read and written in the main memory by each instruction of the entry of an optimised HLO module.
+
+    Kernels count what their cost estimate states; a conditional its most expensive branch; a loop one turn of its body.
+    """
+    module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
+    return _Counter(module.computations).count(module.entry)
+
+
+def kernel_calls(module: Module) -> Mapping[str, str]:
+    """Instruction -> name of the Pallas kernel it runs, over the entry of a module."""
+    return {i.name: kernel for i in module.computations[module.entry] if (kernel := i.kernel) is not None}
+
+
+def names_in_scope(module: Module, scope: str) -> frozenset[str]:
+    """Instructions of the entry that came from a named scope, such as 'sample'."""
+    return frozenset(i.name for i in module.computations[module.entry] if scope in i.scopes)
+
+
+class _Counter:
+    def __init__(self, computations: Mapping[str, list[Instruction]]) -> None:
+        self.computations = computations
+
+    def count(self, computation: str) -> dict[str, int]:
+        instructions = self.computations[computation]
+        shapes = {i.name: i.shape for i in instructions}
+        return {i.name: total for i in instructions if (total := self._bytes(i, shapes)) > 0}
+
+    def _bytes(self, i: Instruction, shapes: Mapping[str, str]) -> int:
+        if i.op in _FREE or i.op.endswith(("-done", "-update")):
+            return 0
+        if i.op == "custom-call":
+            return _kernel_bytes(i, shapes)
+        if i.op == "fusion":
+            return self._fusion_bytes(i, shapes)
+        called = i.called
+        if i.op in ("while", "conditional", "call") and called:
+            return max(sum(self.count(name).values()) for name in called)
+        if i.op.endswith("-start") or i.op in _PICKS:
+            return _moved_bytes(i, shapes)
+        if i.op in _UPDATES:
+            return 2 * sum(main_bytes(shapes.get(o, "")) for o in i.operands[1:])
+        return main_bytes(i.shape) + sum(main_bytes(shapes.get(o, "")) for o in i.operands)
+
+    def _fusion_bytes(self, i: Instruction, shapes: Mapping[str, str]) -> int:
+        (name,) = i.called
+        inner = self.computations[name]
+        parameters = {int(p.text.split("parameter(")[1].split(")")[0]): p.name for p in inner if p.op == "parameter"}
+        total, updated = 0, False
+        for number, operand in enumerate(i.operands):
+            whole = main_bytes(shapes.get(operand, ""))
+            touched, in_place = self._touched(inner, parameters[number])
+            updated |= in_place and whole > 0
+            total += whole if touched is None else min(whole, touched)
+        # An update in place has counted what it wrote with its operand; its result is that operand.
+        return total + (0 if updated else main_bytes(i.shape))
+
+    def _touched(self, inner: list[Instruction], parameter: str) -> tuple[int | None, bool]:
+        """Bytes of a parameter that a fusion touches, None for all of it; and whether it is updated in place."""
+        if next(j for j in inner if j.name == parameter).is_root:
+            return None, False  # passed on whole
+        shapes = {j.name: j.shape for j in inner}
+        users = [j for j in inner if parameter in j.operands]
+        total = 0
+        for user in users:
+            if user.op == "bitcast":
+                touched, in_place = self._touched(inner, user.name)
+                if touched is None or in_place:
+                    return touched, in_place
+                total += touched
+            elif user.op in _PICKS and user.operands[0] == parameter:
+                total += all_bytes(user.shape)
+            elif user.op in _UPDATES and user.operands[0] == parameter:
+                return 2 * sum(all_bytes(shapes[o]) for o in user.operands[1:]), True
+            elif user.op == "fusion":
+                (name,) = user.called
+                nested = self.computations[name]
+                number = user.operands.index(parameter)
+                of = next(p.name for p in nested if p.op == "parameter" and f"parameter({number})" in p.text)
+                touched, in_place = self._touched(nested, of)
+                if touched is None or in_place:
+                    return touched, in_place
+                total += touched
+            else:
+                return None, False
+        return total, False
+
+
+def _kernel_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
+    estimate = re.search(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)', i.text)
+    if estimate is not None:
+        return int(estimate.group(1))
+    if "AssumeGatherIndicesInBound" in i.text or "Bitcast" in i.text or "Bitpacked" in i.text:
+        return 0  # notes to the compiler
+    return main_bytes(i.shape) + sum(main_bytes(shapes.get(o, "")) for o in i.operands)
+
+
+def _moved_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
+    """Copies and slices: as much is read as the result holds, and written where that lies in main memory."""
+    parts = arrays_of(i.shape)
+    if i.op == "copy-start":
+        result = parts[0]
+    elif i.op.endswith("-start"):
+        result = parts[1] if len(parts) > 1 else parts[0]
+    else:
+        result = parts[0]
+    source = shapes.get(i.operands[0], "")
+    reads = all_bytes(result) if main_bytes(source) else 0
+    return reads + main_bytes(result)

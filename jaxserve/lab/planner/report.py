@@ -1,0 +1,156 @@
+"""`Plan`, the answer of the planner: values that print as a table or as JSON.
+
+All bytes are per device unless a name says otherwise.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.lab.compiled.collectives import Collective
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes on the fullest device.
+
+    Attributes:
+      total_bytes: memory that JAX's allocator offers on it.
+      budget_bytes: the share of it that may be used.
+      state_bytes: block tables, masks and counts of the rows.
+      temporary_bytes: the most that a compiled step needs; an estimate where `temporaries_compiled` is false.
+      headroom_bytes: unused bytes; negative: bytes that are missing before a first page fits.
+      page_bytes: one page, all layers of the device.
+      chosen_by: which rule fixed the number of pages.
+    """
+
+    total_bytes: int
+    budget_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    temporary_bytes: int
+    temporaries_compiled: bool
+    headroom_bytes: int
+    page_bytes: int
+    page_size: int
+    num_pages: int
+    kv_tokens: int
+    chosen_by: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """Facts of one compiled step, from the compiler.
+
+    Attributes:
+      compiled_layers: of the programs that were compiled; where they are fewer than the model's, the rest is extended.
+      compile_seconds: for the whole model on this machine.
+      argument_bytes: XLA's count of weights, state and inputs.
+      predicted_argument_bytes: the same by arithmetic on shapes.
+      flops: XLA's count; None where its compiler gives none.
+      moved_bytes: through the memory of the device, Pallas kernels left out, since the text of a program does not say
+        how much of the cache they read.
+      sampling_bytes: the part of them that sampling moves when every row uses its most expensive options.
+      kernels: calls of each Pallas kernel.
+    """
+
+    name: str
+    tokens: int
+    rows: int
+    decode_only: bool
+    compiled_layers: tuple[int, ...]
+    compile_seconds: float
+    temporary_bytes: int
+    argument_bytes: int
+    predicted_argument_bytes: int
+    flops: float | None
+    moved_bytes: float
+    sampling_bytes: float
+    kernels: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One step of `tokens` tokens in `rows` rows at `context` tokens a row.
+
+    Attributes:
+      seconds: the larger of memory_seconds and compute_seconds, and the collectives after it.
+      tokens_per_second: of all replicas; for a mixed step, prompt tokens.
+      fits_pages: the pages hold that many rows of that context.
+      compiled: the step itself was compiled; otherwise its bytes are extended from the nearest that was.
+    """
+
+    decode: bool
+    tokens: int
+    rows: int
+    context: int
+    flops: float
+    moved_bytes: float
+    sent_bytes: float
+    memory_seconds: float
+    compute_seconds: float
+    collective_seconds: float
+    seconds: float
+    tokens_per_second: float
+    fits_pages: bool
+    compiled: bool
+
+    @property
+    def bound_by(self) -> str:
+        """The part that takes longest."""
+        times = {
+            "memory": self.memory_seconds,
+            "compute": self.compute_seconds,
+            "collectives": self.collective_seconds,
+        }
+        return max(times, key=lambda name: times[name])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A placement that would fit: the smallest topology of the same chip, and the smallest parallel.tensor there."""
+
+    topology: str
+    tensor: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer for one config on one topology.
+
+    Attributes:
+      problem: why it does not fit, with the setting to change; None when it fits.
+      suggestion: None when it fits, or when nothing of that chip is large enough.
+      devices_used: of the topology's `num_devices`.
+      layers_compiled: None when nothing was compiled.
+      assumptions: of the predictions, a sentence each.
+      notes: further facts for an operator.
+      seconds: that planning took.
+    """
+
+    topology: str
+    chip: str
+    num_devices: int
+    devices_used: int
+    tensor: int
+    data: int
+    model: str
+    dtype: str
+    fits: bool
+    problem: str | None
+    suggestion: Suggestion | None
+    memory: MemoryUse
+    steps: tuple[StepFacts, ...]
+    predictions: tuple[Prediction, ...]
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, names as above."""
+        tree = dataclasses.asdict(self)
+        for prediction, values in zip(self.predictions, tree["predictions"], strict=True):
+            values["bound_by"] = prediction.bound_by
+        return tree

@@ -1,0 +1,250 @@
+"""The command `jaxserve simulate`: its options, and the way from them to printed results."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxserve.cli.options import ConfigOption, ModelOption, SetOption, with_model
+from jaxserve.config import load_config
+from jaxserve.config.schema import Config
+from jaxserve.console import complain
+from jaxserve.errors import ConfigError
+from jaxserve.lab.bench.about import about_machine
+from jaxserve.lab.bench.report import check_writable, write_json
+from jaxserve.lab.simulation.compare import compare_policies
+from jaxserve.lab.simulation.plots import plot_overview
+from jaxserve.lab.simulation.requests import ClientOptions, Trace
+from jaxserve.lab.simulation.results import LabResult, show_results
+from jaxserve.lab.simulation.world import World, world_of_device, world_of_log
+from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
+from jaxserve.lab.workloads.datasets import DatasetOptions
+from jaxserve.lab.workloads.flags import (
+    BurstinessOption,
+    CvOption,
+    DatasetOption,
+    DiurnalOption,
+    GoodputOption,
+    InputLenOption,
+    JsonOption,
+    NumPromptsOption,
+    OutputLenOption,
+    PathOption,
+    PercentilesOption,
+    PlotOption,
+    PrefixesOption,
+    PrefixLenOption,
+    RampOption,
+    RangeOption,
+    RateOption,
+    ScaleOption,
+    SeedOption,
+    SpeedOption,
+    default_count,
+    parse_numbers,
+)
+from jaxserve.lab.workloads.metrics import Goodput, check_percentiles
+from jaxserve.lab.workloads.pictures import check_plot, save_figure
+from jaxserve.lab.workloads.tables import make_console, make_title
+from jaxserve.progress import show_progress
+
+ALL_FAILED = 3
+_DEFAULT_DEVICE = "cpu:1"
+
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option("--policy", help="Name, entry point or package.module:Class; default: sched.policy. Repeatable."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="Of one server, by published peaks: v5e:2x2, h200:1, … Default: cpu:1.")
+]
+TensorOption = Annotated[
+    int | None,
+    typer.Option("--tensor", min=1, help="Default: parallel.tensor; where that is 1, the devices of a replica."),
+]
+StepLogOption = Annotated[
+    Path | None, typer.Option("--step-log", help="In place of --device: learn costs from steps that an engine ran.")
+]
+ReplicasOption = Annotated[
+    int, typer.Option("--replicas", min=1, help="Servers behind one router; parallel.data: inside one.")
+]
+RouterOption = Annotated[
+    list[str] | None,
+    typer.Option("--router", help="prefix, least_load, power_of_two, …; default: route.policy. Repeatable."),
+]
+SessionRateOption = Annotated[float, typer.Option("--session-rate", help="agent: sessions that begin in a second.")]
+TurnsOption = Annotated[float, typer.Option("--turns", help="agent: turns of a session, on average.")]
+ThinkOption = Annotated[float, typer.Option("--think", help="agent: seconds between answer and next turn, on average.")]
+SessionLenOption = Annotated[int, typer.Option("--max-session-len", help="agent: tokens at which a session ends.")]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option("--max-tokens", help="All ask for so many, and may stop earlier; default: what they get."),
+]
+TenantsOption = Annotated[int, typer.Option("--tenants", help="Tenants, the first with the largest share of requests.")]
+PrioritiesOption = Annotated[int, typer.Option("--priorities", help="Levels of priority, drawn evenly.")]
+LightOption = Annotated[
+    bool, typer.Option("--light", help="Keep no times of single tokens and steps, no requests in --json: for millions.")
+]
+
+
+def simulate_command(
+    policy: PolicyOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    tensor: TensorOption = None,
+    step_log: StepLogOption = None,
+    replicas: ReplicasOption = 1,
+    router: RouterOption = None,
+    dataset: DatasetOption = "random",
+    dataset_path: PathOption = None,
+    num_prompts: NumPromptsOption = None,
+    input_len: InputLenOption = 256,
+    output_len: OutputLenOption = 128,
+    range_ratio: RangeOption = 0.0,
+    length_cv: CvOption = 1.0,
+    num_prefixes: PrefixesOption = 10,
+    prefix_len: PrefixLenOption = 256,
+    session_rate: SessionRateOption = 0.1,
+    turns: TurnsOption = 6.0,
+    think: ThinkOption = 8.0,
+    max_session_len: SessionLenOption = 32768,
+    length_scale: ScaleOption = 1.0,
+    speed: SpeedOption = 1.0,
+    rate: RateOption = None,
+    burstiness: BurstinessOption = 1.0,
+    ramp: RampOption = None,
+    diurnal: DiurnalOption = None,
+    max_tokens: MaxTokensOption = None,
+    tenants: TenantsOption = 1,
+    priorities: PrioritiesOption = 1,
+    goodput: GoodputOption = None,
+    percentiles: PercentilesOption = "90,95,99",
+    seed: SeedOption = 0,
+    light: LightOption = False,
+    json_: JsonOption = None,
+    plot: PlotOption = None,
+) -> int:
+    """Run scheduling policies on paper: a load, a device that need not be here, one table. Exit code 3: all failed."""
+    trace = Trace(
+        dataset=DatasetOptions(
+            name=dataset,
+            path=dataset_path,
+            num_prompts=default_count(num_prompts, dataset_path),
+            input_len=input_len,
+            output_len=output_len,
+            range_ratio=range_ratio,
+            length_cv=length_cv,
+            num_prefixes=num_prefixes,
+            prefix_len=prefix_len,
+            session_rate=session_rate,
+            turns=turns,
+            think_s=think,
+            max_session_len=max_session_len,
+            length_scale=length_scale,
+            speed=speed,
+            seed=seed,
+        ),
+        arrivals=ArrivalOptions(
+            rate=rate,
+            burstiness=burstiness,
+            ramp=None if ramp is None else Ramp.parse(ramp),
+            diurnal=None if diurnal is None else Diurnal.parse(diurnal),
+        ),
+        clients=ClientOptions(max_tokens=max_tokens, tenants=tenants, priorities=priorities),
+    )
+    resolved = load_config(config, with_model(set_, model)).config
+    options = _Options(
+        policies=tuple(policy or (resolved.sched.policy,)),
+        device=device,
+        tensor=tensor,
+        step_log=step_log,
+        replicas=replicas,
+        routers=tuple(router or ()),
+        goodput=Goodput.parse(goodput or ()),
+        percentiles=tuple(parse_numbers(percentiles, "--percentiles")),
+        light=light,
+        json=json_,
+        plot=plot,
+    )
+    return _simulate(options, resolved, trace)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options beside the trace and the config; names as on the command line."""
+
+    policies: Sequence[str]
+    device: str | None
+    tensor: int | None
+    step_log: Path | None
+    replicas: int
+    routers: Sequence[str]
+    goodput: Goodput | None
+    percentiles: Sequence[float]
+    light: bool
+    json: Path | None
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        check_percentiles(self.percentiles)
+        check_writable(self.json, "--json")
+        check_writable(self.plot, "--plot")
+        if self.plot is not None:
+            check_plot("lab")
+        if self.plot is not None and self.light:
+            raise ConfigError("--plot draws the steps that --light does not keep: leave one of them out")
+        if self.step_log is not None and (self.device is not None or self.tensor is not None):
+            raise ConfigError("--step-log takes the place of --device and --tensor: leave them out")
+
+
+def _simulate(options: _Options, config: Config, trace: Trace) -> int:
+    if options.routers and options.replicas == config.parallel.data == 1:
+        raise ConfigError("--router chooses between replicas: give --replicas 2 or more, too, or parallel.data")
+    with show_progress(write=complain) as progress:
+        progress.begin("reading the costs of steps")
+        if options.step_log is not None:
+            world = world_of_log(options.step_log, config)
+        else:
+            world = world_of_device(config, options.device or _DEFAULT_DEVICE, options.tensor)
+        results = compare_policies(
+            options.policies,
+            trace,
+            world,
+            replicas=options.replicas,
+            routers=options.routers or (config.route.policy,),
+            goodput=options.goodput,
+            percentiles=options.percentiles,
+            keep_steps=options.plot is not None,
+            keep_token_times=not options.light,
+            say=complain,
+            progress=progress,
+        )
+    console = make_console()
+    title = world.about if options.replicas == 1 else f"{options.replicas} replicas of {world.about}"
+    console.print(make_title(title))
+    show_results(results, console)
+    if options.json is not None:
+        write_json(options.json, _as_json(results, world, trace, with_requests=not options.light))
+    if options.plot is not None:
+        save_figure(plot_overview(results, title), options.plot)
+    return 0 if any(result.metrics.completed for result in results) else ALL_FAILED
+
+
+def _as_json(results: Sequence[LabResult], world: World, trace: Trace, *, with_requests: bool) -> dict[str, Any]:
+    limits = dataclasses.asdict(world.limits)
+    return {
+        "about": about_machine(),
+        "world": {"about": world.about, "limits": limits, "options": dataclasses.asdict(world.options)},
+        "load": {
+            **trace.dataset.as_json(),
+            **trace.arrivals.as_json(),
+            **trace.clients.as_json(),
+        },
+        "runs": [
+            result.as_json() | ({"requests": result.requests_json()} if with_requests else {}) for result in results
+        ],
+    }

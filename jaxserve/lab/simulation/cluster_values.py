@@ -1,0 +1,109 @@
+"""Values of a simulated cluster: the events that can happen to it, the rule of scaling by load, and the result."""
+
+import dataclasses
+import math
+
+from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.values import SimulatedStep, SimulationResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A replica dies at `at_s`, with its cache and all its requests, and is back, empty, at `back_s`."""
+
+    at_s: float
+    replica: int
+    back_s: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """Every step that a replica plans between `at_s` and `until_s` takes `factor` times as long."""
+
+    at_s: float
+    replica: int
+    factor: float
+    until_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise ConfigError(f"replica {self.replica} is to be {self.factor} times as slow; give more than 0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleTo:
+    """From `at_s` on there are `replicas`. Fewer: the surplus ends what it has and takes nothing new."""
+
+    at_s: float
+    replicas: int
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"a cluster of {self.replicas} replicas was asked for; it needs 1 or more")
+
+
+Event = Failure | Slowdown | ScaleTo
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscale:
+    """Scaling by load: as many replicas as have `target` requests each, within bounds.
+
+    Attributes:
+      target: requests that have not ended, a replica.
+      interval_s: between two checks.
+      start_up_s: from the decision to a replica that answers.
+      down_after_s: it shrinks to the most replicas that were wanted in this many last seconds.
+    """
+
+    target: float
+    min_replicas: int
+    max_replicas: int
+    interval_s: float = 10.0
+    start_up_s: float = 60.0
+    down_after_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not (self.target > 0 and self.interval_s > 0 and self.start_up_s >= 0 and self.down_after_s >= 0):
+            raise ConfigError(f"{self}: target and interval_s are more than 0, the other times 0 or more")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError(f"{self}: there must be 1 replica at least, and max_replicas no less than min_replicas")
+
+    def wanted(self, num_requests: int) -> int:
+        """Replicas for that many requests."""
+        return max(self.min_replicas, min(self.max_replicas, math.ceil(num_requests / self.target)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSummary:
+    """One life of a replica; one that came back after a failure has two.
+
+    Attributes:
+      started_s, ended_s: when it could take requests first, and when it died, had drained, or the run ended.
+      requests: number that ended on it.
+      steps: in order; empty unless kept.
+    """
+
+    number: int
+    started_s: float
+    ended_s: float
+    requests: int
+    num_steps: int
+    device_s: float
+    steps: tuple[SimulatedStep, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterResult:
+    """A whole run of a cluster.
+
+    Attributes:
+      total: all requests, and the sums over replicas; its `steps` are empty: those of a replica are in `replicas`.
+      sizes: (virtual seconds, replicas that take requests), whenever that changed.
+      replica_s: seconds that replicas existed, summed over replicas: the cost.
+    """
+
+    total: SimulationResult
+    replicas: tuple[ReplicaSummary, ...]
+    sizes: tuple[tuple[float, int], ...]
+    replica_s: float

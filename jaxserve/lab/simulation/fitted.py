@@ -1,0 +1,224 @@
+"""A cost model fitted to a step log, with its error.
+
+It does not extrapolate in silence: a kind of step that the log does not have is an error.
+
+The model. Seconds of a kind of step (decode alone, or with prompts) are a sum of a constant and of features of the
+step, each with a price of at least 0; a bucket that the log knows well has a factor of its own, since compilers do not
+treat all shapes alike. Prices are fitted by non-negative least squares (Lawson and Hanson, 1974, chapter 23), each step
+weighted by one over its predicted seconds: errors count in proportion, and the sum stays right.
+
+The error is that of a fit to four fifths of the steps, on the fifth that it has not seen. The model itself is then
+fitted to all.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.values import StepCost
+from jaxserve.sched.plan import Bucket, StepPlan
+from jaxserve.sched.record import StepRecord, context_tokens
+
+_FEWEST = 10  # steps of a kind
+_FEWEST_OF_BUCKET = 8
+_HELD_OUT = 5  # one step in this many is held out
+_ROUNDS = 4  # of weights that follow from the fit before
+_PARTS = ("device", "host", "commit")
+_KINDS = ("decode", "mixed")
+
+
+def device_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
+    """Constant, padded tokens, padded rows, context tokens read, chunk tokens x their context."""
+    products = sum(len(chunk.token_ids) * (chunk.start + (len(chunk.token_ids) + 1) / 2) for chunk in plan.chunks)
+    return (1.0, bucket.tokens, bucket.rows, context_tokens(plan), products)
+
+
+def host_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
+    """Constant, rows, chunk tokens, rows that begin: of planning and launching as of the commit."""
+    return (1.0, plan.num_rows, plan.num_tokens - len(plan.decode_rows), len(plan.setups))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """Errors of predictions on steps that were held out.
+
+    Attributes:
+      steps: held out.
+      median, p90: of |predicted - real| / real.
+      sum_ratio: predicted seconds of all of them over the real ones.
+    """
+
+    steps: int
+    median: float
+    p90: float
+    sum_ratio: float
+
+
+class _Sample(NamedTuple):
+    """The part of a record that is kept: plans of a long log would fill the memory."""
+
+    bucket: Bucket
+    features: tuple[float, ...]
+    seconds: float
+
+
+class _Prices:
+    """One fitted sum. Immutable."""
+
+    def __init__(self, samples: Sequence[_Sample]) -> None:
+        x = np.array([sample.features for sample in samples], dtype=float)
+        y = np.array([sample.seconds for sample in samples])
+        typical = max(float(np.median(y)), 1e-9)
+        weights = np.full(len(y), 1.0 / typical)
+        prices = np.zeros(x.shape[1])
+        for _ in range(_ROUNDS):
+            prices = nonnegative_least_squares(x * weights[:, None], y * weights)
+            weights = 1.0 / np.maximum(x @ prices, typical / 100)
+        self.prices: tuple[float, ...] = tuple(float(p) for p in prices)
+        predicted = x @ prices
+        of_bucket: dict[Bucket, list[int]] = {}
+        for place, sample in enumerate(samples):
+            of_bucket.setdefault(sample.bucket, []).append(place)
+        self.factors: dict[Bucket, float] = {
+            bucket: float(y[places].sum() / predicted[places].sum())
+            for bucket, places in of_bucket.items()
+            if len(places) >= _FEWEST_OF_BUCKET and predicted[places].sum() > 0
+        }
+
+    def seconds(self, features: tuple[float, ...], bucket: Bucket) -> float:
+        return sum(map(operator.mul, self.prices, features)) * self.factors.get(bucket, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Prices of one kind of step."""
+
+    device: _Prices
+    host: _Prices
+    commit: _Prices
+
+
+class Fitted:
+    """A `CostModel`. Immutable after the fit.
+
+    Args:
+      records: of real steps, in any order; `jaxserve.sched.record.read_records` reads them from a log.
+      skip: number of records left out at the beginning, while caches are cold.
+
+    Attributes:
+      errors: 'device', 'host', 'commit' -> 'decode' or 'mixed' -> `FitError`.
+      num_records: number of records used.
+
+    Raises ConfigError when there are fewer than 10 records of every kind.
+    """
+
+    def __init__(self, records: Iterable[StepRecord], *, skip: int = 0) -> None:
+        samples: dict[str, dict[str, list[_Sample]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
+        late: dict[str, list[_Sample]] = {kind: [] for kind in _KINDS}
+        self.num_records = 0
+        for number, record in enumerate(records):
+            if number >= skip:
+                self.num_records += 1
+                kind = _kind(record.plan)
+                _take(record, samples[kind], late[kind])
+        self.errors: dict[str, dict[str, FitError]] = {part: {} for part in _PARTS}
+        self._counts = {kind: len(samples[kind]["host"]) for kind in _KINDS}
+        self._kinds: dict[str, _Kind] = {}
+        for kind, parts in samples.items():
+            if self._counts[kind] < _FEWEST:
+                continue
+            if len(parts["device"]) < _FEWEST:
+                parts["device"] += late[kind]
+            self._kinds[kind] = _Kind(**{part: _Prices(parts[part]) for part in _PARTS})
+            for part in _PARTS:
+                trained = _Prices([sample for i, sample in enumerate(parts[part]) if i % _HELD_OUT])
+                self.errors[part][kind] = _error(trained, parts[part][::_HELD_OUT])
+        if not self._kinds:
+            raise ConfigError(
+                f"{self.num_records} step records are too few to learn from: a kind of step needs {_FEWEST}; "
+                "record a longer run"
+            )
+
+    def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
+        """See `CostModel`. Raises ConfigError for a kind of step that the records hardly have."""
+        name = _kind(plan)
+        kind = self._kinds.get(name)
+        if kind is None:
+            raise ConfigError(
+                f"the step log has {self._counts[name]} {name} steps, and {_FEWEST} are needed to say what one takes; "
+                "record a run that has them"
+            )
+        of_host = host_features(plan, bucket)
+        return StepCost(
+            kind.host.seconds(of_host, bucket),
+            kind.device.seconds(device_features(plan, bucket), bucket),
+            kind.commit.seconds(of_host, bucket),
+        )
+
+    def prices(self, part: str, kind: str) -> tuple[float, ...]:
+        """Seconds of each feature, in the order of `device_features` or `host_features`, for inspection."""
+        found: _Prices = getattr(self._kinds[kind], part)
+        return found.prices
+
+
+def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 that makes |a x - b| least. a: [rows, columns], b: [rows]."""
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
+    a = a / scale
+    columns = a.shape[1]
+    x, free = np.zeros(columns), np.zeros(columns, dtype=bool)
+    tolerance = 1e-10 * max(1.0, float(np.abs(a.T @ b).max(initial=0.0)))
+    for _ in range(3 * columns):
+        gradient = a.T @ (b - a @ x)
+        gradient[free] = -np.inf
+        if gradient.max(initial=-np.inf) <= tolerance:
+            break
+        free[int(gradient.argmax())] = True
+        while True:
+            trial = np.zeros(columns)
+            trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            low = free & (trial <= 0)
+            if not low.any():
+                break
+            step = float(np.min(x[low] / np.maximum(x[low] - trial[low], 1e-300)))
+            x = x + step * (trial - x)
+            free &= x > 1e-12 * max(1.0, float(np.abs(x).max()))
+            x[~free] = 0.0
+            if not free.any():
+                trial = x
+                break
+        x = trial
+    return x / scale
+
+
+def _kind(plan: StepPlan) -> str:
+    return "decode" if plan.decode_only else "mixed"
+
+
+def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sample]) -> None:
+    """Adds a record's times to the samples of each part of a step."""
+    plan, bucket = record.plan, record.bucket
+    of_host = host_features(plan, bucket)
+    parts["host"].append(_Sample(bucket, of_host, (record.schedule_ms + record.pack_ms) / 1e3))
+    parts["commit"].append(_Sample(bucket, of_host, record.commit_ms / 1e3))
+    # Where the host never waited, the device was done before the host checked: its time is not known.
+    waited = record.wait_ms > 0.01 * record.device_ms
+    of_device = _Sample(bucket, device_features(plan, bucket), record.device_ms / 1e3)
+    (parts["device"] if waited else late).append(of_device)
+
+
+def _error(prices: _Prices, held_out: Sequence[_Sample]) -> FitError:
+    real = np.array([sample.seconds for sample in held_out])
+    predicted = np.array([prices.seconds(sample.features, sample.bucket) for sample in held_out])
+    off = np.abs(predicted - real) / np.maximum(real, 1e-9)
+    return FitError(
+        steps=len(held_out),
+        median=float(np.median(off)),
+        p90=float(np.percentile(off, 90)),
+        sum_ratio=float(predicted.sum() / max(real.sum(), 1e-9)),
+    )

@@ -1,0 +1,166 @@
+"""From workloads to simulated requests: token ids, tenants and priorities are added to lengths and times.
+
+Ids belong to no vocabulary: in a simulation it only matters whether tokens are equal, so they are runs of integers
+whose first one follows from the key of a part, a hundred times cheaper than drawing them. A trace is made anew each
+time that it is iterated, one request at a time: every policy gets the same one, and a million requests need no room.
+"""
+
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.simulate import SimRequest
+from jaxserve.lab.workloads.arrivals import ArrivalOptions, time_shapes
+from jaxserve.lab.workloads.custom import read_custom
+from jaxserve.lab.workloads.datasets import DatasetOptions, check_dataset, iter_shapes
+from jaxserve.lab.workloads.samples import Part, Prompt, Sample, Shape
+
+# An odd number near 2**32 over the golden ratio: keys below 2**32 get beginnings that are distinct and far apart.
+_SPREAD = 2_654_435_769
+_ID_BITS = 0xFFFF_FFFF
+_STOP_ID = 2**39  # above all ids of prompts
+_TRACES = ("mooncake", "burstgpt", "azure")  # a file may have fewer requests
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """Options of clients beside their prompts.
+
+    Attributes:
+      max_tokens: limit of every request; shorter outputs stop by themselves. None: the limit of each request is
+        the length that it will generate, so that policies know every length.
+      tenants: names tenant-0, tenant-1, …; the requests of a session have the same.
+      tenant_skew: tenant k sends a share in proportion to 1 / (k + 1) ** skew; 0: equal shares.
+      priorities: levels 0, 1, …, drawn evenly.
+      deadline_s: seconds after its arrival at which a request ends, finished or not.
+    """
+
+    max_tokens: int | None = None
+    tenants: int = 1
+    tenant_skew: float = 1.0
+    priorities: int = 1
+    deadline_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "tenants", "priorities"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, but must be 1 or more")
+        if not 0 <= self.tenant_skew < math.inf:
+            raise ConfigError(f"tenant_skew is {self.tenant_skew}, but must be 0 or more")
+        if not self.deadline_s > 0:
+            raise ConfigError(f"deadline_s is {self.deadline_s}, but must be more than 0")
+
+    def as_json(self) -> dict[str, Any]:
+        """Every option as a plain value; no deadline is None."""
+        return dataclasses.asdict(self) | {"deadline_s": None if self.deadline_s == math.inf else self.deadline_s}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A workload that `simulate` takes; iterating again gives equal requests. The seed is that of the dataset.
+
+    Raises ConfigError where it is made for options that cannot be, and while it is iterated for files that cannot.
+    """
+
+    dataset: DatasetOptions
+    arrivals: ArrivalOptions = dataclasses.field(default_factory=ArrivalOptions)
+    clients: ClientOptions = dataclasses.field(default_factory=ClientOptions)
+
+    def __post_init__(self) -> None:
+        check_dataset(self.dataset)
+        if self.dataset.name == "agent" and not self.arrivals.recorded:
+            raise ConfigError(
+                "the turns of the dataset agent follow each other: leave out --rate, --ramp and --diurnal; "
+                "--session-rate says how many sessions begin in a second"
+            )
+
+    def __iter__(self) -> Iterator[SimRequest]:
+        dataset = self.dataset
+        if dataset.name == "custom":
+            assert dataset.path is not None, "checked before"
+            samples = read_custom(dataset.path, dataset.output_len, dataset.num_prompts)
+            shapes: Iterable[Shape] = (_as_shape(number, sample) for number, sample in enumerate(samples))
+            prompts: Iterable[Prompt | None] = (sample.prompt for sample in samples)
+            count = len(samples)
+        else:
+            shapes, prompts = iter_shapes(dataset), itertools.repeat(None)
+            count = None if dataset.name in _TRACES else dataset.num_prompts
+        timed = time_shapes(shapes, self.arrivals, dataset.seed, count)
+        return sim_requests(timed, self.clients, dataset.seed, prompts)
+
+
+def sim_requests(
+    shapes: Iterable[Shape],
+    clients: ClientOptions = ClientOptions(),
+    seed: int = 0,
+    prompts: Iterable[Prompt | None] = itertools.repeat(None),
+) -> Iterator[SimRequest]:
+    """The requests of shapes that have times. A prompt that is not None takes the place of the ids of its shape."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=None, detokenize=False)  # checked once, for all
+    rng = np.random.default_rng((seed, 1))
+    shares = np.arange(1, clients.tenants + 1) ** -clients.tenant_skew
+    edges = np.cumsum(shares / shares.sum())
+    for number, (shape, prompt) in enumerate(zip(shapes, prompts, strict=False)):
+        assert shape.arrival_s is not None, "time_shapes gives each its time"
+        tenant = 0
+        if clients.tenants > 1:
+            chosen = rng.random() if shape.session is None else np.random.default_rng((seed, shape.session)).random()
+            tenant = min(int(np.searchsorted(edges, chosen)), clients.tenants - 1)
+        max_tokens = shape.output_len if clients.max_tokens is None else clients.max_tokens
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=spell(shape.parts) if prompt is None else _ids_of(prompt),
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=0,
+            stop_token_ids=frozenset((_STOP_ID,)) if max_tokens > shape.output_len else frozenset(),
+            arrival_s=shape.arrival_s,
+            priority=int(rng.integers(clients.priorities)) if clients.priorities > 1 else 0,
+            tenant=f"tenant-{tenant}" if clients.tenants > 1 else "",
+            deadline_s=shape.arrival_s + clients.deadline_s,
+        )
+        yield SimRequest(
+            request=request,
+            arrival_s=shape.arrival_s,
+            output_len=shape.output_len,
+            output_token_id=None if shape.answer_key is None else _first_id(shape.answer_key),
+        )
+
+
+def spell(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Token ids: equal for equal keys, as far as the shorter part goes. An answer is one id over and over."""
+    ids: list[int] = []
+    for part in parts:
+        first = _first_id(part.key)
+        ids.extend([first] * part.length if part.answer else range(first, first + part.length))
+    return tuple(ids)
+
+
+def _first_id(key: int) -> int:
+    return key * _SPREAD & _ID_BITS
+
+
+def _as_shape(number: int, sample: Sample) -> Shape:
+    parts = (Part(number, sample.prompt_len),)
+    return Shape(parts=parts, output_len=sample.output_len, arrival_s=sample.arrival_s)
+
+
+def _ids_of(prompt: Prompt) -> tuple[int, ...]:
+    """Ids as they are; of text one for each word, so that equal beginnings of text stay equal."""
+    if isinstance(prompt, str):
+        return tuple(zlib.crc32(word.encode()) for word in prompt.split()) or (0,)
+    ids: list[int] = []
+    for piece in prompt:
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            ids.extend(zlib.crc32(word.encode()) for word in (piece["role"], *piece["content"].split()))
+    return tuple(ids)

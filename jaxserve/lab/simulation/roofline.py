@@ -1,0 +1,216 @@
+"""A cost model for devices that are not at hand: published peaks, the sizes of a model, and assumed shares.
+
+A plan becomes bytes and operations of one device, and these become seconds in `lab.roofline`, as in the planner. A step
+computes the whole bucket, padding included, but attends only to real tokens.
+
+The work that a compiler adds, and the host, are unknown here. Compare with `jaxserve plan`, which compiles the real
+step for the same device, before you believe an absolute figure; differences between policies depend on it far less.
+"""
+
+import dataclasses
+import math
+
+from jaxserve.chips import Topology, parse_topology
+from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.lab.roofline import Assumptions, ModelShape, Seconds, Work, roofline_seconds
+from jaxserve.lab.simulation.values import StepCost
+from jaxserve.sched.plan import Bucket, StepPlan
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
+_SUMS_PER_LAYER = 2  # behind attention and behind the feed-forward block, of all hidden states
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The sizes of a decoder, for use without a checkpoint. See `ModelShape` for the letters."""
+
+    hidden_size: int
+    ffn_size: int
+    vocab_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layer_windows: tuple[int | None, ...] = ()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer; None: full attention."""
+        return self.layer_windows or (None,) * self.num_layers
+
+
+# From the config.json files of the published checkpoints.
+LLAMA_3_8B = DecoderShape(
+    hidden_size=4096,
+    ffn_size=14336,
+    vocab_size=128256,
+    num_layers=32,
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+)
+LLAMA_3_70B = DecoderShape(
+    hidden_size=8192,
+    ffn_size=28672,
+    vocab_size=128256,
+    num_layers=80,
+    num_query_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """Seconds of the loop's thread, assumed: a step, and each row of it, before the launch and after the result.
+
+    The defaults are near what the scheduler, packing and streams of this engine take on a server's core at 256 rows.
+    """
+
+    step_s: float = 300e-6
+    row_s: float = 1e-6
+    commit_row_s: float = 2e-6
+
+
+class Roofline:
+    """A `CostModel`. It caches figures of each bucket; nothing else of it changes.
+
+    Args:
+      topology: 'v5e:2x4', 'h200:1', or a parsed one. One of its devices alone is meant by 'cpu:1'.
+      model: sizes of the whole model; a `DecoderConfig` is one.
+      tensor: devices that share every layer; None: all of the topology.
+      dtype: of weights and matrix products; bfloat16, or float32 on a CPU, when empty. `cache_dtype`: of keys and
+        values, the same when empty.
+      assumed, host: assumptions that are in no data sheet.
+
+    Raises ConfigError for a topology or a type that does not exist, or more devices than there are.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | str,
+        model: ModelShape,
+        *,
+        tensor: int | None = None,
+        dtype: str = "",
+        cache_dtype: str = "",
+        assumed: Assumptions | None = None,
+        host: HostCost | None = None,
+    ) -> None:
+        self.topology = parse_topology(topology) if isinstance(topology, str) else topology
+        self.tensor = self.topology.num_devices if tensor is None else tensor
+        self.dtype = dtype = _checked_dtype(self.topology, dtype)
+        self.assumed = assumed or Assumptions()
+        self.host = host or HostCost()
+        cache_dtype = cache_dtype or dtype
+        if cache_dtype not in _ITEM_BYTES:
+            raise ConfigError(f"no numbers of type {cache_dtype!r} are known; there are {', '.join(_ITEM_BYTES)}")
+        if not 1 <= self.tensor <= self.topology.num_devices:
+            raise ConfigError(
+                f"a step on {self.tensor} devices was asked for, but {self.topology.name} has "
+                f"{self.topology.num_devices}; lower `tensor` or name a larger topology"
+            )
+        self.work = Work(
+            model=local_shape(model, self.tensor),
+            weight_size=_ITEM_BYTES[dtype],
+            cache_size=_ITEM_BYTES[cache_dtype],
+        )
+        self._has_windows = any(window is not None for window in self.work.model.windows)
+        self._of_bucket: dict[Bucket, Seconds] = {}
+        # Of one more pair of tokens, and one more token of context, in all layers; meaningless with windows.
+        self._of_pair_s = self._seconds(flops=self.work.flops(0, 0, 1.0)).compute
+        self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory
+
+    def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
+        """See `CostModel`."""
+        num_rows = len(plan.decode_rows) + len(plan.chunks)
+        context = pairs = sum(plan.decode_positions) + len(plan.decode_positions)
+        for chunk in plan.chunks:
+            length = len(chunk.token_ids)
+            context += chunk.start + length
+            pairs += length * chunk.start + length * (length + 1) // 2
+        base = self._of_bucket.get(bucket)
+        if base is None:
+            base = self._of_bucket[bucket] = self._base(bucket)
+        memory_s, compute_s, collective_s = base
+        if self._has_windows:
+            attended = self.work.flops(bucket.tokens, 0, pairs) - self.work.flops(bucket.tokens, 0, 0.0)
+            compute_s += self._seconds(flops=attended).compute
+            memory_s += self._seconds(moved_bytes=self.work.cache_bytes(0, num_rows, context / num_rows)).memory
+        else:
+            compute_s += self._of_pair_s * pairs
+            memory_s += self._of_context_s * context
+        host = self.host
+        device_s = (memory_s if memory_s > compute_s else compute_s) + collective_s
+        return StepCost(host.step_s + host.row_s * num_rows, device_s, host.commit_row_s * num_rows)
+
+    def num_pages(
+        self, page_size: int, *, memory_fraction: float = 0.9, cache_fraction: float = 1.0, reserved_bytes: int = 2**30
+    ) -> int:
+        """Pages that fit beside the weights on each device, `reserved_bytes` left for what a step needs.
+
+        They take no more than `cache_fraction` of the device. An estimate; `jaxserve plan` asks the compiler. Raises
+        CapacityError when not one does.
+        """
+        m = self.work.model
+        embeddings = 2 * m.vocab_size * m.hidden_size
+        weights = self.work.weight_size * (m.num_layers * self.work.layer_params + embeddings)
+        page = 2 * m.num_layers * m.num_kv_heads * m.head_dim * self.work.cache_size * page_size
+        budget = int(self.topology.chip.allocatable_bytes * memory_fraction) - reserved_bytes
+        if budget - weights < page:
+            raise CapacityError(
+                f"the weights take {weights / 2**30:.1f} GiB of the {budget / 2**30:.1f} GiB that may be used on a "
+                f"device of {self.topology.name}; take more devices, or a narrower dtype than {self.dtype}"
+            )
+        return min(budget - weights, int(self.topology.chip.allocatable_bytes * cache_fraction)) // page
+
+    def _base(self, bucket: Bucket) -> Seconds:
+        """The cost of a bucket whose rows have no context."""
+        work, model = self.work, self.work.model
+        number = _SUMS_PER_LAYER * model.num_layers if self.tensor > 1 else 0
+        payload = number * bucket.tokens * model.hidden_size * work.weight_size
+        return self._seconds(
+            flops=work.flops(bucket.tokens, bucket.rows, 0.0),
+            moved_bytes=work.cache_bytes(bucket.tokens, 0, 0.0) + work.other_bytes(bucket.tokens, bucket.rows),
+            collectives=number,
+            sent_bytes=2 * (self.tensor - 1) / self.tensor * payload,  # a ring: scatter, then gather
+        )
+
+    def _seconds(
+        self, *, flops: float = 0.0, moved_bytes: float = 0.0, collectives: int = 0, sent_bytes: float = 0.0
+    ) -> Seconds:
+        return roofline_seconds(
+            self.topology,
+            self.assumed,
+            self.dtype,
+            flops=flops,
+            moved_bytes=moved_bytes,
+            collectives=collectives,
+            sent_bytes=sent_bytes,
+            group=self.tensor,
+        )
+
+
+def _checked_dtype(topology: Topology, dtype: str) -> str:
+    flops = topology.chip.flops
+    if not dtype:
+        return "bfloat16" if "bfloat16" in flops else "float32"
+    offered = {*flops, "float32"}  # bfloat16 units compute float32 in several passes
+    if dtype not in offered:
+        raise ConfigError(f"{topology.name} computes {', '.join(sorted(offered))}, but {dtype!r} was asked for")
+    return dtype
+
+
+def local_shape(model: ModelShape, devices: int) -> DecoderShape:
+    """The part of a model on the most loaded of `devices` devices; heads of keys fewer than devices are copied."""
+    kv_heads = math.ceil(model.num_kv_heads / devices)
+    return DecoderShape(
+        hidden_size=model.hidden_size,
+        ffn_size=math.ceil(model.ffn_size / devices),
+        vocab_size=math.ceil(model.vocab_size / devices),
+        num_layers=model.num_layers,
+        num_query_heads=math.ceil(model.num_query_heads / devices),
+        num_kv_heads=kv_heads,
+        head_dim=model.head_dim,
+        layer_windows=model.windows,
+    )

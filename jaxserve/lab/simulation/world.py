@@ -1,0 +1,162 @@
+"""`World`: limits, a cost model and scheduler options for a simulation, from a config and a device, or from a step log.
+
+Sizes that a config leaves open are those of the server, from the same functions; only the number of pages is an
+estimate, since nothing is compiled.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jaxserve.chips import Topology, parse_topology
+from jaxserve.config.schema import Config
+from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.fitted import Fitted
+from jaxserve.lab.simulation.roofline import Roofline
+from jaxserve.lab.simulation.simulate import CostModel
+from jaxserve.routing import RouterOptions
+from jaxserve.sched import Limits, SchedulerOptions
+from jaxserve.sched.record import LogHeader, StepLog
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A server on paper.
+
+    Attributes:
+      limits, cost_model, options: of one replica.
+      about: a few words about it, for titles and files.
+      replicas: engines behind its one door, `parallel.data`.
+    """
+
+    limits: Limits
+    cost_model: CostModel
+    options: SchedulerOptions
+    router_options: RouterOptions
+    about: str
+    replicas: int = 1
+
+
+def world_of_device(config: Config, topology_name: str, tensor: int | None = None) -> World:
+    """The model of a config on devices such as 'v5e:2x2', by published peaks. Weights need not be there.
+
+    `tensor` None takes parallel.tensor where that is more than 1, else all devices that a replica of parallel.data has.
+    Loads JAX, and starts no device. Raises ConfigError, also for stages of a pipeline, CheckpointError for a
+    config.json that cannot be read, CapacityError when nothing fits.
+    """
+    import jax.numpy as jnp  # seconds; a world of a step log needs none of this
+
+    from jaxserve.assemble import router_options, scheduler_options
+    from jaxserve.models.checkpoint import read_checkpoint
+    from jaxserve.models.loading import choose_dtype, decoder_config
+    from jaxserve.runtime.memory import memory_share, reserved_share
+    from jaxserve.runtime.resolve import resolve_sizes
+
+    topology = parse_topology(topology_name)
+    tensor = _tensor(config, topology, tensor)
+    checkpoint = read_checkpoint(config.model.path)
+    model = decoder_config(checkpoint)[1]
+    dtype = choose_dtype(config.model.dtype, topology.chip.backend, checkpoint)
+    sizes = resolve_sizes(config, model, jnp.dtype(dtype), topology.chip.backend)
+    roofline = Roofline(
+        topology,
+        model,
+        tensor=tensor,
+        dtype=dtype.name,
+        cache_dtype="float8" if sizes.cache_dtype.itemsize == 1 else sizes.cache_dtype.name,
+    )
+    pages = config.cache.num_pages
+    if config.cache.memory_bytes is not None and pages is None:
+        raise ConfigError(
+            "cache.memory_bytes is set, but nothing is placed here that could be divided into pages; "
+            "set cache.num_pages, which a server logs at its start and `jaxserve plan` tells"
+        )
+    if pages is None:
+        backend = topology.chip.backend
+        share, reserved = memory_share(config.cache, backend), reserved_share(config.cache, backend)
+        fitting = roofline.num_pages(
+            sizes.page_size, memory_fraction=reserved * share.fraction, cache_fraction=reserved * share.cache
+        )
+        enough = 2 * sizes.max_rows * -(-sizes.max_model_len // sizes.page_size)  # as a server takes no more
+        pages = min(fitting, enough)
+    name = config.model.name or Path(config.model.path).name
+    replicas = config.parallel.data
+    cut = f"tensor {tensor}" if replicas == 1 else f"{replicas} replicas of tensor {tensor}"
+    return World(
+        limits=sizes.limits(pages),
+        cost_model=roofline,
+        options=scheduler_options(config),
+        router_options=router_options(config),
+        about=f"{name} in {dtype.name} on {topology.name}, {cut}, by published peaks",
+        replicas=replicas,
+    )
+
+
+def world_of_log(path: Path, config: Config) -> World:
+    """The device that wrote a step log, by its own times; scheduler options are those of the config.
+
+    Raises StepLogError for a log that cannot be read, ConfigError for one that is too short, or for a layout over
+    devices other than that of the engine that wrote it.
+    """
+    from jaxserve.assemble import router_options, scheduler_options
+
+    with StepLog(path) as log:
+        header = log.header
+        _check_layout(config, header)
+        fitted = Fitted(log)
+    replicas = config.parallel.data
+    name = header.model if replicas == 1 else f"{replicas} replicas of {header.model}"
+    return World(
+        limits=header.limits,
+        cost_model=fitted,
+        options=scheduler_options(config),
+        router_options=router_options(config),
+        about=f"{name} as fitted to {fitted.num_records} steps of {path.name} ({_off(fitted)})",
+        replicas=replicas,
+    )
+
+
+def _tensor(config: Config, topology: Topology, tensor: int | None) -> int:
+    """Devices that share every layer of a replica. Raises ConfigError for layouts that have no cost model."""
+    parallel = config.parallel
+    if parallel.pipeline != 1:
+        raise ConfigError(
+            f"parallel.pipeline is {parallel.pipeline}, but simulations know steps of one stage only: nothing says "
+            "how long stages wait for each other; simulate with --set parallel.pipeline=1, and a tensor that takes the "
+            "devices of all stages, or give the step log of an engine with these stages"
+        )
+    _check_axes(config)
+    if tensor is None:
+        tensor = parallel.tensor if parallel.tensor > 1 else max(1, topology.num_devices // parallel.data)
+    if tensor * parallel.data > topology.num_devices:
+        raise ConfigError(
+            f"tensor x parallel.data is {tensor} x {parallel.data}, but {topology.name} has {topology.num_devices} "
+            "devices; lower one of them, or name a larger topology"
+        )
+    return tensor
+
+
+def _check_axes(config: Config) -> None:
+    for axis in ("expert", "sequence"):
+        if getattr(config.parallel, axis) != 1:
+            raise ConfigError(
+                f"parallel.{axis} is {getattr(config.parallel, axis)}, but no model of this version is cut along that "
+                "axis; set it to 1 and use parallel.tensor"
+            )
+
+
+def _check_layout(config: Config, header: LogHeader) -> None:
+    """A log's times hold for the layout that they were taken with; a config that names none takes it over."""
+    _check_axes(config)
+    for axis in ("tensor", "pipeline"):
+        asked, logged = getattr(config.parallel, axis), header.settings.get(f"parallel.{axis}", "1")
+        if asked != 1 and str(asked) != logged:
+            raise ConfigError(
+                f"parallel.{axis} is {asked}, but the engine that wrote the step log had {logged}, and its times hold "
+                "for that alone; leave it out, or give a log of such an engine"
+            )
+
+
+def _off(fitted: Fitted) -> str:
+    errors = fitted.errors["device"]
+    parts = [f"{error.median:.0%} for {kind} steps" for kind, error in errors.items()]
+    return f"device time off by {' and '.join(parts)} at the median"

@@ -1,0 +1,185 @@
+"""`FrontDoor`, the base of `LLM` and `AsyncLLM`: from arguments or a file to an engine, and facts about it.
+
+The arguments are translated into the config here. The two classes differ only in how they answer prompts.
+"""
+
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ParamSpec, Self
+
+from jaxserve.api import SamplingParams
+from jaxserve.config import ResolvedConfig, get_value, load_config
+from jaxserve.errors import ConfigError
+from jaxserve.progress import show_progress
+from jaxserve.text import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.assemble import Assembly, SchedulerChoice
+
+_P = ParamSpec("_P")
+
+_CONFIG_NAMES = {  # vLLM's argument -> the field it sets; None leaves the field alone
+    "tokenizer": "model.tokenizer",
+    "skip_tokenizer_init": "model.skip_tokenizer",
+    "served_model_name": "model.name",
+    "dtype": "model.dtype",
+    "seed": "model.seed",
+    "max_model_len": "model.max_len",
+    "max_num_seqs": "sched.max_rows",
+    "max_num_batched_tokens": "sched.max_step_tokens",
+    "enable_prefix_caching": "cache.prefix_caching",
+    "enable_chunked_prefill": "sched.chunked_prefill",
+    "block_size": "cache.page_size",
+    "num_gpu_blocks_override": "cache.num_pages",
+    "gpu_memory_utilization": "cache.memory_fraction",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "data_parallel_size": "parallel.data",
+}
+
+
+def _refuses_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Wraps a function: an option that it does not have is a ConfigError in place of a TypeError."""
+    known = [name for name, p in inspect.signature(init).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **options: _P.kwargs) -> None:
+        for name in options:
+            if name not in (*known, "model"):
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+                raise ConfigError(
+                    f"{type(args[0]).__name__} has no option {name!r}; {hint}; settings of docs/config.md go in by "
+                    f"{type(args[0]).__name__}.from_config(None, overrides={{...}})"
+                )
+        init(*args, **options)
+
+    return checked
+
+
+class FrontDoor:
+    """A loaded model. Takes the arguments of `LLM`; a subclass answers prompts."""
+
+    @_refuses_unknown
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool | None = None,
+        served_model_name: str | None = None,
+        dtype: str | None = None,
+        seed: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        enable_chunked_prefill: bool | None = None,
+        block_size: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
+        scheduler: "SchedulerChoice | None" = None,
+        progress: bool = True,
+    ) -> None:
+        """Loads the weights and compiles the step, which takes as long as it takes.
+
+        Args:
+          model: Hugging Face style or Orbax directory, or 'demo'.
+          tokenizer: directory of the tokenizer when it is another one.
+          skip_tokenizer_init: token ids in, token ids out; no tokenizer is loaded.
+          served_model_name: `model_name`, and the name in the log; default: the directory's.
+          dtype: 'auto', 'float32' or 'bfloat16'.
+          seed: of requests that bring none.
+          max_model_len: tokens of a sequence, prompt and output.
+          max_num_seqs: sequences that run at once.
+          max_num_batched_tokens: tokens of a step.
+          enable_prefix_caching: share pages of equal prompt beginnings.
+          enable_chunked_prefill: cut prompts to fill steps.
+          block_size: tokens of a page of the KV cache.
+          num_gpu_blocks_override: pages of the KV cache, on whatever device.
+          gpu_memory_utilization: share of the device's memory for weights and pages.
+          tensor_parallel_size: devices that share every layer.
+          pipeline_parallel_size: groups of devices that each hold some of the layers.
+          data_parallel_size: replicas in this process; each takes as many devices as the other two multiply to.
+          scheduler: name of a policy, or a policy or scheduler, class or object (see `jaxserve.sched`).
+          progress: show the phases of the start on stderr (in the log instead, where that shows INFO).
+
+        Raises ConfigError, CheckpointError or CapacityError.
+        """
+        given = {
+            "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "served_model_name": served_model_name,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "enable_prefix_caching": enable_prefix_caching,
+            "enable_chunked_prefill": enable_chunked_prefill,
+            "block_size": block_size,
+            "num_gpu_blocks_override": num_gpu_blocks_override,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "data_parallel_size": data_parallel_size,
+        }
+        overrides: dict[str, object] = {_CONFIG_NAMES[n]: value for n, value in given.items() if value is not None}
+        self._start(load_config(None, {"model.path": os.fspath(model), **overrides}), scheduler, progress=progress)
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | os.PathLike[str] | None,
+        overrides: Mapping[str, object] | Sequence[str] = (),
+        *,
+        scheduler: "SchedulerChoice | None" = None,
+        progress: bool = True,
+    ) -> Self:
+        """From a YAML file: `from_config("demo.yaml", overrides={"cache.num_pages": 24})`; None takes the defaults."""
+        door = cls.__new__(cls)
+        door._start(load_config(path, overrides), scheduler, progress=progress)
+        return door
+
+    def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:
+        for name in ("hosts.coordinator", "hosts.num_processes"):
+            if get_value(resolved.config, name) not in (None, 1):
+                raise ConfigError(
+                    f"{name} is set by {resolved.sources[name]}, but LLM and AsyncLLM use the devices of this host "
+                    "alone: unset it, or serve with `python -m jaxserve.run` on every host"
+                )
+        with show_progress(shown=progress) as shown:
+            shown.begin(f"starting with model {resolved.config.model.path}: loading JAX")
+            from jaxserve.assemble import assemble  # seconds, which are not to be silent
+
+            self._assembly: Assembly = assemble(resolved, scheduler=scheduler, progress=shown)
+        self._engine = self._assembly.engine
+
+    @property
+    def model_name(self) -> str:
+        """`served_model_name`, or the name of the model's directory."""
+        return self._engine.model.name
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Times of the start, as `bench startup` reports it."""
+        return self._assembly.seconds
+
+    def wait_until_built(self) -> None:
+        """Waits until no step shape is built in the background any more, so that a measurement is not disturbed."""
+        for buckets in self._assembly.later:
+            buckets.wait()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None with `skip_tokenizer_init`."""
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The recommendations of the checkpoint's generation_config.json; the rest as in `SamplingParams()`."""
+        return SamplingParams.from_dict(self._assembly.sampling_defaults)

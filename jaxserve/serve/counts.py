@@ -1,0 +1,89 @@
+"""Counts of the doors' answers: calls by their outcome, refusals by their reason. `metrics` shows them.
+
+The names of reasons are a closed list, and methods, routes and codes are those of the server, never those that a client
+makes up: so the number of series is bounded.
+"""
+
+from collections.abc import Mapping
+
+from jaxserve.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    InvalidRequest,
+    JaxserveError,
+    PromptTooLong,
+    QueueFull,
+    RequestRejected,
+    Unauthenticated,
+    UnsupportedOption,
+    UserError,
+)
+
+OTHER = "other"  # stands for every method and route that this server does not have
+HTTP, GRPC = "http", "grpc"
+_INTERNAL = "internal_error"
+
+_REASONS: Mapping[type[JaxserveError], str] = {
+    UserError: "invalid_request",
+    InvalidRequest: "invalid_request",
+    UnsupportedOption: "unsupported_option",
+    PromptTooLong: "prompt_too_long",
+    RequestRejected: "request_rejected",
+    QueueFull: "queue_full",
+    Unauthenticated: "unauthenticated",
+    DeadlineExceeded: "deadline_exceeded",
+    EngineStopped: "engine_stopped",
+}
+
+# Refusals that only HTTP has, by status. A status that is not here counts as a wrong request.
+HTTP_REASONS: Mapping[int, str] = {
+    400: "invalid_request",
+    403: "unknown_host",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    409: "busy",
+    413: "body_too_large",
+    414: "url_too_long",
+    415: "media_type",
+    429: "too_many_views",
+    431: "headers_too_large",
+    500: _INTERNAL,
+    503: "too_many_connections",
+}
+
+
+def reason_of(error: Exception) -> str:
+    """The name of a refusal; an error that is not typed counts as a defect."""
+    return next((_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS), _INTERNAL)
+
+
+class DoorCounts:
+    """Mutated on the event loop of the doors; any thread may copy the dictionaries, which is one operation.
+
+    Attributes:
+      http: answers by method, route and status.
+      grpc: calls by method and code.
+      refused: by door and reason. All are here from the start: a rate needs the zero before the first.
+    """
+
+    def __init__(self) -> None:
+        self.http: dict[tuple[str, str, str], int] = {}
+        self.grpc: dict[tuple[str, str], int] = {}
+        both = {*_REASONS.values(), _INTERNAL}
+        self.refused = {(GRPC, reason): 0 for reason in sorted(both)}
+        self.refused |= {(HTTP, reason): 0 for reason in sorted(both.union(HTTP_REASONS.values()))}
+
+    def note_http(self, method: str, route: str, status: int) -> None:
+        """One answer has ended. 499: the client had left before it began."""
+        key = (method, route, str(status))
+        self.http[key] = self.http.get(key, 0) + 1
+
+    def note_grpc(self, method: str, code: str) -> None:
+        """One call has ended."""
+        key = (method, code)
+        self.grpc[key] = self.grpc.get(key, 0) + 1
+
+    def note_refusal(self, door: str, reason: str) -> None:
+        """A call was refused or has failed."""
+        self.refused[door, reason] += 1

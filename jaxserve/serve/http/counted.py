@@ -1,0 +1,64 @@
+"""The outermost layer: every answer is counted, and carries the id that its caller gave it.
+
+The reason of a refusal is part of the answer itself, see `errors.ErrorAnswer`.
+"""
+
+import re
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.serve.counts import HTTP, OTHER, DoorCounts
+from jaxserve.serve.http.errors import REASON
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_CLIENT_LEFT = 499  # nginx's number for it
+_ID = re.compile(r"[!-~]{1,256}")
+
+
+class Counted:
+    """Middleware. `routes` are those of the application, whose paths are the labels."""
+
+    def __init__(self, app: ASGIApp, counts: DoorCounts, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._counts = counts
+        self._paths = frozenset(route.path for route in routes)
+        for route in routes:
+            for method in sorted(route.methods or ()):
+                counts.http.setdefault((method, route.path, "200"), 0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, caller = _CLIENT_LEFT, caller_id(Headers(scope=scope))
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if caller is not None:
+                    MutableHeaders(scope=message)["x-request-id"] = caller
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        finally:
+            method = scope["method"] if scope["method"] in _METHODS else OTHER
+            self._counts.note_http(method, self._label(scope), status)
+            if REASON in scope:
+                self._counts.note_refusal(HTTP, scope[REASON])
+
+    def _label(self, scope: Scope) -> str:
+        """The route's path as it was declared. A call refused before it was routed is looked up by its own path."""
+        route = scope.get("route")
+        path: str = route.path if isinstance(route, Route) else scope["path"]
+        return path if path in self._paths else OTHER
+
+
+def caller_id(headers: Headers) -> str | None:
+    """The `X-Request-Id` of a call; None without one, or for one that is no visible ASCII of at most 256 characters."""
+    given = headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else None

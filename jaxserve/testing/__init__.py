@@ -1,0 +1,396 @@
+"""A fake for every expensive thing: a runner, a tokenizer, a clock, a loop.
+
+The fakes need no JAX, so that the whole path from a prompt to a stream runs in milliseconds in tests and notebooks.
+`FakeRunner` is written to be obviously right, not fast, and fails at the first plan that breaks a rule of `sched.plan`.
+
+The fake runner keeps the tokens themselves in its pages, where a device keeps keys and values. In the mode "context"
+the next token is a hash of all tokens read back through the row's block table, so a page that was lost, shared wrongly
+or copied too late changes the output.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from jaxserve.api import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent, TokenLogprobs
+from jaxserve.errors import MissingBucket
+from jaxserve.sched.base import InFlight, Runner, Scheduler
+from jaxserve.sched.plan import (
+    DUMMY_PAGE,
+    Bucket,
+    Chunk,
+    Limits,
+    RowMask,
+    RowSetup,
+    StepPlan,
+    StepResult,
+    reads_history,
+)
+from jaxserve.testing.parts import ByteTokenizer, ManualClock
+
+__all__ = ["ByteTokenizer", "FakeRunner", "ManualClock", "Output", "drive", "make_limits", "make_request"]
+
+
+def make_limits(
+    *,
+    max_rows: int = 4,
+    num_pages: int = 32,
+    page_size: int = 4,
+    max_model_len: int = 64,
+    token_buckets: Iterable[int] = (8, 16, 32),
+    mixed_rows: Mapping[int, int] | None = None,
+    max_row_tokens: int = 1,
+) -> Limits:
+    """Small limits for tests: decode buckets in powers of two up to `max_rows`, mixed ones as given.
+
+    A mixed bucket has min(tokens, max_rows) rows unless `mixed_rows` says otherwise.
+    """
+    rows, decode = 1, []
+    while rows < max_rows:
+        decode.append(Bucket(rows, rows, True))
+        rows *= 2
+    decode.append(Bucket(max_rows, max_rows, True))
+    mixed = [Bucket(t, (mixed_rows or {}).get(t, min(t, max_rows)), False) for t in token_buckets]
+    return Limits(
+        max_rows=max_rows,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        buckets=tuple(sorted(decode + mixed)),
+        max_row_tokens=max_row_tokens,
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: Iterable[int],
+    max_tokens: int = 8,
+    *,
+    sampling: SamplingParams | None = None,
+    seed: int = 0,
+    stop: Iterable[int] = (),
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    salt: str = "",
+    tenant: str = "",
+) -> Request:
+    """A request of token ids. `sampling` defaults to one greedy sequence."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling or SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_token_ids=frozenset(stop),
+        arrival_s=arrival_s,
+        priority=priority,
+        cache_salt=salt,
+        tenant=tenant,
+    )
+
+
+class _Row:
+    """State of a row that a device would keep. Mutated only by `FakeRunner`."""
+
+    __slots__ = ("known", "last_token", "length", "mask", "page_ids", "setup")
+
+    def __init__(self, setup: RowSetup) -> None:
+        self.setup = setup
+        self.known = list(setup.token_ids)  # the tokens that the context must hold; chunks bring the rest
+        self.page_ids: list[int] = []
+        self.length = -1  # tokens in the pages; unknown until the first chunk, which has its start
+        self.last_token: int | None = None
+        self.mask: RowMask | None = None  # of this step
+
+
+class _Done:
+    """An InFlight that was executed at dispatch; `result` returns the outcome."""
+
+    __slots__ = ("_error", "_result")
+
+    def __init__(self, result: StepResult, error: Exception | None) -> None:
+        self._result = result
+        self._error = error
+
+    def result(self) -> StepResult:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class FakeRunner:
+    """A `Runner` that executes plans on lists and asserts every rule of `sched.plan`.
+
+    Args:
+      limits: of the device that it stands for.
+      vocab_size: V, tokens are 0..V-1.
+      mode: "count": the token after t is (t + 1) % V, which a test computes by hand; "context": a hash of the seed
+        and of the whole context as read through the block table.
+      forced: (request id, index) -> {output position: token id}, to inject stop ids.
+      draw_count: of the tokens that a plan lets a decode row draw, how many it draws.
+      fail_at: step at which the device fails: "dispatch" raises there, "result" when the result is asked for.
+      clock, step_s: let each step take time.
+      plans: every plan executed, in order, when `keep_plans`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        vocab_size: int = 256,
+        mode: Literal["count", "context"] = "count",
+        forced: Mapping[tuple[str, int], Mapping[int, int]] | None = None,
+        draw_count: Callable[[int], int] = lambda most: most,
+        fail_at: tuple[int, Literal["dispatch", "result"]] | None = None,
+        clock: ManualClock | None = None,
+        step_s: float = 0.0,
+        keep_plans: bool = True,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.plans: list[StepPlan] = []
+        self.num_steps = 0
+        self.num_copies = 0
+        self._limits = limits
+        self._mode = mode
+        self._forced = forced or {}
+        self._draw_count = draw_count
+        self._fail_at = fail_at
+        self._clock = clock
+        self._step_s = step_s
+        self._keep_plans = keep_plans
+        self._rows: dict[int, _Row] = {}
+        self._pages: list[list[int | None]] = [[None] * limits.page_size for _ in range(limits.num_pages + 1)]
+        self._num_users: collections.Counter[int] = collections.Counter()  # rows whose table holds the page
+        self._last_step_id = -1
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Executes the plan at once. Raises MissingBucket when it fits no bucket."""
+        error: Exception | None = None
+        if self._fail_at is not None and plan.step_id == self._fail_at[0]:
+            error = RuntimeError(f"injected failure of step {plan.step_id}")
+            if self._fail_at[1] == "dispatch":
+                raise error
+        if self._keep_plans:
+            self.plans.append(plan)
+        self.num_steps += 1
+        self.num_copies += len(plan.copies)
+        if self._clock is not None:
+            self._clock.advance(self._step_s)
+        self._check_shape(plan)
+        self._apply_changes(plan)
+        return _Done(self._forward(plan), error)
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        assert plan.step_id > self._last_step_id, (plan.step_id, self._last_step_id)
+        self._last_step_id = plan.step_id
+        assert plan.num_tokens > 0, plan
+        if self._limits.bucket_of(plan) is None:
+            raise MissingBucket(f"no bucket for {plan.num_tokens} tokens of {plan.num_rows} rows")
+        batch_rows = [*plan.decode_rows, *(c.row for c in plan.chunks)]
+        assert len(set(batch_rows)) == len(batch_rows), f"a row twice in one step: {batch_rows}"
+        assert len(plan.decode_positions) == len(plan.decode_rows), plan
+        assert len(plan.row_tokens) in (0, len(plan.decode_rows)), plan
+        assert all(1 <= most <= self._limits.max_row_tokens for most in plan.row_tokens), plan
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        assert len(set(plan.freed_rows)) == len(plan.freed_rows), plan.freed_rows
+        for row in plan.freed_rows:
+            assert row in self._rows, f"row {row} is freed but has no owner"
+            self._num_users.subtract(self._rows.pop(row).page_ids)
+        for setup in plan.setups:
+            assert 0 <= setup.row < self._limits.max_rows, setup.row
+            assert setup.row not in self._rows, f"row {setup.row} is given away while it has an owner"
+            assert setup.prompt_len <= setup.num_tokens <= self._limits.max_model_len, setup
+            whole = reads_history(setup.sampling, setup.bad_word_ids)
+            assert not whole or len(setup.token_ids) == setup.num_tokens, setup
+            self._rows[setup.row] = _Row(setup)
+        for grant in plan.grants:
+            row = self._rows[grant.row]
+            assert grant.first == len(row.page_ids), f"a hole in the block table: {grant}, {row.page_ids}"
+            assert all(DUMMY_PAGE < p <= self._limits.num_pages for p in grant.page_ids), grant
+            row.page_ids += grant.page_ids
+            self._num_users.update(grant.page_ids)
+            assert len(set(row.page_ids)) == len(row.page_ids), f"a page twice in one table: {row.page_ids}"
+        targets = {copy.target for copy in plan.copies}
+        assert not targets & {copy.source for copy in plan.copies}, plan.copies
+        assert len(targets) == len(plan.copies), plan.copies
+        masks = {mask.row: mask for mask in plan.masks}
+        assert masks.keys() <= set(plan.sampled_rows), plan
+        for number, row in self._rows.items():
+            row.mask = masks.get(number)
+        for copy in plan.copies:
+            assert self._num_users[copy.target] == 1, f"{copy} writes a page of {self._num_users[copy.target]} rows"
+            self._pages[copy.target] = list(self._pages[copy.source])
+
+    def _forward(self, plan: StepPlan) -> StepResult:
+        # All writes first, then all reads: what a row reads of another must have been written by an EARLIER step, and
+        # `_start` has checked that before this step writes anything.
+        fed: list[tuple[_Row, list[int]]] = []
+        for number, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
+            row = self._rows[number]
+            assert row.last_token is not None, f"row {number} decodes before it has sampled"
+            if self._limits.max_row_tokens == 1:
+                assert position == row.length, f"row {number} feeds position {position}, its pages hold {row.length}"
+            assert position >= row.length, f"the bound of row {number} is {position}, its pages hold {row.length}"
+            fed.append((row, [row.last_token]))
+        for chunk in plan.chunks:
+            fed.append((self._rows[chunk.row], self._start(chunk)))
+        for row, token_ids in fed:
+            for token_id in token_ids:
+                self._write(row, token_id)
+        most_of = dict(zip(plan.decode_rows, plan.row_tokens, strict=False))
+        tokens, logprobs, counts = [], [], []
+        for number in plan.sampled_rows:
+            row, most = self._rows[number], most_of.get(number, 1)
+            counts.append(self._draw_count(most))
+            for already_drawn in range(counts[-1]):
+                if already_drawn:
+                    self._write(row, row.known[-1])
+                tokens.append(self._sample(row))
+                logprobs.append(self._logprobs(row))
+        asked = any(entry is not None for entry in logprobs)
+        prompt = {c.row: self._prompt_logprobs(c) for c in plan.chunks if c.prompt_logprobs}
+        # The hidden state of token t at position p is (t, p, 1).
+        sums = {c.row: _hidden_sum(c) for c in plan.chunks if c.pool}
+        return StepResult(
+            token_ids=tokens,
+            logprobs=logprobs if asked else None,
+            prompt_logprobs=prompt if prompt else None,
+            hidden_sums=sums if sums else None,
+            counts=counts if plan.row_tokens else None,
+        )
+
+    def _start(self, chunk: Chunk) -> list[int]:
+        """Checks a chunk against what the row knows and, for its first one, what it claims to be cached."""
+        row = self._rows[chunk.row]
+        setup, known = row.setup, row.known
+        assert chunk.token_ids, chunk
+        if row.length < 0:
+            cached = self._read(row, chunk.start)
+            assert len(known) in (chunk.start, setup.num_tokens), (
+                f"{chunk}: neither a chunk nor the setup brings what is before it: {setup}"
+            )
+            assert cached == known[: chunk.start], f"{chunk} starts after {cached}, expected {known}"
+            row.length = chunk.start
+        assert chunk.start == row.length, f"{chunk} starts at {chunk.start}, the pages hold {row.length}"
+        end = chunk.start + len(chunk.token_ids)
+        if len(known) < setup.num_tokens:
+            known += chunk.token_ids
+        assert known[chunk.start : end] == [*chunk.token_ids], f"{chunk} differs from what is known: {known}"
+        assert chunk.sample == (end == setup.num_tokens and not chunk.pool), f"{chunk} of {setup.num_tokens} tokens"
+        return list(chunk.token_ids)
+
+    def _write(self, row: _Row, token_id: int) -> None:
+        position = row.length
+        assert position < self._limits.max_model_len, (row.setup.request_id, position)
+        column, slot = divmod(position, self._limits.page_size)
+        assert column < len(row.page_ids), f"{row.setup.request_id}: no page for position {position}: {row.page_ids}"
+        page_id = row.page_ids[column]
+        assert self._num_users[page_id] == 1, f"page {page_id} is written while {self._num_users[page_id]} rows use it"
+        self._pages[page_id][slot] = token_id
+        row.length += 1
+
+    def _read(self, row: _Row, length: int) -> list[int | None]:
+        size = self._limits.page_size
+        assert length <= len(row.page_ids) * size, (length, row.page_ids)
+        return [token for page_id in row.page_ids for token in self._pages[page_id]][:length]
+
+    def _sample(self, row: _Row) -> int:
+        setup = row.setup
+        context = self._read(row, row.length)
+        assert context == row.known, f"{setup.request_id}/{setup.index} reads {context}, expected {row.known}"
+        num_outputs = len(row.known) - setup.prompt_len
+        if self._mode == "count":
+            token = (row.known[-1] + 1) % self.vocab_size
+        else:
+            token = hash((setup.seed, *context)) % self.vocab_size
+        token = self._forced.get((setup.request_id, setup.index), {}).get(num_outputs, token)
+        while num_outputs < setup.sampling.min_tokens and token in setup.stop_token_ids:
+            token = (token + 1) % self.vocab_size
+        assert (row.mask is None) == (setup.sampling.structured is None), f"{setup.request_id} has a wrong mask"
+        if row.mask is not None:
+            token = next(t for t in (*range(token, 8 * len(row.mask.mask)), *range(token)) if row.mask.allows(t))
+        row.known.append(token)
+        row.last_token = token
+        return token
+
+    def _logprobs(self, row: _Row) -> TokenLogprobs | None:
+        count = row.setup.sampling.logprobs
+        return None if count is None else self._entry(row.known[-1], count)
+
+    def _prompt_logprobs(self, chunk: Chunk) -> list[TokenLogprobs]:
+        setup = self._rows[chunk.row].setup
+        count = setup.sampling.prompt_logprobs
+        assert count is not None, f"{chunk} asks for prompt logprobs, the request does not"
+        successors = setup.token_ids[chunk.start + 1 : chunk.start + len(chunk.token_ids) + 1][
+            : setup.prompt_len - 1 - chunk.start
+        ]
+        return [self._entry(token_id, count) for token_id in successors]
+
+    def _entry(self, token_id: int, count: int) -> TokenLogprobs:
+        """The chosen token at -0.5, and ids after it as the alternatives."""
+        top = tuple((token_id + i) % self.vocab_size for i in range(count))
+        return TokenLogprobs(token_id, -0.5, 1, top, tuple(-0.5 - i for i in range(count)))
+
+
+def _hidden_sum(chunk: Chunk) -> list[float]:
+    positions = range(chunk.start, chunk.start + len(chunk.token_ids))
+    return [float(sum(chunk.token_ids)), float(sum(positions)), float(len(positions))]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Output:
+    """The output of one sequence. Mutated only by `drive`."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
+    prompt: PromptInfo | None = None
+
+    def take(self, event: TokenEvent) -> None:
+        assert self.finish_reason is None, f"an event after the end: {event}"
+        assert (event.prompt is not None) == (not self.token_ids), f"prompt info belongs to the first token: {event}"
+        self.prompt = event.prompt or self.prompt
+        if event.token_id >= 0:
+            self.token_ids.append(event.token_id)
+        self.logprobs.append(event.logprobs)
+        self.finish_reason = event.finish_reason
+
+
+def drive(
+    scheduler: Scheduler,
+    runner: Runner,
+    requests: Iterable[Request],
+    *,
+    overlap: bool = True,
+    after_step: Callable[[int], None] | None = None,
+) -> dict[tuple[str, int], Output]:
+    """Adds the requests and runs the loop of the engine until nothing is left.
+
+    `overlap` launches a step before the one before is committed. `after_step` is called with the number of turns done.
+    Returns what each (request id, index) produced.
+    """
+    outputs: dict[tuple[str, int], Output] = {}
+    for request in requests:
+        scheduler.add(request)
+        outputs |= {(request.request_id, i): Output() for i in range(request.sampling.n)}
+    flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+    turn = 0
+    while scheduler.has_work() or flights:
+        plan = scheduler.schedule()
+        assert plan is not None or flights, "work is left, nothing is in flight, and nothing is planned"
+        if plan is not None:
+            flights.append((plan, runner.dispatch(plan)))
+        if plan is None or len(flights) > 1 or not overlap:
+            done, handle = flights.popleft()
+            for event in scheduler.commit(done, handle.result()):
+                outputs[event.request_id, event.index].take(event)
+        turn += 1
+        if after_step is not None:
+            after_step(turn)
+    return outputs

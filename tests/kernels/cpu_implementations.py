@@ -1,0 +1,68 @@
+"""What the tests of both implementations for CPUs share: the cases that each of them runs, and the oracle's verdict."""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.kernels import xla_attention
+from jaxserve.kernels.cases import Case, Inputs
+from jaxserve.kernels.cpu.implementation import make_attention
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.oracle import attend_row
+from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, PagedAttention
+
+NUMBA = make_attention(Device(backend="cpu", kind="cpu"))
+IMPLEMENTATIONS = (xla_attention.XLA_ATTENTION, NUMBA)
+
+
+def runs(implementation: PagedAttention, spec: AttentionSpec, page_size: int) -> bool:
+    """Whether the implementation takes layers and pages of these sizes, in float32."""
+    use = AttentionUse(spec=spec, page_size=page_size, query_dtype="float32", cache_dtype="float32")
+    return implementation.refuses(use) is None
+
+
+def pairs(
+    cases: Iterable[Case], slow: Callable[[PagedAttention, Case], bool] = lambda implementation, case: False
+) -> list:
+    """Parameters (implementation, case): what an implementation refuses, as this processor's may, is left out."""
+    return [
+        pytest.param(
+            implementation,
+            case,
+            id=f"{implementation.name}-{case.name}",
+            marks=pytest.mark.slow if slow(implementation, case) else (),
+        )
+        for case in cases
+        for implementation in IMPLEMENTATIONS
+        if implementation.refuses(case.use) is None
+    ]
+
+
+@functools.cache
+def _attend(implementation: PagedAttention) -> Callable:
+    return jax.jit(implementation.attend, static_argnums=5)
+
+
+def run_with_cache(implementation: PagedAttention, inputs: Inputs, spec: AttentionSpec):
+    i = inputs
+    return _attend(implementation)(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes, i.scales)
+
+
+def run(implementation: PagedAttention, inputs: Inputs, spec: AttentionSpec) -> np.ndarray:
+    return np.asarray(run_with_cache(implementation, inputs, spec)[0])
+
+
+def check(case: Case, inputs: Inputs, out: np.ndarray) -> None:
+    """Each row against the oracle on its whole sequence; padding must be finite."""
+    assert np.isfinite(out).all()
+    token = 0
+    for row, (q_len, context) in enumerate(case.rows):
+        q = inputs.q[token : token + q_len]
+        want = attend_row(q, inputs.keys[row], inputs.values[row], case.spec, inputs.sinks, inputs.alibi_slopes)
+        np.testing.assert_allclose(
+            out[token : token + q_len], want, rtol=1e-5, atol=1e-5, err_msg=f"{case.name} row {row} of {context}"
+        )
+        token += q_len

@@ -1,0 +1,186 @@
+"""A real Prometheus scrapes a real server: every query of the dashboard has data, and every alert can be judged.
+
+What else reads `/metrics` in these tests parses plain text, which says nothing of the format that a Prometheus asks
+for. Without the program (Debian's package `prometheus`) the test is skipped; `.ci/run` installs it.
+"""
+
+import contextlib
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from serve_parts import WAIT_S, Served
+from watched import http, until, until_idle, watched
+
+from jaxserve.api import SamplingParams
+from jaxserve.client import Client, RequestFailed
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = DEPLOY / "grafana" / "jaxserve.json"
+ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
+
+# What the two send of themselves (2.42 and 3.5, without the protobuf format, which is off by default).
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+UNDERSCORES = PROMETHEUS_3.replace("allow-utf-8", "underscores")  # metric_name_escaping_scheme of Prometheus 3
+
+# Queries that answer nothing on purpose, with the reason. None does today.
+EMPTY: dict[str, str] = {}
+
+NAME = re.compile(r"jaxserve:[a-z0-9_]+")
+
+
+def _names(accept: str | None) -> tuple[str, set[str]]:
+    """The type and the names of the samples of one scrape."""
+    with watched() as parts:
+        answer = http.get(f"{parts.http_url}/metrics", headers={} if accept is None else {"accept": accept})
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    return answer.headers["content-type"], {re.split(r"[{ ]", line)[0] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        (None, "text/plain; version=0.0.4"),
+        ("text/plain;version=0.0.4", "text/plain; version=0.0.4"),
+        (PROMETHEUS_2, "application/openmetrics-text; version=1.0.0"),
+        (PROMETHEUS_3, "application/openmetrics-text; version=1.0.0"),
+        (UNDERSCORES, "application/openmetrics-text; version=1.0.0"),
+    ],
+)
+def test_names_are_the_documented_ones_in_every_format(accept: str | None, kind: str) -> None:
+    content_type, names = _names(accept)
+    assert content_type.startswith(kind)
+    assert {"jaxserve:steps_total", "jaxserve:step_duration_seconds_bucket", "jaxserve:num_requests_running"} <= names
+    assert {name for name in names if not name.startswith("jaxserve:")} == {
+        name for name in names if name.startswith("process_")
+    }
+
+
+class Prometheus:
+    """One that runs. `ask` returns the samples of a query: their values by their labels."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str, **params: str) -> Any:
+        answer = http.get(f"{self._url}/api/v1/{path}", params=params).json()
+        assert answer["status"] == "success", (params, answer)
+        return answer["data"]
+
+    def ask(self, query: str) -> list[float]:
+        found = self.get("query", query=query)
+        assert found["resultType"] == "vector", found
+        return [float(one["value"][1]) for one in found["result"]]
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return http.get(f"{self._url}/-/ready").status_code == 200
+        return False
+
+
+@contextlib.contextmanager
+def _prometheus(folder: Path, target: str, program: str) -> Iterator[Prometheus]:
+    """Scrapes `target` once a second, and knows the alerts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "prometheus.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                "rule_files": [str(ALERTS)],
+                "scrape_configs": [{"job_name": "jaxserve", "static_configs": [{"targets": [target]}]}],
+            }
+        )
+    )
+    command = [program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+        try:
+            prometheus = Prometheus(port)
+            until(lambda: prometheus.is_ready() or process.poll() is not None, "a Prometheus that is ready")
+            assert process.poll() is None, (folder / "log").read_text()
+            yield prometheus
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+
+
+def _queries() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return [query.replace("$model", ".*").replace("$engine", ".*").replace("$__rate_interval", "5m") for query in found]
+
+
+def _load(parts: Served) -> None:
+    """Something of everything: answers and refusals, through both doors."""
+    url = parts.http_url
+    for body in ({"prompt": "abcdefgh", "max_tokens": 6, "n": 2}, {"prompt": "a", "max_tokens": 0}, {"prompt": 1}):
+        http.post(f"{url}/v1/completions", json=body)
+    http.get(f"{url}/nowhere")
+    with Client(parts.address) as client:
+        list(client.generate("abc", SamplingParams(max_tokens=4)))
+        with contextlib.suppress(RequestFailed):
+            list(client.generate("abc", SamplingParams(max_tokens=100_000)))
+    until_idle(parts)
+
+
+def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("no Prometheus on this machine: apt-get install prometheus")
+    with watched(grpc=True) as parts, _prometheus(tmp_path, parts.http_url.removeprefix("http://"), program) as found:
+        until(lambda: found.ask("jaxserve:steps_total") == [0.0], "a first scrape, with the documented names")
+        left = dict.fromkeys(_queries(), "")
+        assert len(left) > 60
+        deadline_s = time.monotonic() + 2 * WAIT_S
+        while left.keys() - EMPTY.keys():
+            _load(parts)
+            for query in [*left]:
+                values = found.ask(query)
+                left[query] = f"{len(values)} values, none of which is a number" if values else "nothing"
+                if any(math.isfinite(value) for value in values):
+                    del left[query]
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.5)
+        assert left.keys() == EMPTY.keys(), "these have data, and are listed as empty"
+        for label in ("model_name", "engine"):
+            assert found.get(f"label/{label}/values", **{"match[]": "jaxserve:steps_total"}), label
+        refused = found.get("query", query="sum by (door) (jaxserve:refused_total) > 0")["result"]
+        assert {one["metric"]["door"] for one in refused} == {"http", "grpc"}
+        stored = set(found.get("label/__name__/values"))
+        assert not {name for name in stored if name.startswith("jaxserve_")}
+        _check_alerts(found, stored)
+
+
+def _check_alerts(prometheus: Prometheus, stored: set[str]) -> None:
+    """Each is evaluated without an error, on metrics that are there; of a server that is well, none fires."""
+    wanted = {rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]}
+
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+
+    until(lambda: all(rule["health"] != "unknown" for rule in rules()), "an evaluation of every alert")
+    assert {rule["name"] for rule in rules()} == wanted
+    for rule in rules():
+        assert rule["health"] == "ok", rule
+        assert rule["state"] != "firing", rule
+        assert set(NAME.findall(rule["query"])) <= stored, rule

@@ -1,0 +1,62 @@
+"""What a config leaves open, decided for devices that are not here."""
+
+import types
+
+import numpy as np
+import pytest
+
+from jaxserve.config import load_config
+from jaxserve.errors import ConfigError
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.ops import PAGED_ATTENTION
+from jaxserve.models.family import find_family
+from jaxserve.models.hf_config import HfConfig
+from jaxserve.runtime.resolve import attention_uses, choose, describe, resolve_sizes
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "capability", "described"),
+    [
+        ("tpu", "TPU v5p", None, Device(backend="tpu", kind="TPU v5")),
+        ("tpu", "TPU v5 lite", None, Device(backend="tpu", kind="TPU v5 lite")),
+        ("cuda", "NVIDIA H200", "9.0", Device(backend="gpu", kind="NVIDIA H200", compute_capability=(9, 0))),
+        ("cpu", "cpu", None, Device(backend="cpu", kind="cpu")),
+    ],
+)
+def test_a_device_has_the_name_that_tables_use(platform, kind, capability, described):
+    device = types.SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
+    assert describe(device) == described  # pyright: ignore[reportArgumentType]
+
+
+def test_a_start_takes_plain_xla_on_an_accelerator_only_where_it_is_wanted():
+    """`kernels.fallback` of the config reaches the choice of an implementation."""
+    gpu = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA A100-SXM4-40GB", compute_capability="8.0")
+    model = find_family(MODEL, "config.json").adapt(HfConfig(MODEL, "config.json"))
+    dtype = np.dtype("float32")
+
+    def start(fallback):
+        settings = {"kernels.fallback": fallback, "kernels.self_check": False}
+        config = load_config(None, settings, environ={}).config
+        sizes = resolve_sizes(config, model, dtype, "gpu")
+        uses = attention_uses(model, sizes, dtype)
+        return choose(PAGED_ATTENTION, config, uses, gpu)  # pyright: ignore[reportArgumentType]
+
+    with pytest.raises(ConfigError, match=r"on NVIDIA A100.* set kernels\.fallback to true"):
+        start(fallback=False)
+    assert start(fallback=True).name == "xla"

@@ -1,0 +1,227 @@
+"""Every field that the official client can send or dump is decided about: used, taken where it changes nothing, or
+refused by name. A newer client with a new field fails here."""
+
+import json
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+from http_parts import ToolTokenizer, browse, http_served
+from openai.types import chat as chat_types
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.chat.parsed_function_tool_call import ParsedFunction, ParsedFunctionToolCall
+from openai.types.shared_params import FunctionDefinition
+from serve_parts import Served
+
+from jaxserve.serve.http import requests
+
+TAKEN: dict[type[pydantic.BaseModel], dict[str, list[Any]]] = {
+    requests.ChatRequest: {
+        "metadata": [{"a": "b"}],
+        "prompt_cache_key": ["k"],
+        "prompt_cache_options": [{"mode": "implicit"}],
+        "prompt_cache_retention": ["24h"],
+        "prediction": [{"type": "content", "content": "x"}],
+        "safety_identifier": ["k"],
+        "service_tier": ["auto", "default"],
+        "store": [False],
+        "modalities": [["text"]],
+        "functions": [[]],
+        "function_call": ["none", "auto"],
+        "reasoning_effort": ["medium"],
+        "verbosity": ["medium"],
+        "add_special_tokens": [False],
+        "chat_template": [],
+        "continue_final_message": [False],
+        "documents": [[]],
+        "echo": [False],
+        "include_reasoning": [True],
+        "length_penalty": [1, 1.0],
+        "mm_processor_kwargs": [{}],
+        "spaces_between_special_tokens": [True, False],
+        "use_beam_search": [False],
+        "stream_options": [{"include_obfuscation": False}, {"include_usage": None}],
+        "tools": [[]],
+        "tool_choice": ["none", "auto"],
+        "parallel_tool_calls": [True, False],
+    },
+    requests.CompletionRequest: {"best_of": [1], "suffix": [""], "metadata": [{"a": "b"}], "logit_bias": [{}]},
+    requests.EmbeddingRequest: {
+        "user": ["u"],
+        "metadata": [{"a": "b"}],
+        "safety_identifier": ["k"],
+        "service_tier": ["auto"],
+        "add_special_tokens": [True],
+        "priority": [0],
+        "normalize": [True],
+        "embed_dtype": ["float32"],
+        "endianness": ["native", "little"],
+    },
+}
+REFUSED = {
+    requests.ChatRequest: {
+        "audio": {"format": "wav"},
+        "functions": [{"name": "f"}],
+        "function_call": {"name": "f"},
+        "modalities": ["text", "audio"],
+        "moderation": {"model": "m"},
+        "reasoning_effort": "high",
+        "service_tier": "flex",
+        "store": True,
+        "verbosity": "low",
+        "web_search_options": {},
+        "chat_template": "x",
+        "continue_final_message": True,
+        "echo": True,
+        "logits_processors": ["x"],
+        "length_penalty": True,
+        "use_beam_search": 0,
+    },
+    requests.CompletionRequest: {"best_of": 2, "suffix": "x", "use_beam_search": True, "thinking_token_budget": 5},
+    requests.EmbeddingRequest: {
+        "add_special_tokens": False,
+        "priority": 1,
+        "normalize": False,
+        "embed_dtype": "float16",
+    },
+}
+MINIMAL = {
+    requests.ChatRequest: {"messages": [{"role": "user", "content": "hi "}]},
+    requests.CompletionRequest: {"prompt": "a"},
+    requests.EmbeddingRequest: {"input": "a"},
+}
+PATHS = {
+    requests.ChatRequest: "/v1/chat/completions",
+    requests.CompletionRequest: "/v1/completions",
+    requests.EmbeddingRequest: "/v1/embeddings",
+}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (chat_create_params.CompletionCreateParamsNonStreaming, requests.ChatRequest),
+        (completion_create_params.CompletionCreateParamsNonStreaming, requests.CompletionRequest),
+        (embedding_create_params.EmbeddingCreateParams, requests.EmbeddingRequest),
+    ],
+)
+def test_every_field_of_the_official_client_may_be_null(theirs: Any, ours: type[pydantic.BaseModel]) -> None:
+    names = set(theirs.__annotations__)
+    assert len(names) >= 5
+    assert names <= set(ours.model_fields), "a field of the client that nothing is decided about"
+    minimal = MINIMAL[ours]
+    body = ours.model_validate({**dict.fromkeys(ours.model_fields), **minimal})
+    assert body == ours.model_validate(minimal), "null is absent"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (chat_types.ChatCompletionAssistantMessageParam, requests.Message),
+        (chat_types.ChatCompletionUserMessageParam, requests.Message),
+        (chat_types.ChatCompletionToolMessageParam, requests.Message),
+        (chat_types.ChatCompletionMessage, requests.Message),
+        (chat_types.ParsedChatCompletionMessage, requests.Message),
+        (chat_types.ChatCompletionMessageFunctionToolCallParam, requests.ToolCall),
+        (ParsedFunctionToolCall, requests.ToolCall),
+        (ParsedFunction, requests.FunctionCall),
+        (chat_types.ChatCompletionContentPartTextParam, requests.TextPart),
+        (chat_types.ChatCompletionStreamOptionsParam, requests.StreamOptions),
+        (FunctionDefinition, requests.Function),
+    ],
+)
+def test_every_field_within_is_known(theirs: Any, ours: type[pydantic.BaseModel]) -> None:
+    names = theirs.model_fields if issubclass(theirs, pydantic.BaseModel) else theirs.__annotations__
+    assert set(names) <= set(ours.model_fields)
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259)) as parts, browse(parts) as client:
+        yield client
+
+
+def post(client: httpx.Client, ours: type[pydantic.BaseModel], **fields: Any) -> httpx.Response:
+    length = {} if ours is requests.EmbeddingRequest else {"max_tokens": 1}
+    return client.post(PATHS[ours], json={**MINIMAL[ours], **length, **fields})
+
+
+def said(response: httpx.Response) -> Any:
+    """What an answer says, without its name and date."""
+    body = response.json()
+    return body["data"] if "data" in body else body["choices"]
+
+
+def test_neutral_values_change_nothing(client: httpx.Client) -> None:
+    for ours, values in TAKEN.items():
+        plain = said(post(client, ours))
+        nulls = dict.fromkeys(set(ours.model_fields) - {"max_tokens", *MINIMAL[ours]})
+        assert said(post(client, ours, **nulls)) == plain
+        for name, taken in values.items():
+            for value in taken:
+                beside = {"stream": True} if name == "stream_options" else {}
+                response = post(client, ours, **{name: value}, **beside)
+                assert response.status_code == 200, (name, value, response.text)
+                assert beside or said(response) == plain, name
+
+
+def test_what_would_change_the_answer_is_refused_by_name(client: httpx.Client) -> None:
+    for ours, values in REFUSED.items():
+        for name, value in values.items():
+            response = post(client, ours, **{name: value})
+            assert response.status_code == 400, name
+            assert response.json()["error"]["message"].startswith(name), response.text
+    text = post(client, requests.ChatRequest, service_tier="flex").json()["error"]["message"]
+    assert text == 'service_tier: only null or "auto" or "default" works here; leave it out'
+
+
+def test_null_is_absent_under_unknown_names_too(client: httpx.Client) -> None:
+    """A newer client dumps fields that this server has never heard of."""
+    for ours, path in PATHS.items():
+        assert said(post(client, ours, newest=None, **{"another one": None})) == said(post(client, ours))
+        response = post(client, ours, newest=None, newer=0)
+        assert response.status_code == 400, path
+        message = response.json()["error"]["message"]
+        assert message.startswith("newer is not a field that this server knows")
+    messages = [{"role": "user", "content": "hi ", "newest": None}]
+    assert said(post(client, requests.ChatRequest, messages=messages)) == said(post(client, requests.ChatRequest))
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": None, "newest": None}}
+    assert "schema" in post(client, requests.ChatRequest, response_format=named).json()["error"]["message"]
+
+
+def test_best_of_as_many_as_are_sent_back(client: httpx.Client) -> None:
+    assert post(client, requests.CompletionRequest, best_of=2, n=2).status_code == 200
+    assert "best_of is 1 and n 2" in post(client, requests.CompletionRequest, best_of=1, n=2).text
+
+
+def test_reasoning_effort_reaches_a_template_that_reads_it() -> None:
+    class Thinking(ToolTokenizer):
+        chat_template = "{{ reasoning_effort }}"
+
+    with http_served(Served(tokenizer=Thinking(), vocab_size=259)) as parts, browse(parts) as client:
+        fields = {"reasoning_effort": "high", "return_token_ids": True}
+        assert bytes(post(client, requests.ChatRequest, **fields).json()["prompt_token_ids"]) == b"high"
+
+
+def test_a_template_sees_what_the_model_said_and_no_more(client: httpx.Client) -> None:
+    """Whatever clients attach to a message; and null or no calls are as no word of calls."""
+
+    class Telling(ToolTokenizer):
+        chat_template = "{{ messages | tojson }}"
+
+    call = {
+        "index": 0,
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{", "parsed_arguments": {}},
+    }
+    extras = {"annotations": [], "audio": None, "function_call": None, "refusal": None, "parsed": {"x": 1}}
+    said = {"role": "assistant", "content": "a", **extras}
+    messages = [{**said, "tool_calls": None}, {**said, "tool_calls": []}, {**said, "tool_calls": [call]}]
+    with http_served(Served(tokenizer=Telling(), vocab_size=259)) as parts, browse(parts) as telling:
+        answer = post(telling, requests.ChatRequest, messages=messages, return_token_ids=True).json()
+    plain = {"role": "assistant", "content": "a"}
+    shown = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    assert json.loads(bytes(answer["prompt_token_ids"])) == [plain, plain, {**plain, "tool_calls": [shown]}]
