@@ -19,6 +19,30 @@ _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCores:
+    """The cores of one device of a TPU, and their matrix units.
+
+    Attributes:
+      number: cores that the device joins; a program without a parallel dimension runs on one of them.
+      units: matrix units of each core.
+      size: rows and columns of the weights that a unit holds.
+      rows: of bfloat16 that a unit multiplies with them in a cycle.
+      delay_slots: bundles behind a branch that are issued before it acts.
+    """
+
+    number: int
+    units: int
+    size: int
+    rows: int
+    delay_slots: int
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of bfloat16, by all units in a cycle."""
+        return self.number * self.units * self.size**2 * self.rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
     """One kind of device. Figures are per JAX device; bandwidths are bytes a second, flops are dense.
 
@@ -36,6 +60,7 @@ class Chip:
       compiler_name: what libtpu calls it; '' for others.
       num_cores: streaming multiprocessors of a GPU; 0 for others.
       compute_capability: of a GPU.
+      cores: of a TPU; None for others.
     """
 
     name: str
@@ -52,6 +77,13 @@ class Chip:
     compiler_name: str = ""
     num_cores: int = 0
     compute_capability: tuple[int, int] | None = None
+    cores: TensorCores | None = None
+
+    @property
+    def clock_hz(self) -> float:
+        """Cycles a second of a TPU's cores: the peak, divided by what all matrix units do in a cycle."""
+        assert self.cores is not None, f"{self.name} is no TPU"
+        return self.flops["bfloat16"] / (2 * self.cores.multiply_adds)
 
     def num_devices(self, shape: tuple[int, ...]) -> int:
         """JAX devices of a topology of this shape."""
@@ -81,6 +113,8 @@ _NODE = ((1,), (2,), (4,), (8,))  # GPUs behind one NVSwitch
 
 # TPUs: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}, "System architecture". Links: the pages give both directions
 # together (400, 1200, 800 and 1200 GB/s a chip). Memory: what libtpu 0.0.42 reports when a program asks for more.
+# Matrix units: the same pages (v5e, v5p: 128 x 128; from v6e on 256 x 256). Two rows a cycle from v6e on: with one, the
+# published peaks would need clocks of 3.5 and 4.4 GHz; XLA's own estimate of a large product agrees with two.
 # GPUs: NVIDIA's data sheets of the SXM modules, flops without sparsity, NVLink 900 GB/s both directions together; the
 # memory is nvidia-smi's total.
 CHIPS: Mapping[str, Chip] = {
@@ -98,6 +132,7 @@ CHIPS: Mapping[str, Chip] = {
             torus=True,
             shapes=_FLAT,
             compiler_name="v5e",
+            cores=TensorCores(number=1, units=4, size=128, rows=1, delay_slots=4),
         ),
         Chip(
             name="v5p",
@@ -111,6 +146,7 @@ CHIPS: Mapping[str, Chip] = {
             torus=True,
             shapes=_CUBES,
             compiler_name="v5p",
+            cores=TensorCores(number=2, units=4, size=128, rows=1, delay_slots=4),
         ),
         Chip(
             name="v6e",
@@ -124,6 +160,7 @@ CHIPS: Mapping[str, Chip] = {
             torus=True,
             shapes=_FLAT,
             compiler_name="v6e",
+            cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=4),
         ),
         Chip(  # half of a chip each: 192 GiB, 7380 GB/s, 2307 and 4614 Tflop/s, 1200 GB/s
             name="v7x",
@@ -138,6 +175,7 @@ CHIPS: Mapping[str, Chip] = {
             shapes=_CUBES,
             devices_per_chip=2,
             compiler_name="tpu7x",
+            cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=1),
         ),
         Chip(
             name="h100",

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_runs import attend_layers, find_implementation, on_host, prepare
 
-from jaxserve.kernels.cases import Case, make_batch
+from jaxserve.kernels.cases import Case, Room, make_batch
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import relative_error
 from jaxserve.kernels.paged_attention import KVScales, PagedAttention
@@ -58,12 +58,15 @@ def compile_for(case: Case, implementation_name: str, topology: str) -> dict[str
     return found | ({"kernels": kernels_of(printed[0])} if topology.startswith("h") else {})
 
 
-def compile_attend(case: Case, implementation: PagedAttention, topology: str, layers: int = 1) -> tuple[Any, float]:
+def compile_attend(
+    case: Case, implementation: PagedAttention, topology: str, layers: int = 1, room: Room | None = None
+) -> tuple[Any, float]:
     """The executable of `attend_layers`, its caches donated, and the seconds that lowering and compiling took."""
     device = absent_devices(topology)[0]
     sharding = NamedSharding(one_device_mesh(device), PartitionSpec())
     cache, args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_inputs(case, implementation)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract_inputs(case, implementation, room),
     )
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     start = time.monotonic()
@@ -71,9 +74,11 @@ def compile_attend(case: Case, implementation: PagedAttention, topology: str, la
     return traced.lower(lowering_platforms=(platform,)).compile(), time.monotonic() - start
 
 
-def abstract_inputs(case: Case, implementation: PagedAttention) -> tuple[Any, tuple[Any, ...]]:
-    """Shapes of the cache, and of (q, k, v, batch, (sinks, slopes, scales))."""
-    batch, num_pages = make_batch(case, np.random.default_rng(0))
+def abstract_inputs(
+    case: Case, implementation: PagedAttention, room: Room | None = None
+) -> tuple[Any, tuple[Any, ...]]:
+    """Shapes of the cache, and of (q, k, v, batch, (sinks, slopes, scales)); the batch itself has its integers."""
+    batch, num_pages = make_batch(case, np.random.default_rng(0), room)
     spec, num_tokens = case.spec, batch.positions.shape[0]
     cache = jax.eval_shape(
         lambda: implementation.init_cache(

@@ -326,8 +326,13 @@ def gpu_memory_reserved(share: float) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def describe_absent_tpu() -> None:
-    """Tells libtpu, before it is loaded, to compile only and not to look for chips. Variables that are set stay."""
+def describe_absent_tpu(arguments: str = "") -> None:
+    """Tells libtpu, before it is loaded, to compile only and not to look for chips. Variables that are set stay.
+
+    `arguments` are added to those that libtpu reads once, when it is loaded.
+    """
+    if arguments:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {arguments}".strip()
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",

@@ -1,0 +1,39 @@
+"""The ledger: the time of a TPU kernel, counted in the schedule that the compiler wrote for it.
+
+A TPU core issues one *bundle*, a very long instruction, in each cycle and in the order of the compiler, and libtpu
+prints the final bundles on a machine that has no TPU. So a kernel can be judged without the chip:
+
+    capture     compiles with libtpu's dump on, and finds the text of each kernel
+    bundles     parses a text into bundles: labels, depths of loops, operations, units in use
+    calls       the integers that a kernel is called with (work lists, lengths), from the program around it
+    walk        executes the scalar operations of the bundles, and keeps the clock: a cycle a bundle, copies at the
+                bandwidth of the memory, waits for copies, products at the rate of the matrix units
+    predict     the time of one call on one chip, beside the time that its bytes need
+
+Scalar code alone decides which bundles run, so a walk follows every branch and every turn of a loop exactly as a core
+would, with the real lengths of a batch, and no turn has to be guessed. Vectors are not computed.
+
+What the count cannot know: the latency of a copy from its start to its first byte (an assumption of the caller, 0
+unless given), conflicts between banks of the memory, refills of instructions, and the real clock, which is taken from
+the published peak. Counted times are not measured times.
+"""
+
+from jaxserve.lab.ledger.calls import KernelCall, kernel_calls
+from jaxserve.lab.ledger.capture import Captured, captured_kernels, dump_arguments
+from jaxserve.lab.ledger.estimates import estimated_cycles
+from jaxserve.lab.ledger.predict import KernelTime, time_of_call
+from jaxserve.lab.ledger.walk import Loop, Walk, walk
+
+__all__ = [
+    "Captured",
+    "KernelCall",
+    "KernelTime",
+    "Loop",
+    "Walk",
+    "captured_kernels",
+    "dump_arguments",
+    "estimated_cycles",
+    "kernel_calls",
+    "time_of_call",
+    "walk",
+]
