@@ -133,7 +133,7 @@ class KernelsConfig(Section):
 
     paged_attention: str = pydantic.Field(
         default="auto",
-        description="Name of an implementation: mosaic_gpu, mosaic_tpu, xla_batched (any GPU or TPU), numba_cpu, xla "
+        description="Name of an implementation: mosaic_gpu, mosaic_tpu, xla_batched (GPUs and TPUs), numba_cpu, xla "
         "(anything, slowly). auto: the first of the device's that runs the model; never xla on a GPU or TPU.",
     )
     matmul: str = pydantic.Field(

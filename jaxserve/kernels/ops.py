@@ -40,7 +40,7 @@ PAGED_ATTENTION: Op[PagedAttention, AttentionUse] = Op(
         ENTRY_POINTS,
         {
             "xla": "jaxserve.kernels.xla_attention:XLA_ATTENTION",
-            "xla_batched": "jaxserve.kernels.xla_batched:XLA_BATCHED",
+            "xla_batched": "jaxserve.kernels.xla_batched:make_attention",
             "mosaic_tpu": "jaxserve.kernels.pallas.tpu_implementation:make_attention",
             "mosaic_gpu": "jaxserve.kernels.pallas.gpu_implementation:make_attention",
             "numba_cpu": "jaxserve.kernels.cpu.implementation:make_attention",

@@ -25,12 +25,14 @@ that share a key head, G query heads of a key head.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
@@ -48,6 +50,7 @@ _FEW_SPLITS = 16  # lanes of a batch with fewer rows: a long row fills them alon
 _BLOCK_TOKENS = 1024
 _TILE_SCORES = 2**23
 _TILE_LIMITS = (128, 1024)  # queries: as many as a tensor core's tile has rows; a small loss beyond the causal edge
+_TPU_LANES = 128  # of a register: XLA:TPU keeps narrower lines in another order than it scatters and gathers them
 # exp(_HIDDEN - _LOWEST) is 0, so a block in which a query sees nothing adds nothing, with no second mask.
 _HIDDEN = -1e30
 _LOWEST = -0.5e30
@@ -320,11 +323,23 @@ def _finish(sums: Sums, sinks: Float[Array, "K M"] | None) -> Float[Array, "L K 
     return sums.mix / jnp.where(sums.total == 0, 1.0, sums.total)[..., None]
 
 
-def refuses(use: AttentionUse) -> str | None:
-    """None: this implementation runs every case."""
-    del use
+def make_attention(device: Device) -> PagedAttention:
+    """The implementation for a device; only what it refuses depends on that."""
+    return PagedAttention(
+        name="xla_batched",
+        attend=attend,
+        write=write,
+        init_cache=init_cache,
+        copy_pages=copy_pages,
+        refuses=functools.partial(_refuses, device),
+    )
 
 
-XLA_BATCHED = PagedAttention(
-    name="xla_batched", attend=attend, write=write, init_cache=init_cache, copy_pages=copy_pages, refuses=refuses
-)
+def _refuses(device: Device, use: AttentionUse) -> str | None:
+    """`PagedAttention.refuses`: what a TPU could not update in place. All else runs everywhere."""
+    if device.backend != "tpu" or use.spec.head_dim % _TPU_LANES == 0:
+        return None
+    return (
+        f"on TPUs it takes head dims that are multiples of {_TPU_LANES}, and this is {use.spec.head_dim}: XLA would "
+        "copy the cache in every layer of every step; kernels.paged_attention: xla is slow there, but takes it"
+    )

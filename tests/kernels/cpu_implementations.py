@@ -8,16 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels import xla_attention
+from jaxserve.kernels import xla_attention, xla_batched
 from jaxserve.kernels.cases import Case, Inputs
 from jaxserve.kernels.cpu.implementation import make_attention
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import attend_row
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, LayerCache, PagedAttention
-from jaxserve.kernels.xla_batched import XLA_BATCHED, KVPages
+from jaxserve.kernels.xla_batched import KVPages
 from jaxserve.kernels.xla_softmax import PageArrays
 
-NUMBA = make_attention(Device(backend="cpu", kind="cpu"))
+CPU = Device(backend="cpu", kind="cpu")
+NUMBA = make_attention(CPU)
+XLA_BATCHED = xla_batched.make_attention(CPU)
 IMPLEMENTATIONS = (xla_attention.XLA_ATTENTION, XLA_BATCHED, NUMBA)
 
 

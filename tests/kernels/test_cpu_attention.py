@@ -15,8 +15,17 @@ from jaxserve.kernels.cases import CASES, Case, Inputs, Room, case, make_batch, 
 from jaxserve.kernels.oracle import TOLERANCE, relative_error
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
-from jaxserve.kernels.xla_batched import XLA_BATCHED
-from tests.kernels.cpu_implementations import IMPLEMENTATIONS, NUMBA, cache_of, check, pairs, run, run_with_cache, runs
+from tests.kernels.cpu_implementations import (
+    IMPLEMENTATIONS,
+    NUMBA,
+    XLA_BATCHED,
+    cache_of,
+    check,
+    pairs,
+    run,
+    run_with_cache,
+    runs,
+)
 from tests.kernels.ragged import MAX_CONTEXT, MAX_ROWS, MAX_TOKENS, ragged_rows
 
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

@@ -59,7 +59,7 @@ def test_auto_takes_the_best_that_can_and_says_why(device, use, name, reason, ca
 
 @pytest.mark.parametrize("device", [A100, H200, V5E, V99])
 def test_an_accelerator_gets_the_implementation_for_cpus_only_by_name(device):
-    for use in (LLAMA, DEMO, ODD_PAGES):
+    for use in (LLAMA, dataclasses.replace(LLAMA, page_size=17)):
         assert PAGED_ATTENTION.resolve(device=device, uses=[use]) is not XLA_ATTENTION
     assert PAGED_ATTENTION.resolve(device=device, uses=[DEMO], choice="xla") is XLA_ATTENTION
 
@@ -118,6 +118,10 @@ def test_without_numba_its_implementation_by_name_is_refused_with_the_remedy():
         (
             {"device": CPU, "uses": [dataclasses.replace(DEMO, spec=dataclasses.replace(DEMO.spec, window=0))]},
             "window is 0",
+        ),
+        (
+            {"device": V99, "uses": [DEMO]},
+            r"runs float32 queries of 4 heads .* on TPU v99: .* head dims that .* slow",
         ),
         ({"device": CPU, "uses": [dataclasses.replace(DEMO, cache_dtype="int4")]}, "cache dtype 'int4' is not one of"),
     ],

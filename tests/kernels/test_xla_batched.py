@@ -13,7 +13,8 @@ from kernel_builds import compile_attend
 
 from jaxserve.kernels import xla_batched
 from jaxserve.kernels.cases import MODELS, REAL, Case, Room, make_batch
-from jaxserve.kernels.xla_batched import XLA_BATCHED, Sums
+from jaxserve.kernels.xla_batched import Sums
+from tests.kernels.cpu_implementations import XLA_BATCHED
 from tests.kernels.gpu_compiler import needs_gpu_compiler
 
 MIB = 2**20
