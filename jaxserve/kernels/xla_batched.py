@@ -83,11 +83,13 @@ class Queries(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How products of queries and keys become scores."""
+    """How products of queries and keys become scores, and sums the output."""
 
     spec: AttentionSpec
     factors: Float[Array, " K"]  # the scale of scores, times the keys' own
     slopes: Float[Array, "K G"] | None
+    sinks: Float[Array, "K G"] | None
+    value_scales: Float[Array, " K"] | None
 
 
 def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVPages:
@@ -133,21 +135,19 @@ def attend(
     grouped = q.astype(jnp.float32 if wide else q.dtype).reshape(-1, kv_heads, group, spec.head_dim)
     sinks, slopes = (x if x is None else x.astype(jnp.float32).reshape(kv_heads, group) for x in (sinks, alibi_slopes))
     factors = jnp.full(kv_heads, spec.scale) if scales is None else spec.scale * scales.keys
-    scoring = Scoring(spec, factors, slopes)
+    scoring = Scoring(spec, factors, slopes, sinks, None if scales is None else scales.values)
 
     q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
     single_lens = jnp.where(q_lens == 1, batch.context_lens, 0)
     if batch.decode_only:
         assert q.shape[0] == q_lens.shape[0], (q.shape, q_lens.shape)
-        out = attend_rows(grouped, single_lens, batch.block_tables, cache, scoring, sinks)
+        out = attend_rows(grouped, single_lens, batch.block_tables, cache, scoring)
     else:
         own_token = jnp.minimum(batch.q_starts[:-1], q.shape[0] - 1)
-        rows = attend_rows(grouped[own_token], single_lens, batch.block_tables, cache, scoring, sinks)
-        tiles = attend_tiles(grouped, batch, cache, scoring, sinks)
+        rows = attend_rows(grouped[own_token], single_lens, batch.block_tables, cache, scoring)
+        tiles = attend_tiles(grouped, batch, cache, scoring)
         row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)  # padding tokens take any finite row
         out = jnp.where((q_lens[row] == 1)[:, None, None, None], rows[row], tiles)
-    if scales is not None:
-        out = out * scales.values[:, None, None]
     return out.reshape(q.shape).astype(q.dtype), cache
 
 
@@ -157,7 +157,6 @@ def attend_rows(
     block_tables: Int[Array, "R P"],
     cache: KVPages,
     scoring: Scoring,
-    sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "R K G H"]:
     """Attention of each row's last token (position context_lens - 1), float32. Rows of length 0 give zeros."""
     num_rows, kv_heads, group, head_dim = q.shape
@@ -183,7 +182,7 @@ def attend_rows(
         return _merge(state, _of_rows(_attend_block(queries, cache, page_ids, columns[:, 0], scoring), owns, row))
 
     num_turns = (ends[-1] + lanes - 1) // lanes
-    return _finish(jax.lax.fori_loop(0, num_turns, advance, _no_sums(num_rows, kv_heads, group, head_dim)), sinks)
+    return _finish(jax.lax.fori_loop(0, num_turns, advance, _no_sums(num_rows, kv_heads, group, head_dim)), scoring)
 
 
 def attend_tiles(
@@ -191,7 +190,6 @@ def attend_tiles(
     batch: AttentionBatch,
     cache: KVPages,
     scoring: Scoring,
-    sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "T K G H"]:
     """Attention of all rows with more than one token; any finite numbers elsewhere."""
     num_tokens, kv_heads, group, head_dim = q.shape
@@ -200,7 +198,6 @@ def attend_tiles(
     block = width * page_size
     tile = _tile_queries(num_tokens, kv_heads * group)
     q = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))
-    tile_sinks = None if sinks is None else jnp.tile(sinks, (1, tile))
 
     q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
     num_tiles = jnp.where(q_lens > 1, (q_lens + tile - 1) // tile, 0)
@@ -227,7 +224,7 @@ def attend_tiles(
 
         num_turns = (end - begin * page_size + block - 1) // block
         state = jax.lax.fori_loop(0, num_turns, advance, _no_sums(1, kv_heads, tile * group, head_dim))
-        found = _finish(state, tile_sinks).reshape(kv_heads, tile, group, head_dim).transpose(1, 0, 2, 3)
+        found = _finish(state, scoring).reshape(kv_heads, tile, group, head_dim).transpose(1, 0, 2, 3)
         # What lies behind the row's end belongs to later rows, whose own tiles or splits are stored after this.
         return jax.lax.dynamic_update_slice_in_dim(out, found.astype(out.dtype), token, 0)
 
@@ -272,12 +269,17 @@ def _attend_block(
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     if scoring.slopes is not None:
-        slopes = jnp.tile(scoring.slopes, (1, queries.vectors.shape[2] // scoring.slopes.shape[1]))
+        slopes = _for_queries(scoring.slopes, queries.vectors.shape[2])
         scores = scores + slopes[:, :, None] * distance[:, None].astype(jnp.float32)
     scores = jnp.where(seen[:, None], scores, _HIDDEN)
     top = jnp.maximum(scores.max(-1), _LOWEST)
     weights = jnp.exp(scores - top[..., None]).astype(dtype)  # rounded before the sum: one error in both, not two
     return Sums(top, weights.sum(-1, dtype=jnp.float32), _product("lkms,lksh->lkmh", weights, values))
+
+
+def _for_queries(by_head: Float[Array, "K G"], per_head: int) -> Float[Array, "K M"]:
+    """A number of each query head, for all M queries of a key head: those of one token stand together."""
+    return jnp.tile(by_head, (1, per_head // by_head.shape[1]))
 
 
 def _gather(pages: Array, page_ids: Int[Array, "L W"]) -> Float[Array, "L K S H"]:
@@ -315,12 +317,14 @@ def _of_rows(sums: Sums, owns: Bool[Array, "R L"], row: Int[Array, " L"]) -> Sum
     )
 
 
-def _finish(sums: Sums, sinks: Float[Array, "K M"] | None) -> Float[Array, "L K M H"]:
+def _finish(sums: Sums, scoring: Scoring) -> Float[Array, "L K M H"]:
     """The attention output; zeros for a query that saw nothing. A sink is a score without a value."""
-    if sinks is not None:
+    if scoring.sinks is not None:
+        sinks = _for_queries(scoring.sinks, sums.top.shape[2])
         sink = Sums(jnp.broadcast_to(sinks, sums.top.shape), jnp.ones_like(sums.total), jnp.zeros_like(sums.mix))
         sums = _merge(sums, sink)
-    return sums.mix / jnp.where(sums.total == 0, 1.0, sums.total)[..., None]
+    out = sums.mix / jnp.where(sums.total == 0, 1.0, sums.total)[..., None]
+    return out if scoring.value_scales is None else out * scoring.value_scales[:, None, None]
 
 
 def make_attention(device: Device) -> PagedAttention:
