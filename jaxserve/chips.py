@@ -60,7 +60,7 @@ class Chip:
       compiler_name: what libtpu calls it; '' for others.
       num_cores: streaming multiprocessors of a GPU; 0 for others.
       compute_capability: of a GPU.
-      cores: of a TPU; None for others.
+      tensor_cores: of a TPU; None for others.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Chip:
     compiler_name: str = ""
     num_cores: int = 0
     compute_capability: tuple[int, int] | None = None
-    cores: TensorCores | None = None
+    tensor_cores: TensorCores | None = None
 
     @property
     def clock_hz(self) -> float:
         """Cycles a second of a TPU's cores: the peak, divided by what all matrix units do in a cycle."""
-        assert self.cores is not None, f"{self.name} is no TPU"
-        return self.flops["bfloat16"] / (2 * self.cores.multiply_adds)
+        assert self.tensor_cores is not None, f"{self.name} is no TPU"
+        return self.flops["bfloat16"] / (2 * self.tensor_cores.multiply_adds)
 
     def num_devices(self, shape: tuple[int, ...]) -> int:
         """JAX devices of a topology of this shape."""
@@ -109,14 +109,15 @@ class Topology:
 
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # v5e and v6e: a plane of up to 256
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
-_NODE = ((1,), (2,), (4,), (8,))  # GPUs behind one NVSwitch
+_NODE = ((1,), (2,), (4,), (8,))  # GPUs behind one NVSwitch, or in the PCIe slots of one host
 
 # TPUs: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}, "System architecture". Links: the pages give both directions
 # together (400, 1200, 800 and 1200 GB/s a chip). Memory: what libtpu 0.0.42 reports when a program asks for more.
 # Matrix units: the same pages (v5e, v5p: 128 x 128; from v6e on 256 x 256). Two rows a cycle from v6e on: with one, the
 # published peaks would need clocks of 3.5 and 4.4 GHz; XLA's own estimate of a large product agrees with two.
-# GPUs: NVIDIA's data sheets of the SXM modules, flops without sparsity, NVLink 900 GB/s both directions together; the
-# memory is nvidia-smi's total.
+# GPUs: NVIDIA's data sheets (of the SXM modules where there are some; of HGX B200, an eighth), flops without sparsity;
+# the memory is nvidia-smi's total. The sheets give both directions of links together: NVLink 600, 900 and 1800 GB/s,
+# and PCIe 4.0 64 GB/s of an L40S, which has no NVLink.
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -132,7 +133,7 @@ CHIPS: Mapping[str, Chip] = {
             torus=True,
             shapes=_FLAT,
             compiler_name="v5e",
-            cores=TensorCores(number=1, units=4, size=128, rows=1, delay_slots=4),
+            tensor_cores=TensorCores(number=1, units=4, size=128, rows=1, delay_slots=4),
         ),
         Chip(
             name="v5p",
@@ -146,7 +147,7 @@ CHIPS: Mapping[str, Chip] = {
             torus=True,
             shapes=_CUBES,
             compiler_name="v5p",
-            cores=TensorCores(number=2, units=4, size=128, rows=1, delay_slots=4),
+            tensor_cores=TensorCores(number=2, units=4, size=128, rows=1, delay_slots=4),
         ),
         Chip(
             name="v6e",
@@ -160,7 +161,7 @@ CHIPS: Mapping[str, Chip] = {
             torus=True,
             shapes=_FLAT,
             compiler_name="v6e",
-            cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=4),
+            tensor_cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=4),
         ),
         Chip(  # half of a chip each: 192 GiB, 7380 GB/s, 2307 and 4614 Tflop/s, 1200 GB/s
             name="v7x",
@@ -175,7 +176,35 @@ CHIPS: Mapping[str, Chip] = {
             shapes=_CUBES,
             devices_per_chip=2,
             compiler_name="tpu7x",
-            cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=1),
+            tensor_cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=1),
+        ),
+        Chip(
+            name="a100",
+            backend="gpu",
+            kind="NVIDIA A100-SXM4-80GB",
+            memory_bytes=85_899_345_920,
+            allocatable_bytes=85_899_345_920,
+            memory_bandwidth=2039e9,
+            flops={"bfloat16": 312e12, "int8": 624e12, "float32": 19.5e12},
+            link_bandwidth=300e9,
+            torus=False,
+            shapes=_NODE,
+            num_cores=108,
+            compute_capability=(8, 0),
+        ),
+        Chip(
+            name="l40s",
+            backend="gpu",
+            kind="NVIDIA L40S",
+            memory_bytes=48_305_799_168,
+            allocatable_bytes=48_305_799_168,
+            memory_bandwidth=864e9,
+            flops={"bfloat16": 362e12, "int8": 733e12, "float8": 733e12, "float32": 91.6e12},
+            link_bandwidth=32e9,
+            torus=False,
+            shapes=_NODE,
+            num_cores=142,
+            compute_capability=(8, 9),
         ),
         Chip(
             name="h100",
@@ -204,6 +233,20 @@ CHIPS: Mapping[str, Chip] = {
             shapes=_NODE,
             num_cores=132,
             compute_capability=(9, 0),
+        ),
+        Chip(
+            name="b200",
+            backend="gpu",
+            kind="NVIDIA B200",
+            memory_bytes=192_265_846_784,
+            allocatable_bytes=192_265_846_784,
+            memory_bandwidth=8000e9,
+            flops={"bfloat16": 2250e12, "int8": 4500e12, "float8": 4500e12, "float32": 75e12},
+            link_bandwidth=900e9,
+            torus=False,
+            shapes=_NODE,
+            num_cores=148,
+            compute_capability=(10, 0),
         ),
         # No data sheet: a laptop of eight cores with AVX2 at 3 GHz, dual-channel DDR5-4800 and 16 GiB, half of it free.
         Chip(

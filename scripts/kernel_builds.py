@@ -43,7 +43,7 @@ _LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [
 
 
 def compile_for(case: Case, implementation_name: str, topology: str) -> dict[str, Any]:
-    """Compiles `attend` of a whole case for one device of `topology`: seconds, memory, and of GPUs each kernel's use.
+    """Compiles `attend` of a whole case for one device of `topology`: seconds, memory, and each GPU kernel's use.
 
     {"refused": why} if the implementation does not run the case there.
     """
@@ -55,7 +55,7 @@ def compile_for(case: Case, implementation_name: str, topology: str) -> dict[str
         compiled, seconds = compile_attend(case, implementation, topology)
     memory = compiled.memory_analysis()
     found = {"seconds": round(seconds, 1), "temporary_bytes": memory.temp_size_in_bytes}
-    return found | ({"kernels": kernels_of(printed[0])} if topology.startswith("h") else {})
+    return found | ({"kernels": kernels_of(printed[0])} if implementation_name == "mosaic_gpu" else {})
 
 
 def compile_attend(
@@ -96,7 +96,7 @@ def abstract_inputs(
 def interpret(case: Case, implementation_name: str) -> dict[str, Any]:
     """Error of a case in an interpreter, unused memory poisoned, and whether it saw a race. Short cases only.
 
-    The `xla` implementation needs no interpreter: it runs on this CPU.
+    Those in plain XLA need no interpreter: they run on this CPU.
     """
     refusal = find_implementation(implementation_name, _SIMULATED.get(implementation_name, _CPU)).refuses(case.use)
     if refusal is not None:

@@ -29,7 +29,14 @@ from jaxserve.kernels.cases import REAL
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- summary: written by scripts/kernel_report.py -->", "<!-- end of summary -->"
-TOPOLOGIES = {"mosaic_tpu": ("v5e:2x2", "v6e:2x2"), "mosaic_gpu": ("h200:1",), "xla": ()}
+TOPOLOGIES = {
+    "mosaic_tpu": ("v5e:2x2", "v6e:2x2"),
+    "mosaic_gpu": ("h200:1",),
+    "xla_batched": ("a100:1", "l40s:1", "b200:1"),
+    "xla": (),
+}
+PLAIN = ("xla_batched", "xla")  # run on any CPU, without an interpreter
+_ON_CPU = {False: "interpreted on a CPU", True: "run on a CPU"}
 LIMITS_S = {"start": 120, "task": 30, "compile": 400, "host": 900}
 # JAX's CPU client has a thread a device, and the GPU interpreter waits for ever with fewer than its kernels have.
 _HOST_DEVICES = "--xla_force_host_platform_device_count=8"
@@ -136,7 +143,7 @@ def summary(facts: Facts, measured: Measured) -> Iterator[str]:
             found = {name: facts.get(name, {}).get(implementation, {}).get(f"compiled {chip}") for name in REAL}
             yield _summary_line(implementation, f"compiled for {chip}", found)
         found = {name: facts.get(name, {}).get(implementation, {}).get("interpreted") for name in REAL}
-        yield _summary_line(implementation, "interpreted on a CPU" if topologies else "run on a CPU", found)
+        yield _summary_line(implementation, _ON_CPU[implementation in PLAIN], found)
         devices = sorted({d for (_, of), checks in measured.items() if of == implementation for d in checks})
         for device in devices:
             found = {name: measured.get((name, implementation), {}).get(device) for name in REAL}
@@ -182,18 +189,19 @@ _SHARES = {"share_of_copy": "copy bandwidth", "share_of_matmul": "matrix rate"}
 
 def table(facts: Facts, measured: Measured) -> Iterator[str]:
     """Markdown lines: a row for each case with the proofs of each implementation. Bold is wrong."""
-    implementations = ("mosaic_tpu", "mosaic_gpu", "xla")
-    heads = [f"`{b}` {what}" for b in implementations[:2] for what in ("compiled", "interpreted", "measured")]
-    heads += ["`xla` run on a CPU", "`xla` measured"]
+    heads = []
+    for implementation, topologies in TOPOLOGIES.items():
+        proofs = [*(["compiled"] if topologies else []), _ON_CPU[implementation in PLAIN], "measured"]
+        heads += [f"`{implementation}` {proof}" for proof in proofs]
     yield f"| case | {' | '.join(heads)} |"
     yield "|---" * (len(heads) + 1) + "|"
     reasons: list[str] = []
     for name in REAL:
         cells = []
-        for implementation in implementations:
+        for implementation, topologies in TOPOLOGIES.items():
             own = facts.get(name, {}).get(implementation, {})
             compiled = [f for f in own if f.startswith("compiled")]
-            if implementation != "xla":
+            if topologies:
                 cells.append("<br>".join(_compiled(f, own[f], reasons) for f in sorted(compiled)) or "unproven")
             cells.append(_interpreted(name, own.get("interpreted"), reasons))
             refused = any("refused" in own[f] for f in own)

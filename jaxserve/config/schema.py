@@ -132,17 +132,14 @@ class KernelsConfig(Section):
     """Which implementation of each op runs: one setting per op, by the op's name."""
 
     paged_attention: str = pydantic.Field(
-        default="auto", description="Name of an implementation; auto: the best for the device."
+        default="auto",
+        description="Name of an implementation: mosaic_gpu, mosaic_tpu, xla_batched (GPUs and TPUs), numba_cpu, xla "
+        "(anything, slowly). auto: the first of the device's that runs the model; never xla on a GPU or TPU.",
     )
     matmul: str = pydantic.Field(
         default="auto",
         description="Products with weights: XLA's, or numba_cpu, with weights packed at load. auto: numba_cpu on a CPU "
         "where Numba is installed and a device has all of a layer.",
-    )
-    fallback: bool = pydantic.Field(
-        default=False,
-        description="Let auto choose plain XLA for attention on a GPU or TPU that no other implementation supports; "
-        "it is made for CPUs and slow there. False: refuse to start.",
     )
     self_check: bool = pydantic.Field(
         default=True,

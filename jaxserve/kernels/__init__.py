@@ -11,7 +11,8 @@ without asking anyone.
 
 From this shape follows the rest:
   * XLA's implementation runs everything everywhere. All others are held against a float64 oracle in the tests, and the
-    chosen one at each start.
+    chosen one at each start. Its loops are small ones, for the caches of a CPU; `xla_batched` runs everything too, in
+    few large products, for the GPUs and TPUs that the kernels in Pallas do not take.
   * People without an accelerator get machine code for their own processor (`cpu/`): XLA:CPU can neither read pages in
     place nor keep weights in the order in which products read them (`packed_weight`).
   * A weight is a value that can be multiplied with and looked up in (`matmul.Weight`): models ask for no more, and its
@@ -25,6 +26,6 @@ From this shape follows the rest:
   * A better implementation deletes the old one. Those of other packages join by entry point (`jaxserve.kernels`).
 
 Files: `dispatch` (what an op is), `ops` (the records), `paged_attention` (contract), `xla_attention` with `xla_rows`,
-`xla_tiles`, `xla_softmax`, `pallas/` (for TPUs and GPUs), `cpu/` (for CPUs), `matmul` (contract), `xla_matmul`,
-`packed_weight`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what was proven where.
+`xla_tiles`, `xla_softmax`, `xla_batched`, `pallas/` (for TPUs and GPUs), `cpu/` (for CPUs), `matmul` (contract),
+`xla_matmul`, `packed_weight`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what was proven where.
 """

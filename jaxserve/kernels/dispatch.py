@@ -64,8 +64,7 @@ class Op(Generic[I, U]):
       kind: the type of its implementations.
       implementations: by name, a value for any device or a function that makes one for the device at hand.
       preferred: what 'auto' tries on each backend, in that order; it takes the first that does not refuse.
-      reference: the implementation that refuses nothing and is taken for right: XLA's.
-      slow_reference: why 'auto' takes the reference on a GPU or TPU only with `kernels.fallback`; None: it may.
+      reference: the implementation that refuses nothing, runs everywhere and is taken for right: XLA's.
       validate: raises ConfigError for a use that no implementation can have.
       describe: a use in words.
       cases: named batches of real models, for tests and benchmarks.
@@ -79,7 +78,6 @@ class Op(Generic[I, U]):
     implementations: Registry[I | Callable[[Device], I]]
     preferred: Mapping[str, Sequence[str]]
     reference: str = "xla"
-    slow_reference: str | None = None
     validate: Callable[[U], None] = lambda use: None
     describe: Callable[[U], str]
     cases: Mapping[str, Any]
@@ -87,11 +85,11 @@ class Op(Generic[I, U]):
     error: Callable[[I, Any], float]
     limit: Callable[[I, U], float]
 
-    def resolve(self, *, device: Device, uses: Sequence[U] = (), choice: str | I = "auto", fallback: bool = False) -> I:
+    def resolve(self, *, device: Device, uses: Sequence[U] = (), choice: str | I = "auto") -> I:
         """The implementation that runs on `device`.
 
         `choice` is 'auto', a known name, 'package.module:NAME', or the implementation itself. `uses` are what it will
-        be asked for, checked here. `fallback` lets 'auto' take a reference that is slow there.
+        be asked for, checked here.
 
         Raises ConfigError when the backend or the name is unknown, or the implementation named cannot run a use, or
         when 'auto' finds none.
@@ -101,7 +99,7 @@ class Op(Generic[I, U]):
         for use in uses:
             self.validate(use)
         if isinstance(choice, str) and choice == "auto":
-            return self._best(device, uses, fallback)
+            return self._best(device, uses)
         found = self.make(choice, device)
         if refusals := _refusals(found, uses):
             raise ConfigError(
@@ -120,27 +118,19 @@ class Op(Generic[I, U]):
             )
         return made
 
-    def _best(self, device: Device, uses: Sequence[U], fallback: bool) -> I:
+    def _best(self, device: Device, uses: Sequence[U]) -> I:
         passed_over = []
         for name in self.preferred[device.backend]:
             found = self.make(name, device)
             refusals = _refusals(found, uses)
             if refusals:
                 passed_over.append(f"{name!r} cannot run this model ({'; '.join(refusals)})")
-            elif name == self.reference and self.slow_reference and device.backend != "cpu" and not fallback:
-                wanted = " and ".join(dict.fromkeys(map(self.describe, uses))) or "it"
-                raise ConfigError(
-                    f"no kernel of {self.name} runs {wanted} on {device.kind}: {'; '.join(passed_over)}. {name!r} "
-                    f"would, but {self.slow_reference}; change what is refused, or set kernels.fallback to true to "
-                    "have it all the same"
-                )
             else:
                 reason = "; ".join(passed_over) or f"it is the one made for {device.backend}"
                 logger.info("%s on %s: %r, since %s", self.name, device.kind, name, reason)
                 return found
-        raise ConfigError(
-            f"no implementation of {self.name} runs this model on {device.kind}: {'; '.join(passed_over)}"
-        )
+        wanted = " and ".join(dict.fromkeys(map(self.describe, uses))) or "any use"
+        raise ConfigError(f"no implementation of {self.name} runs {wanted} on {device.kind}: {'; '.join(passed_over)}")
 
     def check(self, implementation: I, use: U, device: Device) -> float:
         """The relative error over a small batch on JAX's default device.

@@ -40,13 +40,18 @@ PAGED_ATTENTION: Op[PagedAttention, AttentionUse] = Op(
         ENTRY_POINTS,
         {
             "xla": "jaxserve.kernels.xla_attention:XLA_ATTENTION",
+            "xla_batched": "jaxserve.kernels.xla_batched:make_attention",
             "mosaic_tpu": "jaxserve.kernels.pallas.tpu_implementation:make_attention",
             "mosaic_gpu": "jaxserve.kernels.pallas.gpu_implementation:make_attention",
             "numba_cpu": "jaxserve.kernels.cpu.implementation:make_attention",
         },
     ),
-    preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")},
-    slow_reference="its loops are made for CPUs and take an accelerator seconds for a long prompt",
+    # Never "xla" on an accelerator: its loops are made for CPUs, and a long prompt takes seconds with them there.
+    preferred={
+        "cpu": ("numba_cpu", "xla"),
+        "gpu": ("mosaic_gpu", "xla_batched"),
+        "tpu": ("mosaic_tpu", "xla_batched"),
+    },
     validate=_validate_attention,
     describe=_describe_attention,
     cases=CASES | REAL,

@@ -1,7 +1,8 @@
 """Paged attention in plain XLA: the implementation for CPUs, and the reference that all others are checked against.
 
 Its cache layout and the write of a step's keys and values are here; a batch is split into rows of one query
-(`xla_rows`) and rows of several (`xla_tiles`). Nothing depends on the backend.
+(`xla_rows`) and rows of several (`xla_tiles`). It runs on every backend, but its loops take many small turns: GPUs and
+TPUs without kernels of their own have `xla_batched`.
 
 One gather and one einsum would move every page three times, at a cost that follows from the size of the block table and
 not from the length of the rows (docs/attention-cpu.md has the figures of each formulation that was tried).
@@ -74,16 +75,21 @@ def attend(
 
 
 def write(k: Array, v: Array, cache: PageArrays, batch: AttentionBatch, scales: KVScales | None = None) -> PageArrays:
-    """`PagedAttention.write`: a scatter; padding tokens go to the dummy page."""
-    real = batch.token_rows < batch.context_lens.shape[0]
-    columns = batch.positions // batch.page_size
-    page_ids = jnp.where(real, batch.block_tables.at[batch.token_rows, columns].get(mode="clip"), 0)
-    slots = jnp.where(real, batch.positions % batch.page_size, 0)
+    """`PagedAttention.write`: a scatter."""
+    page_ids, slots = slots_of(batch)
     key_scale, value_scale = (None, None) if scales is None else (scales.keys, scales.values)
     return PageArrays(
         keys=cache.keys.at[page_ids, :, :, slots].set(stored(k, key_scale, cache.keys.dtype)),
         values=cache.values.at[page_ids, :, slots].set(stored(v, value_scale, cache.values.dtype)),
     )
+
+
+def slots_of(batch: AttentionBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """The page and the slot in it where each token of the step is kept; of padding tokens, the dummy page."""
+    real = batch.token_rows < batch.context_lens.shape[0]
+    columns = batch.positions // batch.page_size
+    page_ids = jnp.where(real, batch.block_tables.at[batch.token_rows, columns].get(mode="clip"), 0)
+    return page_ids, jnp.where(real, batch.positions % batch.page_size, 0)
 
 
 def refuses(use: AttentionUse) -> str | None:

@@ -102,8 +102,7 @@ def choose(
     Raises ConfigError as `Op.resolve` and `Op.check` do.
     """
     described = describe(device)
-    choice, fallback = getattr(config.kernels, op.name), config.kernels.fallback
-    found = op.resolve(device=described, uses=uses, choice=choice, fallback=fallback)
+    found = op.resolve(device=described, uses=uses, choice=getattr(config.kernels, op.name))
     for use in uses:
         found.prepare(use)
     if config.kernels.self_check and found.name != op.reference:

@@ -32,6 +32,12 @@ def test_the_tpu_kernels_give_the_tokens_of_the_xla_implementation(dtype):
 
 
 @pytest.mark.slow
+def test_the_batched_loops_for_gpus_give_the_tokens_of_those_for_cpus():
+    answer = answers(**{"kernels.paged_attention": "xla"})
+    assert answers(**{"kernels.paged_attention": "xla_batched"}) == answer
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_caches_of_eight_bits_answer_too(dtype):
     """The demo model's answers survive three or two bits of mantissa in its keys and values."""

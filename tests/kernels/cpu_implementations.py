@@ -1,21 +1,34 @@
-"""What the tests of both implementations for CPUs share: the cases that each of them runs, and the oracle's verdict."""
+"""What the tests of all implementations that run on a CPU share: the cases that each runs, and the oracle's verdict."""
 
 import functools
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels import xla_attention
+from jaxserve.kernels import xla_attention, xla_batched
 from jaxserve.kernels.cases import Case, Inputs
 from jaxserve.kernels.cpu.implementation import make_attention
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import attend_row
-from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, PagedAttention
+from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, LayerCache, PagedAttention
+from jaxserve.kernels.xla_batched import KVPages
+from jaxserve.kernels.xla_softmax import PageArrays
 
-NUMBA = make_attention(Device(backend="cpu", kind="cpu"))
-IMPLEMENTATIONS = (xla_attention.XLA_ATTENTION, NUMBA)
+CPU = Device(backend="cpu", kind="cpu")
+NUMBA = make_attention(CPU)
+XLA_BATCHED = xla_batched.make_attention(CPU)
+IMPLEMENTATIONS = (xla_attention.XLA_ATTENTION, XLA_BATCHED, NUMBA)
+
+
+def cache_of(implementation: PagedAttention, keys: np.ndarray, values: np.ndarray) -> LayerCache:
+    """The cache that holds these numbers, [pages, K, page, H] in float32, in the documented layout."""
+    keys, values = (jnp.asarray(x, jnp.float32) for x in (keys, values))
+    if implementation is XLA_BATCHED:
+        return KVPages(keys=keys, values=values)
+    return PageArrays(keys=keys.swapaxes(2, 3), values=values)
 
 
 def runs(implementation: PagedAttention, spec: AttentionSpec, page_size: int) -> bool:
@@ -24,10 +37,16 @@ def runs(implementation: PagedAttention, spec: AttentionSpec, page_size: int) ->
     return implementation.refuses(use) is None
 
 
-def pairs(
-    cases: Iterable[Case], slow: Callable[[PagedAttention, Case], bool] = lambda implementation, case: False
-) -> list:
-    """Parameters (implementation, case): what an implementation refuses, as this processor's may, is left out."""
+def _batched(implementation: PagedAttention, case: Case) -> bool:
+    del case
+    return implementation is XLA_BATCHED
+
+
+def pairs(cases: Iterable[Case], slow: Callable[[PagedAttention, Case], bool] = _batched) -> list:
+    """Parameters (implementation, case): what an implementation refuses, as this processor's may, is left out.
+
+    Those that are `slow` run with `-m slow` alone: by default the one that is not made for CPUs.
+    """
     return [
         pytest.param(
             implementation,

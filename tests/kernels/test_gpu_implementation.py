@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError
 from jaxserve.kernels.cases import REAL, Case, small
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
@@ -116,12 +115,10 @@ def test_tuned_sizes_beyond_shared_memory_are_refused_with_both_numbers():
     assert reason is not None and "232448" in reason and "stages=9" in reason
 
 
-def test_auto_takes_the_implementation_on_an_h200_and_leaves_what_it_refuses_to_xla_if_that_is_wanted():
+def test_auto_takes_the_implementation_on_an_h200_and_leaves_what_it_refuses_to_plain_xla():
     assert PAGED_ATTENTION.resolve(device=H200, uses=[USE]).name == NAME
     refused = [dataclasses.replace(USE, page_size=24)]
-    with pytest.raises(ConfigError, match=r"page size 24.* set kernels\.fallback to true"):
-        PAGED_ATTENTION.resolve(device=H200, uses=refused)
-    assert PAGED_ATTENTION.resolve(device=H200, uses=refused, fallback=True).name == "xla"
+    assert PAGED_ATTENTION.resolve(device=H200, uses=refused).name == "xla_batched"
 
 
 def test_every_real_case_of_a_supported_dtype_and_page_size_runs():

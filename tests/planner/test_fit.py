@@ -122,13 +122,10 @@ def test_devices_that_stay_idle_are_told(tmp_path):
     assert plan.devices_used == 2 and any("2 of the 8 devices are used" in note for note in plan.notes)
 
 
-def test_plain_xla_on_an_accelerator_is_planned_only_where_it_is_wanted(tmp_path):
-    """GPU kernels take bfloat16; `kernels.fallback` of the config reaches the choice of an implementation."""
+def test_what_the_kernels_of_a_gpu_refuse_is_planned_with_plain_xla(tmp_path):
+    """Those of an H200 take bfloat16 alone."""
     path = write_shape(tmp_path / "small")
-    wide = {"model.dtype": "float32"}
-    with pytest.raises(ConfigError, match=r"on NVIDIA H200.* set kernels\.fallback to true"):
-        make_plan(small_config(path, **wide), "h200:1", QUICK)
-    plan = make_plan(small_config(path, **wide, **{"kernels.fallback": True}), "h200:1", QUICK)
+    plan = make_plan(small_config(path, **{"model.dtype": "float32"}), "h200:1", QUICK)
     assert plan.fits and plan.dtype == "float32"
 
 

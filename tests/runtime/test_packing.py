@@ -186,7 +186,7 @@ def test_packing_by_name_where_it_cannot_be_is_refused(device, use, reason) -> N
 
 
 def test_an_accelerator_takes_weights_as_they_are() -> None:
-    """Without `kernels.fallback`: XLA's products are the best there."""
+    """XLA's products are the best there."""
     assert MATMUL.resolve(device=TPU, uses=[BFLOAT16]) is XLA_MATMUL
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxserve.config import load_config
-from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.models.family import find_family
@@ -44,19 +43,11 @@ def test_a_device_has_the_name_that_tables_use(platform, kind, capability, descr
     assert describe(device) == described  # pyright: ignore[reportArgumentType]
 
 
-def test_a_start_takes_plain_xla_on_an_accelerator_only_where_it_is_wanted():
-    """`kernels.fallback` of the config reaches the choice of an implementation."""
+def test_a_start_on_a_gpu_without_kernels_of_its_own_takes_the_batched_loops():
     gpu = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA A100-SXM4-40GB", compute_capability="8.0")
     model = find_family(MODEL, "config.json").adapt(HfConfig(MODEL, "config.json"))
     dtype = np.dtype("float32")
 
-    def start(fallback):
-        settings = {"kernels.fallback": fallback, "kernels.self_check": False}
-        config = load_config(None, settings, environ={}).config
-        sizes = resolve_sizes(config, model, dtype, "gpu")
-        uses = attention_uses(model, sizes, dtype)
-        return choose(PAGED_ATTENTION, config, uses, gpu)  # pyright: ignore[reportArgumentType]
-
-    with pytest.raises(ConfigError, match=r"on NVIDIA A100.* set kernels\.fallback to true"):
-        start(fallback=False)
-    assert start(fallback=True).name == "xla"
+    config = load_config(None, {"kernels.self_check": False}, environ={}).config
+    uses = attention_uses(model, resolve_sizes(config, model, dtype, "gpu"), dtype)
+    assert choose(PAGED_ATTENTION, config, uses, gpu).name == "xla_batched"  # pyright: ignore[reportArgumentType]

@@ -146,12 +146,13 @@ def test_without_facts_everything_is_unproven():
 
 
 def test_cells_say_what_is_known_and_what_is_wrong():
-    tpu_compiled, tpu_run, tpu_measured, gpu_compiled, gpu_run, gpu_measured, xla_run, xla_measured = rows(
+    tpu_compiled, tpu_run, tpu_measured, gpu_compiled, gpu_run, gpu_measured, *batched, xla_run, xla_measured = rows(
         FACTS, {(DECODE, "mosaic_gpu"): {"NVIDIA H200": {"passed": True}}}
     )[DECODE]
     assert tpu_compiled == "v5e: refused (1)<br>v6e: **failed**" and tpu_run == "unproven" and tpu_measured == "-"
     assert gpu_compiled == "h200: 3 s; 95 registers x 256, 106 KiB, **8 B spilled**"
     assert gpu_run == "**1.4e-03, race**" and gpu_measured == "NVIDIA H200: right"
+    assert batched == ["unproven"] * 3
     assert xla_run == "**3.0e-03**" and xla_measured == "unproven"
     assert list(kernel_report.table(FACTS, {}))[-1] == "Refused: (1) too wide."
 
@@ -177,6 +178,14 @@ def test_the_summary_counts_the_cases_of_each_proof():
         ("mosaic_gpu", "compiled for h200"): ["0", "0", "**1**", others, "-"],
         ("mosaic_gpu", "interpreted on a CPU"): ["0", "0", "**1**", others, "1.4e-03"],
         ("mosaic_gpu", "measured on NVIDIA H200"): ["1", "0", "0", others, "1.0e-03"],
+        **{
+            ("xla_batched", proof): ["0", "0", "0", str(len(REAL)), "-"]
+            for proof in (
+                *(f"compiled for {chip}" for chip in ("a100", "l40s", "b200")),
+                "run on a CPU",
+                "measured on a GPU or TPU",
+            )
+        },
         ("xla", "run on a CPU"): ["0", "0", "**1**", others, "3.0e-03"],
         ("xla", "measured on NVIDIA H100"): ["0", "0", "0", str(len(REAL)), "-"],
         ("xla", "measured on NVIDIA H200"): ["0", "0", "**1**", others, "-"],
@@ -201,7 +210,7 @@ def test_measurements_come_from_records(tmp_path):
     measured = kernel_report.measurements(tmp_path)
     cells = rows({}, measured)[DECODE]
     assert cells[5] == "NVIDIA H200: right, 0.25 ms, 90% of copy bandwidth"
-    assert cells[7] == "NVIDIA H200: **failed**"
+    assert cells[-1] == "NVIDIA H200: **failed**"
     assert measured.keys() == {(DECODE, "mosaic_gpu"), (DECODE, "xla")}, "short forms are no measurement"
 
 

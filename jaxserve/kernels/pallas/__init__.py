@@ -1,4 +1,4 @@
-"""Implementations written in Pallas: `tpu_*` for TPUs (Mosaic), `gpu_*` for NVIDIA GPUs from Hopper on (Mosaic GPU).
+"""Implementations written in Pallas: `tpu_*` for TPUs (Mosaic), `gpu_*` for NVIDIA Hopper GPUs (Mosaic GPU).
 
 There is a file each for the layout of a page, the write and the attention; and `*_implementation`, which joins them to
 a `PagedAttention`. docs/kernels.md draws the algorithms and says what was proven where.

@@ -107,7 +107,7 @@ def refuses_decode(use: AttentionUse, blocks: DecodeBlocks) -> str | None:
     if padded_group(use.spec) * lanes > _MAX_ACC:
         return (
             f"{use.spec.num_query_heads // use.spec.num_kv_heads} query heads for each kv head of {use.spec.head_dim}, "
-            f"but GPU kernels take {_MAX_ACC // lanes}; kernels.paged_attention: xla runs it"
+            f"but GPU kernels take {_MAX_ACC // lanes}; kernels.paged_attention: xla_batched runs it"
         )
     needed = shared_memory_bytes(use, blocks)
     if needed > layout.SHARED_MEMORY_BYTES:

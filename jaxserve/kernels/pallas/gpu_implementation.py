@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs from Hopper on: the write, then one kernel for rows of one query and one for longer rows.
+"""Attention on NVIDIA Hopper GPUs: the write, then one kernel for rows of one query and one for longer rows.
 
 A batch is divided between the kernels here, block sizes are chosen, and uses that cannot run are refused. The device
 code is in `gpu_decode`, `gpu_prefill` and `gpu_write`.
@@ -28,7 +28,7 @@ from jaxserve.kernels.pallas.gpu_prefill import PrefillBlocks
 from jaxserve.kernels.tuning import TunedTable, load_table
 
 NAME = "mosaic_gpu"
-# wgmma and TMA came with it. Blackwell (10.0) has neither wgmma nor what replaces it here.
+# The kernels multiply by wgmma, which no other generation has: ptxas refuses it for 10.0 (Blackwell), too.
 _COMPUTE_CAPABILITY = (9, 0)
 
 
@@ -60,7 +60,7 @@ class _Kernels:
             shown = "none" if found is None else ".".join(map(str, found))
             return (
                 f"it needs the instructions of compute capability {_COMPUTE_CAPABILITY[0]}.x (Hopper), and "
-                f"{self.device.kind} has {shown}; kernels.paged_attention: xla runs there"
+                f"{self.device.kind} has {shown}; kernels.paged_attention: xla_batched runs there"
             )
         return refuses_layout(use) or self._refuses_decode(use) or self._refuses_prefill(use)
 

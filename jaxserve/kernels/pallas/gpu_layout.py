@@ -77,7 +77,7 @@ def copy_pages(cache: GpuPages, sources: Int[Array, " C"], targets: Int[Array, "
 
 def refuses_layout(use: AttentionUse) -> str | None:
     """Why this layout cannot hold a use, or None."""
-    remedy = "kernels.paged_attention: xla runs it"
+    remedy = "kernels.paged_attention: xla_batched runs it"
     if use.query_dtype != "bfloat16":
         return f"queries in {use.query_dtype}, but GPU kernels take bfloat16; set model.dtype to it, or {remedy}"
     if use.cache_dtype not in CACHE_DTYPES:

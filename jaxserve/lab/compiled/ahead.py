@@ -56,7 +56,6 @@ def place_ahead(
         device=device,
         choice=config.kernels.paged_attention,
         uses=attention_uses(partition.local, sizes, weights_dtype),
-        fallback=config.kernels.fallback,
     )
     ranges = layer_ranges(model.num_layers, len(meshes))
     stages = tuple(

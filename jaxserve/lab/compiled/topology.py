@@ -7,6 +7,7 @@ JAX's own names are not enough: libtpu needs its environment set before it is lo
 sheet of the card, which would otherwise be repeated by the planner, the tests and the scripts.
 """
 
+import dataclasses
 import importlib.metadata
 from typing import Any
 
@@ -19,21 +20,83 @@ from jaxserve.config import describe_absent_tpu
 from jaxserve.errors import ConfigError, MissingCompiler
 from jaxserve.kernels.dispatch import Device
 
-# The CUDA programming guide's table of compute capabilities, for the fields that the chip does not name.
 _GPU_SHEET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: {cores} fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {core.threads}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {core.block_shared_bytes}
+  shared_memory_per_core: {core.shared_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: {cores} fpus_per_core: {core.fpus} clock_rate_ghz: {core.clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
+  memory_bandwidth: {bandwidth} l2_cache_size: {core.l2_bytes} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA" runtime_version {{ major: 13 minor: 0 patch: 0 }} dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{kind}"
 """
 _GPU_PLUGIN = "jax-cuda13-plugin"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Core:
+    """A streaming multiprocessor, as far as a chip does not name it.
+
+    Attributes:
+      threads: that it holds at once.
+      shared_bytes, block_shared_bytes: its shared memory, and the most that one block may have of it.
+      fpus: float32 units.
+      clock_ghz: the highest.
+      l2_bytes: of the whole card.
+      accelerated: it has instructions that no later GPU has (sm_90a, sm_100a).
+    """
+
+    threads: int
+    shared_bytes: int
+    block_shared_bytes: int
+    fpus: int
+    clock_ghz: float
+    l2_bytes: int
+    accelerated: bool
+
+
+# The CUDA programming guide's table of compute capabilities; clock and cache from the architectures' white papers.
+_CORES = {
+    (8, 0): _Core(
+        threads=2048,
+        shared_bytes=164 * 2**10,
+        block_shared_bytes=163 * 2**10,
+        fpus=64,
+        clock_ghz=1.41,
+        l2_bytes=40 * 2**20,
+        accelerated=False,
+    ),
+    (8, 9): _Core(
+        threads=1536,
+        shared_bytes=100 * 2**10,
+        block_shared_bytes=99 * 2**10,
+        fpus=128,
+        clock_ghz=2.52,
+        l2_bytes=96 * 2**20,
+        accelerated=False,
+    ),
+    (9, 0): _Core(
+        threads=2048,
+        shared_bytes=228 * 2**10,
+        block_shared_bytes=227 * 2**10,
+        fpus=128,
+        clock_ghz=1.98,
+        l2_bytes=50 * 2**20,
+        accelerated=True,
+    ),
+    (10, 0): _Core(
+        threads=2048,
+        shared_bytes=228 * 2**10,
+        block_shared_bytes=227 * 2**10,
+        fpus=128,
+        clock_ghz=1.965,
+        l2_bytes=126 * 2**20,
+        accelerated=True,
+    ),
+}
 
 
 def absent_devices(name: str) -> list[Any]:
@@ -74,6 +137,7 @@ def _gpu_devices(chip: Chip, count: int) -> list[Any]:
     _need(_GPU_PLUGIN, "jaxserve[aot]")
     assert chip.compute_capability is not None, chip.name
     major, minor = chip.compute_capability
+    core = _CORES[chip.compute_capability]
     sheet = _GPU_SHEET.format(
         cores=chip.num_cores,
         bandwidth=int(chip.memory_bandwidth),
@@ -81,6 +145,8 @@ def _gpu_devices(chip: Chip, count: int) -> list[Any]:
         major=major,
         minor=minor,
         kind=chip.kind,
+        core=core,
+        extension="feature_extension: ACCELERATED_FEATURES" if core.accelerated else "",
     )
     found = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=sheet, topology=f"1x1x{count}"

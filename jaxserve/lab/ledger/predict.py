@@ -49,7 +49,7 @@ def time_of_call(program: Program, call: KernelCall, chip: Chip, *, latency_s: f
 
 def rates_of(chip: Chip, latency_s: float = 0.0) -> Rates:
     """The rates of one core of a TPU."""
-    cores = chip.cores
+    cores = chip.tensor_cores
     assert cores is not None, f"{chip.name} is no TPU"
     base = chip.flops["bfloat16"]
     return Rates(
