@@ -23,7 +23,16 @@ ON_V6E = (
     "mpt-7b-alibi/busy/64/bfloat16",
     "phi3-mini/busy/64/bfloat16",
 )
-BUILDS = dict.fromkeys([*QUICK, *((name, "v5e:2x2") for name in ON_V5E), *((name, "v6e:2x2") for name in ON_V6E)])
+# Copies are described to the hardware in another way there.
+ON_OTHERS = ("llama3-8b-tp8/decode64/64/bfloat16", "llama3-8b-tp4/busy/32/int8")
+BUILDS = dict.fromkeys(
+    [
+        *QUICK,
+        *((name, "v5e:2x2") for name in ON_V5E),
+        *((name, "v6e:2x2") for name in ON_V6E),
+        *((name, topology) for name in ON_OTHERS for topology in ("v5p:2x2x1", "v7x:2x2x1")),
+    ]
+)
 
 
 @pytest.mark.parametrize(

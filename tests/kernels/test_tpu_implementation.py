@@ -1,7 +1,9 @@
 """Attention for TPUs in the interpreter, with races watched and memory poisoned, against the float64 oracle."""
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from jaxserve.kernels.cases import REAL, Case, Room, case, make_inputs, small
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import TOLERANCE, relative_error
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse
 from jaxserve.kernels.pallas import tpu_attention
 from jaxserve.kernels.pallas.tpu_implementation import make_attention
 from jaxserve.kernels.tuning import entry_name
@@ -63,7 +65,7 @@ def watch():
         yield watch
 
 
-def check(case: Case, watch: Watch, seed: int = 0, room: Room | None = None) -> None:
+def check(case: Case, watch: Watch, seed: int = 0, room: Room | None = None, attend: Callable = attend) -> None:
     inputs = inputs_of(case, seed=seed, room=room)
     out, _ = run(attend, case, inputs)
     assert relative_error(case, inputs, out) <= TOLERANCE[case.query_dtype]
@@ -78,17 +80,78 @@ def test_named_case_matches_the_oracle(name, watch):
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 
 
+@functools.cache
+def attend_with(use: AttentionUse, pages: int, compute: int):
+    """A jitted `attend` whose blocks are of these sizes."""
+    sizes = {"pages": pages, "compute": compute}
+    block_q = {"decode": 1, "prefill": 32}
+    implementation = implementation_with(
+        {entry_name("mosaic_tpu", variant, use): {"block_q": q, **sizes} for variant, q in block_q.items()}
+    )
+    return jax.jit(implementation.attend, static_argnums=5)
+
+
 @pytest.mark.parametrize(
     ("page_size", "window"), [(32, 9), *(pytest.param(size, None, marks=pytest.mark.slow) for size in (16, 24))]
 )
 @settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_ragged_batches_among_poison(page_size, window, watch, data):
+    """Every other one with blocks so small that a row has several, and each of them two compute blocks."""
     rows = data.draw(ragged_rows(page_size))
     if not rows:
         return
     batch, room = bucketed(rows, page_size, dataclasses.replace(SPEC, window=window), "float32", "float32")
-    check(batch, watch, seed=len(rows), room=room)
+    if data.draw(st.booleans()):
+        check(batch, watch, seed=len(rows), room=room)
+    else:
+        small_blocks = attend_with(batch.use, 2 if page_size > 16 else 4, 1 if page_size > 16 else 2)
+        check(batch, watch, seed=len(rows), room=room, attend=small_blocks)
+
+
+LONG_ROWS = ((1, 1), (1, 64), (1, 65), (1, 256), (1, 250), (1, 257), (1, 700), (1, 17))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "window", "dtype"),
+    [
+        (16, None, "bfloat16"),
+        pytest.param(16, 100, "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param(24, 100, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(24, None, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_several_compute_blocks(page_size, window, dtype, watch):
+    """Rows end inside of, at the end of, and beyond a compute block, a block and a page; windows begin anywhere."""
+    query_dtype = "float32" if dtype == "float32" else "bfloat16"
+    batch = Case(
+        name="long",
+        spec=dataclasses.replace(SPEC, window=window),
+        rows=LONG_ROWS,
+        page_size=page_size,
+        query_dtype=query_dtype,
+        cache_dtype=dtype,
+        padding_rows=1,
+    )
+    check(batch, watch, attend=attend_with(batch.use, 16, 4))
+
+
+@pytest.mark.parametrize("columns", [pytest.param(1, marks=pytest.mark.slow), 300])
+def test_a_row_of_one_token_in_blocks_larger_than_its_table_or_smaller(columns, watch):
+    batch = Case(name="one", spec=SPEC, rows=((1, 1),), page_size=16)
+    check(batch, watch, room=Room(columns=columns, num_pages=4))
+
+
+def test_a_row_of_nan_reaches_no_neighbour():
+    """Its keys and values are left in the buffers that shorter rows use after it."""
+    batch = Case(name="nan", spec=SPEC, rows=((1, 300), (1, 40), (1, 3)), page_size=16)
+    inputs, function = inputs_of(batch), attend_with(batch.use, 16, 4)
+    sick = inputs.cache.at[inputs.batch.block_tables[0, :18]].set(jnp.nan)
+    expected, out = (
+        np.asarray(run(function, batch, dataclasses.replace(inputs, cache=cache))[0]) for cache in (inputs.cache, sick)
+    )
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[1:], expected[1:])
 
 
 def test_a_batch_of_padding_alone_gives_zeros():
@@ -224,8 +287,8 @@ def test_any_tuned_sizes_give_the_same_answer(watch):
     use = small(REAL["llama3-8b-tp8/busy/64/bfloat16"])
     use = dataclasses.replace(use, page_size=16)
     entries = {
-        entry_name("mosaic_tpu", "decode", use.use): {"block_q": 1, "pages": 1},
-        entry_name("mosaic_tpu", "prefill", use.use): {"block_q": 32, "pages": 4},
+        entry_name("mosaic_tpu", "decode", use.use): {"block_q": 1, "pages": 1, "compute": 1},
+        entry_name("mosaic_tpu", "prefill", use.use): {"block_q": 32, "pages": 4, "compute": 2},
     }
     tuned = implementation_with(entries)
     inputs = inputs_of(use, tuned)
@@ -292,5 +355,7 @@ def test_what_does_not_fit_is_refused_with_the_figures():
 
 def test_tuned_sizes_that_are_no_powers_of_two_are_refused():
     use = REAL["llama3-8b-tp1/busy/64/bfloat16"].use
-    implementation = implementation_with({entry_name("mosaic_tpu", "decode", use): {"block_q": 1, "pages": 3}})
+    implementation = implementation_with(
+        {entry_name("mosaic_tpu", "decode", use): {"block_q": 1, "pages": 3, "compute": 1}}
+    )
     assert "not powers of two" in str(implementation.refuses(use))

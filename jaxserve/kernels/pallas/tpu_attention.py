@@ -7,22 +7,29 @@ One program of the grid is one *item*: a tile of queries and one row (sequence) 
 
     item:      tile 0, row 5 |  tile 0, row 6 |  tile 1, row 6 |  tile 2, row 6   ...
     queries:   [K, M, lanes]    the tile stays in VMEM while its items follow one another
-    pages:     [b0][b1]         [b0][b1][b2]     [b0][b1][b2][b3]                 one block in use, the next one coming
-    page ids:  128 at a time from HBM into SMEM, also one piece ahead
+    blocks:    [b0][b1]         [b0][b1][b2]     [b0][b1][b2][b3]                 one block in use, the next one coming
+    in b1:     [page|page|page|page][page|page|page|page][page|page|....|....]    compute blocks; the last is half empty
+    page ids:  128 or more at a time from HBM into SMEM, also one piece ahead
 
-So a table of any length costs 1 KiB of SMEM, nothing waits for a page whose turn was known before, and the last block
-of an item already fetches the first of the next. A tile of one token is the decode variant: its M rows are the query
-heads that share a key head. A longer tile packs (head of the group, token) into M, so that the matrix unit sees
-hundreds of rows whatever the group size.
+So a table of any length costs a few KiB of SMEM, nothing waits for a page whose turn was known before, and the last
+block of an item already fetches the first of the next. A block is megabytes, since a copy takes about a microsecond
+to begin; a compute block is as many tokens as keep the units busy without spilling registers. Only pages that a query
+of the item sees are copied. A tile of one token is the decode variant: its M rows are the query heads that share a key
+head. A longer tile packs (head of the group, token) into M, so that the matrix unit sees hundreds of rows whatever the
+group size.
 
-Why one head after the other and not all at once: a block of keys lies [K, tokens, lanes] in VMEM, so each head is a
-plain 2-d product with no relayout, and the order costs nothing since copies, not products, bound decode.
+What is counted in the compiler's schedule and kept short: a page lies in VMEM as it does in HBM, so its copy is one
+contiguous piece whose address is one shift; page ids are an array of one dimension for the same reason; one wait serves
+a whole block; and values that are not the row's are zeroed where they lie, so that no product has to select them.
+
+Why one head after the other and not all at once: the pages of a head are plain matrices one below the other, so each
+head is a 2-d product with no relayout, and the order costs nothing since copies, not products, bound decode.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +39,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse, KVScales
-from jaxserve.kernels.pallas.tpu_layout import PageShape
+from jaxserve.kernels.pallas.tpu_layout import LANES, PageShape
 
 _LOG2E = math.log2(math.e)
-_IDS = 128  # page ids of one piece: the narrowest row that can be copied into SMEM
+_IDS = 128  # page ids of one piece at least: the narrowest row that can be copied into SMEM
+_TURNS = 8  # turns of a short loop that are laid out one after the other
 _HIDDEN = -1e30  # exp2(_HIDDEN - _LOWEST) is 0: a query that sees nothing of a block adds nothing
 _LOWEST = -0.5e30
 _UNROLL = 8  # heads whose code is laid out one after the other; more of them loop
@@ -47,11 +55,18 @@ class Blocks:
 
     Attributes:
       block_q: tokens of a tile of queries, a power of two; 1 is the decode variant.
-      pages: pages of a block, a power of two up to 128.
+      pages: pages that are copied as one block, a power of two.
+      compute: pages of a compute block, a power of two; several of them make a block of `pages`.
     """
 
     block_q: int
     pages: int
+    compute: int
+
+    def within(self, columns: int) -> "Blocks":
+        """No larger than a block table of `columns` pages needs."""
+        most = 2 ** max(0, (columns - 1).bit_length())
+        return dataclasses.replace(self, pages=min(self.pages, most), compute=min(self.compute, most))
 
 
 @jax.tree_util.register_dataclass
@@ -156,12 +171,17 @@ def attend(
     assert cache.shape[1:] == (kv_heads, shape.rows, shape.lanes), (cache.shape, shape)
     assert rows % blocks.block_q == 0 and lanes == shape.query_lanes, (q.shape, blocks, shape)
     columns = block_tables.shape[1]
-    tables = jnp.pad(block_tables, ((0, 0), (0, -columns % _IDS))).reshape(-1, 1, _IDS)
-    per_row = -(-columns // _IDS)
-    block_rows = blocks.pages * shape.rows
-    offsets = shape.slot_positions(blocks.pages)
+    ids = max(_IDS, blocks.pages)
+    tables = jnp.pad(block_tables, ((0, 0), (0, -columns % ids))).reshape(-1, ids)
+    offsets = shape.slot_positions(blocks.compute)[None]
     static = _Static(
-        spec=spec, shape=shape, blocks=blocks, ids_per_row=per_row, rows=rows, exact=q.dtype == jnp.float32
+        spec=spec,
+        shape=shape,
+        blocks=blocks,
+        ids=ids,
+        pieces=-(-columns // ids),
+        rows=rows,
+        exact=q.dtype == jnp.float32,
     )
     tile = pl.BlockSpec((None, kv_heads, rows, lanes), lambda i, _, tiles, *__: (tiles[i], 0, 0, 0))
     biases = [x[..., None].astype(jnp.float32) for x in (sinks, slopes) if x is not None]
@@ -174,12 +194,12 @@ def attend(
             tile,
             pl.BlockSpec(memory_space=pltpu.HBM),
             pl.BlockSpec(memory_space=pltpu.HBM),
-            *(_constant(x.shape) for x in (offsets[None], offsets[:, None], *biases)),
+            *(_constant(x.shape) for x in (offsets, *biases)),
         ],
         out_specs=tile,
         scratch_shapes=[
-            pltpu.VMEM((2, kv_heads, block_rows, shape.lanes), cache.dtype),
-            pltpu.SMEM((2, 1, _IDS), jnp.int32),
+            pltpu.VMEM((2 * blocks.pages, kv_heads, shape.rows, shape.lanes), cache.dtype),
+            pltpu.SMEM((2 * ids,), jnp.int32),
             pltpu.SMEM((2,), jnp.int32),
             pltpu.VMEM((kv_heads, rows, lanes), jnp.float32),
             pltpu.VMEM((kv_heads, rows, 128), jnp.float32),
@@ -196,6 +216,8 @@ def attend(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=vmem_bytes(use, blocks) * 5 // 4,
+            # Page ids are those of the scheduler's tables, and a check costs more than the copy that it guards.
+            disable_bounds_checks=True,
         ),
         cost_estimate=_cost(q, cache, block_tables, use, blocks),
         interpret=False if interpret is None else interpret,
@@ -203,7 +225,7 @@ def attend(
     )(
         work.count, work.tile, work.row, work.begin, work.end, work.low, work.first, work.last, work.shift,
         key_scales, value_scales,
-        q, tables, cache, offsets[None], offsets[:, None], *biases,
+        q, tables, cache, offsets, *biases,
     )  # fmt: skip
 
 
@@ -218,7 +240,8 @@ class _Static:
     spec: AttentionSpec
     shape: PageShape
     blocks: Blocks
-    ids_per_row: int  # pieces of 128 page ids of a row of the table
+    ids: int  # page ids of a piece
+    pieces: int  # of a row of the table
     rows: int  # M
     exact: bool  # float32 all the way
 
@@ -226,19 +249,21 @@ class _Static:
     def block_tokens(self) -> int:
         return self.blocks.pages * self.shape.page_size
 
+    @property
+    def compute_tokens(self) -> int:
+        return self.blocks.compute * self.shape.page_size
+
 
 def _kernel(static: _Static, has_sinks: bool, has_slopes: bool, *refs):
     names = iter(refs)
     item = _Items(*(next(names) for _ in range(9)))
-    key_scales, value_scales, q, tables, cache, key_offsets, value_offsets = (next(names) for _ in range(7))
+    key_scales, value_scales, q, tables, cache, key_offsets = (next(names) for _ in range(6))
     sinks = next(names) if has_sinks else None
     slopes = next(names) if has_slopes else None
     out, buffer, ids, state, mix, top, total, page_sems, id_sems = names
     i = pl.program_id(0)
     copies = _Copies(static, item, tables, cache, buffer, ids, state, page_sems, id_sems)
-    fold = functools.partial(
-        _fold, static, item, i, q, buffer, key_offsets, value_offsets, slopes, key_scales, mix, top, total
-    )
+    fold = functools.partial(_fold, static, item, i, q, buffer, key_offsets, slopes, key_scales, mix, top, total)
 
     @pl.when((i == 0) & (item.count[0] > 0))
     def _():
@@ -266,7 +291,10 @@ def _kernel(static: _Static, has_sinks: bool, has_slopes: bool, *refs):
             copies.start_block(next_item, jnp.where(last_block, item.begin[next_item], c + 1), 1 - slot)
 
         copies.wait_block(i, c, slot)
-        fold(c, slot)
+        clean = functools.partial(_clean, static, item, i, c, buffer, slot)
+        inside = _compute_blocks(static, item, i, c)
+        clean(inside)
+        lax.fori_loop(*inside, lambda s, _: fold(c, s, slot), None)
         return 1 - slot
 
     state[0] = lax.fori_loop(item.begin[i], stop, advance, state[0])
@@ -295,7 +323,7 @@ class _Items:
     shift: Array
 
     def blocks_end(self, i, block_tokens: int):
-        return lax.div(self.end[i] + (block_tokens - 1), block_tokens)
+        return _div_up(self.end[i], block_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,33 +341,31 @@ class _Copies:
     id_sems: Array
 
     def piece_of(self, block):
-        return lax.div(block * self.static.blocks.pages, _IDS)
+        return _div(block * self.static.blocks.pages, self.static.ids)
 
     def start_ids(self, i, piece, half) -> None:
         self._ids(i, piece, half).start()
 
     def _ids(self, i, piece, half):
-        source = self.tables.at[self.item.row[i] * self.static.ids_per_row + piece]
-        return pltpu.make_async_copy(source, self.ids.at[half], self.id_sems.at[half])
+        source = self.tables.at[self.item.row[i] * self.static.pieces + piece]
+        return pltpu.make_async_copy(
+            source, self.ids.at[pl.ds(half * self.static.ids, self.static.ids)], self.id_sems.at[half]
+        )
 
     def start_block(self, i, c, slot) -> None:
         """Starts the pages of block c of item i; on the way, takes over the piece of page ids that holds them."""
-        piece, blocks = self.piece_of(c), self.static.blocks
+        piece, first_id = self.piece_of(c), (c * self.static.blocks.pages) & (self.static.ids - 1)
 
-        @pl.when((c == self.item.begin[i]) | (lax.rem(c * blocks.pages, _IDS) == 0))
+        @pl.when((c == self.item.begin[i]) | (first_id == 0))
         def _():
             half = 1 - self.state[1]
             self.state[1] = half
             self._ids(i, piece, half).wait()
             self._start_next_ids(i, piece, 1 - half)
 
-        half = self.state[1]
-
-        def start(j, _):
-            page = self.ids[half, 0, lax.rem(c * blocks.pages, _IDS) + j]
-            self._page(page, j, slot).start()
-
-        lax.fori_loop(0, self._num_pages(i, c), start, None)
+        first_id += self.state[1] * self.static.ids
+        begin, end = self.pages_of(i, c)
+        _loop(begin, end, lambda j: self._page(self.ids[first_id + j], j, slot).start())
 
     def _start_next_ids(self, i, piece, half) -> None:
         last_piece = self.piece_of(self.item.blocks_end(i, self.static.block_tokens) - 1) == piece
@@ -351,29 +377,117 @@ class _Copies:
             self.start_ids(next_item, next_piece, half)
 
     def wait_block(self, i, c, slot) -> None:
-        lax.fori_loop(0, self._num_pages(i, c), lambda j, _: self._page(0, j, slot).wait(), None)
+        """One wait for a full block; for others, one for each power of two in the number of pages."""
+        begin, end = self.pages_of(i, c)
+        count, pages = end - begin, self.static.blocks.pages
+        pl.when(count == pages)(lambda: self._await(pages, slot))
 
-    def _num_pages(self, i, c):
+        @pl.when(count != pages)
+        def _():
+            for bit in range(pages.bit_length() - 1):
+                pl.when((count & (1 << bit)) != 0)(functools.partial(self._await, 1 << bit, slot))
+
+    def _await(self, pages: int, slot) -> None:
+        """A semaphore counts bytes, so this waits for any `pages` copies, whatever their places in the buffer."""
+        some = self.buffer.at[pl.ds(0, pages)]
+        pltpu.make_async_copy(some, some, self.page_sems.at[slot]).wait()
+
+    def pages_of(self, i, c):
+        """Which pages [begin, end) of block c any query of item i sees, counted from the block's first."""
         page_size, pages = self.static.shape.page_size, self.static.blocks.pages
-        used = lax.div(self.item.end[i] + (page_size - 1), page_size)
-        return jnp.minimum(used - c * pages, pages)
+        begin = jnp.maximum(_div(self.item.low[i], page_size) - c * pages, 0)
+        return begin, jnp.minimum(_div_up(self.item.end[i], page_size) - c * pages, pages)
 
     def _page(self, page, j, slot):
-        rows = self.static.shape.rows
-        target = self.buffer.at[slot, :, pl.ds(pl.multiple_of(j * rows, rows), rows), :]
+        target = self.buffer.at[slot * self.static.blocks.pages + j]
         return pltpu.make_async_copy(self.cache.at[page], target, self.page_sems.at[slot])
 
 
-def _fold(
-    static: _Static, item, i, q, buffer, key_offsets, value_offsets, slopes, key_scales, mix, top, total, c, slot
-) -> None:
-    """Adds block c to the online softmax of every head; blocks that all queries see whole need no mask."""
-    start = c * static.block_tokens
-    block_q = static.blocks.block_q
+def _compute_blocks(static: _Static, item: _Items, i, c):
+    """Which compute blocks [begin, end) of block c any query of item i sees."""
+    start, tokens = c * static.block_tokens, static.compute_tokens
+    begin = _div(jnp.maximum(item.low[i] - start, 0), tokens)
+    return begin, _div_up(jnp.minimum(item.end[i] - start, static.block_tokens), tokens)
+
+
+def _clean(static: _Static, item: _Items, i, c, buffer, slot, inside) -> None:
+    """Zeros in place of the values that compute blocks `inside` of block c hold beside those of item i.
+
+    They would be multiplied by zero, but they may be NaN: slots after the end of the row, lines that fill up a page,
+    and what earlier blocks left where this one copies nothing.
+    """
+    shape, compute, start = static.shape, static.blocks.compute, c * static.block_tokens
+    first = slot * static.blocks.pages
+    lanes = pl.ds(shape.half, shape.half) if shape.half >= LANES else slice(None)
+
+    def clear(page) -> None:
+        place = buffer.at[first + page, :, :, lanes]
+        place[...] = jnp.zeros(place.shape, place.dtype)
+
+    def keep(page, lines) -> None:
+        def head(h) -> None:
+            place = buffer.at[first + page, h, :, lanes]
+            line = lax.broadcasted_iota(jnp.int32, place.shape, 0)
+            # Through 32 bits, which every dtype of a cache fits into and every generation can select.
+            place[...] = jnp.where(line < lines, place[...].astype(jnp.float32), 0.0).astype(place.dtype)
+
+        _each_head(static, head)
+
+    tokens = jnp.minimum(item.end[i] - start, static.block_tokens)
+    full = _div(tokens, shape.page_size)
+    torn = tokens - full * shape.page_size
+    pl.when(torn != 0)(lambda: keep(full, torn))
+    _loop(full + (torn != 0).astype(jnp.int32), inside[1] * compute, clear)
+    if static.spec.window is not None:
+        copied = _div(jnp.maximum(item.low[i] - start, 0), shape.page_size)
+        _loop(inside[0] * compute, copied, clear)
+    if shape.rows != shape.page_size:
+        lax.fori_loop(inside[0] * compute, full, lambda page, _: keep(page, shape.page_size), None)
+
+
+def _loop(begin, end, body: Callable[[Array], None]) -> None:
+    """A loop of short turns, several of which are laid out one after the other."""
+    turns = _div(end - begin, _TURNS)
+
+    def some(turn, _) -> None:
+        for k in range(_TURNS):
+            body(begin + (turn * _TURNS + k))
+
+    lax.fori_loop(0, turns, some, None)
+    lax.fori_loop(begin + turns * _TURNS, end, lambda j, _: body(j), None)
+
+
+def _each_head(static: _Static, head: Callable[[Array | int], None]) -> None:
+    """Few heads of decode are laid out one after the other, so that the schedule can mix them; more of them loop."""
+    kv_heads = static.spec.num_kv_heads
+    if kv_heads <= _UNROLL and static.blocks.block_q == 1:
+        for h in range(kv_heads):
+            head(h)
+    else:
+        lax.fori_loop(0, kv_heads, lambda h, _: head(h), None)
+
+
+def _div(x, n: int):
+    """Of numbers that are not negative: a shift where n is a power of two, which a scalar unit does in one step."""
+    return lax.shift_right_logical(x, jnp.int32(n.bit_length() - 1)) if n & (n - 1) == 0 else lax.div(x, jnp.int32(n))
+
+
+def _div_up(x, n: int):
+    return _div(x + (n - 1), n)
+
+
+def _fold(static: _Static, item, i, q, buffer, key_offsets, slopes, key_scales, mix, top, total, c, part, slot) -> None:
+    """Adds compute block `part` of block c to the online softmax of every head.
+
+    Compute blocks that all queries see whole need no mask.
+    """
+    pages, block_q = static.blocks.compute, static.blocks.block_q
+    first = slot * static.blocks.pages + part * pages
+    start = c * static.block_tokens + part * static.compute_tokens
     whole = (
         (static.shape.rows == static.shape.page_size)
         & (start >= item.low[i])
-        & (start + static.block_tokens <= item.shift[i] + item.first[i] + 1)
+        & (start + static.compute_tokens <= item.shift[i] + item.first[i] + 1)
         & (item.first[i] == 0)
         & (item.last[i] == block_q)
     )
@@ -381,31 +495,26 @@ def _fold(
         whole &= start > item.shift[i] + item.last[i] - 1 - static.spec.window
 
     def positions():
+        if block_q == 1:
+            return jnp.full((1, 1), item.shift[i])
         token = lax.broadcasted_iota(jnp.int32, (static.rows, 1), 0) & (block_q - 1)
         own = (token >= item.first[i]) & (token < item.last[i])
         return jnp.where(own, token + item.shift[i], -1)  # [M, 1]
 
     def head(h, masked: bool) -> None:
-        block = buffer[slot, h]  # [S, lanes of both]
-        keys, values = static.shape.split(block)
+        block = buffer[pl.ds(first, pages), h].reshape(-1, static.shape.lanes)  # [S, lanes of both]
         compute = jnp.float32 if static.exact else jnp.bfloat16
-        keys = keys.astype(compute)
+        keys, values = (x.astype(compute) for x in static.shape.split(block))
         score = _dot(q[h], keys, 1, static.exact)  # [M, S]
         score = _scaled(score, static.spec, key_scales[h])
-        query_at = positions()
-        key_at = key_offsets[...] + start  # [1, S]
+        from_query = key_offsets[...] - (positions() - start)  # [M or 1, S]: where a key is, seen from the query
         if slopes is not None:
-            score += (slopes[h] * _LOG2E) * (key_at - query_at).astype(jnp.float32)
+            score += (slopes[h] * _LOG2E) * from_query.astype(jnp.float32)
         if masked:
-            seen = key_at <= query_at
+            seen = from_query <= 0
             if static.spec.window is not None:
-                seen &= key_at > query_at - static.spec.window
+                seen &= from_query > -static.spec.window
             score = jnp.where(seen, score, _HIDDEN)
-            # Numbers outside may be NaN, and 0 * NaN is NaN.
-            value_at = value_offsets[...] + start
-            held = (value_at >= item.low[i]) & (value_at < item.end[i])  # [S, 1]
-            values = jnp.where(held, values.astype(jnp.float32), 0.0)
-        values = values.astype(compute)
         old = top[h, :, :1]
         new = jnp.maximum(old, score.max(-1, keepdims=True))
         weights = jnp.exp2(score - new)
@@ -414,16 +523,11 @@ def _fold(
         mix[h] = mix[h] * shrink + _dot(weights.astype(compute), values, 0, static.exact)
         top[h] = jnp.broadcast_to(new, top.shape[1:])
 
-    def heads(masked: bool) -> None:
-        kv_heads = static.spec.num_kv_heads
-        if kv_heads <= _UNROLL and block_q == 1:
-            for h in range(kv_heads):
-                head(h, masked)
-        else:
-            lax.fori_loop(0, kv_heads, lambda h, _: head(h, masked), None)
-
-    pl.when(whole)(lambda: heads(masked=False))
-    pl.when(~whole)(lambda: heads(masked=True))
+    if block_q == 1:  # a mask of a few rows hides behind the products
+        _each_head(static, functools.partial(head, masked=True))
+    else:
+        pl.when(whole)(lambda: _each_head(static, functools.partial(head, masked=False)))
+        pl.when(~whole)(lambda: _each_head(static, functools.partial(head, masked=True)))
 
 
 def _scaled(score: Array, spec: AttentionSpec, key_scale: Array) -> Array:
@@ -462,39 +566,56 @@ def _cost(q: Array, cache: Array, block_tables: Array, use: AttentionUse, blocks
 
 
 def tile_rows(spec: AttentionSpec, block_q: int) -> int:
-    """M: query heads of a key head times tokens of a tile, a multiple of the 16 rows that bfloat16 packs."""
+    """M: query heads of a key head times tokens of a tile, a multiple of the 8 rows of a register."""
     group = spec.num_query_heads // spec.num_kv_heads
-    return -(-group * block_q // 16) * 16
+    return -(-group * block_q // 8) * 8
 
 
 def vmem_bytes(use: AttentionUse, blocks: Blocks) -> int:
     """Bytes that the kernel holds in VMEM at once: tiles in and out, each twice; two blocks of pages; state; scores."""
     spec, shape = use.spec, PageShape.of(use)
     kv_heads, lanes, rows = spec.num_kv_heads, shape.query_lanes, tile_rows(spec, blocks.block_q)
-    block = blocks.pages * shape.rows
+    part = blocks.compute * shape.rows
     tiles = 4 * kv_heads * rows * lanes * jnp.dtype(use.query_dtype).itemsize
-    pages = 2 * kv_heads * block * shape.lanes * jnp.dtype(use.cache_dtype).itemsize
+    pages = 2 * blocks.pages * _page_bytes(use)
     state = kv_heads * rows * (lanes + 2 * 128) * 4
     biases = 2 * kv_heads * rows * 128 * 4
-    scores = 4 * rows * block * 4 + 3 * block * shape.lanes * 4
+    scores = 4 * rows * part * 4 + 3 * part * shape.lanes * 4
     return tiles + pages + state + biases + scores
 
 
 def default_blocks(variant: str, use: AttentionUse) -> Blocks:
-    """Sizes without a measurement: blocks of about 512 tokens, fewer where many heads make them large."""
-    spec, shape = use.spec, PageShape.of(use)
-    token_bytes = spec.num_kv_heads * shape.lanes * jnp.dtype(use.cache_dtype).itemsize
-    tokens = max(shape.page_size, min(512, 4 * 2**20 // token_bytes))
-    pages = max(1, min(_IDS, 2 ** int(math.log2(tokens / shape.page_size))))
-    if variant == "decode":
-        return Blocks(block_q=1, pages=pages)
+    """Sizes without a measurement.
+
+    A copy takes about a microsecond to begin, in which the fastest chip moves 4 MB: blocks are as large as that.
+    """
+    spec, decode = use.spec, variant == "decode"
+    pages = _power_of_two(4 * 2**20 // _page_bytes(use))
+    # A single head leaves the units idle between its two products: longer compute blocks hide that.
+    tokens = max(512, 2048 // spec.num_kv_heads) if decode else 512
+    compute = min(pages, _power_of_two(tokens // use.page_size))
+    if decode:
+        return Blocks(block_q=1, pages=pages, compute=compute)
     group = spec.num_query_heads // spec.num_kv_heads
-    block_q = 2 ** int(math.log2(max(16, min(128, 512 // group, 4096 // (group * spec.num_kv_heads)))))
-    return Blocks(block_q=block_q, pages=pages)
+    block_q = _power_of_two(max(16, min(128, 512 // group, 4096 // (group * spec.num_kv_heads))))
+    return Blocks(block_q=block_q, pages=pages, compute=compute)
+
+
+def _page_bytes(use: AttentionUse) -> int:
+    shape = PageShape.of(use)
+    return use.spec.num_kv_heads * shape.rows * shape.lanes * jnp.dtype(use.cache_dtype).itemsize
+
+
+def _power_of_two(x: int) -> int:
+    """The largest that is not above x, and at least 1."""
+    return 2 ** (max(x, 1).bit_length() - 1)
 
 
 def candidates(variant: str, use: AttentionUse) -> Iterator[Blocks]:
     """Sizes that are worth timing, in no order; some may not fit."""
-    for pages in (2**n for n in range(8) if 128 <= 2**n * use.page_size <= 2048):
-        for block_q in (1,) if variant == "decode" else (16, 32, 64, 128, 256):
-            yield Blocks(block_q=block_q, pages=pages)
+    tiles, fetched = ((1,), (1, 2, 4, 8, 16)) if variant == "decode" else ((16, 32, 64, 128, 256), (1, 4))
+    for pages in sorted({_power_of_two(mib * 2**20 // _page_bytes(use)) for mib in fetched}):
+        for compute in (2**n for n in range(10) if 128 <= 2**n * use.page_size <= 4096):
+            if compute <= pages:
+                for block_q in tiles:
+                    yield Blocks(block_q=block_q, pages=pages, compute=compute)

@@ -78,8 +78,9 @@ class _Kernels:
         limit = int(_VMEM_MIB[self.device.kind] * 2**20 * _USABLE)
         for variant in ("decode", "prefill"):
             blocks = self.blocks(variant, use)
-            if blocks.pages & (blocks.pages - 1) or blocks.pages > 128 or blocks.block_q & (blocks.block_q - 1):
-                return f"the tuned sizes {blocks} are not powers of two up to 128 pages; correct the table"
+            sizes = dataclasses.astuple(blocks)
+            if any(n < 1 or n & (n - 1) for n in sizes) or blocks.compute > blocks.pages:
+                return f"the tuned sizes {blocks} are not powers of two, or compute is above pages; correct the table"
             needed = tpu_attention.vmem_bytes(use, blocks)
             if needed > limit:
                 return (
@@ -144,7 +145,8 @@ class _Kernels:
         slopes: Float[Array, " N"] | None,
         scales: KVScales | None,
     ) -> Float[Array, "T K G H"]:
-        spec, shape, blocks = use.spec, PageShape.of(use), self.blocks(variant, use)
+        spec, shape = use.spec, PageShape.of(use)
+        blocks = self.blocks(variant, use).within(batch.block_tables.shape[1])
         block_q, block_tokens = blocks.block_q, blocks.pages * batch.page_size
         if variant == "decode":
             q_lens = batch.q_starts[1:] - batch.q_starts[:-1]

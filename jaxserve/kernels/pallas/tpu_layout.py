@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.kernels.paged_attention import AttentionUse
 
-_LANES = 128
+LANES = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class PageShape:
     @classmethod
     def make(cls, page_size: int, head_dim: int, dtype: np.dtype) -> "PageShape":
         tile = 32 // jnp.dtype(dtype).itemsize
-        half = _LANES // 2 if head_dim <= _LANES // 2 else -(-head_dim // _LANES) * _LANES
+        half = LANES // 2 if head_dim <= LANES // 2 else -(-head_dim // LANES) * LANES
         rows = -(-page_size // tile) * tile
         return cls(page_size=page_size, head_dim=head_dim, tile_rows=tile, rows=rows, half=half)
 
@@ -57,7 +57,7 @@ class PageShape:
     @property
     def query_lanes(self) -> int:
         """Of a query and of an output. Where a key fills half a line, a query is a whole line with zeros behind."""
-        return max(self.half, _LANES)
+        return max(self.half, LANES)
 
     def split(self, block: Float[Array, "S lanes"]) -> tuple[Array, Array]:
         """Keys and values of a block, both [S, query_lanes].
@@ -65,13 +65,13 @@ class PageShape:
         Half a line cannot be cut off for free, so there both are the line itself: the zeros of the query blank the
         values, and `values_of` picks the other half of the output.
         """
-        return (block, block) if self.half < _LANES else (block[:, : self.half], block[:, self.half :])
+        return (block, block) if self.half < LANES else (block[:, : self.half], block[:, self.half :])
 
     def pad_queries(self, q: Float[Array, "... H"]) -> Float[Array, "... query_lanes"]:
         return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, self.query_lanes - self.head_dim)])
 
     def values_of(self, out: Float[Array, "... query_lanes"]) -> Float[Array, "... H"]:
-        first = self.half if self.half < _LANES else 0
+        first = self.half if self.half < LANES else 0
         return out[..., first : first + self.head_dim]
 
     def join(self, k: Float[Array, "... H"], v: Float[Array, "... H"]) -> Float[Array, "... lanes"]:
