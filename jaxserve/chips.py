@@ -27,14 +27,14 @@ class TensorCores:
       units: matrix units of each core.
       size: rows and columns of the weights that a unit holds.
       rows: of bfloat16 that a unit multiplies with them in a cycle.
-      delay_slots: bundles behind a branch that are issued before it acts.
+      delay_slots: bundles behind a branch that are issued before it acts; None where it differs from branch to branch.
     """
 
     number: int
     units: int
     size: int
     rows: int
-    delay_slots: int
+    delay_slots: int | None
 
     @property
     def multiply_adds(self) -> int:
@@ -176,7 +176,7 @@ CHIPS: Mapping[str, Chip] = {
             shapes=_CUBES,
             devices_per_chip=2,
             compiler_name="tpu7x",
-            tensor_cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=1),
+            tensor_cores=TensorCores(number=1, units=2, size=256, rows=2, delay_slots=None),
         ),
         Chip(
             name="a100",

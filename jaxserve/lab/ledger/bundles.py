@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 _OPENING = re.compile(r"^ *(?:0x[0-9a-f]+|\d+) +((?:(?:LH|LB|LE|PB|PF|CT)[, ]*)*): *((?:> ?)*)\{(.*)", re.DOTALL)
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
+_END = re.compile(r"(?<!Start/)End region \d+")
 _ARGUMENT = re.compile(r"/\*(\w+)=\*/")
 _OPERATION = re.compile(r"(?:%(\w+) = )?([a-z][\w.\-]*)(.*)", re.DOTALL)
 _GUARD = re.compile(r"\((!?)%(\w+)\)")
@@ -53,11 +54,20 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is issued in one cycle. `regions` begin here; `depth` loops are around it; `units` are in use (`UNITS`)."""
+    """What is issued in one cycle.
+
+    Attributes:
+      labels: such as 'LB', the body of a loop.
+      depth: loops around it.
+      regions: that begin here.
+      ends: whether a region ends here.
+      operations, units: what is done, and how many of each unit (`UNITS`) are in use.
+    """
 
     labels: str
     depth: int
     regions: tuple[int, ...]
+    ends: bool
     operations: tuple[Operation, ...]
     units: tuple[int, ...]
 
@@ -111,6 +121,7 @@ def _parse_bundle(text: str, units: tuple[int, ...]) -> Bundle:
         labels=labels.strip(),
         depth=arrows.count(">"),
         regions=tuple(int(n) for comment in comments for n in _REGION.findall(comment)),
+        ends=any(_END.search(comment) for comment in comments),
         operations=tuple(_parse_operation(part) for part in parts),
         units=units,
     )

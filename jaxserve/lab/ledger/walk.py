@@ -28,6 +28,7 @@ from jaxserve.lab.ledger.bundles import UNITS, Bundle, Operation, Program
 _GRANULE = 32  # bytes; copies are counted in granules
 _WORD = 4  # bytes of a cell of the scalar memory
 _FAR = 1 << 50  # between the addresses of two allocations or operands
+_LONGEST_DELAY = 12  # bundles
 _MOST = 200_000_000  # bundles; a loop that does not end was walked wrongly
 _PRODUCT = re.compile(r"vmatmul\.(?:mubr\.)?([a-z]+\d+[a-z0-9]*)(?:\..*?)?(?:mxu(\d))?$")
 _ALLOCATION = re.compile(r"\[#allocation(\w+)(?: \+ (\S+?))?\]$")
@@ -152,14 +153,14 @@ class Rates:
       bytes_per_cycle: of the main memory.
       rows_per_cycle: that one matrix unit takes, by the dtype of a product; others take those of 'bf16'.
       matrix_units: of the core.
-      delay_slots: bundles behind a branch that are issued before it acts.
+      delay_slots: bundles behind a branch that are issued before it acts; None: as many as its region has left.
       latency_cycles: from the start of a copy to its first byte.
     """
 
     bytes_per_cycle: float
     rows_per_cycle: Mapping[str, float]
     matrix_units: int
-    delay_slots: int
+    delay_slots: int | None
     latency_cycles: float = 0.0
 
 
@@ -317,7 +318,7 @@ def _blocks(program: Program, rates: Rates) -> list[_Block]:
     if missing := targets - set(place):  # the end of the program has no number
         assert "PF" in bundles[-1].labels, f"no bundle begins the regions {missing}"
         place |= dict.fromkeys(missing, len(bundles) - 1)
-    starts = sorted({0, *place.values(), *(i + rates.delay_slots + 1 for i in branches)} - {len(bundles)})
+    starts = sorted({0, *place.values(), *(i + _delay(bundles, i, rates) + 1 for i in branches)} - {len(bundles)})
     number = {start: n for n, start in enumerate(starts)}
     translator = _Translator(
         block_of={region: number[i] for region, i in place.items()},
@@ -333,6 +334,20 @@ def _blocks(program: Program, rates: Rates) -> list[_Block]:
         )
         for n, (start, stop) in enumerate(zip(starts, [*starts[1:], len(bundles)], strict=True))
     ]
+
+
+def _delay(bundles: Sequence[Bundle], branch: int, rates: Rates) -> int:
+    """Bundles behind a branch that are issued before it acts.
+
+    Where their number is not the same for all branches (TPU7x), a branch acts at the next border of a region, which is
+    at most a few bundles away; where the listing shows none, after one.
+    """
+    if rates.delay_slots is not None:
+        return rates.delay_slots
+    for i in range(branch + 1, min(branch + _LONGEST_DELAY, len(bundles) - 1)):
+        if bundles[i].ends or bundles[i + 1].regions:
+            return i - branch
+    return 1
 
 
 def _matrix_cycles(bundles: Sequence[Bundle], rates: Rates) -> float:
