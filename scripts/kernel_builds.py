@@ -38,6 +38,8 @@ _RACE = "RACE DETECTED"  # what both interpreters print
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
+# ptxas puts waits around each matrix product where it cannot see that they may overlap: note C7510, C7514 and others.
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized.*function '(\w+)'")
 _SHARED = re.compile(r"@mosaic_gpu_get_function\(ptr [^,]+, ptr @(\w+?)_name, i32 (\d+),")
 _LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [^,]+, ){10})")
 
@@ -151,6 +153,10 @@ def kernels_of(printed: str) -> list[dict[str, Any]]:
             threads = [int(x) for x in sizes[6:9] if x.isdigit()]
             if len(threads) == 3:
                 found[name] |= {"threads": int(np.prod(threads))}
+    for serialized in _SERIALIZED.findall(printed):  # which of several of one name is not said
+        for kernel in found.values():
+            if kernel["kernel"].partition("#")[0] == serialized:
+                kernel["serialized"] = True
     return list(found.values())
 
 

@@ -169,7 +169,7 @@ def _verdict(name: str, fact: Mapping[str, Any] | None) -> str:
         return "refused"
     if "failure" in fact or not fact.get("passed", True) or fact.get("races"):
         return "wrong"
-    if any(kernel.get("spill_bytes", 0) for kernel in fact.get("kernels", ())):
+    if any(kernel.get("spill_bytes", 0) or kernel.get("serialized") for kernel in fact.get("kernels", ())):
         return "wrong"
     return "wrong" if "passed" not in fact and fact.get("error", 0.0) > tolerance(REAL[name]) else "right"
 
@@ -224,7 +224,9 @@ def _compiled(fact: str, found: Mapping[str, Any], reasons: list[str]) -> str:
         spilled = kernel.get("spill_bytes", 0)
         words.append(
             f"{kernel.get('registers', '?')} registers x {kernel.get('threads', '?')}, "
-            f"{kernel.get('shared_bytes', 0) / 1024:.0f} KiB" + (f", **{spilled} B spilled**" if spilled else "")
+            f"{kernel.get('shared_bytes', 0) / 1024:.0f} KiB"
+            + (f", **{spilled} B spilled**" if spilled else "")
+            + (", **wgmma serialized**" if kernel.get("serialized") else "")
         )
     return "; ".join(words)
 

@@ -59,6 +59,15 @@ def test_kernels_are_read_from_what_the_compiler_prints():
     }
 
 
+def test_products_that_wait_for_each_other_are_reported():
+    note = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the wgmma pipeline in the function 'kernel_mosaic_gpu_kernel'\n"
+    )
+    assert all(kernel["serialized"] for kernel in kernels_of(note + PRINTED))
+    assert not any(kernel.get("serialized") for kernel in kernels_of(note.replace("kernel'", "other'") + PRINTED))
+
+
 def test_capture_hears_python_and_other_programs_of_the_process(capfd):
     with capture() as printed:
         print("from Python", flush=True)
@@ -79,7 +88,7 @@ def test_a_decode_case_compiles_for_an_h200_and_each_kernel_is_reported(monkeypa
     for kernel in found["kernels"]:
         assert 16 <= kernel["registers"] <= 255 and kernel["threads"] % 128 == 0, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536 and 0 < kernel["shared_bytes"] <= 232448, kernel
-        assert kernel["spill_bytes"] == 0, kernel
+        assert kernel["spill_bytes"] == 0 and not kernel.get("serialized"), kernel
 
 
 @needs_gpu_compiler
