@@ -77,10 +77,9 @@ def update(record: dict[str, Any], args: argparse.Namespace, cases: Sequence[str
                 print(describe(result), flush=True)
         if worker.returncode:
             raise SystemExit(f"the process for {chip} ended with {worker.returncode}")
-    results = list(kept.values())
-    if not args.loops:
-        write_results(RECORD, results, command="python scripts/kernel_ledger.py")
-    return {"results": results}
+        if not args.loops:
+            write_results(RECORD, list(kept.values()), command="python scripts/kernel_ledger.py")
+    return {"results": list(kept.values())}
 
 
 def _key(result: Mapping[str, Any]) -> tuple[str, str, str, str]:
