@@ -16,7 +16,7 @@ help:
 	@echo "make demo       answer a few prompts with the demo model (installs first)"
 	@echo "make serve      gRPC service with the demo model"
 	@echo "make test       the tests, about 10 minutes on two cores (those of the web page need Chromium)"
-	@echo "make test-slow  the long tests, about 20 minutes more"
+	@echo "make test-slow  the long tests, about half an hour more"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:

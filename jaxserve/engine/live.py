@@ -46,7 +46,7 @@ class LiveRequests:
         self.on_delivered: tuple[Callable[[], None], ...] = ()
         self._read: list[tuple[LiveRequest, Update]] = []  # updates that wait for `deliver`
         self._unread: list[TokenEvent] = []
-        self._num_steering = 0  # live requests whose tokens must be read before the next plan
+        self._num_affecting_plans = 0  # live requests whose tokens must be read before the next plan
         self._pieces: PieceTexts | None = None  # of the one tokenizer
         self._scheduler = scheduler
         self._finish = scheduler.finish if isinstance(scheduler, TakesEnds) else scheduler.abort
@@ -72,7 +72,7 @@ class LiveRequests:
             self._decline(command, error)
             return False
         self.by_id[request_id] = live
-        self._num_steering += live.steers
+        self._num_affecting_plans += live.affects_plans
         self.next_deadline_s = min(self.next_deadline_s, command.request.deadline_s)
         return True
 
@@ -89,12 +89,12 @@ class LiveRequests:
         """Takes the tokens of a step; `deliver` must have handed out those of the step before."""
         assert not self._read and not self._unread, "tokens of the step before have not been delivered"
         by_id = self.by_id
-        if not self._num_steering:
+        if not self._num_affecting_plans:
             self._unread = events
             return
         for event in events:
             live = by_id.get(event.request_id)
-            if live is None or not live.steers:
+            if live is None or not live.affects_plans:
                 self._unread.append(event)
             elif (update := self._push(live, event)) is not None:
                 self._read.append((live, update))
@@ -165,7 +165,7 @@ class LiveRequests:
 
     def _forget(self, live: LiveRequest) -> None:
         del self.by_id[live.request.request_id]
-        self._num_steering -= live.steers
+        self._num_affecting_plans -= live.affects_plans
 
     def abort(self, command: Abort) -> None:
         """Ends a request, if it is still there."""
@@ -194,7 +194,7 @@ class LiveRequests:
                 self._scheduler.abort(request_id)
             live.fail(error, reason)
         self.by_id.clear()
-        self._num_steering = 0
+        self._num_affecting_plans = 0
         self._waiting.clear()
         self.flush()
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
-    """News of one sequence of one request.
+    """What is new of one sequence of one request.
 
     Attributes:
       index: which of the n sequences.
@@ -65,20 +65,20 @@ class _LiveSequence:
 class LiveRequest:
     """One accepted request that has not ended. Mutated by the loop thread only.
 
-    `steers` says whether its text or its grammar may change what the scheduler plans next; `num_waiting`, how many of
-    its sequences have no token yet; `started`, that one has.
+    `affects_plans` says whether its text or its grammar may change what the scheduler plans next; `num_waiting`, how
+    many of its sequences have no token yet; `started`, that one has.
     """
 
     __slots__ = (
         "_eos_token_ids",
         "_sequences",
         "_stats",
+        "affects_plans",
         "matchers",
         "num_waiting",
         "request",
         "sink",
         "started",
-        "steers",
         "times",
     )
 
@@ -104,7 +104,7 @@ class LiveRequest:
         self._sequences = [_LiveSequence(_detokenizer(request, tokenizer, pieces)) for _ in range(sampling.n)]
         grammar = request.grammar
         self.matchers = () if grammar is None else tuple(grammar.start() for _ in self._sequences)
-        self.steers = bool(self.matchers or (sampling.stop and tokenizer is not None))
+        self.affects_plans = bool(self.matchers or (sampling.stop and tokenizer is not None))
 
     @property
     def done(self) -> bool:
@@ -122,7 +122,7 @@ class LiveRequest:
         if sequence.done:  # a stop string ended it one step ago; the token in flight is dropped
             return None
         stats = self._stats
-        if event.finish_reason is None and not self.steers and sequence.last_s == stats.previous_s:
+        if event.finish_reason is None and not self.affects_plans and sequence.last_s == stats.previous_s:
             # Nearly all tokens: neither the first nor the last, and nothing to search. Half the time of the code below.
             sequence.last_s = stats.now_s
             sequence.num_tokens += 1

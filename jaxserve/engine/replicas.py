@@ -60,7 +60,7 @@ class EngineGroup:
         self._retries = retries
         self._balancer = Balancer(router)
         self._routed: dict[str, _Routed] = {}
-        self._mourned: set[int] = set()
+        self._reported_dead: set[int] = set()
         # Held while a replica is chosen and given a request. Engines never call back from `submit` and `abort`.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -261,7 +261,7 @@ class EngineGroup:
         candidates = [number for number, replica in enumerate(self._replicas) if replica.accepting]
         full: QueueFull | None = None
         for number in set(range(len(self._replicas))) - set(candidates):
-            self._mourn(number)
+            self._report_death(number)
         while candidates:
             number = self._balancer.choose(routed.key, candidates)
             assert isinstance(number, int), number
@@ -279,11 +279,11 @@ class EngineGroup:
             candidates.remove(number)
         raise full or EngineStopped(f"no replica takes requests: {reason_of(self.failure)}")
 
-    def _mourn(self, number: int) -> None:
+    def _report_death(self, number: int) -> None:
         failure = self._replicas[number].failure
-        if failure is None or number in self._mourned:
+        if failure is None or number in self._reported_dead:
             return
-        self._mourned.add(number)
+        self._reported_dead.add(number)
         self._balancer.forget(number)
         left = sum(replica.failure is None for replica in self._replicas)
         logger.error("%s has died, %d are left: %r", self._name(number), left, failure)
@@ -308,7 +308,7 @@ class EngineGroup:
         error: JaxserveError | None = None
         with self._lock:
             dead = routed.replica
-            self._mourn(dead)
+            self._report_death(dead)
             if not routed.aborted:
                 error = self._try_elsewhere(routed, death)
                 if error is None:

@@ -35,7 +35,7 @@ MIXES: dict[str, Rows] = {
     "ragged16": tuple((1, n) for n in (1, 2, 15, 16, 17, 33, 64, 65, 100, 127, 128, 129, 200, 350, 700, 1024)),
     "prefill": ((512, 512),),
     "mixed": ((1, 40), (1, 129), (1, 513), (7, 7), (64, 200), (100, 100)),
-    "crumbs": ((1, 1), (1, 64), (2, 2), (2, 130), (3, 65), (31, 31), (33, 97)),
+    "short": ((1, 1), (1, 64), (2, 2), (2, 130), (3, 65), (31, 31), (33, 97)),
     # Batches of a busy server.
     "decode64": ((1, 4096),) * 64,
     "prefill8k": ((8192, 8192),),
@@ -190,10 +190,10 @@ CASES: dict[str, Case] = _named(
     *(case("bench125m", mix, 128) for mix in ("decode16", "ragged16", "mixed")),
     *(case(model, "mixed", 16) for model in tuple(MODELS)[1:9]),
     *(case(model, "ragged16", 32) for model in ("mistral-window", "gemma2", "gpt-oss", "bloom-alibi", "phi-odd")),
-    *(case("demo", mix, 1) for mix in ("crumbs", "decode1")),
-    *(case("demo", mix, 24) for mix in ("crumbs", "decode1")),
-    *(case("qwen3-0.6b", mix, 64, "bfloat16") for mix in ("decode16", "crumbs")),
-    *(case("demo", mix, 16, dtype) for mix in ("crumbs", "decode1") for dtype in ("int8", "float8_e4m3fn")),
+    *(case("demo", mix, 1) for mix in ("short", "decode1")),
+    *(case("demo", mix, 24) for mix in ("short", "decode1")),
+    *(case("qwen3-0.6b", mix, 64, "bfloat16") for mix in ("decode16", "short")),
+    *(case("demo", mix, 16, dtype) for mix in ("short", "decode1") for dtype in ("int8", "float8_e4m3fn")),
 )
 _REAL_MODELS = (
     *(f"llama3-{size}-tp{degree}" for size in ("8b", "70b") for degree in (1, 4, 8)),

@@ -92,6 +92,34 @@ def stored(x: Float[Array, "T K H"], scale: Float[Array, " K"] | None, dtype: jn
     return x.astype(dtype)
 
 
+def attend_by_kind(
+    q: Float[Array, "T ..."],
+    batch: AttentionBatch,
+    attend_rows: Callable[[Array, Int[Array, " R"]], Array],
+    attend_tiles: Callable[[Array], Array],
+) -> Float[Array, "T ..."]:
+    """Divides a batch into rows of one query and rows of several, for implementations that compute them apart.
+
+    `attend_rows(q [R, ...], context_lens [R])` attends from the last token of each row; of rows of length 0 it may
+    leave anything. `attend_tiles(q [T, ...])` attends from the tokens of rows of several queries; of all others it may
+    leave anything, NaN included. Padding tokens give zeros.
+    """
+    q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
+    num_rows, num_tokens = q_lens.shape[0], q.shape[0]
+    single_lens = jnp.where(q_lens == 1, batch.context_lens, 0)
+
+    def along(mask: Array) -> Array:
+        return mask.reshape(-1, *(1 for _ in q.shape[1:]))
+
+    if batch.decode_only:
+        assert num_tokens == num_rows, (q.shape, num_rows)
+        return jnp.where(along(q_lens == 1), attend_rows(q, single_lens), 0)
+    rows = attend_rows(q[jnp.minimum(batch.q_starts[:-1], num_tokens - 1)], single_lens)
+    row = jnp.minimum(batch.token_rows, num_rows - 1)
+    out = jnp.where(along(q_lens[row] == 1), rows[row], attend_tiles(q))
+    return jnp.where(along(batch.token_rows < num_rows), out, 0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionUse:
     """A use of an implementation: all that is known of the calls before anything is compiled."""

@@ -18,6 +18,7 @@ from jaxserve.kernels.paged_attention import (
     AttentionUse,
     KVScales,
     PagedAttention,
+    attend_by_kind,
     stored,
 )
 from jaxserve.kernels.xla_rows import attend_rows
@@ -57,18 +58,12 @@ def attend(
         grouped = grouped * scales.keys[:, None, None]
     by_head = [x if x is None else x.astype(jnp.float32).reshape(kv_heads, group) for x in (sinks, alibi_slopes)]
 
-    q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
-    single_lens = jnp.where(q_lens == 1, batch.context_lens, 0)
-    if batch.decode_only:
-        assert q.shape[0] == q_lens.shape[0], (q.shape, q_lens.shape)
-        out = attend_rows(grouped, single_lens, batch.block_tables, cache, spec, *by_head)
-    else:
-        last_token = q.shape[0] - 1
-        own_token = jnp.minimum(batch.q_starts[:-1], last_token)
-        rows = attend_rows(grouped[own_token], single_lens, batch.block_tables, cache, spec, *by_head)
-        tiles = attend_tiles(grouped, batch, cache, spec, *by_head)
-        row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)  # padding tokens take any finite row
-        out = jnp.where((q_lens[row] == 1)[:, None, None, None], rows[row], tiles)
+    out = attend_by_kind(
+        grouped,
+        batch,
+        lambda q, lens: attend_rows(q, lens, batch.block_tables, cache, spec, *by_head),
+        lambda q: attend_tiles(q, batch, cache, spec, *by_head),
+    )
     if scales is not None:
         out = out * scales.values[:, None, None]
     return out.reshape(q.shape).astype(q.dtype), cache

@@ -39,6 +39,7 @@ from jaxserve.kernels.paged_attention import (
     AttentionUse,
     KVScales,
     PagedAttention,
+    attend_by_kind,
     stored,
 )
 from jaxserve.kernels.xla_attention import copy_pages, slots_of
@@ -137,17 +138,12 @@ def attend(
     factors = jnp.full(kv_heads, spec.scale) if scales is None else spec.scale * scales.keys
     scoring = Scoring(spec, factors, slopes, sinks, None if scales is None else scales.values)
 
-    q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
-    single_lens = jnp.where(q_lens == 1, batch.context_lens, 0)
-    if batch.decode_only:
-        assert q.shape[0] == q_lens.shape[0], (q.shape, q_lens.shape)
-        out = attend_rows(grouped, single_lens, batch.block_tables, cache, scoring)
-    else:
-        own_token = jnp.minimum(batch.q_starts[:-1], q.shape[0] - 1)
-        rows = attend_rows(grouped[own_token], single_lens, batch.block_tables, cache, scoring)
-        tiles = attend_tiles(grouped, batch, cache, scoring)
-        row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)  # padding tokens take any finite row
-        out = jnp.where((q_lens[row] == 1)[:, None, None, None], rows[row], tiles)
+    out = attend_by_kind(
+        grouped,
+        batch,
+        lambda q, lens: attend_rows(q, lens, batch.block_tables, cache, scoring),
+        lambda q: attend_tiles(q, batch, cache, scoring),
+    )
     return out.reshape(q.shape).astype(q.dtype), cache
 
 

@@ -31,9 +31,9 @@ from tests.kernels.ragged import MAX_CONTEXT, MAX_ROWS, MAX_TOKENS, ragged_rows
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
 # Every option of the contract at once, with chunks beside rows of one query.
 OPTIONS = dataclasses.replace(
-    CASES["demo/crumbs/16/int8"],
+    CASES["demo/short/16/int8"],
     name="options",
-    spec=dataclasses.replace(CASES["demo/crumbs/16/int8"].spec, window=21, soft_cap=5.0),
+    spec=dataclasses.replace(CASES["demo/short/16/int8"].spec, window=21, soft_cap=5.0),
     sinks=True,
     alibi=True,
 )
@@ -44,9 +44,9 @@ QUICK = {
         "bench125m/ragged16/64",
         "bench125m/mixed/64",
         "gpt-oss/ragged16/32",
-        "demo/crumbs/24",
-        "qwen3-0.6b/crumbs/64/bfloat16",
-        "demo/crumbs/16/float8_e4m3fn",
+        "demo/short/24",
+        "qwen3-0.6b/short/64/bfloat16",
+        "demo/short/16/float8_e4m3fn",
     ),
     "xla_batched": (OPTIONS.name,),
     "numba_cpu": (
@@ -55,8 +55,8 @@ QUICK = {
         "gemma2/mixed/16",
         "gpt-oss/ragged16/32",
         "bloom-alibi/mixed/16",
-        "demo/crumbs/24",
-        "qwen3-0.6b/crumbs/64/bfloat16",
+        "demo/short/24",
+        "qwen3-0.6b/short/64/bfloat16",
     ),
 }
 
@@ -84,7 +84,7 @@ def test_named_case_matches_the_oracle(implementation, case):
 
 @pytest.mark.parametrize(
     ("implementation", "case"),
-    pairs([CASES["qwen3-0.6b/crumbs/64/bfloat16"]], slow=lambda implementation, case: False),
+    pairs([CASES["qwen3-0.6b/short/64/bfloat16"]], slow=lambda implementation, case: False),
 )
 def test_bfloat16_queries_come_back_as_bfloat16(implementation, case):
     inputs = make_inputs(case, implementation)
@@ -187,7 +187,7 @@ def test_random_ragged_batches_among_poison(implementation, page_size, window, d
         assert np.isnan(pages[context:held]).all()
 
 
-@pytest.mark.parametrize(("implementation", "case"), pairs([case("demo", "crumbs", 16)]))
+@pytest.mark.parametrize(("implementation", "case"), pairs([case("demo", "short", 16)]))
 def test_shared_prefix_pages_serve_two_rows(implementation, case):
     spec, page = case.spec, case.page_size
     both = dataclasses.replace(case, rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0)
@@ -346,7 +346,7 @@ def test_copy_pages_reads_all_sources_first_and_is_in_place():
         assert leaf[:, 0, 0, 0].tolist() == [0, 1, 1, 2, 5, 5]
 
 
-@pytest.mark.parametrize(("implementation", "case"), pairs([case("demo", "crumbs", 16)]))
+@pytest.mark.parametrize(("implementation", "case"), pairs([case("demo", "short", 16)]))
 def test_wide_block_tables_cost_no_memory(implementation, case):
     """A table for 128k tokens makes no array of that size: work follows lengths, not columns."""
     room = Room(columns=128 * 1024 // case.page_size, num_pages=100)

@@ -27,7 +27,7 @@ B200 = Device(backend="gpu", kind="NVIDIA B200", compute_capability=(10, 0))
 V99 = Device(backend="tpu", kind="TPU v99")
 V5E = Device(backend="tpu", kind="TPU v5 lite")
 LLAMA = REAL["llama3-8b-tp1/decode64/64/bfloat16"].use
-DEMO = case("demo", "crumbs", 24).use
+DEMO = case("demo", "short", 24).use
 ODD_PAGES = dataclasses.replace(DEMO, page_size=17)  # no multiple of any vector
 
 

@@ -240,7 +240,7 @@ def test_work_lists_name_only_what_is_there(q_lens, block_q, window):
 def test_shared_prefix_pages_serve_two_rows():
     page = 16
     batch = dataclasses.replace(
-        case("demo", "crumbs", page), rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0
+        case("demo", "short", page), rows=((1, 2 * page + 5), (3, 2 * page + 9)), padding_rows=0, padding_tokens=0
     )
     inputs = inputs_of(batch)
     tables = inputs.batch.block_tables

@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
-from jaxserve.lab.compiled.ahead import compile_ahead, compile_stage, place_ahead
+from jaxserve.lab.compiled.ahead import compile_stage, place_ahead
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 from jaxserve.lab.compiled.traffic import memory_traffic
 from jaxserve.models.decoder_config import DecoderConfig
@@ -62,7 +62,7 @@ def settings(**more):
     ],
 )
 def test_every_executable_of_a_small_model_compiles_with_the_kernels_inside(topology, kernels):
-    compiled = compile_ahead(settings(), small_llama(), topology=topology, num_pages=64)
+    compiled = compile_stage(place_ahead(settings(), small_llama(), topology=topology), num_pages=64)
     assert set(compiled) == {
         "decode 64x64",
         "mixed 256x64",

@@ -88,27 +88,45 @@ def enter(frame_pointer: Any) -> int:
 
 
 @njit
+def leave(state: int) -> None:
+    """Ends a worker. The last one tells XLA that the result is there; the scratch array is not read from then on."""
+    shared = words(state, WORDS)
+    workers, future, set_available = shared[_WORKERS], shared[_FUTURE], shared[_SET_AVAILABLE]
+    if fetch_add(state + 8 * _ENDED, 1) + 1 == workers and future != 0:
+        arguments = state + 8 * _END_CALL
+        call = words(arguments, 3)
+        call[0], call[2] = 24, future
+        call_function(set_available, arguments)
+
+
+@njit
 def launch(frame_pointer: Any, state: int, num_items: int, most_workers: int, worker_address: int) -> None:
     """Starts all workers but the one that the caller is to be; `worker_address` is of a C function of `state`.
 
     XLA's pool may have more threads than the machine has cores: `most_workers`: for which the scratch array has room.
+    What XLA refuses (its functions then return an error, else 0) costs time alone: without a future the caller works
+    alone, and the items of a worker that did not start are taken by the others.
     """
     frame, shared = frame_of(frame_pointer), words(state, WORDS)
     api = words(frame[_FRAME_API], _API_SET_AVAILABLE + 1)
     arguments = state + 8 * _BEGIN_CALL
     call = words(arguments, 6)
     call[0], call[2], call[3], call[5] = 32, frame[_FRAME_CONTEXT], arguments + 40, 1
-    call_function(api[_API_NUM_THREADS], arguments)
+    if call_function(api[_API_NUM_THREADS], arguments) != 0:
+        call[5] = 1
     workers = max(min(call[5], num_items, most_workers, MAX_WORKERS), 1)
     shared[_ITEMS], shared[_WORKERS] = num_items, workers
     if workers > 1:
         call[0], call[2] = 24, 0
-        call_function(api[_API_FUTURE], arguments)
+        if call_function(api[_API_FUTURE], arguments) != 0:
+            shared[_WORKERS] = 1
+            return
         shared[_FUTURE], shared[_SET_AVAILABLE] = call[2], api[_API_SET_AVAILABLE]
         frame[_FRAME_FUTURE] = call[2]
         call[0], call[2], call[3], call[4] = 40, frame[_FRAME_CONTEXT], worker_address, state
         for _ in range(workers - 1):
-            call_function(api[_API_SCHEDULE], arguments)
+            if call_function(api[_API_SCHEDULE], arguments) != 0:
+                leave(state)  # in its place; the caller has not left, so that this ends nothing
 
 
 @njit
@@ -129,15 +147,3 @@ def take(state: int, worker: int) -> int:
             return index
         shared[TURNS + worker] += 1
     return -1
-
-
-@njit
-def leave(state: int) -> None:
-    """Ends a worker. The last one tells XLA that the result is there; the scratch array is not read from then on."""
-    shared = words(state, WORDS)
-    workers, future, set_available = shared[_WORKERS], shared[_FUTURE], shared[_SET_AVAILABLE]
-    if fetch_add(state + 8 * _ENDED, 1) + 1 == workers and future != 0:
-        arguments = state + 8 * _END_CALL
-        call = words(arguments, 3)
-        call[0], call[2] = 24, future
-        call_function(set_available, arguments)

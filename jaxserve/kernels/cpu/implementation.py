@@ -90,7 +90,7 @@ def attend(
         workers=os.cpu_count() or 1,
     )
     options = [spec.window or 0, spec.soft_cap is not None, sinks is not None, alibi_slopes is not None]
-    sizes = [room.tile_tokens, room.rooms_begin, room.room_bytes, room.workers]
+    sizes = [room.tile_tokens, room.buffers_begin, room.buffer_bytes, room.workers]
     results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((room.num_bytes,), jnp.uint8))
     out, _ = jax.ffi.ffi_call(machine_code.provide("attention", dtype), results)(
         q.astype(jnp.float32),

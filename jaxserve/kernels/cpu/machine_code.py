@@ -24,6 +24,8 @@ from typing import Any
 
 import jax
 
+from jaxserve.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
@@ -37,6 +39,11 @@ def missing() -> str | None:
     """The reason why there are no kernels for CPUs here, and the remedy; None where there are."""
     if importlib.util.find_spec("numba") is None:
         return "Numba is not installed; pip install 'jaxserve[cpu]'"
+    try:
+        importlib.import_module("jaxserve.kernels.cpu.simd")
+    except (ImportError, AttributeError) as error:  # of parts of Numba that its versions may change
+        version = metadata.version("numba")
+        return f"Numba {version} lacks what the kernels are made with ({error}); install that of constraints.txt"
     if not knows_interface():
         version = metadata.version("jaxlib")
         return f"jaxlib {version} calls kernels by another interface ({_interface_version()}) than those known here"
@@ -117,6 +124,8 @@ def _compile_kept(function: Callable[[Any], int], kept: str) -> Any:
     """Reads machine code, or makes and writes it. A failed write costs time at the next start, and is no error."""
     try:
         return _compile(function, keep=True)
+    except ConfigError:
+        raise
     except OSError as error:
         return _compile_unkept(function, kept, error)
     except Exception as error:  # unpickling a damaged file may raise anything
@@ -139,5 +148,12 @@ def _compile_unkept(function: Callable[[Any], int], kept: str, error: Exception)
 
 def _compile(function: Callable[[Any], int], *, keep: bool) -> Any:
     from numba import cfunc, types
+    from numba.core.errors import NumbaError
 
-    return cfunc(types.intp(types.voidptr), cache=keep)(function)
+    try:
+        return cfunc(types.intp(types.voidptr), cache=keep)(function)
+    except NumbaError as error:
+        raise ConfigError(
+            f"Numba {metadata.version('numba')} cannot compile the kernels for CPUs: {error}; install the version of "
+            "constraints.txt, or set kernels.paged_attention and kernels.matmul to xla"
+        ) from error

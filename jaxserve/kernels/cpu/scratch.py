@@ -16,18 +16,19 @@ _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionScratch:
-    """The part after the words in a call of attention: the list of tiles, then buffers ("room") of each worker.
+    """The part after the words in a call of attention: the list of tiles, then buffers of each worker.
 
     Attributes:
       tile_tokens: tokens of one tile.
-      rooms_begin: bytes before the first room.
-      room_bytes: for queries [M, H], scores [M, page], sums of values [M, H], largest scores and sums of weights [M].
-      workers: number of rooms.
+      buffers_begin: bytes before the first worker's buffers.
+      buffer_bytes: of one worker, for queries [M, H], scores [M, page], sums of values [M, H], largest scores and sums
+        of weights [M].
+      workers: number of workers that have a part of it.
     """
 
     tile_tokens: int
-    rooms_begin: int
-    room_bytes: int
+    buffers_begin: int
+    buffer_bytes: int
     workers: int
 
     @classmethod
@@ -39,12 +40,12 @@ class AttentionScratch:
         num_tiles = num_rows + num_tokens // tile_tokens  # at most
         return cls(
             tile_tokens=tile_tokens,
-            rooms_begin=BYTES + -(-num_tiles * 8 // 64) * 64,
-            room_bytes=4 * tile_tokens * group * (2 * head_dim + page_size + 2),
+            buffers_begin=BYTES + -(-num_tiles * 8 // 64) * 64,
+            buffer_bytes=4 * tile_tokens * group * (2 * head_dim + page_size + 2),
             workers=min(workers, MAX_WORKERS),
         )
 
     @property
     def num_bytes(self) -> int:
         """Size of the whole scratch array."""
-        return self.rooms_begin + self.workers * self.room_bytes
+        return self.buffers_begin + self.workers * self.buffer_bytes

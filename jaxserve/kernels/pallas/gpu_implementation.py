@@ -8,12 +8,19 @@ what else the step holds, beyond the rounding of a different order of sums.
 """
 
 import dataclasses
+import functools
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.kernels.dispatch import Device
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse, KVScales, PagedAttention
+from jaxserve.kernels.paged_attention import (
+    AttentionBatch,
+    AttentionSpec,
+    AttentionUse,
+    KVScales,
+    PagedAttention,
+    attend_by_kind,
+)
 from jaxserve.kernels.pallas import gpu_decode, gpu_prefill, gpu_write
 from jaxserve.kernels.pallas.gpu_decode import DecodeBlocks
 from jaxserve.kernels.pallas.gpu_layout import (
@@ -106,40 +113,14 @@ class _Kernels:
         """`PagedAttention.attend`. Products in bfloat16 with float32 sums; padding tokens give zeros."""
         cache = self.write(k, v, cache, batch, scales)
         use = AttentionUse(spec=spec, page_size=batch.page_size, query_dtype=q.dtype.name, cache_dtype=cache.dtype.name)
-        q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
-        num_rows = q_lens.shape[0]
-
-        def attend_rows(q: Float[Array, "R N H"]) -> Float[Array, "R N H"]:
-            return gpu_decode.attend_rows(
-                q,
-                jnp.where(q_lens == 1, batch.context_lens, 0),
-                batch.block_tables,
-                cache,
-                spec,
-                self.decode_blocks(use),
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                scales=scales,
-                interpret=self.interpret,
-            )
-
-        if batch.decode_only:
-            assert q.shape[0] == num_rows, (q.shape, num_rows)
-            return attend_rows(q), cache
-        rows = attend_rows(q[jnp.minimum(batch.q_starts[:-1], q.shape[0] - 1)])
-        tiles = gpu_prefill.attend_tiles(
+        rows, tiles = (
+            functools.partial(f, sinks=sinks, alibi_slopes=alibi_slopes, scales=scales, interpret=self.interpret)
+            for f in (gpu_decode.attend_rows, gpu_prefill.attend_tiles)
+        )
+        out = attend_by_kind(
             q,
             batch,
-            cache,
-            spec,
-            self.prefill_blocks(use),
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            scales=scales,
-            interpret=self.interpret,
+            lambda q, lens: rows(q, lens, batch.block_tables, cache, spec, self.decode_blocks(use)),
+            lambda q: tiles(q, batch, cache, spec, self.prefill_blocks(use)),
         )
-        row = jnp.minimum(batch.token_rows, num_rows - 1)
-        real, single = batch.token_rows < num_rows, q_lens[row] == 1
-        # The prefill kernel leaves tokens that are not its own as it found them: anything, NaN included.
-        out = jnp.where(single[:, None, None], rows[row], tiles)
-        return jnp.where(real[:, None, None], out, 0), cache
+        return out, cache

@@ -19,6 +19,7 @@ from jaxserve.kernels.paged_attention import (
     AttentionUse,
     KVScales,
     PagedAttention,
+    attend_by_kind,
     stored,
 )
 from jaxserve.kernels.pallas import tpu_attention
@@ -120,23 +121,16 @@ class _Kernels:
             self._attend_tiles, cache=cache, batch=batch, use=use, sinks=sinks, slopes=alibi_slopes, scales=scales
         )
         grouped = q.reshape(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
-        if batch.decode_only:
-            assert q.shape[0] == q_lens.shape[0], (q.shape, q_lens.shape)
-            rows = kernel("decode", grouped)
-            return jnp.where((q_lens == 1)[:, None, None], rows.reshape(q.shape), 0), cache
-        own_token = jnp.minimum(batch.q_starts[:-1], q.shape[0] - 1)
-        rows, tiles = kernel("decode", grouped[own_token]), kernel("prefill", grouped)
-        row = jnp.minimum(batch.token_rows, q_lens.shape[0] - 1)
-        real, single = batch.token_rows < q_lens.shape[0], q_lens[row] == 1
-        out = jnp.where(single[:, None, None], rows.reshape(-1, *q.shape[1:])[row], tiles.reshape(q.shape))
-        # No item names a tile of padding alone, so what the kernel left there may be anything.
-        return jnp.where(real[:, None, None], out, 0), cache
+        out = attend_by_kind(
+            grouped, batch, lambda q, lens: kernel("decode", q, lens), lambda q: kernel("prefill", q, None)
+        )
+        return out.reshape(q.shape), cache
 
     def _attend_tiles(
         self,
         variant: str,
         q: Float[Array, "T K G H"],
+        single_lens: Int[Array, " R"] | None,
         *,
         cache: Array,
         batch: AttentionBatch,
@@ -148,9 +142,8 @@ class _Kernels:
         spec, shape = use.spec, PageShape.of(use)
         blocks = self.blocks(variant, use).within(batch.block_tables.shape[1])
         block_q, block_tokens = blocks.block_q, blocks.pages * batch.page_size
-        if variant == "decode":
-            q_lens = batch.q_starts[1:] - batch.q_starts[:-1]
-            work = tpu_attention.decode_work(jnp.where(q_lens == 1, batch.context_lens, 0), spec, block_tokens)
+        if single_lens is not None:
+            work = tpu_attention.decode_work(single_lens, spec, block_tokens)
         else:
             work = tpu_attention.prefill_work(batch, spec, block_q, block_tokens)
         num_tokens, kv_heads, group, _ = q.shape

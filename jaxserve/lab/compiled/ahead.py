@@ -73,12 +73,3 @@ def compile_stage(
     # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
     threads = 1 if absent.device.backend == "tpu" else absent.config.runtime.compile_threads
     return compile_all(jobs, threads, lambda *_: None, absent.stages[stage].devices)
-
-
-def compile_ahead(
-    config: Config, model: DecoderConfig, *, topology: str, num_pages: int, dtype: str = "bfloat16"
-) -> Mapping[str, Compiled]:
-    """The executables of a model that is no pipeline, by name: `place_ahead`, then `compile_stage`."""
-    absent = place_ahead(config, model, topology=topology, dtype=dtype)
-    assert len(absent.stages) == 1, "name a stage: compile_stage"
-    return compile_stage(absent, num_pages=num_pages)

@@ -9,6 +9,7 @@ prints the final bundles on a machine that has no TPU. So a kernel can be judged
     walk        executes the scalar operations of the bundles, and keeps the clock: a cycle a bundle, copies at the
                 bandwidth of the memory, waits for copies, products at the rate of the matrix units
     predict     the time of one call on one chip, beside the time that its bytes need
+    estimates   XLA's own estimate of its fusions, from the optimised HLO
 
 Scalar code alone decides which bundles run, so a walk follows every branch and every turn of a loop exactly as a core
 would, with the real lengths of a batch, and no turn has to be guessed. Vectors are not computed.
@@ -18,22 +19,9 @@ unless given), conflicts between banks of the memory, refills of instructions, a
 the published peak. Counted times are not measured times.
 """
 
-from jaxserve.lab.ledger.calls import KernelCall, kernel_calls
-from jaxserve.lab.ledger.capture import Captured, captured_kernels, dump_arguments
+from jaxserve.lab.ledger.calls import kernel_calls
+from jaxserve.lab.ledger.capture import captured_kernels, dump_arguments
 from jaxserve.lab.ledger.estimates import estimated_cycles
-from jaxserve.lab.ledger.predict import KernelTime, time_of_call
-from jaxserve.lab.ledger.walk import Loop, Walk, walk
+from jaxserve.lab.ledger.predict import time_of_call
 
-__all__ = [
-    "Captured",
-    "KernelCall",
-    "KernelTime",
-    "Loop",
-    "Walk",
-    "captured_kernels",
-    "dump_arguments",
-    "estimated_cycles",
-    "kernel_calls",
-    "time_of_call",
-    "walk",
-]
+__all__ = ["captured_kernels", "dump_arguments", "estimated_cycles", "kernel_calls", "time_of_call"]

@@ -74,27 +74,25 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The bundles of one kernel or fusion, in the order of issue. `capacity`: slots of each unit in a bundle."""
+    """The bundles of one kernel or fusion, in the order of issue."""
 
     bundles: tuple[Bundle, ...]
-    capacity: tuple[int, ...]
 
 
 def parse_program(bundles: str, utilization: str) -> Program:
     """Parses the texts of `*-final_bundles.txt` and `*-final_hlo-static-per-bundle-utilization.txt`."""
-    capacity, used = _parse_utilization(utilization)
+    used = _parse_utilization(utilization)
     texts = list(_bundle_texts(bundles))
     assert len(texts) == len(used), f"{len(texts)} bundles, but units of {len(used)}"
-    return Program(
-        bundles=tuple(_parse_bundle(text, units) for text, units in zip(texts, used, strict=True)), capacity=capacity
-    )
+    return Program(bundles=tuple(_parse_bundle(text, units) for text, units in zip(texts, used, strict=True)))
 
 
-def _parse_utilization(text: str) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+def _parse_utilization(text: str) -> list[tuple[int, ...]]:
+    """How many of each unit are in use, a line for each bundle, behind a head with their names and numbers."""
     head, _, body = text.partition("== UTILIZATION:\n")
-    names, capacity = head.splitlines()[1:3]
+    names = head.splitlines()[1]
     assert tuple(n.strip() for n in names.split(",")) == UNITS, f"the units have other names: {names}"
-    return tuple(map(int, capacity.split())), [tuple(map(int, line.split())) for line in body.splitlines()]
+    return [tuple(map(int, line.split())) for line in body.splitlines()]
 
 
 def _bundle_texts(text: str) -> Iterator[str]:

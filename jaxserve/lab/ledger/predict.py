@@ -27,11 +27,6 @@ class KernelTime:
     byte_seconds: float
     walk: Walk
 
-    @property
-    def bandwidth_share(self) -> float:
-        """Of the published bandwidth, over the whole call; 1 where nothing else takes time."""
-        return self.byte_seconds / self.seconds
-
 
 def time_of_call(program: Program, call: KernelCall, chip: Chip, *, latency_s: float = 0.0) -> KernelTime:
     """The time of a call on one core of `chip`, which alone has the memory's whole bandwidth.

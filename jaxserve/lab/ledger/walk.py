@@ -133,7 +133,6 @@ class Walk:
       waited_cycles: for copies.
       copied_bytes: from and to the main memory.
       loops: in the order of the listing; what stands outside of all loops is not among them.
-      capacity: slots of each unit in a bundle, by name.
     """
 
     cycles: float
@@ -142,7 +141,6 @@ class Walk:
     waited_cycles: float
     copied_bytes: int
     loops: tuple[Loop, ...]
-    capacity: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +193,6 @@ def walk(program: Program, operands: Sequence[np.ndarray | None], rates: Rates) 
         waited_cycles=clock.waited,
         copied_bytes=sum(clock.copied.values()),
         loops=_loops(program, blocks, counts, waited, clock),
-        capacity=dict(zip(UNITS, program.capacity, strict=True)),
     )
 
 
