@@ -78,7 +78,7 @@ def test_a_numba_without_the_parts_that_are_used_is_passed_over(monkeypatch: pyt
 
 def test_a_numba_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise TypingError("no such thing")
+        raise TypingError("\x1b[1mno such thing\x1b[0m")
 
     monkeypatch.setattr("numba.cfunc", refuse)
     (tmp_path / "kept").touch()

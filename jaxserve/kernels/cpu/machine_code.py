@@ -153,7 +153,9 @@ def _compile(function: Callable[[Any], int], *, keep: bool) -> Any:
     try:
         return cfunc(types.intp(types.voidptr), cache=keep)(function)
     except NumbaError as error:
+        # Where colorama is installed, Numba colours its messages for a terminal.
+        reason = re.sub(r"\x1b\[[\d;]*m", "", str(error))
         raise ConfigError(
-            f"Numba {metadata.version('numba')} cannot compile the kernels for CPUs: {error}; install the version of "
+            f"Numba {metadata.version('numba')} cannot compile the kernels for CPUs: {reason}; install the version of "
             "constraints.txt, or set kernels.paged_attention and kernels.matmul to xla"
         ) from error
