@@ -1,4 +1,4 @@
-"""Every family and rope scaling through the whole engine: the tokens and log-probabilities of HF transformers.
+"""Families, windows and rope scalings through the whole engine: the tokens and log-probabilities of HF transformers.
 
 One engine per fixture, with a pool that holds three long sequences and steps of 40 tokens, so that prompts are cut,
 rows are preempted, and prefixes are hit; each of these is asserted to have happened.
@@ -11,9 +11,10 @@ from whole import FIXTURES, POOL, build, run, scheduler
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine
 
-NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
-# Plain; a window; normalised queries and keys; angles that grow with the length. tests/models compares all with less.
-QUICK = {"llama", "mistral_window", "qwen3", "llama_dynamic"}
+# Plain; a window; normalised queries and keys; angles that grow with the length.
+QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
+# The others differ in weights alone, which tests/models/test_parity.py compares.
+LONG = ("llama_linear", "llama_llama3", "llama_yarn", "qwen2_window", "qwen3_window_yarn")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
@@ -34,9 +35,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     engine = _engine(name, page_size=16)
     answers = _answers(name)

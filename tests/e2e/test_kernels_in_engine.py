@@ -25,10 +25,10 @@ def answers(**settings: object) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_tpu_kernels_give_the_tokens_of_the_xla_implementation(dtype):
+def test_the_tpu_kernels_give_the_tokens_of_the_xla_implementation():
     implementation = {"kernels.paged_attention": "tests.kernels.tpu_interpreter:IMPLEMENTATION"}
-    assert answers(**{"model.dtype": dtype, **implementation}) == answers(**{"model.dtype": dtype})
+    dtype = {"model.dtype": "bfloat16"}
+    assert answers(**dtype, **implementation) == answers(**dtype)
 
 
 @pytest.mark.slow
@@ -38,7 +38,6 @@ def test_the_batched_loops_for_gpus_give_the_tokens_of_those_for_cpus():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_caches_of_eight_bits_answer_too(dtype):
-    """The demo model's answers survive three or two bits of mantissa in its keys and values."""
-    assert answers(**{"cache.dtype": dtype}) == answers()
+def test_caches_of_eight_bits_answer_too():
+    """The demo model's answers survive two bits of mantissa in its keys and values."""
+    assert answers(**{"cache.dtype": "float8_e5m2"}) == answers()

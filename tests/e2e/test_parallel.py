@@ -31,8 +31,6 @@ UNEVEN = {
     "tie_word_embeddings": False,
 }
 CUTS = {
-    "tensor 2": {"parallel__tensor": 2},
-    "tensor 4": {"parallel__tensor": 4},
     "tensor 8": {"parallel__tensor": 8},
     "pipeline 2 x tensor 4": {"parallel__pipeline": 2, "parallel__tensor": 4},
     "data 2 x tensor 4": {"parallel__data": 2, "parallel__tensor": 4, "route__policy": "round_robin"},

@@ -125,7 +125,6 @@ def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine)
 @pytest.mark.parametrize(
     "cut",
     [
-        {"parallel__tensor": 4},
         {"parallel__pipeline": 2, "parallel__tensor": 2, "parallel__microbatches": 3},
         {
             "cache__num_pages": 20,
@@ -136,7 +135,7 @@ def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine)
             "sched__growth": 0.0,
         },
     ],
-    ids=["tensor", "pipeline", "preempted"],
+    ids=["cut", "preempted"],
 )
 def test_a_cut_model_and_little_memory_give_the_same_tokens(engine: Engine, cut: dict[str, object]) -> None:
     rows = {"runtime__row_buckets": [MASK_SLOTS + 4], "sched__max_rows": MASK_SLOTS + 4}

@@ -37,7 +37,7 @@ OPTIONS = dataclasses.replace(
     sinks=True,
     alibi=True,
 )
-# Enough for every combination of loops and every option; the others repeat them with other sizes, with `-m slow`.
+# Enough for every combination of loops and every option.
 QUICK = {
     "xla": (
         OPTIONS.name,
@@ -59,6 +59,18 @@ QUICK = {
         "qwen3-0.6b/short/64/bfloat16",
     ),
 }
+# With `-m slow`: the same with other sizes. Our own kernel, which compiles once for all, runs every case there is.
+LONG = (
+    "bench125m/prefill/64",
+    "bench125m/decode16/128",
+    "gemma2/mixed/16",
+    "gpt-oss/mixed/16",
+    "bloom-alibi/mixed/16",
+    "mistral-window/ragged16/32",
+    "phi-odd/ragged16/32",
+    "demo/short/1",
+    "demo/short/16/int8",
+)
 
 
 def every_implementation(quick: bool) -> pytest.MarkDecorator:
@@ -75,7 +87,11 @@ def every_implementation(quick: bool) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize(
     ("implementation", "case"),
-    pairs([OPTIONS, *CASES.values()], slow=lambda implementation, case: case.name not in QUICK[implementation.name]),
+    [
+        p
+        for p in pairs([OPTIONS, *CASES.values()], slow=lambda by, case: case.name not in QUICK[by.name])
+        if p.values[0] is NUMBA or p.values[1].name in (*QUICK[p.values[0].name], *LONG)
+    ],
 )
 def test_named_case_matches_the_oracle(implementation, case):
     inputs = make_inputs(case, implementation, poison=True)
@@ -164,7 +180,7 @@ def inputs_of(implementation, case, batch, num_pages, keys, values, rng) -> Inpu
         pytest.param(
             *(implementation, page_size, window),
             id=f"{implementation.name}-{page_size}-{window}",
-            marks=pytest.mark.slow if implementation is XLA_BATCHED else (),
+            marks=() if implementation is NUMBA or (implementation is XLA_ATTENTION and window) else pytest.mark.slow,
         )
         for page_size, window in ((1, None), (16, 9), (128, None))
         for implementation in IMPLEMENTATIONS

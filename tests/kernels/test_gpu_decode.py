@@ -22,13 +22,14 @@ from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, sha
 from tests.kernels.gpu_interpreter import IMPLEMENTATION, INTERPRETER, inputs_of, narrowed, plain_write, watched
 
 # Every option and dtype, most head dims and page sizes; in the interpreter with one kv head, and not the first one.
-QUICK = (
+NAMED = (
     "llama3-8b-tp1/decode64/16/bfloat16",
     "llama3-8b-tp4/decode64/32/float8_e5m2",
     "gpt-oss/decode64/128/float8_e4m3fn",
     "gemma2-9b/row128k/64/bfloat16",
     "mpt-7b-alibi/decode64/64/bfloat16",
 )
+LONG = ("llama3-8b-tp4/decode64/32/float8_e5m2", "mpt-7b-alibi/decode64/64/bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +67,13 @@ def check(case: Case, watch, blocks: DecodeBlocks | None = None) -> None:
     assert not watch.found_races()
 
 
-@pytest.mark.parametrize("name", QUICK[1:])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in NAMED[1:]])
 def test_one_head_of_a_named_case_matches_the_oracle(name, watch):
     check(narrowed(small(REAL[name])), watch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("group", "head_dim"), [(1, 40), (2, 192), (3, 64), (5, 96), (8, 256), (12, 128), (16, 64), (32, 256)]
-)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 40), (3, 192), (8, 96), (12, 128), (32, 256)])
 def test_any_group_and_head_dim(group, head_dim, watch):
     case = narrowed(small(REAL["llama3-8b-tp8/decode64/64/bfloat16"]))
     spec = dataclasses.replace(case.spec, num_query_heads=group, head_dim=head_dim, soft_cap=30.0)
@@ -86,13 +85,9 @@ def test_any_group_and_head_dim(group, head_dim, watch):
     ("page_size", "dtype", "head_dim"),
     [
         (8, "bfloat16", 64),
-        (8, "float8_e4m3fn", 256),
         (16, "float8_e5m2", 96),
-        (32, "bfloat16", 256),
-        (64, "float8_e4m3fn", 64),
-        (128, "float8_e5m2", 64),
-        (192, "bfloat16", 96),
-        (192, "float8_e4m3fn", 256),
+        (64, "float8_e4m3fn", 256),
+        (192, "bfloat16", 128),
     ],
 )
 def test_any_page_size_and_dtype(page_size, dtype, head_dim, watch):
@@ -101,6 +96,7 @@ def test_any_page_size_and_dtype(page_size, dtype, head_dim, watch):
     check(dataclasses.replace(case, spec=spec, page_size=page_size, cache_dtype=dtype), watch)
 
 
+@pytest.mark.slow
 def test_one_row_in_many_splits_is_combined_by_all_warpgroups(watch):
     case = dataclasses.replace(narrowed(small(REAL["gpt-oss/row128k/64/bfloat16"])), rows=((1, 1400),))
     spec = dataclasses.replace(case.spec, window=None)
@@ -268,7 +264,7 @@ def compile_case(case: Case, blocks: DecodeBlocks | None = None):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", NAMED)
 def test_named_case_compiles_at_full_size(name):
     case = REAL[name]
     memory = compile_case(case).memory_analysis()

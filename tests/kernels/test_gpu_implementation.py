@@ -19,19 +19,26 @@ from tests.kernels.gpu_interpreter import H200, IMPLEMENTATION, INTERPRETER, NO_
 # The two kernels alone meet every option with one key head (test_gpu_decode, test_gpu_prefill). Here each option meets
 # both of them in one step, and a second key head: the implementation must give each its own scales, sinks and slopes.
 MIXED = (
-    "llama3-8b-tp8/busy/64/bfloat16",
     "gpt-oss/busy/128/float8_e4m3fn",  # sinks, a window, scales; eight query heads for each key head
     "gemma2-9b/ragged/64/bfloat16",  # a soft cap, a window, the widest heads
     "mpt-7b-alibi/ragged/64/bfloat16",  # slopes; a query head for each key head
-    "llama3-8b-tp4/busy/32/float8_e5m2",
     "llama3-8b-tp1/decode64/16/bfloat16",  # decode rows alone
 )
-# What a kernel is made from is in `use`; the mixes beside `busy`, which has rows of both kinds, differ in sizes of
-# work lists and tables alone, so they are those of one model.
-COMPILED_QUICK = ("gpt-oss/busy/128/float8_e4m3fn", "llama3-8b-tp1/decode64/64/bfloat16")
-_BUSY = {case.use: name for name, case in REAL.items() if "/busy/" in name and IMPLEMENTATION.refuses(case.use) is None}
-_OTHERS = [f"llama3-70b-tp1/{mix}/64/bfloat16" for mix in ("decode64", "prefill8k", "ragged", "row128k")]
-COMPILED = dict.fromkeys([*COMPILED_QUICK, *_BUSY.values(), *_OTHERS])
+# Each has another text of the kernels: eight bits, pages that fill no tile, a soft cap, sinks, slopes, heads that are
+# padded, one key head. The mixes beside `busy`, which has rows of both kinds, differ in sizes of work lists and tables.
+COMPILED_QUICK = ("llama3-8b-tp1/decode64/64/bfloat16",)
+COMPILED = (
+    *COMPILED_QUICK,
+    "gpt-oss/busy/128/float8_e4m3fn",
+    "gemma2-9b/busy/64/bfloat16",
+    "mpt-7b-alibi/busy/64/bfloat16",
+    "phi3-mini/busy/64/bfloat16",
+    "llama3-8b-tp1/busy/16/bfloat16",
+    "llama3-8b-tp4/busy/32/float8_e5m2",
+    "llama3-8b-tp8/busy/64/bfloat16",
+    "llama3-70b-tp1/prefill8k/64/bfloat16",
+    "llama3-70b-tp1/row128k/64/bfloat16",
+)
 USE = REAL["llama3-8b-tp1/decode64/64/bfloat16"].use
 
 

@@ -38,24 +38,19 @@ attend = jax.jit(IMPLEMENTATION.attend, static_argnums=5, donate_argnums=3)
 # Every kind of batch, option, dtype and page size; models that differ in the numbers of their heads alone are one.
 QUICK = (
     "gpt-oss/ragged/64/bfloat16",
-    "gemma2-9b/busy/64/bfloat16",
-    "llama3-8b-tp4/busy/32/int8",
     "llama3-8b-tp4/decode64/32/float8_e4m3fn",
 )
 NAMED = (
     *QUICK,
+    "gemma2-9b/busy/64/bfloat16",
+    "llama3-8b-tp4/busy/32/int8",
     "llama3-8b-tp8/ragged/128",
-    "llama3-8b-tp1/busy/24/bfloat16",
     "mpt-7b-alibi/ragged/64/bfloat16",
     "phi3-mini/ragged/64/bfloat16",
     "mistral-7b/prefill8k/64/bfloat16",
-    "llama3-70b-tp1/busy/64/bfloat16",
     "llama3-70b-tp8/row128k/64/bfloat16",
-    "qwen3-0.6b/decode64/64/bfloat16",
-    "llama3-8b-tp1/busy/16/bfloat16",
     "llama3-8b-tp4/busy/32/float8_e5m2",
     "gpt-oss/busy/128/float8_e4m3fn",
-    "gemma2-9b/busy/16",
 )
 
 
@@ -91,9 +86,8 @@ def attend_with(use: AttentionUse, pages: int, compute: int):
     return jax.jit(implementation.attend, static_argnums=5)
 
 
-@pytest.mark.parametrize(
-    ("page_size", "window"), [(32, 9), *(pytest.param(size, None, marks=pytest.mark.slow) for size in (16, 24))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("page_size", "window"), [(32, 9), (24, None)])
 @settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_ragged_batches_among_poison(page_size, window, watch, data):
@@ -116,7 +110,6 @@ LONG_ROWS = ((1, 1), (1, 64), (1, 65), (1, 256), (1, 250), (1, 257), (1, 700), (
     ("page_size", "window", "dtype"),
     [
         (16, None, "bfloat16"),
-        pytest.param(16, 100, "float8_e4m3fn", marks=pytest.mark.slow),
         pytest.param(24, 100, "bfloat16", marks=pytest.mark.slow),
         pytest.param(24, None, "float32", marks=pytest.mark.slow),
     ],
@@ -297,6 +290,7 @@ def test_any_tuned_sizes_give_the_same_answer(watch):
     assert not watch.found_races()
 
 
+@pytest.mark.slow
 def test_page_ids_of_a_long_row_come_in_pieces_of_128(watch):
     """Pages of 16 and 5000 tokens: three pieces of page ids, the last of them short."""
     long = dataclasses.replace(

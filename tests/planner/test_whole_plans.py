@@ -32,7 +32,10 @@ def tensor_sum_count(step) -> int:
     ("topology", "tensor", "kernels"),
     [
         ("v5e:2x2", 4, {"paged_kv_write": LAYERS, "paged_attention_decode": LAYERS}),
-        ("h200:2", 2, {"write_tokens": LAYERS, "decode_splits": LAYERS, "combine_splits": LAYERS}),
+        pytest.param(
+            *("h200:2", 2, {"write_tokens": LAYERS, "decode_splits": LAYERS, "combine_splits": LAYERS}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_arithmetic_agrees_with_the_compiler_and_the_kernels_are_inside(tmp_path, topology, tensor, kernels):
@@ -267,20 +270,16 @@ def test_another_directory_can_be_planned_with_the_same_config(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
-        ("llama3.1-8b-v5e-4", "v5e:2x2"),
-        ("llama3.1-8b-v6e-1", "v6e:1"),
-        ("llama3.1-8b-h200", "h200:1"),
         ("llama3.3-70b-v5e-16", "v5e:4x4"),
         ("llama3.3-70b-h200-2", "h200:2"),
-        ("mistral-7b-gpu", "h100:1"),
         ("qwen3-0.6b-cpu", "cpu:1"),
     ],
 )
 def test_shipped_configs_compile_where_they_are_meant_to_run(name, topology):
     """Decode alone, from few layers, which tell all: a mixed step takes a minute more for each.
 
-    Two compile for minutes and say what others say: 70B on v6e-8 is left to its twin on v5e-16, Qwen3-32B on v6e-4 to
-    Llama-3.1-8B on v5e-4. That both fit is the arithmetic of the quick tests.
+    One of each kind of device, cut as far as any is: the others compile for minutes and say what these say. That they
+    fit is the arithmetic of the quick tests.
     """
     config = shipped(name)
     rows = config.sched.max_rows

@@ -116,7 +116,7 @@ def test_machine_code_is_read_and_not_made_again(first: dict[str, Any], second: 
     assert second["written"] == first["written"]
 
 
-@pytest.mark.parametrize("suffix", ["nbc", "nbi"])
+@pytest.mark.parametrize("suffix", [pytest.param("nbc", marks=pytest.mark.slow), "nbi"])
 @pytest.mark.usefixtures("second")
 def test_damaged_machine_code_is_made_again(folder: Path, suffix: str) -> None:
     """As after a full disk: files of the right names that end too early. Damaged executables do not end a start."""
