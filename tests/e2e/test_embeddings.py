@@ -99,11 +99,10 @@ def test_equals_a_plain_forward_and_nothing_compiles(engine: Engine, expected: l
     "cut",
     [
         {"sched__max_step_tokens": 12, "runtime__token_buckets": [12], "cache__num_pages": 15},
-        {"parallel__tensor": 2},
-        {"parallel__pipeline": 2, "parallel__microbatches": 3, "sched__max_step_tokens": 128,
+        {"parallel__tensor": 2, "parallel__pipeline": 2, "parallel__microbatches": 3, "sched__max_step_tokens": 128,
          "runtime__token_buckets": [128]},
     ],
-    ids=["chunks", "tensor", "pipeline"],
+    ids=["chunks", "devices"],
 )  # fmt: skip
 def test_does_not_depend_on_cuts(cut: dict[str, object], expected: list[np.ndarray]) -> None:
     check(embed(build(PATH, **options(**cut)), stagger=1), expected)

@@ -19,15 +19,12 @@ ON_V5E = (
     "llama3-8b-tp1/busy/24/bfloat16",
     "llama3-8b-tp4/busy/32/float8_e5m2",
     "llama3-8b-tp8/busy/64/bfloat16",
-    "llama3-70b-tp1/prefill8k/64/bfloat16",
     "llama3-70b-tp1/row128k/64/bfloat16",
     "llama3-8b-tp4/decode64/32/int8",
 )
 ON_V6E = (
-    "llama3-70b-tp1/busy/64/bfloat16",
     "gpt-oss/busy/128/float8_e4m3fn",
     "gemma2-9b/busy/64/bfloat16",
-    "phi3-mini/busy/64/bfloat16",
 )
 # Copies are described to the hardware in another way there.
 ON_OTHERS = ("llama3-8b-tp8/decode64/64/bfloat16", "llama3-8b-tp4/busy/32/int8")
