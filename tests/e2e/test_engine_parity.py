@@ -13,7 +13,7 @@ from jaxserve.engine import Engine
 
 # Plain; a window; normalised queries and keys; angles that grow with the length.
 QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
-# The others differ in weights alone, which tests/models/test_parity.py compares.
+# More scalings. tests/models/test_parity.py compares these and the other fixtures in the model alone.
 LONG = ("llama_llama3", "llama_yarn", "qwen3_window_yarn")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 

@@ -59,7 +59,7 @@ QUICK = {
         "qwen3-0.6b/short/64/bfloat16",
     ),
 }
-# With `-m slow`: the same with other sizes. Our own kernel, which compiles once for all, runs every case there is.
+# With `-m slow`: more models, mixes and page sizes. `numba_cpu` runs every case there is.
 LONG = (
     "bench125m/prefill/64",
     "bench125m/decode16/128",

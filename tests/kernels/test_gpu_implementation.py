@@ -16,15 +16,15 @@ from jaxserve.kernels.tuning import TunedTable, entry_name
 from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, shapes_of
 from tests.kernels.gpu_interpreter import H200, IMPLEMENTATION, INTERPRETER, NO_TABLE, inputs_of, narrowed, watched
 
-# The two kernels alone meet every option with one key head (test_gpu_decode, test_gpu_prefill). Here each option meets
+# The two kernels alone meet every option with one key head (test_gpu_decode, test_gpu_prefill). Here most options meet
 # both of them in one step, and a second key head: the implementation must give each its own scales, sinks and slopes.
 MIXED = (
     "gpt-oss/busy/128/float8_e4m3fn",  # sinks, a window, scales; eight query heads for each key head
     "mpt-7b-alibi/ragged/64/bfloat16",  # slopes; a query head for each key head
     "llama3-8b-tp1/decode64/16/bfloat16",  # decode rows alone
 )
-# Each has another text of the kernels: eight bits, pages that fill no tile, a soft cap, sinks, slopes, heads that are
-# padded, one key head. The mixes beside `busy`, which has rows of both kinds, differ in sizes of work lists and tables.
+# Each has another text of the kernels: eight bits, a soft cap, sinks, slopes, heads that are padded, one key head. The
+# mixes beside `busy`, which has rows of both kinds, differ in sizes of work lists and tables.
 COMPILED_QUICK = ("llama3-8b-tp1/decode64/64/bfloat16",)
 COMPILED = (
     *COMPILED_QUICK,

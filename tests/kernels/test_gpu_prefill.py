@@ -28,7 +28,7 @@ from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, sha
 from tests.kernels.gpu_interpreter import IMPLEMENTATION, INTERPRETER, inputs_of, narrowed, plain_write, watched
 from tests.kernels.ragged import bucketed, ragged_rows
 
-# Every option and dtype once, each with one kv head; the plain case is that of test_gpu_body.
+# Every option and dtype once, each with one kv head; plain ones are in the tests of sizes below.
 QUICK = ("gpt-oss/busy/64/bfloat16", "llama3-8b-tp4/busy/32/float8_e5m2")
 NAMED = (*QUICK, "gemma2-9b/busy/64/bfloat16", "mpt-7b-alibi/ragged/64/bfloat16")
 SPEC = AttentionSpec(num_query_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)

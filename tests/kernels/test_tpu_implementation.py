@@ -35,7 +35,7 @@ from tests.kernels.tpu_interpreter import (
 )
 
 attend = jax.jit(IMPLEMENTATION.attend, static_argnums=5, donate_argnums=3)
-# Every kind of batch, option, dtype and page size; models that differ in the numbers of their heads alone are one.
+# Every kind of batch, option and dtype; models that differ in the numbers of their heads alone are one.
 QUICK = (
     "gpt-oss/ragged/64/bfloat16",
     "llama3-8b-tp4/decode64/32/float8_e4m3fn",

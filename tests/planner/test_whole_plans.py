@@ -278,8 +278,8 @@ def test_another_directory_can_be_planned_with_the_same_config(tmp_path, capsys)
 def test_shipped_configs_compile_where_they_are_meant_to_run(name, topology):
     """Decode alone, from few layers, which tell all: a mixed step takes a minute more for each.
 
-    One of each kind of device: the others compile for minutes and say what these say. That they
-    fit is the arithmetic of the quick tests.
+    One for each kind of device: the others compile for minutes with the same kernels. That they fit is the arithmetic
+    of the quick tests.
     """
     config = shipped(name)
     rows = config.sched.max_rows

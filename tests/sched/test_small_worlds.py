@@ -1,8 +1,9 @@
-"""Every policy in every small world: no deadlock, no leak, no starvation, no event after an end.
+"""Policies in every small world: no deadlock, no leak, no starvation, no event after an end.
 
 Three requests, six pages, two rows, two steps in flight, and devices that draw one token of a row in a step, or any
-number up to three. The quick part has all orders of arrival, finish and delay, and all moves for two requests; the
-slow part has aborts, preemptions and jumps of the clock for three, with the policies whose queues differ most.
+number up to three (with fcfs alone: the numbers are the mechanism's). The quick part has all orders of arrival, finish
+and delay, and all moves for two requests; the slow part has aborts, preemptions and jumps of the clock for three, with
+some policies for each: those that sort once, those that sort again, and those that choose victims.
 """
 
 import pytest

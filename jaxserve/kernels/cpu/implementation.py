@@ -81,7 +81,7 @@ def attend(
     num_tokens, heads, head_dim = q.shape
     by_head = [jnp.zeros(heads) if x is None else x.astype(jnp.float32) for x in (sinks, alibi_slopes)]
     numbers = jnp.concatenate([jnp.asarray([spec.scale, spec.soft_cap or 0.0], jnp.float32), *by_head])
-    room = AttentionScratch.of(
+    scratch = AttentionScratch.of(
         num_rows=batch.context_lens.shape[0],
         num_tokens=num_tokens,
         group=heads // spec.num_kv_heads,
@@ -90,8 +90,8 @@ def attend(
         workers=os.cpu_count() or 1,
     )
     options = [spec.window or 0, spec.soft_cap is not None, sinks is not None, alibi_slopes is not None]
-    sizes = [room.tile_tokens, room.buffers_begin, room.buffer_bytes, room.workers]
-    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((room.num_bytes,), jnp.uint8))
+    sizes = [scratch.tile_tokens, scratch.buffers_begin, scratch.buffer_bytes, scratch.workers]
+    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((scratch.num_bytes,), jnp.uint8))
     out, _ = jax.ffi.ffi_call(machine_code.provide("attention", dtype), results)(
         q.astype(jnp.float32),
         cache.keys,
