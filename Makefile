@@ -10,13 +10,14 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Everything here runs on a CPU: compilers for other devices may be installed beside JAX and would look for theirs.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo serve test test-slow lint type fmt clean
+.PHONY: help demo serve test test-slow test-all lint type fmt clean
 
 help:
 	@echo "make demo       answer a few prompts with the demo model (installs first)"
 	@echo "make serve      gRPC service with the demo model"
 	@echo "make test       the tests, 10 to 16 minutes on two cores (those of the web page need Chromium)"
 	@echo "make test-slow  the long tests, 25 to 35 minutes more"
+	@echo "make test-all   both in one run, which compiles what they share once"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:
@@ -51,6 +52,10 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
+
+test-all: $(VENV)/.dev
+	@echo "==> running all tests, the long ones too"
+	$(PYTEST) --durations=40
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ __all__ = [
     "MAX_STOP_TOKEN_IDS",
     "NO_OPTIONS",
     "FinishReason",
+    "Pooling",
     "PromptInfo",
     "Request",
     "RequestOptions",
@@ -53,6 +54,24 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the context length
     ABORT = "abort"  # cancelled by the client, a deadline or shutdown
     ERROR = "error"
+
+
+class Pooling(enum.StrEnum):
+    """The tokens of a prompt whose final hidden states make its embedding."""
+
+    MEAN = "mean"  # of all of them
+    LAST = "last"  # the only one that has seen the whole prompt
+    FIRST = "first"
+
+    def positions(self, prompt_len: int) -> range:
+        """The positions of these tokens, which follow each other."""
+        match self:
+            case Pooling.MEAN:
+                return range(prompt_len)
+            case Pooling.LAST:
+                return range(prompt_len - 1, prompt_len)
+            case Pooling.FIRST:
+                return range(1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +326,8 @@ class Request:
       content: what placeholders in the prompt stand for, in the order of positions; pages are shared where both the ids
         and the digests are equal.
       echo_text: what the text of each sequence begins with.
-      pooling: nothing is generated; the answer is the sum of the final hidden states of the prompt. `max_tokens` is 0.
+      pooling: nothing is generated; the answer is the mean of the final hidden states of these tokens of the prompt.
+        `max_tokens` is 0 then. None: tokens are generated.
     """
 
     request_id: str
@@ -328,7 +348,7 @@ class Request:
     grammar: Grammar | None = dataclasses.field(default=None, repr=False, compare=False)
     content: tuple[ContentSpan, ...] = ()
     echo_text: str = dataclasses.field(default="", repr=False)
-    pooling: bool = False
+    pooling: Pooling | None = None
 
 
 def check_request(request: Request, vocab_size: int) -> None:
@@ -410,20 +430,23 @@ class TokenLogprobs(NamedTuple):
 class PromptInfo(NamedTuple):
     """Results of computing a prompt; they come with a sequence's first token.
 
-    `logprobs`: one entry per prompt token after the first, or None when not asked for. `hidden_sum` [D]: the sum of the
-    final hidden states of all its tokens, or None when the request is not for pooling.
+    `logprobs`: one entry per prompt token after the first, or None when not asked for. `pooled` [D]: the mean of the
+    final hidden states of the tokens that `Request.pooling` names, or None when the request generates.
     """
 
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None
-    hidden_sum: tuple[float, ...] | None = None
+    pooled: tuple[float, ...] | None = None
+
+
+NOT_FINITE = -1  # drawn by a row whose hidden states are infinite or no numbers: no token follows from them
 
 
 class TokenEvent(NamedTuple):
     """One token of one sequence. A named tuple, since hundreds are made each step.
 
     `index` numbers the n sequences of a request. With `finish_reason` STOP, `token_id` is the id that ended it; it is
-    -1 where nothing is generated, and `prompt` is the answer.
+    -1 where nothing is generated, and `prompt` is the answer. With ERROR it is NOT_FINITE.
     """
 
     request_id: str

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig
-from jaxserve.engine import AsyncEngine, Prompt, Update
+from jaxserve.engine import AsyncEngine, Prompt, Update, encode_pairs, make_pairs, need_reranker
 from jaxserve.offline import prepare_chat
 from jaxserve.offline.front_door import FrontDoor
 
@@ -137,8 +137,10 @@ class AsyncLLM(FrontDoor):
         request_id: str | None = None,
         priority: int = 0,
         truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
     ) -> list[float]:
-        """The embedding of one prompt: the mean of its final hidden states, of Euclidean length 1.
+        """The embedding of one prompt. Arguments as in `LLM.embed`.
 
         A cancel aborts it. Raises InvalidRequest and its kin, QueueFull or EngineStopped.
         """
@@ -146,7 +148,42 @@ class AsyncLLM(FrontDoor):
             prompt,
             RequestOptions(request_id=request_id, priority=priority),
             truncate_prompt_tokens=truncate_prompt_tokens,
+            dimensions=dimensions,
+            normalize=normalize,
         )
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        instruction: str | None = None,
+        max_tokens_per_doc: int | None = None,
+    ) -> list[float]:
+        """The scores of documents, 0 to 1, in their order. Arguments as in `LLM.score`.
+
+        `request_id` begins the ids of the requests. A cancel aborts them. Raises UnsupportedOption for a model that is
+        not known to judge, InvalidRequest and its kin, QueueFull or EngineStopped.
+        """
+        reranker, tokenizer = need_reranker(self._engine.model.reranker), self._engine.tokenizer
+        assert tokenizer is not None, "a reranker has been made with one"
+        pairs = make_pairs(queries, documents)
+        judgements = await self._streams.run(
+            lambda: encode_pairs(
+                reranker,
+                tokenizer,
+                pairs,
+                "documents",
+                max_model_len=self._engine.model.max_model_len,
+                instruction=instruction,
+                max_document_tokens=max_tokens_per_doc,
+            ),
+            prompts=len(pairs),
+        )
+        await self._streams.judge(judgements, RequestOptions(request_id=request_id, priority=priority))
+        return [one.score for one in judgements]
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a last update with finish reason ABORT. An unknown id is ignored."""

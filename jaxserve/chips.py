@@ -273,6 +273,11 @@ def canonical_kind(kind: str) -> str:
     return _OTHER_KINDS.get(kind, kind)
 
 
+def chip_of_kind(kind: str) -> Chip | None:
+    """The data sheet of a device by JAX's name for it; None for one that has none here."""
+    return next((chip for chip in CHIPS.values() if chip.kind == canonical_kind(kind)), None)
+
+
 def parse_topology(name: str) -> Topology:
     """'v5e:2x4' by shape, or 'v5e:8', 'h200:2' by number of chips. Raises ConfigError with what there is."""
     kind, _, shape = name.partition(":")

@@ -125,5 +125,9 @@ class StepStalled(EngineStopped):
     """A step does not end although every process answers."""
 
 
+class NotFinite(JaxserveError):
+    """The model's numbers for one sequence are infinite or no numbers, so that no token follows from them."""
+
+
 class MissingBucket(JaxserveError):
     """A plan needs a step shape that was not compiled at start. Nothing compiles after warm-up."""

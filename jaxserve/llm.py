@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig, for_batches
 from jaxserve.console import BatchBar
-from jaxserve.engine import Prompt, pooling_params
+from jaxserve.engine import Prompt, encode_pairs, make_pairs, need_reranker, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.offline import (
     CompletionOutput,
@@ -22,6 +22,8 @@ from jaxserve.offline import (
     RequestMetrics,
     RequestOutput,
     Result,
+    ScoringOutput,
+    ScoringRequestOutput,
     prepare_chat,
     prompt_text,
     run_jobs,
@@ -39,6 +41,8 @@ __all__ = [
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
 ]
 
 Message = Mapping[str, Any]
@@ -174,13 +178,25 @@ class LLM(FrontDoor):
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Embeds prompts; returns one output per prompt, in their order: `output.outputs.embedding`.
 
-        An embedding is the mean of the final hidden states of the prompt's tokens, of Euclidean length 1. `prompts` as
-        in `generate`; `truncate_prompt_tokens` keeps the last that many tokens of each. Errors as in `generate`.
+        An embedding is the mean of the final hidden states of the tokens that the model pools (`model.pooling`): all of
+        the prompt, the last or the first.
+
+        Args:
+          prompts: as in `generate`.
+          truncate_prompt_tokens: keep the last that many tokens of each prompt.
+          dimensions: numbers to keep of each embedding, one of the sizes that the model was trained to be cut to.
+          normalize: scale each to Euclidean length 1; None: as the checkpoint says, which is yes unless it says no.
+          use_tqdm: show a progress bar on stderr.
+
+        Errors as in `generate`; UnsupportedOption for `dimensions` that the model was not trained for.
         """
+        form = self._engine.model.embedding.form(dimensions, normalize)
         batch: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
         sampling = pooling_params(truncate_prompt_tokens)
         jobs = []
@@ -189,7 +205,7 @@ class LLM(FrontDoor):
                 request = self._engine.prepare(prompt, sampling, RequestOptions(pooling=True))
             except JaxserveError as error:
                 raise _numbered(error, "prompts", index, len(batch)) from error
-            jobs.append(Job(request=request, prompt=prompt_text(prompt)))
+            jobs.append(Job(request=request, prompt=prompt_text(prompt), form=form))
         outputs = _Outputs("prompts", len(jobs))
         with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
             run_jobs(self._engine, jobs, outputs.take, bar.update)
@@ -204,6 +220,65 @@ class LLM(FrontDoor):
                 )
             )
         return embedded
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        max_tokens_per_doc: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Judges documents; returns one output for each, in their order: `output.outputs.score`, from 0 to 1.
+
+        The model is asked about each document in the words of `rerank.template`, and the score is
+        P(yes) / (P(yes) + P(no)) of its answer.
+
+        Args:
+          queries: one for all documents, or one for each.
+          documents: one or several texts.
+          instruction: what the documents are judged for; None: `rerank.instruction`.
+          max_tokens_per_doc: cut longer documents off there.
+          use_tqdm: show a progress bar on stderr.
+
+        Raises UnsupportedOption for a model that is not known to judge, InvalidRequest and its kin for the first pair
+        that cannot be taken, before anything has run.
+        """
+        reranker, tokenizer = need_reranker(self._engine.model.reranker), self._engine.tokenizer
+        assert tokenizer is not None, "a reranker has been made with one"
+        judgements = encode_pairs(
+            reranker,
+            tokenizer,
+            make_pairs(queries, documents),
+            "documents",
+            max_model_len=self._engine.model.max_model_len,
+            instruction=instruction,
+            max_document_tokens=max_tokens_per_doc,
+        )
+        request_ids: dict[int, str] = {}
+        with BatchBar(len(judgements), shown=use_tqdm) as bar:
+            waiting = list(enumerate(judgements))
+            while waiting:
+                jobs = []
+                for _, one in waiting:
+                    assert one.sampling is not None, one
+                    jobs.append(Job(request=self._engine.prepare({"prompt_token_ids": one.prompt_ids}, one.sampling)))
+                outputs = _Outputs("documents", len(jobs))
+                run_jobs(self._engine, jobs, outputs.take, bar.update)
+                for (index, one), output in zip(waiting, outputs.all, strict=True):
+                    request_ids[index] = output.request_id
+                    for entry in output.outputs[0].logprobs or ():
+                        one.take({token_id: found.logprob for token_id, found in entry.items()})
+                waiting = [(index, one) for index, one in waiting if one.sampling is not None]
+        return [
+            ScoringRequestOutput(
+                request_id=request_ids[index],
+                prompt_token_ids=list(one.prompt_ids),
+                outputs=ScoringOutput(score=one.score),
+            )
+            for index, one in enumerate(judgements)
+        ]
 
     def _sampling_for(
         self, count: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None

@@ -47,7 +47,11 @@ class ClockDevice:
         self._free_s = 0.0
         self._layouts = {
             bucket: packing.Layout.of(
-                bucket, max_rows=limits.max_rows, num_params=NUM_ROW_FIELDS, page_size=limits.page_size
+                bucket,
+                max_rows=limits.max_rows,
+                num_params=NUM_ROW_FIELDS,
+                page_size=limits.page_size,
+                num_groups=len(limits.page_groups),
             )
             for bucket in limits.buckets
         }
@@ -57,7 +61,7 @@ class ClockDevice:
         bucket = self.limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
         assert bucket is not None, plan.step_id
         layout = self._layouts[bucket]
-        grants, _ = packing.split_grants(plan.grants, layout.max_grants)
+        grants, _ = packing.split_grants(plan.grants, layout.max_grants, layout.max_rows)
         packing.pack(plan, layout, self._row_params, {}, grants)
         now_s = time.perf_counter()
         begin_s = max(now_s, self._free_s)

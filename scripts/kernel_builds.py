@@ -1,6 +1,6 @@
 """Builds of an implementation: compiled for a device that is not here, or interpreted on this CPU.
 
-The output of compilers and interpreters is captured, and ptxas' report read. `gpu_check` runs kernels on an
+The output of compilers and interpreters is captured, and ptxas' report read. `device_check` runs kernels on an
 accelerator.
 
 The compiler's own report is read and not the machine code: XLA packs the code into a compressed container, while Mosaic
@@ -18,17 +18,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from kernel_runs import attend_layers, find_implementation, on_host, prepare
+from kernel_runs import find_implementation, on_host, prepare
 
-from jaxserve.kernels.cases import Case, Room, make_batch
+from jaxserve.kernels.cases import Case
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import relative_error
-from jaxserve.kernels.paged_attention import KVScales, PagedAttention
-from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
-from jaxserve.models.loading import one_device_mesh
+from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.lab.compiled.attention import compile_attend
+from jaxserve.lab.compiled.topology import device_of_topology
 
 # What makes Mosaic GPU print ptxas' report, and the launch with its shared memory.
 ENVIRONMENT = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
@@ -58,41 +56,6 @@ def compile_for(case: Case, implementation_name: str, topology: str) -> dict[str
     memory = compiled.memory_analysis()
     found = {"seconds": round(seconds, 1), "temporary_bytes": memory.temp_size_in_bytes}
     return found | ({"kernels": kernels_of(printed[0])} if implementation_name == "mosaic_gpu" else {})
-
-
-def compile_attend(
-    case: Case, implementation: PagedAttention, topology: str, layers: int = 1, room: Room | None = None
-) -> tuple[Any, float]:
-    """The executable of `attend_layers`, its caches donated, and the seconds that lowering and compiling took."""
-    device = absent_devices(topology)[0]
-    sharding = NamedSharding(one_device_mesh(device), PartitionSpec())
-    cache, args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_inputs(case, implementation, room),
-    )
-    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
-    start = time.monotonic()
-    traced = jax.jit(attend_layers(case, implementation), donate_argnums=0).trace([cache] * layers, *args)
-    return traced.lower(lowering_platforms=(platform,)).compile(), time.monotonic() - start
-
-
-def abstract_inputs(
-    case: Case, implementation: PagedAttention, room: Room | None = None
-) -> tuple[Any, tuple[Any, ...]]:
-    """Shapes of the cache, and of (q, k, v, batch, (sinks, slopes, scales)); the batch itself has its integers."""
-    batch, num_pages = make_batch(case, np.random.default_rng(0), room)
-    spec, num_tokens = case.spec, batch.positions.shape[0]
-    cache = jax.eval_shape(
-        lambda: implementation.init_cache(
-            num_pages, case.page_size, spec.num_kv_heads, spec.head_dim, jnp.dtype(case.cache_dtype)
-        )
-    )
-    of = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
-    kv = of(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=case.query_dtype)
-    q = of(num_tokens, spec.num_query_heads, spec.head_dim, dtype=case.query_dtype)
-    by_head, by_kv_head = of(spec.num_query_heads), of(spec.num_kv_heads)
-    scales = KVScales(keys=by_kv_head, values=by_kv_head) if jnp.dtype(case.cache_dtype).itemsize == 1 else None
-    return cache, (q, kv, kv, batch, (by_head if case.sinks else None, by_head if case.alibi else None, scales))
 
 
 def interpret(case: Case, implementation_name: str) -> dict[str, Any]:

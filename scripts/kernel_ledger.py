@@ -1,7 +1,9 @@
 """Times of the TPU kernels by count (`jaxserve.lab.ledger`), ours and those of others, on chips that are not here.
 
     python scripts/kernel_ledger.py                      all cases and chips: writes the record and the table
+    python scripts/kernel_ledger.py --tpu-inference DIR  the kernel of tpu-inference too; DIR holds its source
     python scripts/kernel_ledger.py --only decode --chips v5e v6e
+    python scripts/kernel_ledger.py --by 'splash|flash' --only prefill8k
     python scripts/kernel_ledger.py --table              writes the table of the record into docs/kernels.md
     python scripts/kernel_ledger.py --loops --only 8b-tp8/decode --chips v5e     prints every loop of the kernels
 
@@ -12,6 +14,7 @@ move at the published bandwidth and without latency.
 import argparse
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.chips import Chip, parse_topology
-from jaxserve.config import describe_absent_tpu
-from jaxserve.lab.ledger.capture import captured_kernels, dump_arguments
+from jaxserve.lab.ledger.capture import print_schedules
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks/kernel_ledger.json"
@@ -35,7 +37,14 @@ CASES = (
     "llama3-70b-tp8/decode64/64/bfloat16",
     "llama3-8b-tp1/prefill8k/64/bfloat16",
 )
-_LARGE = 2**30  # bytes of a cache that the compiler cannot keep in VMEM, as it does with that of one small layer
+OURS = "jaxserve"
+COLUMNS = {  # of the table, by the name in the record
+    OURS: "jaxserve",
+    "jax ragged_paged_attention": "JAX ragged paged",
+    "jax splash_attention": "JAX splash",
+    "jax flash_attention": "JAX flash",
+    "tpu-inference ragged_paged_attention v3": "tpu-inference v3",
+}
 
 
 def main() -> None:
@@ -43,20 +52,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of cases")
     parser.add_argument("--chips", nargs="+", choices=tuple(CHIPS), default=list(CHIPS))
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    parser.add_argument("--by", default="", help="regular expression on names of implementations: 'splash|v3'")
+    parser.add_argument("--tpu-inference", type=Path, help="folder with that source, to count its kernel")
     parser.add_argument("--loops", action="store_true", help="print the loops of each kernel, and keep no record")
     parser.add_argument("--table", action="store_true", help="count nothing")
     parser.add_argument("--worker", choices=tuple(CHIPS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     cases = [name for name in CASES if args.only in name]
     if args.worker:
-        for found in count(args.worker, cases, peers=not args.no_peers, loops=args.loops):
+        for found in count(args.worker, cases, args):
             print(json.dumps(found), flush=True)
         return
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"about": {}, "results": []}
     if not args.table:
         record = update(record, args, cases)
     if not args.loops:
-        write_table(record["results"])
+        from kernel_runs import write_between
+
+        write_between(ROOT / "docs/kernels.md", BEGIN, END, table(record["results"]))
 
 
 def update(record: dict[str, Any], args: argparse.Namespace, cases: Sequence[str]) -> dict[str, Any]:
@@ -66,7 +79,8 @@ def update(record: dict[str, Any], args: argparse.Namespace, cases: Sequence[str
     kept = {_key(r): r for r in record["results"]}
     for chip in args.chips:
         command = [sys.executable, __file__, "--worker", chip, "--only", args.only]
-        command += ["--no-peers"] * args.no_peers + ["--loops"] * args.loops
+        command += ["--no-peers"] * args.no_peers + ["--by", args.by] + ["--loops"] * args.loops
+        command += ["--tpu-inference", str(args.tpu_inference)] if args.tpu_inference else []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
             assert worker.stdout is not None
             for line in worker.stdout:
@@ -75,10 +89,10 @@ def update(record: dict[str, Any], args: argparse.Namespace, cases: Sequence[str
                 result = json.loads(line)
                 kept[_key(result)] = result
                 print(describe(result), flush=True)
+                if not args.loops:  # at once, so that a run that is stopped keeps what it counted
+                    write_results(RECORD, list(kept.values()), command="python scripts/kernel_ledger.py")
         if worker.returncode:
             raise SystemExit(f"the process for {chip} ended with {worker.returncode}")
-        if not args.loops:
-            write_results(RECORD, list(kept.values()), command="python scripts/kernel_ledger.py")
     return {"results": list(kept.values())}
 
 
@@ -89,78 +103,57 @@ def _key(result: Mapping[str, Any]) -> tuple[str, str, str, str]:
 # --- counting, in a process of its own --------------------------------------------------------------------------------
 
 
-def count(chip_name: str, cases: Sequence[str], *, peers: bool, loops: bool) -> Iterator[dict[str, Any]]:
+def count(chip_name: str, cases: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One result for each case and implementation on a chip."""
     topology = CHIPS[chip_name]
     chip = parse_topology(topology).chip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "dump"
-        describe_absent_tpu(dump_arguments(folder))
+        print_schedules(folder)
         from kernel_runs import find_case
 
         for case_name in cases:
             case = find_case(case_name)
-            yield _result(case, chip, "jaxserve", "", _ours(case, topology, folder), loops)
-            if peers:
-                from tpu_peers import ragged_paged_attention_peers
+            if re.search(args.by, OURS):
+                yield _result(case, chip, OURS, "", _ours(case, topology, folder), args.loops)
+            if not args.no_peers:
+                from tpu_peers import tpu_peers
 
-                for peer in ragged_paged_attention_peers(case, chip):
-                    with contextlib.suppress(_DoesNotCompile):
+                for peer in tpu_peers(case, chip, args.tpu_inference):
+                    if not re.search(args.by, peer.by):
+                        continue
+                    with contextlib.suppress(_CannotBeCounted):
                         times = _theirs(peer, topology, folder)
-                        yield _result(case, chip, "jax ragged_paged_attention", peer.setting, times, loops)
+                        yield _result(case, chip, peer.by, peer.setting, times, args.loops)
 
 
-class _DoesNotCompile(Exception):
-    """A peer's setting that the compiler refuses, for want of VMEM for one."""
+class _CannotBeCounted(Exception):
+    """A peer's setting that the compiler refuses, for want of VMEM for one, or that the ledger cannot walk."""
 
 
-def _ours(case: Any, topology: str, folder: Path) -> list[Any]:
-    import jax.numpy as jnp
-    from kernel_builds import abstract_inputs, attend_layers, compile_attend
+def _ours(case: Any, topology: str, folder: Path) -> Sequence[Any]:
+    from jaxserve.lab.ledger import count_attention
 
-    from jaxserve.kernels.cases import Room
-    from jaxserve.kernels.pallas.tpu_implementation import make_attention
-    from jaxserve.lab.compiled.topology import device_of_topology
-    from jaxserve.lab.ledger import kernel_calls
-
-    implementation = make_attention(device_of_topology(topology))
-    page_bytes = case.page_size * case.spec.num_kv_heads * case.spec.head_dim * 2 * jnp.dtype(case.cache_dtype).itemsize
-    needed = sum(-(-context // case.page_size) for _, context in case.rows) + 3
-    columns = max(-(-context // case.page_size) for _, context in case.rows) + 1
-    room = Room(columns=columns, num_pages=max(needed, _LARGE // page_bytes))
-    cache, args = abstract_inputs(case, implementation, room)
-    calls = kernel_calls(attend_layers(case, implementation), [cache], *args)
-    shutil.rmtree(folder, ignore_errors=True)
-    compile_attend(case, implementation, topology, room=room)
-    return _times(calls, topology, folder)
+    return count_attention(case, topology, folder)
 
 
-def _theirs(peer: Any, topology: str, folder: Path) -> list[Any]:
+def _theirs(peer: Any, topology: str, folder: Path) -> Sequence[Any]:
     import jax
     from jax.sharding import SingleDeviceSharding
 
     from jaxserve.lab.compiled.topology import absent_devices
-    from jaxserve.lab.ledger import kernel_calls
+    from jaxserve.lab.ledger import kernel_calls, times_of_calls
 
-    calls = kernel_calls(peer.function, *peer.args)
     sharding = SingleDeviceSharding(absent_devices(topology)[0])
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in peer.args]
     shutil.rmtree(folder, ignore_errors=True)
     try:
+        calls = kernel_calls(peer.function, *peer.args)
         jax.jit(peer.function).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
-    except Exception as error:  # whatever the compiler finds wrong with one setting of a kernel of others
-        print(f"{peer.setting}: {error}"[:300], file=sys.stderr)
-        raise _DoesNotCompile from error
-    return _times(calls, topology, folder)
-
-
-def _times(calls: Sequence[Any], topology: str, folder: Path) -> list[Any]:
-    """(name, time) of each call, in order."""
-    from jaxserve.lab.ledger import time_of_call
-
-    chip = parse_topology(topology).chip
-    printed = {captured.name.rpartition(".")[0] or captured.name: captured for captured in captured_kernels(folder)}
-    return [(call.name, time_of_call(printed[call.name].program(), call, chip)) for call in calls]
+        return times_of_calls(calls, topology, folder)
+    except Exception as error:  # whatever the compiler or the ledger finds wrong with one setting of a kernel of others
+        print(f"{peer.by}, {peer.setting}: {error}"[:300], file=sys.stderr)
+        raise _CannotBeCounted from error
 
 
 def _result(case: Any, chip: Chip, by: str, setting: str, times: Sequence[Any], loops: bool) -> dict[str, Any]:
@@ -174,6 +167,7 @@ def _result(case: Any, chip: Chip, by: str, setting: str, times: Sequence[Any], 
         "us": round(seconds * 1e6, 2),
         "bandwidth_share": round(case.kv_bytes / chip.memory_bandwidth / seconds, 3),
         "peak_share": round(case.flops / peak / seconds, 3),
+        "head_share": round(case.flops / (peak * filled(chip, case.spec.head_dim)) / seconds, 3),
         "kernels": {
             name: {
                 "us": round(t.seconds * 1e6, 2),
@@ -184,6 +178,7 @@ def _result(case: Any, chip: Chip, by: str, setting: str, times: Sequence[Any], 
                 "waited_cycles": round(t.walk.waited_cycles),
                 "copied_bytes": t.walk.copied_bytes,
                 "spills": sum(loop.spills for loop in t.walk.loops),
+                "spills_in_a_turn": round(max((loop.spills_per_turn for loop in t.walk.inner_loops), default=0)),
             }
             for name, t in times
         },
@@ -199,6 +194,13 @@ def _result(case: Any, chip: Chip, by: str, setting: str, times: Sequence[Any], 
     return found
 
 
+def filled(chip: Chip, head_dim: int) -> float:
+    """The part of a matrix unit that heads of `head_dim` fill: rows in `q @ k.T`, and columns in `weights @ v`."""
+    assert chip.tensor_cores is not None
+    size = chip.tensor_cores.size
+    return head_dim / (-(-head_dim // size) * size)
+
+
 # --- what was found ---------------------------------------------------------------------------------------------------
 
 
@@ -206,34 +208,26 @@ def describe(result: Mapping[str, Any]) -> str:
     """One line, and the loops where they were asked for."""
     line = (
         f"{result['chip']:4} {result['case']:38} {result['by']} {result['setting']}: {result['us']} us, "
-        f"{result['bandwidth_share']:.2f} of the bandwidth, {result['peak_share']:.2f} of the peak"
+        f"{result['bandwidth_share']:.2f} of the bandwidth, {result['peak_share']:.2f} of the peak, "
+        f"{result['head_share']:.2f} of the part of it that the head size can fill"
     )
     return "\n  ".join([line, *result.get("loops", [])])
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown: ours beside the best setting of the peer; decode as a share of bandwidth, prompts of the peak."""
-    yield "| case | chip | jaxserve: us | share of what bounds it | JAX's kernel: us | share |"
-    yield "|---" * 6 + "|"
+    """Markdown: us (share) of ours and of each peer's best setting; decode by the bandwidth, prompts by the peak."""
+    yield f"| case | chip | {' | '.join(COLUMNS.values())} | jaxserve, of what heads fill |"
+    yield "|---" * (3 + len(COLUMNS)) + "|"
     for case in dict.fromkeys(r["case"] for r in results):
         share = "peak_share" if "prefill" in case else "bandwidth_share"
         for chip in CHIPS:
             same = [r for r in results if (r["case"], r["chip"]) == (case, chip)]
-            ours = next((r for r in same if r["by"] == "jaxserve"), None)
-            theirs = min((r for r in same if r["by"] != "jaxserve"), key=lambda r: r["us"], default=None)
-            if ours is None:
+            best = [min((r for r in same if r["by"] == by), key=lambda r: r["us"], default=None) for by in COLUMNS]
+            if not same:
                 continue
-            peer = f"{theirs['us']:.0f} | {theirs[share]:.2f}" if theirs else "- | -"
-            yield f"| {case.removesuffix('/64/bfloat16')} | {chip} | {ours['us']:.0f} | {ours[share]:.2f} | {peer} |"
-
-
-def write_table(results: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces the table in docs/kernels.md."""
-    path = ROOT / "docs/kernels.md"
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert after, f"{path} lacks the markers of the table"
-    path.write_text(f"{before}{BEGIN}\n" + "\n".join(table(results)) + f"\n{END}{after}")
+            cells = [f"{r['us']:.0f} ({r[share]:.2f})" if r else "-" for r in best]
+            head = next((f"{r['head_share']:.2f}" for r in same if "prefill" in case and r["by"] == "jaxserve"), "")
+            yield f"| {case.removesuffix('/64/bfloat16')} | {chip} | {' | '.join(cells)} | {head} |"
 
 
 if __name__ == "__main__":

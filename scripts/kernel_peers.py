@@ -1,9 +1,10 @@
-"""Attention kernels of others on the same shapes and bytes: JAX's stock ones, cuDNN through JAX, PyTorch's SDPA.
+"""Attention kernels of others on the same shapes and bytes: JAX's for GPUs and TPUs, cuDNN through JAX, PyTorch's SDPA.
 
-Each peer is called here, or refuses a case; `gpu_check` compares times.
+Each peer is called here, or refuses a case; `device_check` compares times.
 
-Keys and values are dense: only one of them reads pages. All get the same number of tokens; under a window a decode
-row gets the window's tokens alone. None of them writes a cache, so they do a little less than an implementation does.
+Keys and values are dense, but for the two of JAX that read pages. All get the same number of tokens; of the dense ones
+a decode row under a window gets the window's tokens alone. None of them writes a cache, so they do a little less than
+an implementation does.
 """
 
 import dataclasses
@@ -19,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from kernel_pool import error_lines
-from kernel_runs import LAYERS, ROUNDS, seconds_per_call
+from kernel_runs import LAYERS, ROUNDS, layers_of, seconds_per_call
 
+from jaxserve.chips import Chip, chip_of_kind
 from jaxserve.kernels.cases import Case
 from jaxserve.kernels.oracle import attend_row
+from jaxserve.kernels.paged_attention import AttentionSpec
 
 # Peers of one case: they are not told to be as exact as an implementation, only to compute the same thing.
 PEER_TOLERANCE = 3e-2
@@ -74,10 +77,16 @@ class Dense:
     def error(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> float:
         """Of a few queries of the first row, which are given alone: [S, heads, H] each."""
         chosen = np.unique(np.linspace(0, self.q_len - 1, 5).astype(int))
-        positions = self.kv_len - self.q_len + chosen
-        exact = attend_row(q[chosen], k, v, self.spec, positions=positions)
-        off = np.linalg.norm(out[chosen].astype(np.float64) - exact, axis=(1, 2))
-        return float((off / np.linalg.norm(exact, axis=(1, 2))).max())
+        return worst_error(self.spec, q[chosen], k, v, out[chosen], self.kv_len - self.q_len + chosen)
+
+
+def worst_error(
+    spec: AttentionSpec, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, positions: np.ndarray
+) -> float:
+    """The largest relative error of `out` among some queries of a row, over all of its keys and values."""
+    exact = attend_row(q, k, v, spec, positions=positions)
+    off = np.linalg.norm(out.astype(np.float64) - exact, axis=(1, 2))
+    return float((off / np.linalg.norm(exact, axis=(1, 2))).max())
 
 
 # --- JAX ------------------------------------------------------------------------------------------------------------
@@ -212,6 +221,61 @@ JAX_PEERS: dict[str, Callable[[Dense], Iterator[Peer]]] = {
     "jax-cudnn": functools.partial(_dot_product, implementation="cudnn"),
     "jax-xla": functools.partial(_dot_product, implementation="xla"),
 }
+
+
+# --- JAX on TPUs ----------------------------------------------------------------------------------------------------
+
+_MOST_PAGES = 64  # of a block of keys; the kernel refuses a block that is longer than the table, if it were empty
+
+
+def time_ragged(case: Case, alone: Any, stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Times JAX's ragged paged attention on a TPU; one result a setting."""
+    tpu_peers, name = _import("tpu_peers", "tpu_peers"), _import("tpu_peers", "RAGGED")
+    peers = [peer for peer in tpu_peers(case, _tpu_at_hand(), None) if peer.by == name]
+    if not peers:
+        raise NoPeerError("it takes heads of 128 over a cache in bfloat16, without attention sinks or ALiBi")
+    stage("inputs")
+    q, pages, lens, tables, starts, num_rows = peers[0].args
+    q, pages = (jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate((q, pages)))
+    wide = np.pad(tables, ((0, 0), (0, max(0, _MOST_PAGES - tables.shape[1]))))
+    integers = tuple(map(jnp.asarray, (lens, wide, starts, num_rows)))
+    copies = layers_of(pages)
+    stage("compile")
+    programs: list[tuple[str, Callable[[], list[Array]]]] = []
+    for peer in peers:
+
+        def attend(q: Array, copies: list[Array], *integers: Array, peer: Any = peer) -> list[Array]:
+            return [peer.function(q, pages, *integers) for pages in copies]
+
+        try:
+            compiled = jax.jit(attend).lower(q, copies, *integers).compile()
+        except Exception as error:  # another setting may still compile
+            yield {"setting": peer.setting, "refused": error_lines(error, 2)}
+        else:
+            programs.append((peer.setting, functools.partial(compiled, q, copies, *integers)))
+    stage("wait")
+    with alone():
+        stage("run")
+        timed = [(setting, run()[0], seconds_per_call(run, LAYERS)) for setting, run in programs]
+    stage("host")
+    q_len, context = case.rows[0]
+    row = np.asarray(pages[tables[0, : -(-context // case.page_size)]]).astype(np.float32)
+    row = row.reshape(-1, *row.shape[2:])[:context]  # [context, 2K, H]: a key, its value, the next key
+    chosen = np.unique(np.linspace(0, q_len - 1, 5).astype(int))
+    queries = np.asarray(q[:q_len]).astype(np.float32)[chosen]
+    for setting, out, seconds in timed:
+        found = np.asarray(out[:q_len]).astype(np.float32)[chosen]
+        error = worst_error(case.spec, queries, row[:, 0::2], row[:, 1::2], found, context - q_len + chosen)
+        yield {"setting": setting, "ms": seconds * 1e3, "error": error}
+
+
+def _tpu_at_hand() -> Chip:
+    kind = jax.devices()[0].device_kind
+    chip = chip_of_kind(kind)
+    if chip is None or chip.backend != "tpu":
+        raise NoPeerError(f"it runs on TPUs that jaxserve.chips knows, and this is {kind!r}")
+    return chip
+
 
 # --- PyTorch, in a process that never starts a JAX device ------------------------------------------------------------
 

@@ -4,7 +4,7 @@
     python scripts/kernel_report.py                                           writes the summary of the record
     python scripts/kernel_report.py --cases                                   and prints a line for each case
 
-The record is benchmarks/kernels.json; measurements are read from benchmarks/gpu_check_*.json. The summary stands in
+The record is benchmarks/kernels.json; measurements are read from benchmarks/device_check_*.json. The summary stands in
 docs/kernels.md between two markers. A case without a record is 'unproven'.
 
 Facts are kept one by one, with the commit: asking for all of them takes hours on two cores.
@@ -23,7 +23,7 @@ from typing import Any
 
 from kernel_builds import ENVIRONMENT, compile_for, interpret
 from kernel_pool import Channel, Pool, Result, Task, heed_termination, serve
-from kernel_runs import commit, find_case, tolerance, worker_environment, write_results
+from kernel_runs import commit, find_case, tolerance, worker_environment, write_between, write_results
 
 from jaxserve.kernels.cases import REAL
 
@@ -119,13 +119,13 @@ def ask(tasks: Sequence[Task], facts: Facts, path: Path, args: argparse.Namespac
 
 Measured = dict[
     tuple[str, str], dict[str, dict[str, Any]]
-]  # (case, implementation), device -> a check of scripts/gpu_check.py
+]  # (case, implementation), device -> a check of scripts/device_check.py
 
 
 def measurements(folder: Path) -> Measured:
-    """What the records of scripts/gpu_check.py say of the cases at full length."""
+    """What the records of scripts/device_check.py say of the cases at full length."""
     found: Measured = {}
-    for path in sorted(folder.glob("gpu_check_*.json")):
+    for path in sorted(folder.glob("device_check_*.json")):
         record = json.loads(path.read_text())
         device = (record["about"].get("device") or {}).get("kind", "unknown device")
         for check in record["results"]["checks"]:
@@ -249,14 +249,6 @@ def _not_run(found: Mapping[str, Any], reasons: list[str]) -> str:
     return f"refused ({reasons.index(found['refused']) + 1})"
 
 
-def write_summary(page: Path, lines: Sequence[str]) -> None:
-    """Replaces what lies between the markers."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{page} lacks a marker of the summary"
-    page.write_text("\n".join([before + BEGIN, *lines, END + after]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="ahead of time, for devices that are not here")
@@ -280,7 +272,7 @@ def main() -> None:
     if tasks := plan(args, facts):
         ask(tasks, facts, args.facts, args)
     measured = measurements(args.facts.parent)
-    write_summary(args.page, list(summary(facts, measured)))
+    write_between(args.page, BEGIN, END, summary(facts, measured))
     if args.cases:
         print("\n".join(table(facts, measured)))
 

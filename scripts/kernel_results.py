@@ -1,4 +1,4 @@
-"""The results of gpu_check: kept as they come, compared with the card, its targets and other kernels, and shown.
+"""The results of device_check: kept as they come, compared with the card, its targets and other kernels, and shown.
 
 The targets are here, and the rule which results are failures.
 """
@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from kernel_pool import Result, Task
 from kernel_runs import mix_of
 from rich.console import Console
 from rich.table import Table
+
+from jaxserve.chips import chip_of_kind
 
 MAIN = "llama3-8b-tp1"
 GIVE_UP = 3  # crashes or hangs of one implementation on one mix, after which its others are skipped
@@ -83,14 +85,21 @@ def _verdict(result: Result) -> str:
     return ", ".join(words) or "done"
 
 
-def summary(results: Results, unreached: Sequence[Task]) -> dict[str, Any]:
-    """What is written: ceilings, every check with its shares and peers, targets, and what was not reached."""
+def summary(results: Results, unreached: Sequence[Task], ledger: Path | None = None) -> dict[str, Any]:
+    """What is written: ceilings, every check with its shares and peers, targets, and what was not reached.
+
+    `ledger`: the record of kernel_ledger, whose counted time of our kernel for a TPU stands beside the measured one.
+    """
     ceilings = next(results.of("rates"), {})
     peers: dict[str, dict[str, float]] = {}
     for result in results.of("peer"):
         if "ms" in result:
             peers.setdefault(result["case"], {})[result["peer"]] = result["ms"]
-    checks = [r | _shares(r, ceilings) | {"peers_ms": peers.get(r["case"], {})} for r in results.of("check")]
+    counted = _counted(ledger, (ceilings.get("device") or {}).get("kind"))
+    checks = [
+        r | _shares(r, ceilings) | {"peers_ms": peers.get(r["case"], {})} | _beside(r, counted)
+        for r in results.of("check")
+    ]
     return {
         "ceilings": ceilings,
         "checks": checks,
@@ -108,6 +117,22 @@ def _shares(result: Result, ceilings: Result) -> Result:
     if "tflop_per_s" in result and "matmul_tflop_per_s" in ceilings:
         shares["share_of_matmul"] = result["tflop_per_s"] / ceilings["matmul_tflop_per_s"]
     return shares
+
+
+def _counted(ledger: Path | None, kind: str | None) -> dict[str, float]:
+    """Milliseconds by case that the ledger has for our kernels on a kind of TPU."""
+    chip = None if kind is None else chip_of_kind(kind)
+    if ledger is None or chip is None or not ledger.exists():
+        return {}
+    record = json.loads(ledger.read_text())["results"]
+    return {r["case"]: r["us"] / 1e3 for r in record if (r["chip"], r["by"]) == (chip.name, "jaxserve")}
+
+
+def _beside(result: Result, counted: Mapping[str, float]) -> Result:
+    """The counted time of the kernel that was timed, and the measured time over it."""
+    if result["implementation"] != "mosaic_tpu" or "ms" not in result or result["case"] not in counted:
+        return {}
+    return {"counted_ms": counted[result["case"]], "over_counted": result["ms"] / counted[result["case"]]}
 
 
 def _targets(checks: Sequence[Result]) -> Iterator[dict[str, Any]]:
@@ -138,16 +163,16 @@ def show(found: dict[str, Any], console: Console) -> None:
         if "failure" in result or not result.get("passed", True) or not result.get("repeats_alike", True):
             console.print(f"{result['id']}: {_verdict(result)}", markup=False, soft_wrap=True)
     table = Table(title="ms of one layer; share: of copy bandwidth (decode) or matrix rate", padding=(0, 0))
-    for column in ("case", "implementation", "error", "ms", "GB/s", "TFLOP/s", "share", "best peer", "its ms"):
+    columns = ("case", "implementation", "error", "ms", "GB/s", "TFLOP/s", "share", "best peer", "its ms", "counted ms")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("case", "implementation", "best peer") else "right")
     for c in (c for c in ran if "ms" in c):
         peer = min(c["peers_ms"], key=c["peers_ms"].__getitem__, default=None)
         share = c.get("share_of_matmul", c.get("share_of_copy"))
-        figures = (c["ms"], c["gb_per_s"], c.get("tflop_per_s"), share, peer and c["peers_ms"][peer])
-        ms, gb, tflop, share_text, peer_ms = ("" if x is None else f"{x:.3g}" for x in figures)
-        table.add_row(
-            c["case"], c["implementation"], f"{c['error']:.1e}", ms, gb, tflop, share_text, peer or "", peer_ms
-        )
+        peer_ms = peer and c["peers_ms"][peer]
+        figures = (c["ms"], c["gb_per_s"], c.get("tflop_per_s"), share, peer_ms, c.get("counted_ms"))
+        *own, beside, counted = ("" if x is None else f"{x:.3g}" for x in figures)
+        table.add_row(c["case"], c["implementation"], f"{c['error']:.1e}", *own, peer or "", beside, counted)
     console.print(table)
     for w in found["writes"]:
         console.print(f"write {w['case']} {w['implementation']}: {_verdict(w)}", markup=False)

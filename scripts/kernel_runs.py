@@ -1,6 +1,6 @@
 """The common part of the scripts that check, time and tune kernels: the device, a case ready to run, times, records.
 
-An implementation is launched here when its time counts. `gpu_check` has the targets, `oracle` the error.
+An implementation is launched here when its time counts. `device_check` has the targets, `oracle` the error.
 
 There are several layers in one program: a launch of one attention can cost more on the host than on the device, and a
 cache that was just read may still lie in the chip's own cache. So each program attends LAYERS caches one after the
@@ -18,7 +18,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve.chips import canonical_kind
-from jaxserve.kernels.cases import Case, Inputs, make_inputs, small
+from jaxserve.kernels.cases import Case, Inputs, attend_layers, make_inputs, small
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.oracle import TOLERANCE
@@ -93,24 +93,6 @@ def on_host(inputs: Inputs) -> Inputs:
 
 def tolerance(case: Case) -> float:
     return TOLERANCE[case.query_dtype]
-
-
-def attend_layers(case: Case, implementation: PagedAttention) -> Callable[..., tuple[list[Array], list[Any]]]:
-    """A program (caches, q, k, v, batch, (sinks, slopes, scales)) -> (outputs, caches) with one attention a cache.
-
-    Every layer attends with the same queries, so that of equal caches all outputs must be the same: if they are not,
-    the kernel has a race.
-    """
-    attend = jax.jit(implementation.attend, static_argnums=5)  # traced and lowered once for all layers
-
-    def run(caches: list[Any], q: Array, k: Array, v: Array, batch: AttentionBatch, rest: tuple[Any, ...]):
-        outs, caches = [], list(caches)
-        for layer, cache in enumerate(caches):
-            out, caches[layer] = attend(q, k, v, cache, batch, case.spec, *rest)
-            outs.append(out)
-        return outs, caches
-
-    return run
 
 
 def layers_of(cache: Any, layers: int = LAYERS) -> list[Any]:
@@ -221,6 +203,14 @@ def worker_environment(backend: str, workers: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": threads,
         "OMP_NUM_THREADS": threads,
     }
+
+
+def write_between(page: Path, begin: str, end: str, lines: Iterable[str]) -> None:
+    """Replaces what lies between two markers of a page of the docs."""
+    before, begins, rest = page.read_text().partition(begin)
+    _, ends, after = rest.partition(end)
+    assert begins and ends, f"{page} lacks a marker: {begin} or {end}"
+    page.write_text("\n".join([before + begin, *lines, end + after]))
 
 
 def write_results(path: Path, results: Any, **about: Any) -> None:

@@ -1,6 +1,10 @@
-"""Searches the block sizes of the kernels on the device at hand, and writes the table that ships for its kind.
+"""Searches the block sizes of the kernels, and writes the table that ships for a kind of device.
 
     PYTHONPATH=. python scripts/tune_kernels.py [--budget-s 1500] [--only mosaic_gpu/decode] [--dry-run]
+    PYTHONPATH=. python scripts/tune_kernels.py --by-count --chips v5p v7x --only decode/ [--page-size 128] [--again]
+
+The first way measures on the device at hand; the second counts (`jaxserve.lab.ledger`) for TPUs that are not here.
+Counted sizes are kept apart in the table, and measured ones go before them. `scripts/tuning_by_count.py` has that way.
 
 Every size is checked against the `xla` implementation before it is timed, so that a fast and wrong one is not taken. An
 entry is a model's heads, page size and cache dtype (`tuning.entry_name`); decode is timed on 64 rows of 4k, prefill on
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tuning_by_count
 from kernel_pool import Channel, Pool, Result, Task, error_lines, heed_termination, serve
 from kernel_runs import (
     Attention,
@@ -65,10 +70,11 @@ def search_of(implementation: str, variant: str) -> tuple[Any, Any]:
     return functools.partial(module.default_blocks, variant), functools.partial(module.candidates, variant)
 
 
-def plan(implementations: Iterable[str], only: str, short: bool) -> list[Task]:
-    """One task for each entry that the real cases ask for, the candidates in it."""
+def plan(implementations: Iterable[str], only: str, short: bool, page_size: int | None = None) -> list[Task]:
+    """One task for each entry that the real cases ask for, the candidates in it. `page_size` replaces that of all."""
     tasks: dict[str, Task] = {}
     for name, real in REAL.items():
+        real = real if page_size is None else dataclasses.replace(real, page_size=page_size)
         for implementation in implementations:
             for variant in MIXES:
                 entry = entry_name(implementation, variant, real.use)
@@ -211,7 +217,7 @@ def write_table(folder: Path, findings: Findings, at: str) -> Path | None:
     path = folder / file_name(findings.device.kind)
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"entries": {}, "measured": {}}
     measured = {entry: about | {"commit": at} for entry, about in measured.items()}
-    table = {
+    table = old | {
         "device_kind": findings.device.kind,
         "commit": at,
         "versions": versions(),
@@ -257,7 +263,19 @@ def main() -> None:
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git's folder")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be tried")
     parser.add_argument("--worker", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--by-count", action="store_true", help="count for TPUs that are not here, and measure nothing")
+    parser.add_argument("--chips", nargs="+", choices=tuple(tuning_by_count.CHIPS), default=list(tuning_by_count.CHIPS))
+    parser.add_argument("--page-size", type=int, help="with --by-count: in place of the page size of every case")
+    parser.add_argument("--again", action="store_true", help="with --by-count: entries that are in the table, too")
+    parser.add_argument("--count-worker", metavar="CHIP", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.count_worker is not None:
+        tuning_by_count.serve(args.count_worker)
+        return
+    if args.by_count:
+        tasks = plan(IMPLEMENTATIONS["tpu"], args.only, False, args.page_size)
+        tuning_by_count.run(tasks, args.chips, args.folder, args.commit, again=args.again, dry_run=args.dry_run)
+        return
     if args.worker is not None:
         serve(Worker(Turns(args.worker)).handle)
         return

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -355,8 +356,8 @@ def test_an_option_that_does_not_exist_is_told_by_door_and_name(door: type) -> N
 
 
 def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
-    for name in ("config.json", "model.safetensors"):  # a fake device reads neither
-        (tmp_path / name).write_text("{}")
+    shutil.copy(Path(__file__).parent / "fixtures/qwen3/config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_text("{}")  # a fake device does not read it
     LLM(
         tmp_path, tokenizer=tmp_path / "t", skip_tokenizer_init=True, served_model_name="n", dtype="bfloat16", seed=3,
         max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False,
@@ -373,7 +374,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
         "watermark": 0.03, "growth": 0.5, "lengths": "learned", "input_weight": 1.0, "output_weight": 2.0,
         "ttft_target_s": 1.0, "tpot_target_s": 0.1,
-        "encode_cache_bytes": 2**25,
+        "encode_cache_bytes": 2**25, "pooling": "auto", "overrides": {},
     }  # fmt: skip
     assert config.model.dtype == "bfloat16"
     with pytest.raises(ConfigError, match="model.dtype is 'half', but must be one of auto"):

@@ -321,8 +321,8 @@ def test_wrong_use_is_one_line_before_anything_is_loaded(call: Call, fakes: Fake
 
 
 def test_a_model_may_be_named_by_its_own_option(call: Call, fakes: Fakes, tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors"):  # a fake device reads neither
-        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.json").write_bytes((ROOT / "tests" / "fixtures" / "llama" / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_text("{}")  # which a fake device does not read
     assert call("--set", "model.path=/nowhere", "--model", str(tmp_path), "--prompt", "abc")[0] == 0
     assert fakes.config is not None
     assert fakes.config.model.path == str(tmp_path)
@@ -384,7 +384,7 @@ def test_process_user_error_needs_no_jax() -> None:
     assert not {"jax", "flax", "grpc"} & imported
     rest = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
-    sections = "model, cache, sched, kernels, parallel, hosts, runtime, serve, route"
+    sections = "model, cache, sched, kernels, parallel, hosts, runtime, rerank, serve, route"
     assert rest == [f"error: --set: unknown key 'a.b'; known here: {sections}"]
 
 

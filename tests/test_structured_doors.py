@@ -1,4 +1,4 @@
-"""Constrained output and embeddings through every door but HTTP, on the fake device."""
+"""Constrained output, embeddings and scores through every door but HTTP, on the fake device."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from serve_parts import WAIT_S, connect, serve_bytes, served
 
 from jaxserve import LLM, AsyncLLM, SamplingParams, StructuredOutput
 from jaxserve.client import RequestFailed
-from jaxserve.errors import InvalidRequest, PromptTooLong, Status
+from jaxserve.errors import InvalidRequest, PromptTooLong, Status, UnsupportedOption
 from jaxserve.run import main
 
 BOUND = SamplingParams(temperature=0.0, max_tokens=30, structured=StructuredOutput(regex="[0-9]{3}[x-z]"))
@@ -56,6 +56,45 @@ async def test_async_llm(fakes: Fakes) -> None:
             assert found[0] == pytest.approx(embedding("abc")) and math.hypot(*found[1]) == pytest.approx(1)
     finally:
         await llm.shutdown(0.0)
+
+
+POOLS_LAST = {"model.pooling": "last", "model.overrides": {"matryoshka_dimensions": [2]}}
+# The fake draws the letter after an x, whose probability it then gives to both answers, and else n or y.
+JUDGES = {"rerank.template": "{query} {document}", "rerank.positive": "y", "rerank.negative": "n"}
+LOW = 1 / (1 + math.exp(ord("y") - ord("n")))
+
+
+async def test_llm_as_the_config_has_it(fakes: Fakes) -> None:
+    llm = LLM.from_config(None, {**POOLS_LAST, **JUDGES})
+    whole, cut, unscaled = (
+        llm.embed("abc", **form, use_tqdm=False)[0].outputs.embedding
+        for form in ({}, {"dimensions": 2}, {"normalize": False})
+    )
+    assert unscaled == [99.0, 3.0, 1.0], "the last token, its position, and one of them"
+    assert whole == pytest.approx([value / math.hypot(*unscaled) for value in unscaled])
+    assert cut == pytest.approx([99 / math.hypot(99, 3), 3 / math.hypot(99, 3)])
+    with pytest.raises(UnsupportedOption, match="dimensions is 1, but .* may be cut to 2"):
+        llm.embed("abc", dimensions=1, use_tqdm=False)
+    outputs = llm.score("q", ["x", "m", "x"], use_tqdm=False)
+    assert [o.outputs.score for o in outputs] == pytest.approx([0.5, LOW, 0.5])
+    assert [bytes(o.prompt_token_ids) for o in outputs] == [b"q x", b"q m", b"q x"]
+    assert len({o.request_id for o in outputs}) == 3
+    with pytest.raises(PromptTooLong, match=r"documents\[1\]: template, query and document have 102 tokens"):
+        llm.score("q", ["x", "x" * 100], use_tqdm=False)
+    with pytest.raises(UnsupportedOption, match="not known to judge"):
+        LLM().score("q", "x")
+
+
+async def test_async_llm_as_the_config_has_it(fakes: Fakes) -> None:
+    llm = AsyncLLM.from_config(None, {**POOLS_LAST, **JUDGES})
+    try:
+        async with asyncio.timeout(WAIT_S):
+            assert await llm.score(["p", "q"], ["x", "m"], request_id="r") == pytest.approx([0.5, LOW])
+            assert await llm.score("p", "x" * 99 + "m", max_tokens_per_doc=3) == [pytest.approx(0.5)]
+            assert await llm.embed("abc", dimensions=2, normalize=False) == [99.0, 3.0]
+    finally:
+        await llm.shutdown(0.0)
+    assert llm._engine.num_live == 0
 
 
 async def test_a_cancelled_embedding_frees_its_pages(fakes: Fakes) -> None:

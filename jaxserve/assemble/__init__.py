@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import Config
-from jaxserve.engine import AnyEngine, Engine, EngineGroup, ModelInfo
+from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.interpreter import process_interpreter
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
@@ -26,16 +27,19 @@ from jaxserve.models import (
     LoadedModel,
     PlannedModel,
     check_described,
+    configured_checkpoint,
+    decoder_config,
     plan_model,
-    read_decoder_config,
     resolve_model_path,
 )
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.models.loading import describe_rounding
+from jaxserve.models.quantised import describe_quantisation
 from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
 from jaxserve.runtime.compile_events import CompileCounter
+from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.sched import (
     SCHEDULERS,
@@ -132,12 +136,13 @@ def assemble(
     if config.runtime.step_log is not None:
         check_step_log(config.runtime.step_log)
     router = build_router(config)
-    check_described(config.model.path, random_weights=config.model.random_weights)
+    check_described(configured_checkpoint(config.model), random_weights=config.model.random_weights)
     progress.begin("reading the tokenizer")
     tokenizer = build_tokenizer(config)
+    embedding, reranker = embedding_rules(config.model), find_reranker(config, tokenizer)
     tokenized_s = time.perf_counter()
     devices = (build_devices if make_devices is None else make_devices)(config, progress)
-    model = describe_model(config, devices, tokenizer)
+    model = describe_model(config, devices, tokenizer, embedding, reranker)
     interpreter = process_interpreter()
     replicas = [
         Engine(
@@ -211,7 +216,13 @@ def router_options(config: Config) -> RouterOptions:
     return RouterOptions(slack=route.slack, table_blocks=route.table_blocks, seed=route.seed)
 
 
-def describe_model(config: Config, replicas: Sequence[Device], tokenizer: Tokenizer | None) -> ModelInfo:
+def describe_model(
+    config: Config,
+    replicas: Sequence[Device],
+    tokenizer: Tokenizer | None,
+    embedding: EmbeddingRules,
+    reranker: Reranker | None,
+) -> ModelInfo:
     """The model as front doors see it: the limits that hold on every replica."""
     first = replicas[0]
     eos = set(first.eos_token_ids)
@@ -223,10 +234,11 @@ def describe_model(config: Config, replicas: Sequence[Device], tokenizer: Tokeni
         vocab_size=first.vocab_size,
         max_model_len=min(one.max_model_len for one in limits),
         eos_token_ids=tuple(sorted(eos)),
-        # The last token of a sequence is never written to a page.
-        max_pool_tokens=min(one.num_pages * one.page_size + 1 for one in limits),
+        max_pool_tokens=min(longest_sequence(one) for one in limits),
         private_prompts_above=first.private_prompts_above,
         max_position=first.max_position,
+        embedding=embedding,
+        reranker=reranker,
     )
 
 
@@ -270,6 +282,8 @@ def build_devices(
     logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     if rounding := describe_rounding(config.model.dtype, stages[0].dtype, stages[0].checkpoint):
         logger.warning("%s: %s", config.model.path, rounding)
+    for line in describe_quantisation(stages[0].checkpoint, stages[0].dtype):
+        logger.info("%s: %s", config.model.path, line)
     for line in replicas[0].compile_report:
         logger.info(line)
     return [_describe_device(config, built, planned_s - begin_s) for built in replicas]
@@ -278,13 +292,13 @@ def build_devices(
 def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
     stages = built.models
     loaded = stages[0]
-    rope = loaded.config.rope
+    stretched = [r.original_max_position for r in loaded.config.ropes if r.scaling is RopeScaling.DYNAMIC]
     return Device(
         runner=built.runner,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         sampling_defaults=loaded.checkpoint.default_sampling,
-        private_prompts_above=rope.original_max_position if rope.scaling is RopeScaling.DYNAMIC else None,
+        private_prompts_above=min(stretched, default=None),
         max_position=loaded.config.max_position,
         seconds={"plan": plan_s, **built.seconds},
         later=built.later,
@@ -302,7 +316,8 @@ def _namespace(config: Config, dtype: str) -> str:
     model = config.model
     checkpoint = checkpoint_digest(resolve_model_path(model.path), model.random_weights)
     weights = f"random weights of seed {model.seed}" if model.random_weights else "its weights"
-    return f"checkpoint of {checkpoint}, {weights} in {dtype}, pages in {config.cache.dtype}"
+    read = f"read by {model.family}, with {sorted(model.overrides.items())}"
+    return f"checkpoint of {checkpoint} {read}, {weights} in {dtype}, pages in {config.cache.dtype}"
 
 
 def _describe_weights(stages: Sequence[LoadedModel]) -> str:
@@ -314,12 +329,13 @@ def _describe_weights(stages: Sequence[LoadedModel]) -> str:
 
 def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
     """The stages of one replica's pipeline, each for its own devices."""
+    checkpoint = configured_checkpoint(config.model)
     ranges: list[range | None] = [None]
     if len(meshes) > 1:
-        ranges = [*layer_ranges(read_decoder_config(config.model.path).num_layers, len(meshes))]
+        ranges = [*layer_ranges(decoder_config(checkpoint)[1].num_layers, len(meshes))]
     return [
         plan_model(
-            config.model.path,
+            checkpoint,
             dtype=config.model.dtype,
             mesh=mesh,
             layers=layers,

@@ -88,6 +88,10 @@ def check_fits(header: LogHeader, limits: Limits, vocab_size: int) -> None:
     wrong = []
     if limits.page_size != log.page_size:
         wrong.append(f"its pages hold {log.page_size} tokens, here {limits.page_size} (cache.page_size)")
+    if limits.page_groups != log.page_groups:
+        wrong.append(
+            f"its rows have {_tables(log)}, here {_tables(limits)} (model.path, and model.max_len against the windows)"
+        )
     for name, setting in (
         ("max_rows", "sched.max_rows"),
         ("num_pages", "cache.num_pages"),
@@ -117,6 +121,11 @@ def differing_settings(header: LogHeader, settings: Mapping[str, str]) -> list[s
         for name in dict.fromkeys([*header.settings, *settings])
         if header.settings.get(name) != settings.get(name)
     ]
+
+
+def _tables(limits: Limits) -> str:
+    windows = ["none" if group.window is None else str(group.window) for group in limits.page_groups]
+    return f"block tables for windows of {', '.join(windows)}"
 
 
 def _fill(section: _S, values: Mapping[str, object]) -> _S:

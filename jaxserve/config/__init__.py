@@ -288,6 +288,8 @@ def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
         return _describe_type(arguments[0], arguments[1:])
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
+    if origin is dict:
+        return "a mapping of names to JSON values"
     if origin is list:
         return f"a list, each item {_describe_type(arguments[0], ())}"
     bounds = [f"{text} {getattr(m, b):g}" for m in metadata for b, text in _BOUND_TEXTS.items() if b in _slots(m)]

@@ -40,8 +40,22 @@ class ModelConfig(Section):
         description="Most tokens of a sequence, prompt and output together; default: the checkpoint's.",
     )
     seed: int = pydantic.Field(default=0, ge=0, description="Seed of requests without one, and of random weights.")
+    family: str | None = pydantic.Field(
+        default=None,
+        description="The reader of the checkpoint: name, entry point (jaxserve.models) or 'package.module:FAMILY'; "
+        "default: that of the first name in architectures.",
+    )
+    overrides: dict[str, pydantic.JsonValue] = pydantic.Field(
+        default={},
+        description="Fields of config.json that have other values here; null: as if the field were not there.",
+    )
     random_weights: bool = pydantic.Field(
         default=False, description="Fill weights at random from config.json alone (benchmarks)."
+    )
+    pooling: Literal["auto", "mean", "last", "first"] = pydantic.Field(
+        default="auto",
+        description="Tokens of a prompt whose final hidden states are averaged to its embedding; auto: as the files of "
+        "sentence-transformers say (modules.json, 1_Pooling/config.json), a mean of all without such files.",
     )
 
 
@@ -141,6 +155,12 @@ class KernelsConfig(Section):
         description="Products with weights: XLA's, or numba_cpu, with weights packed at load. auto: numba_cpu on a CPU "
         "where Numba is installed and a device has all of a layer.",
     )
+    grouped_matmul: str = pydantic.Field(
+        default="auto",
+        description="Products of mixture-of-experts layers: ragged_tpu, mosaic_gpu (Hopper), numba_cpu, with experts "
+        "packed at load, or xla (anything: a loop over the experts hit). auto: the device's own if it runs the model, "
+        "else xla.",
+    )
     self_check: bool = pydantic.Field(
         default=True,
         description="Compare kernels with float64 on the device at the start (a second); not those of xla.",
@@ -157,7 +177,11 @@ class ParallelConfig(Section):
     data: int = pydantic.Field(
         default=1, ge=1, description="Replicas in this process, each with devices and a scheduler of its own."
     )
-    expert: int = pydantic.Field(default=1, ge=1, description="Devices that share experts; no model here has any yet.")
+    expert: int = pydantic.Field(
+        default=1,
+        ge=1,
+        description="Parts of the parallel.tensor devices over which experts are dealt; it divides their number.",
+    )
     sequence: int = pydantic.Field(
         default=1, ge=1, description="Devices that share one long context; must be 1 in this version."
     )
@@ -236,6 +260,11 @@ class RuntimeConfig(Section):
         description="Answer once the largest step shapes are compiled, and compile the others meanwhile; default: on a "
         "CPU. Pipelines and several hosts compile all of them first, and refuse true.",
     )
+    batch_invariant: bool = pydantic.Field(
+        default=False,
+        description="Start only where the bits of tokens and log-probabilities cannot depend on other requests: on a "
+        "CPU with Numba's kernels. Elsewhere a start fails, and names what breaks it.",
+    )
     cpu_devices: int | None = pydantic.Field(
         default=None,
         ge=1,
@@ -265,6 +294,27 @@ class RuntimeConfig(Section):
     trace_service: str = pydantic.Field(default="jaxserve", description="service.name of those spans.")
     trace_ratio: float = pydantic.Field(
         default=1.0, ge=0, le=1, description="Share of requests that are traced, where the caller does not decide it."
+    )
+
+
+class RerankConfig(Section):
+    """Scores of documents for a query, by the model's answer of yes or no."""
+
+    template: str = pydantic.Field(
+        default="auto",
+        description="Prompt with {query}, {document} and, if wanted, {instruction}, special tokens written out; or "
+        "qwen3: Qwen3-Reranker's; none: no scores; auto: qwen3 for a Qwen3 checkpoint that is a reranker by the "
+        "name of its directory or its modules.json, else none.",
+    )
+    positive: str = pydantic.Field(
+        default="yes", description="Answer that counts for a document; one token after the template."
+    )
+    negative: str = pydantic.Field(
+        default="no", description="Answer that counts against a document; one token after the template."
+    )
+    instruction: str = pydantic.Field(
+        default="Given a web search query, retrieve relevant passages that answer the query",
+        description="Text at {instruction}, where a call does not bring its own.",
     )
 
 
@@ -351,7 +401,9 @@ class HttpConfig(Section):
         default="auto", description="Format in which the model writes tool calls; auto: found from its chat template."
     )
     refuse_special_text: bool = pydantic.Field(
-        default=True, description="Refuse chat messages that spell a special token, with which turns can be forged."
+        default=True,
+        description="Refuse chat messages, queries and documents that spell a special token, with which turns can be "
+        "forged.",
     )
     web_page: bool = pydantic.Field(default=True, description="Serve the page at / and its live view of the engine.")
     profile_dir: str | None = pydantic.Field(
@@ -366,7 +418,9 @@ class ServeConfig(Section):
     encode_threads: int = pydantic.Field(
         default=2, ge=1, description="Threads that encode prompts, so that long prompts do not delay streams."
     )
-    max_prompts: int = pydantic.Field(default=2048, ge=1, description="Prompts, or inputs to embed, of one call.")
+    max_prompts: int = pydantic.Field(
+        default=2048, ge=1, description="Prompts, inputs to embed, or documents to score, of one call."
+    )
     max_n: int = pydantic.Field(default=128, ge=1, le=1024, description="n of one call: sequences for each prompt.")
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     stall_s: float = pydantic.Field(
@@ -436,5 +490,6 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     hosts: HostsConfig = HostsConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    rerank: RerankConfig = RerankConfig()
     serve: ServeConfig = ServeConfig()
     route: RouteConfig = RouteConfig()

@@ -26,29 +26,38 @@ own, and front doors see one `AnyEngine`. A replica that dies gives its unanswer
 """
 
 from jaxserve.engine.base import AnyEngine, Load
-from jaxserve.engine.embedding import embedding_of, pooling_params
+from jaxserve.engine.embedding import EmbeddingForm, EmbeddingRules, embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_token_ids, prepare_request
 from jaxserve.engine.outputs import Sink, Update
 from jaxserve.engine.replicas import EngineGroup
+from jaxserve.engine.scoring import QWEN3_TEMPLATE, Judgement, Reranker, encode_pairs, make_pairs, need_reranker
 from jaxserve.engine.stats import EngineStats, RequestStats, RequestTimes
 from jaxserve.engine.streams import AsyncEngine
 
 __all__ = [
+    "QWEN3_TEMPLATE",
     "AnyEngine",
     "AsyncEngine",
+    "EmbeddingForm",
+    "EmbeddingRules",
     "Engine",
     "EngineGroup",
     "EngineStats",
+    "Judgement",
     "Load",
     "ModelInfo",
     "Prompt",
     "RequestStats",
     "RequestTimes",
+    "Reranker",
     "Sink",
     "Update",
     "check_token_ids",
     "embedding_of",
+    "encode_pairs",
+    "make_pairs",
+    "need_reranker",
     "pooling_params",
     "prepare_request",
 ]

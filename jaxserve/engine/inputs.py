@@ -10,6 +10,8 @@ import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from jaxserve.api import Request, RequestOptions, SamplingParams, check_request
+from jaxserve.engine.embedding import EmbeddingRules
+from jaxserve.engine.scoring import Reranker
 from jaxserve.engine.structured import Grammars
 from jaxserve.errors import InvalidRequest, PromptTooLong, UnsupportedOption
 from jaxserve.text.base import Tokenizer
@@ -36,6 +38,8 @@ class ModelInfo:
       private_prompts_above: prompts longer than this share pages only with prompts of their own length; None: all
         share. Dynamic rope scaling turns keys by an angle that depends on the prompt's length beyond the trained one.
       max_position: tokens that the checkpoint is made for, of which max_model_len may be a part; None: not known.
+      embedding: how prompts are embedded.
+      reranker: how documents are judged; None: the model is not known to judge.
     """
 
     name: str
@@ -45,6 +49,8 @@ class ModelInfo:
     max_pool_tokens: int | None = None
     private_prompts_above: int | None = None
     max_position: int | None = None
+    embedding: EmbeddingRules = dataclasses.field(default_factory=EmbeddingRules)
+    reranker: Reranker | None = None
 
 
 def prepare_request(
@@ -115,7 +121,7 @@ def prepare_request(
         traceparent=options.traceparent,
         grammar=grammars.compile(sampling, token_ids, tokenizer),
         echo_text=_echo_text(token_ids, sampling, tokenizer) if options.echo else "",
-        pooling=options.pooling,
+        pooling=model.embedding.pooling if options.pooling else None,
     )
     check_request(request, model.vocab_size)
     return request

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 from jaxserve.engine.stats import EngineStats, RequestTimes
-from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.errors import InvalidRequest, JaxserveError, NotFinite
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer, PieceTexts
 
@@ -132,6 +132,8 @@ class LiveRequest:
             return tuple.__new__(
                 Update, (event.request_id, event.index, token_ids, text, None, None, logprobs, None, None, False, None)
             )
+        if event.finish_reason is FinishReason.ERROR:
+            return self._end_broken(sequence, event)
         if self.request.pooling:
             sequence.done = True
             stats.take_pooled(self.times, event.prompt)
@@ -176,6 +178,18 @@ class LiveRequest:
             last,
             self.times.scheduled_s if event.prompt is not None else None,
         )
+
+    def _end_broken(self, sequence: _LiveSequence, event: TokenEvent) -> Update:
+        """The end of a sequence that drew NOT_FINITE."""
+        sequence.done = True
+        if self.done:
+            self._stats.note_end(self.times, self._sequences, FinishReason.ERROR)
+        error = NotFinite(
+            f"the model's numbers for token {sequence.num_tokens + 1} of this answer are not finite, so none follows; "
+            "other requests go on. Look for NaN in the checkpoint; in float16 or with an 8-bit cache try "
+            "model.dtype or cache.dtype bfloat16"
+        )
+        return Update(event.request_id, event.index, finish_reason=FinishReason.ERROR, error=error, last=self.done)
 
     def _accept(self, event: TokenEvent) -> InvalidRequest | None:
         try:

@@ -11,15 +11,18 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+import functools
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from jaxserve.api import NO_OPTIONS, Request, RequestOptions
+from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions
 from jaxserve.engine.base import AnyEngine, reason_of
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
+from jaxserve.engine.scoring import Judgement
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
 
 T = TypeVar("T")
@@ -186,20 +189,50 @@ class AsyncEngine:
         options: RequestOptions = NO_OPTIONS,
         *,
         truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
     ) -> list[float]:
-        """The embedding of a prompt: the mean of its final hidden states, of Euclidean length 1. [D] numbers.
+        """The embedding of a prompt, as `EmbeddingRules.form` takes `dimensions` and `normalize`.
 
-        A cancel aborts it. Raises InvalidRequest and its kin for a prompt that cannot be taken, and what `stream`
-        raises.
+        A cancel aborts it. Raises InvalidRequest and its kin for a prompt or a form that cannot be taken, and what
+        `stream` raises.
         """
+        form = self.engine.model.embedding.form(dimensions, normalize)
         sampling = pooling_params(truncate_prompt_tokens)
         options = dataclasses.replace(options, pooling=True)
         request = await self.run(lambda: self.engine.prepare(prompt, sampling, options))
         async with contextlib.aclosing(self.stream(request)) as updates:
             async for update in updates:
                 if update.prompt is not None:
-                    return embedding_of(update.prompt)
+                    return embedding_of(update.prompt, form)
         raise EngineStopped("the request was aborted before its prompt had run")
+
+    async def judge(self, judgements: Sequence[Judgement], options: RequestOptions = NO_OPTIONS) -> None:
+        """Asks the model about all documents at once, until each has its score.
+
+        The requests are called after `options.request_id`, with a number each. A cancel aborts them. Raises what `run`
+        and `stream` raise.
+        """
+        numbers = itertools.count()
+
+        def ask(one: Judgement) -> Request:
+            assert one.sampling is not None, one
+            name = None if options.request_id is None else f"{options.request_id}-{next(numbers)}"
+            own = dataclasses.replace(options, request_id=name)
+            return self.engine.prepare({"prompt_token_ids": one.prompt_ids}, one.sampling, own)
+
+        waiting = [one for one in judgements if one.sampling is not None]
+        while waiting:
+            requests = await self.run(functools.partial(list, map(ask, waiting)), prompts=len(waiting))
+            asked = {request.request_id: one for request, one in zip(requests, waiting, strict=True)}
+            async with contextlib.aclosing(self.stream(*requests)) as updates:
+                async for update in updates:
+                    if update.finish_reason is FinishReason.ABORT:
+                        raise EngineStopped("the request was aborted before the model had answered")
+                    for entry in update.logprobs or ():
+                        likely = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+                        asked[update.request_id].take({**likely, entry.token_id: entry.logprob})
+            waiting = [one for one in waiting if one.sampling is not None]
 
     def close(self) -> None:
         """Lets the threads go once they have done what they were given. The engine is left alone."""

@@ -17,11 +17,11 @@ from jaxserve.sched import Limits
 # reads; a batch there takes other steps than a service.
 _LOCAL_FIELDS = {
     "hosts": {"coordinator", "process_id", "secret_file", "tls_cert", "tls_key", "tls_ca"},
-    "model": {"path", "tokenizer", "name"},
+    "model": {"path", "tokenizer", "name", "pooling"},
     "sched": {"max_mixed_tokens"},
     "runtime": {"compile_cache", "compile_cache_bytes", "compile_threads", "log_level", "step_log"},
 }
-_LOCAL_SECTIONS = {"serve", "route"}
+_LOCAL_SECTIONS = {"serve", "route", "rerank"}
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 _SAMPLE_BYTES = 64 * 1024
 
@@ -47,6 +47,7 @@ def device_facts(limits: Limits, model: Mapping[str, str]) -> dict[str, str]:
     return {
         "rows": str(limits.max_rows),
         "pages": f"{limits.num_pages} of {limits.page_size} tokens",
+        "page groups": " ".join("all" if g.window is None else str(g.window) for g in limits.page_groups),
         "context": str(limits.max_model_len),
         "buckets": " ".join(f"{b.tokens}x{b.rows}{'d' * b.decode_only}" for b in limits.buckets),
         **model,

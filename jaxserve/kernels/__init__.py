@@ -1,7 +1,8 @@
 """Kernels: one contract per op, several implementations that keep it, and one choice at start.
 
 An op is a record (`dispatch.Op`): its implementations, which of them is preferred where, its named cases, and how an
-implementation is checked. `ops` has the two of today: paged attention, and products with weights.
+implementation is checked. `ops` has those of today: paged attention, products with weights, and grouped products of
+experts.
 
 A kernel here is not a function but a promise. `paged_attention` states the arrays, the equation and what an
 implementation owes its caller (in place, finite padding, nothing from a neighbour). An implementation is a value that
@@ -27,5 +28,6 @@ From this shape follows the rest:
 
 Files: `dispatch` (what an op is), `ops` (the records), `paged_attention` (contract), `xla_attention` with `xla_rows`,
 `xla_tiles`, `xla_softmax`, `xla_batched`, `pallas/` (for TPUs and GPUs), `cpu/` (for CPUs), `matmul` (contract),
-`xla_matmul`, `packed_weight`, `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what was proven where.
+`xla_matmul`, `packed_weight`, `grouped_matmul` (contract), `xla_grouped_matmul`, `ragged_grouped_matmul` (TPUs),
+`packed_experts` (CPUs), `self_check`, `cases`, `oracle`, `tuning`. docs/kernels.md says what was proven where.
 """

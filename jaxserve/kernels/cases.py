@@ -1,4 +1,4 @@
-"""Real-world attention shapes by name: the same data for tests, benchmark, tuner and `scripts/gpu_check.py`.
+"""Real-world shapes by name, most of attention: the same data for tests, benchmark, tuner and device check.
 
 Results are judged elsewhere: their error by `oracle`, their speed by the benchmark.
 
@@ -9,7 +9,8 @@ which take a second for what a chip does in a microsecond.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +244,50 @@ MATMUL_CASES: dict[str, MatmulCase] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedMatmulCase:
+    """Tokens that each go to `per_token` different ones of `of_experts` experts, and a device that has the first few.
+
+    Attributes:
+      num_experts: that the device holds, each a matrix [*out_shape, depth] in `dtype`.
+      tokens: of the step. The device gets tokens * per_token rows, of which those of others' experts come last.
+    """
+
+    name: str
+    num_experts: int
+    of_experts: int
+    per_token: int
+    tokens: int
+    out_shape: tuple[int, ...]
+    depth: int
+    dtype: str
+
+
+# Of one device of several: experts cut over an axis (EP), and each expert's matrix over another (TP).
+_GROUPED_SHAPES: dict[str, tuple[int, int, int, tuple[int, ...], int]] = {
+    "small/gate_up": (16, 16, 4, (2, 33), 96),
+    "mixtral-8x7b-tp32/down": (8, 8, 2, (4096,), 448),
+    "qwen3-30b-ep32/gate_up": (4, 128, 8, (2, 768), 2048),
+    "gpt-oss-20b-ep8-tp8/gate_up": (4, 32, 4, (2, 360), 2880),
+    "gpt-oss-20b-ep8-tp8/down": (4, 32, 4, (2880,), 360),
+}
+GROUPED_MATMUL_CASES: dict[str, GroupedMatmulCase] = {
+    f"{name}/{tokens}/{dtype}": GroupedMatmulCase(
+        name=f"{name}/{tokens}/{dtype}",
+        num_experts=num_experts,
+        of_experts=of_experts,
+        per_token=per_token,
+        tokens=tokens,
+        out_shape=out_shape,
+        depth=depth,
+        dtype=dtype,
+    )
+    for name, (num_experts, of_experts, per_token, out_shape, depth) in _GROUPED_SHAPES.items()
+    for tokens in (1, 65)
+    for dtype in (("float32", "bfloat16") if name == "small/gate_up" else ("bfloat16",))
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The arguments of `attend`, and the whole sequences (`keys`, `values`: one [context, K, H] array for each row)."""
@@ -295,6 +340,24 @@ def make_batch(case: Case, rng: np.random.Generator, room: Room | None = None) -
         decode_only=case.decode_only,
     )
     return batch, num_pages
+
+
+def attend_layers(case: Case, implementation: PagedAttention) -> Callable[..., tuple[list[Array], list[Any]]]:
+    """A program (caches, q, k, v, batch, (sinks, slopes, scales)) -> (outputs, caches) with one attention a cache.
+
+    Every layer attends with the same queries, so that of equal caches all outputs must be the same: if they are not,
+    the kernel has a race.
+    """
+    attend = jax.jit(implementation.attend, static_argnums=5)  # traced and lowered once for all layers
+
+    def run(caches: list[Any], q: Array, k: Array, v: Array, batch: AttentionBatch, rest: tuple[Any, ...]):
+        outs, caches = [], list(caches)
+        for layer, cache in enumerate(caches):
+            out, caches[layer] = attend(q, k, v, cache, batch, case.spec, *rest)
+            outs.append(out)
+        return outs, caches
+
+    return run
 
 
 def make_inputs(

@@ -58,7 +58,8 @@ class Matmul:
     `DenseWeight` of such: executables are compiled for it while weights are still read. `refuses(use)` says why the
     implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes ready what executables
     of that use call by name; it comes before any of them runs, those read from a disk included. `rounding` is the
-    largest relative error of a product that the form of the weights explains.
+    largest relative error of a product that the form of the weights explains. `row_invariant`: the product of a row has
+    the same bits alone and beside any number of others (tested, not hoped).
     """
 
     name: str
@@ -67,3 +68,4 @@ class Matmul:
     refuses: Callable[[MatmulUse], str | None]
     prepare: Callable[[MatmulUse], object] = lambda use: None
     rounding: float = 1e-5
+    row_invariant: bool = False

@@ -4,8 +4,9 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.kernels import self_check
-from jaxserve.kernels.cases import CASES, MATMUL_CASES, REAL
+from jaxserve.kernels.cases import CASES, GROUPED_MATMUL_CASES, MATMUL_CASES, REAL
 from jaxserve.kernels.dispatch import ENTRY_POINTS, Op
+from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Matmul, MatmulUse
 from jaxserve.kernels.paged_attention import CACHE_DTYPES, AttentionUse, PagedAttention
 from jaxserve.registry import Registry
@@ -76,4 +77,27 @@ MATMUL: Op[Matmul, MatmulUse] = Op(
     limit=lambda implementation, use: implementation.rounding,
 )
 
-OPS: tuple[Op[Any, Any], ...] = (PAGED_ATTENTION, MATMUL)
+GROUPED_MATMUL: Op[GroupedMatmul, GroupedMatmulUse] = Op(
+    name="grouped_matmul",
+    kind=GroupedMatmul,
+    implementations=Registry(
+        "grouped_matmul implementation",
+        ENTRY_POINTS,
+        {
+            "xla": "jaxserve.kernels.xla_grouped_matmul:XLA_GROUPED_MATMUL",
+            "ragged_tpu": "jaxserve.kernels.ragged_grouped_matmul:make_grouped_matmul",
+            "mosaic_gpu": "jaxserve.kernels.pallas.gpu_grouped_matmul:make_grouped_matmul",
+            "numba_cpu": "jaxserve.kernels.packed_experts:make_grouped_matmul",
+        },
+    ),
+    preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("ragged_tpu",)},
+    describe=lambda use: (
+        f"{use.num_experts} experts of {use.hidden_size} x {use.size} in {use.dtype}, each on {use.num_devices} devices"
+    ),
+    cases=GROUPED_MATMUL_CASES,
+    case_of=self_check.grouped_matmul_case,
+    error=self_check.grouped_matmul_error,
+    limit=lambda implementation, use: implementation.rounding,
+)
+
+OPS: tuple[Op[Any, Any], ...] = (PAGED_ATTENTION, MATMUL, GROUPED_MATMUL)

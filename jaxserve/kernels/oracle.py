@@ -1,7 +1,8 @@
-"""The exact result: attention of whole sequences in float64 numpy, written from the equation in `PagedAttention`.
+"""The exact results in float64 numpy: attention of whole sequences, from the equation in `PagedAttention`, and products
+of rows with the matrices of their experts.
 
-It has none of the tricks of the implementations (no pages, no online softmax, no masks that cancel). It is slow, so
-callers pick a few queries of long rows. The measure of error is here too.
+Attention has none of the tricks of the implementations (no pages, no online softmax, no masks that cancel). It is
+slow, so callers pick a few queries of long rows. The measure of error is here too.
 """
 
 import numpy as np
@@ -39,6 +40,17 @@ def attend_row(
         weights = np.where(seen, np.exp(scores), 0.0)  # scores of order 10: float64 needs no maximum taken off
         total = weights.sum(-1, keepdims=True) + (0.0 if sinks is None else np.exp(float(sinks[n])))
         out[:, n] = weights @ values[:, n // group] / total
+    return out
+
+
+def grouped_products(x: np.ndarray, experts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Rows [M, in], sorted by expert, times experts [E, *out, in] as [M, *out]; zeros for rows past all groups."""
+    out, end = np.zeros((len(x), *experts.shape[1:-1])), 0
+    for expert, size in zip(experts, sizes, strict=True):
+        begin, end = end, end + size
+        if size:
+            rows, wide = x[begin:end].astype(np.float64), expert.astype(np.float64)
+            out[begin:end] = np.tensordot(rows, wide, (1, wide.ndim - 1))
     return out
 
 

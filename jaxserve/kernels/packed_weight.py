@@ -20,6 +20,8 @@ from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
 from jaxserve.kernels.xla_matmul import DenseWeight
 
+_ALIGNMENT = 64  # bytes, of buffers of XLA:CPU
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +75,10 @@ def make_matmul(device: Device) -> Matmul:
         return machine_code.missing()
 
     def convert(weight: DenseWeight) -> Weight:
-        return pack(weight.array, weight.num_in, _width()) if weight.num_in else weight
+        return pack(weight.array, weight.num_in, panel_width()) if weight.num_in else weight
 
     def shapes(weight: DenseWeight) -> Weight:
-        return packed_shape(weight.array, weight.num_in, _width()) if weight.num_in else weight
+        return packed_shape(weight.array, weight.num_in, panel_width()) if weight.num_in else weight
 
     return Matmul(
         name="numba_cpu",
@@ -84,10 +86,12 @@ def make_matmul(device: Device) -> Matmul:
         shapes=shapes,
         refuses=refuses,
         prepare=lambda use: machine_code.provide("matmul", use.dtype),
+        row_invariant=True,
     )
 
 
-def _width() -> int:
+def panel_width() -> int:
+    """Columns of a panel, W, on this machine."""
     from jaxserve.kernels.cpu.target import find_target  # needs Numba
 
     return find_target().width
@@ -98,15 +102,34 @@ def pack(weight: Float[Array, "..."], num_in: int, width: int) -> PackedWeight:
     shape = packed_shape(weight, num_in, width)
     num_out, depth = math.prod(shape.out_shape), math.prod(shape.in_shape)
     flat = np.asarray(weight).reshape(num_out, depth)
-    panels = np.zeros(shape.panels.shape, weight.dtype)
-    whole = num_out // width
-    panels[:whole] = flat[: whole * width].reshape(whole, width, depth).transpose(0, 2, 1)
-    if num_out % width:
-        panels[whole, :, : num_out % width] = flat[whole * width :].T
+    panels = empty_panels(shape.panels)
+    fill_panels(panels, flat)
     sharding = weight.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return dataclasses.replace(shape, panels=jax.device_put(panels, sharding))
+
+
+def empty_panels(shape: Any) -> np.ndarray:
+    """Panels of zeros, of the shape and dtype of `shape`, that JAX takes as they are instead of copying them.
+
+    They begin where a buffer of XLA may begin. NumPy asks Linux for huge pages for arrays of 4 MiB and more, which XLA
+    does not for its copy: pages of 4 KiB cost a tenth of the speed of experts, which lie too far apart for the
+    processor to know all their addresses.
+    """
+    num_bytes = math.prod(shape.shape) * shape.dtype.itemsize
+    room = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % _ALIGNMENT
+    return room[begin : begin + num_bytes].view(shape.dtype).reshape(shape.shape)
+
+
+def fill_panels(panels: np.ndarray, matrix: np.ndarray) -> None:
+    """Writes a matrix [out, in] into panels [P, in, W] of zeros."""
+    _, depth, width = panels.shape
+    whole, rest = divmod(len(matrix), width)
+    panels[:whole] = matrix[: whole * width].reshape(whole, width, depth).transpose(0, 2, 1)
+    if rest:
+        panels[whole, :, :rest] = matrix[whole * width :].T
 
 
 def packed_shape(weight: jax.ShapeDtypeStruct | Array, num_in: int, width: int) -> PackedWeight:

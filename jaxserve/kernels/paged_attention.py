@@ -41,7 +41,7 @@ class AttentionSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionBatch:
-    """One ragged batch of R rows and T tokens, decode rows first. The same for all layers of a step.
+    """One ragged batch of R rows and T tokens, decode rows first. The same for all layers that share block tables.
 
     Row r owns tokens [q_starts[r], q_starts[r + 1]); they are the LAST q_len tokens of its context, so the first of
     them is at position context_lens[r] - q_len. Padding rows have q_len 0 and context_lens 0; padding tokens (those
@@ -52,7 +52,8 @@ class AttentionBatch:
       token_rows: row of each token; R for padding tokens.
       q_starts: ascending, q_starts[0] == 0.
       context_lens: tokens of the row in the cache once this step has written its own.
-      block_tables: page ids; entry c holds positions c * page_size ...; unused entries are 0.
+      block_tables: page ids; entry c holds positions c * page_size ...; unused entries are 0, and so are those that
+        are before the windows of all tokens of a row.
       page_size: tokens of a page (static).
       decode_only: every row has at most one token, and token t belongs to row t (static).
     """
@@ -122,12 +123,17 @@ def attend_by_kind(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionUse:
-    """A use of an implementation: all that is known of the calls before anything is compiled."""
+    """A use of an implementation: all that is known of the calls before anything is compiled.
+
+    `sinks`, `alibi`: the calls give them.
+    """
 
     spec: AttentionSpec
     page_size: int
     query_dtype: str
     cache_dtype: str
+    sinks: bool = False
+    alibi: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +154,8 @@ class PagedAttention:
     the dummy). `copy_pages(cache, sources [C], targets [C])` copies whole pages; padding entries are (0, 0).
     `refuses(use)` says why the implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)`
     makes ready what executables of that use call by name; it comes before any of them runs, those read from a disk
-    included.
+    included. `row_invariant`: a row's numbers have the same bits in every batch, step shape and cut of its prompt, on
+    all that the implementation runs on (tested, not hoped).
     """
 
     name: str
@@ -158,3 +165,4 @@ class PagedAttention:
     copy_pages: Callable[..., LayerCache]
     refuses: Callable[[AttentionUse], str | None]
     prepare: Callable[[AttentionUse], object] = lambda use: None
+    row_invariant: bool = False

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.kernels.cases import Case, MatmulCase, make_inputs
+from jaxserve.kernels.cases import Case, GroupedMatmulCase, MatmulCase, make_inputs
+from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Matmul, MatmulUse
-from jaxserve.kernels.oracle import relative_error
+from jaxserve.kernels.oracle import grouped_products, relative_error
 from jaxserve.kernels.paged_attention import AttentionUse, PagedAttention
+from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from jaxserve.kernels.xla_matmul import DenseWeight
 
 # Queries and the weights of softmax are rounded, by each implementation in its own way.
@@ -31,6 +33,8 @@ def attention_case(use: AttentionUse) -> Case:
         cache_dtype=use.cache_dtype,
         padding_rows=1,
         padding_tokens=-sum(n for n, _ in rows) % 32,
+        sinks=use.sinks,
+        alibi=use.alibi,
     )
 
 
@@ -68,6 +72,40 @@ def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
     num_in, num_out = len(case.in_shape), len(case.out_shape)
     axes = (range(1, 1 + num_in), range(num_out, num_out + num_in))
     exact = np.tensordot(np.asarray(x, np.float64), np.asarray(array, np.float64), axes)
+    return _relative(out, exact)
+
+
+def grouped_matmul_case(use: GroupedMatmulUse) -> GroupedMatmulCase:
+    """Few rows, of which some are others', and small sizes that are as far from a multiple of 64 as the model's."""
+    return GroupedMatmulCase(
+        name="self check",
+        num_experts=min(use.num_experts, 5),
+        of_experts=min(use.num_experts, 5) + 2,
+        per_token=2,
+        tokens=9,
+        out_shape=(2, 64 + use.size % 64),
+        depth=128 + use.hidden_size % 64,
+        dtype=use.dtype,
+    )
+
+
+def grouped_matmul_error(grouped: GroupedMatmul, case: GroupedMatmulCase) -> float:
+    """The root mean square of the differences over that of the exact products; rows of no expert must be zeros."""
+    rng = np.random.default_rng(0)
+    x, array = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
+        for shape in ((case.tokens * case.per_token, case.depth), (case.num_experts, *case.out_shape, case.depth))
+    )
+    chosen = [rng.permutation(case.of_experts)[: case.per_token] for _ in range(case.tokens)]
+    sizes = np.bincount(np.concatenate(chosen), minlength=case.of_experts)[: case.num_experts].astype(np.int32)
+    weight = grouped.convert(DenseExperts(array=array))
+    multiply = jax.jit(lambda weight, x, sizes: weight.multiply(x, sizes))
+    out = np.asarray(multiply(weight, x, jnp.asarray(sizes)), np.float64)
+    return _relative(out, grouped_products(np.asarray(x), np.asarray(array), sizes))
+
+
+def _relative(out: np.ndarray, exact: np.ndarray) -> float:
     if not np.isfinite(out).all():
         return float("inf")
-    return float(np.sqrt(np.mean(np.square(out - exact)) / np.mean(np.square(exact))))
+    size = np.mean(np.square(exact)) or 1.0  # no row has an expert: all must be zeros
+    return float(np.sqrt(np.mean(np.square(out - exact)) / size))

@@ -9,6 +9,7 @@ here, and a different number for each would pretend otherwise.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from jaxserve.chips import Topology
@@ -18,14 +19,31 @@ _LOGIT_PASSES = 2  # of the logits of a row in float32: written, read
 _FLOAT32_PASSES = 6  # of bfloat16 products for one of float32, on units that have none
 
 
+class MlpShape(Protocol):
+    """The sizes of a feed-forward block.
+
+    `num_columns`: of [D] numbers each, that a token is multiplied with, in all matrices; `columns_read`: those that a
+    step of so many tokens reads, of which it needs not all where there are experts; `width`: numbers between products,
+    for each token.
+    """
+
+    @property
+    def num_columns(self) -> float: ...
+
+    @property
+    def width(self) -> float: ...
+
+    def columns_read(self, tokens: int) -> float: ...
+
+
 class ModelShape(Protocol):
-    """The sizes of a decoder. Letters as everywhere: [D], [F], [V], [N], [K], [H]; `windows` has one entry a layer."""
+    """The sizes of a decoder. Letters as everywhere: [D], [V], [N], [K], [H]; `windows` and `mlps` are by layer."""
 
     @property
     def hidden_size(self) -> int: ...
 
     @property
-    def ffn_size(self) -> int: ...
+    def mlps(self) -> Sequence[MlpShape]: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -95,16 +113,24 @@ class Work:
     cache_size: int
 
     @property
-    def layer_params(self) -> int:
-        """Parameters of the matrices of one layer."""
+    def matrix_params(self) -> float:
+        """Parameters of the matrices of all layers that a token is multiplied with."""
+        return self._attention_params + self.model.hidden_size * sum(mlp.num_columns for mlp in self.model.mlps)
+
+    def read_params(self, tokens: int) -> float:
+        """Parameters of the matrices of all layers that a step of so many tokens reads."""
+        columns = sum(mlp.columns_read(tokens) for mlp in self.model.mlps)
+        return self._attention_params + self.model.hidden_size * columns
+
+    @property
+    def _attention_params(self) -> int:
         m = self.model
-        attention = m.hidden_size * m.head_dim * (2 * m.num_query_heads + 2 * m.num_kv_heads)
-        return attention + 3 * m.hidden_size * m.ffn_size
+        return m.num_layers * m.hidden_size * m.head_dim * (2 * m.num_query_heads + 2 * m.num_kv_heads)
 
     def flops(self, tokens: int, rows: int, pairs: float) -> float:
         """Operations of the step. `pairs`: of a token and one that it sees, over all rows (full attention)."""
         m = self.model
-        dense = 2 * tokens * m.num_layers * self.layer_params + 2 * rows * m.hidden_size * m.vocab_size
+        dense = 2 * tokens * self.matrix_params + 2 * rows * m.hidden_size * m.vocab_size
         # A window narrower than the context lets each token see fewer.
         attended = sum(pairs if w is None else min(pairs, tokens * w) for w in m.windows)
         return dense + 4 * attended * m.num_query_heads * m.head_dim
@@ -116,13 +142,18 @@ class Work:
         read = sum(rows * (context if w is None else min(context, w)) for w in m.windows)
         return of_token * (read + tokens * m.num_layers)
 
-    def other_bytes(self, tokens: int, rows: int) -> int:
+    def other_bytes(self, tokens: int, rows: int) -> float:
         """Bytes of weights, activations and logits: those outside of the kernels."""
         m = self.model
+        table, logits = m.vocab_size * m.hidden_size, 4 * _LOGIT_PASSES * rows * m.vocab_size
+        return self.layer_bytes(tokens) + self.weight_size * table + logits
+
+    def layer_bytes(self, tokens: int) -> float:
+        """Those of the layers: no embedding, no logits."""
+        m = self.model
         of_d, of_f = _ACTIVATION_WIDTHS
-        weights = m.num_layers * self.layer_params + m.vocab_size * m.hidden_size
-        activations = m.num_layers * tokens * (of_d * m.hidden_size + of_f * m.ffn_size)
-        return self.weight_size * (weights + activations) + 4 * _LOGIT_PASSES * rows * m.vocab_size
+        activations = tokens * (of_d * m.num_layers * m.hidden_size + of_f * sum(mlp.width for mlp in m.mlps))
+        return self.weight_size * (self.read_params(tokens) + activations)
 
 
 class Seconds(NamedTuple):

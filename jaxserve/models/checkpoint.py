@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import CheckpointError
 
 DEMO_NAME = "demo"
@@ -40,12 +41,14 @@ class Checkpoint:
       kind: how the weights are stored.
       config: parsed config.json.
       generation: parsed generation_config.json, empty when there is none.
+      family: name, path or entry point of the `Family` that reads it; None: that of its architecture.
     """
 
     path: Path
     kind: CheckpointKind
     config: dict[str, Any]
     generation: dict[str, Any]
+    family: str | None = None
 
     @property
     def config_file(self) -> str:
@@ -110,12 +113,21 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def check_described(path: str | Path, *, random_weights: bool) -> None:
+def configured_checkpoint(model: ModelConfig) -> Checkpoint:
+    """The checkpoint of `model.path`, with `model.overrides` in its config, to be read by `model.family`.
+
+    Raises CheckpointError as `read_checkpoint`.
+    """
+    checkpoint = read_checkpoint(model.path)
+    config = checkpoint.config | model.overrides
+    return dataclasses.replace(checkpoint, config=config, family=model.family)
+
+
+def check_described(checkpoint: Checkpoint, *, random_weights: bool) -> None:
     """Checks the files that a directory must have beside its config.json, before anything is read that takes long.
 
-    Raises CheckpointError as `read_checkpoint`, and where there are no weights.
+    Raises CheckpointError where there are no weights.
     """
-    checkpoint = read_checkpoint(path)
     if not random_weights and checkpoint.kind is CheckpointKind.HUGGING_FACE:
         find_weights(checkpoint.path)
 

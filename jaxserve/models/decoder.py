@@ -3,9 +3,11 @@
 The config says what to build, `loading` fills the parameters, and the batch comes packed from `runtime`. The named
 scopes are those that profiles show.
 
-Why layers are unrolled: on CPUs a scan over stacked weights ran at 0.3-0.6 times the speed, and windows may differ by
-layer.
+Why layers are unrolled: on CPUs a scan over stacked weights ran at 0.3-0.6 times the speed, and layers may differ.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +15,80 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
-from jaxserve.models.decoder_config import DecoderConfig, MlpKind, NormKind, PositionKind
-from jaxserve.models.layers import Attention, GatedMlp, RmsNorm, soft_cap
+from jaxserve.models.decoder_config import Block, DecoderConfig, LayerSpec, MlpSpec, NormPlace, RopeConfig
+from jaxserve.models.experts import Experts
+from jaxserve.models.layers import Attention, Mlp, Norm, Projection, Summand, soft_cap, total
 from jaxserve.models.rope import RopeTable, rope_table
-from jaxserve.models.sharding import WHOLE, Shards, weight
+from jaxserve.models.sharding import Placement, WeightParameter, param, weight
 
-__all__ = ["Decoder", "DecoderConfig"]
+__all__ = ["CachePlace", "Decoder", "DecoderConfig"]
+
+
+class CachePlace(NamedTuple):
+    """Where a layer has its keys and values.
+
+    Attributes:
+      group: of layers that share block tables.
+      slot: of the cache arrays, which layers of several groups share: no two groups have a page in common.
+    """
+
+    group: int
+    slot: int
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Attention and a feed-forward block, each added to the hidden states, in the order that the layer's spec says."""
 
-    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike, shards: Shards) -> None:
-        assert config.norm is NormKind.RMS and config.mlp is MlpKind.GATED, (config.norm, config.mlp)
-        self.attention_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
-        self.attention = Attention(config, window, dtype, shards)
-        self.mlp_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype)
-        self.mlp = GatedMlp(config, dtype, shards)
+    def __init__(self, config: DecoderConfig, spec: LayerSpec, dtype: DTypeLike, placement: Placement) -> None:
+        self.spec = spec
+        self.shards = placement.shards
+        before, after, of_sum = (place in spec.norms for place in (NormPlace.BEFORE, NormPlace.AFTER, NormPlace.SUM))
+        self.attention_norm = _hidden_norm(config, dtype, before)
+        self.attention_after = _hidden_norm(config, dtype, after)
+        self.attention_sum = _hidden_norm(config, dtype, of_sum)
+        self.mlp_norm = _hidden_norm(config, dtype, before and spec.block is not Block.SHARED)
+        self.mlp_after = _hidden_norm(config, dtype, after)
+        self.mlp_sum = _hidden_norm(config, dtype, of_sum)
+        self.attention = Attention(config, spec, dtype, placement)
+        self.mlp = (
+            Mlp(config, spec.mlp, dtype)
+            if isinstance(spec.mlp, MlpSpec)
+            else Experts(spec.mlp, config.hidden_size, dtype, experts=placement.experts)
+        )
 
     def __call__(
         self,
         x: Float[Array, "T D"],
-        table: RopeTable,
+        tables: dict[RopeConfig, RopeTable],
         cache: LayerCache,
         batch: AttentionBatch,
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         with jax.named_scope("attention"):
-            attended, cache = self.attention(self.attention_norm(x), table, cache, batch, attention)
-            x = x + attended
+            normed = _maybe(self.attention_norm, x)
+            attended, cache = self.attention(normed, tables, cache, batch, attention)
+            if self.spec.block is Block.SEQUENTIAL:
+                added = total((attended,), x.dtype, self.shards)
+                x = _maybe(self.attention_sum, x + _maybe(self.attention_after, added))
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), cache
+            fed = self._feed_forward(normed if self.spec.block is Block.SHARED else _maybe(self.mlp_norm, x), batch)
+            if self.spec.block is Block.SEQUENTIAL:
+                added = total((fed,), x.dtype, self.shards)
+                return _maybe(self.mlp_sum, x + _maybe(self.mlp_after, added)), cache
+            return x + total((attended, fed), x.dtype, self.shards), cache  # one sum over devices, not two
+
+    def _feed_forward(self, x: Float[Array, "T D"], batch: AttentionBatch) -> Summand:
+        if isinstance(self.mlp, Mlp):
+            return self.mlp(x)
+        return self.mlp(x, batch.token_rows < batch.context_lens.shape[0])  # padding tokens go to no expert
+
+
+def _hidden_norm(config: DecoderConfig, dtype: DTypeLike, wanted: bool) -> Norm | None:
+    return Norm((config.hidden_size,), ("embed",), config.norm, dtype) if wanted else None
+
+
+def _maybe(norm: Norm | None, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
@@ -53,58 +98,62 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        dtype: DTypeLike,
-        *,
-        layers: range | None = None,
-        shards: Shards = WHOLE,
-        num_tokens: int | None = None,
+        self, config: DecoderConfig, dtype: DTypeLike, *, placement: Placement, layers: range | None = None
     ) -> None:
         """A part of the decoder, or all of it.
 
         Args:
           config: with the sizes of the arrays: of one device where it is to run under `shard_map`.
+          placement: of that part in the whole.
           layers: which of them this stage of a pipeline has; the first stage embeds, the last computes logits.
-          shards: the devices that share each layer.
-          num_tokens: the vocabulary without padding, over all devices; None: `config.vocab_size` of each.
         """
-        assert config.position is PositionKind.ROPE, config.position
         self.config = config
-        self.shards = shards
-        self.num_tokens = num_tokens if num_tokens is not None else config.vocab_size * shards.count
+        self.placement = placement
         chosen = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = chosen.start == 0, chosen.stop == config.num_layers
-        self.embedding = (
-            weight(
-                jnp.zeros((config.vocab_size, config.hidden_size), dtype),
-                ("vocab", "embed"),
-                num_in=1 if self.is_last and config.tied_embeddings else 0,
-            )
-            if self.is_first or (self.is_last and config.tied_embeddings)
+        spec, hidden, tied = config.embedding, config.hidden_size, config.tied_embeddings
+        width = hidden if spec.width is None else spec.width
+
+        def table(num_in: int) -> WeightParameter:
+            return weight(jnp.zeros((config.vocab_size, width), dtype), ("vocab", "embed"), num_in=num_in)
+
+        def projection(wanted: bool, *axes: tuple[str, int]) -> Projection | None:
+            (out_axis, out_size), (in_axis, in_size) = axes
+            return Projection((in_size,), (out_size,), (out_axis, in_axis), False, dtype) if wanted else None
+
+        has_table, is_narrow = self.is_first or (self.is_last and tied), spec.width is not None
+        positions = (spec.num_positions + spec.position_offset, hidden)
+        self.embedding = table(1 if self.is_last and tied else 0) if has_table else None
+        self.embed_in = projection(self.is_first and is_narrow, ("embed", hidden), ("width", width))
+        self.position_embedding = (
+            weight(jnp.zeros(positions, dtype), ("position", "embed"), num_in=0)
+            if self.is_first and spec.num_positions
             else None
         )
-        self.layers = nnx.List([DecoderLayer(config, config.windows[i], dtype, shards) for i in chosen])
-        self.final_norm = RmsNorm(config.hidden_size, "embed", config.norm_eps, dtype) if self.is_last else None
-        self.lm_head = (
-            weight(jnp.zeros((config.vocab_size, config.hidden_size), dtype), ("vocab", "embed"), num_in=1)
-            if self.is_last and not config.tied_embeddings
-            else None
+        self.embedding_norm = _hidden_norm(config, dtype, self.is_first and spec.norm)
+        self.layers = nnx.List([DecoderLayer(config, config.layers[i], dtype, placement) for i in chosen])
+        self.final_norm = _hidden_norm(config, dtype, self.is_last and config.final_norm)
+        self.embed_out = projection(self.is_last and is_narrow, ("width", width), ("embed", hidden))
+        self.lm_head = table(1) if self.is_last and not tied else None
+        self.lm_head_bias = (
+            param(jnp.zeros(config.vocab_size, dtype), ("vocab",)) if self.is_last and config.lm_head_bias else None
         )
 
     def __call__(
         self,
         inputs: Int[Array, " T"] | Float[Array, "T D"],
-        caches: tuple[LayerCache, ...],
-        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionBatch],
+        places: Sequence[CachePlace],
         attention: PagedAttention,
         rope_lengths: Int[Array, " R"] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerCache, ...]]:
         """Hidden states after the final norm, and the caches with the keys and values of these tokens written.
 
         `inputs` are tokens; a stage that is not the first takes the hidden states of the one before, and one that is
-        not the last returns them before the final norm. `caches` has one entry per layer and should be donated by the
-        jit around this. The rows of padding tokens are finite and mean nothing.
+        not the last returns them before the final norm. `places` has an entry for each layer: `batches` has the block
+        tables of each group, and is the same in everything else; `caches` has an array (or a tree of them) for each
+        slot, and should be donated by the jit around this. The rows of padding tokens are finite and mean nothing.
 
         `rope_lengths` matters to the dynamic NTK scaling alone, which turns a token by an angle that depends on the
         length of the sequence it was computed in. A paged cache keeps keys as they were turned when written, so that
@@ -114,30 +163,35 @@ class Decoder(nnx.Module):
         equals HF's single prefill of a prompt beyond the trained length too; pages of such prompts must then not be
         shared between prompts of different lengths.
         """
-        assert len(caches) == len(self.layers), (len(caches), len(self.layers))
-        x = self._embed(inputs) if self.is_first else inputs  # [T, D]
+        batch, written = batches[0], list(caches)
+        x = self._embed(inputs, batch.positions) if self.is_first else inputs  # [T, D]
         with jax.named_scope("rope_table"):
             lengths = batch.positions + 1
             if rope_lengths is not None:
                 rows = jnp.minimum(batch.token_rows, rope_lengths.shape[0] - 1)  # padding tokens name no row
                 lengths = jnp.maximum(lengths, rope_lengths[rows])
-            table = rope_table(self.config.rope, batch.positions, lengths)
-        written = []
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            tables = {rope: rope_table(rope, batch.positions, lengths) for rope in self.config.ropes}
+        for index, (layer, (group, slot)) in enumerate(zip(self.layers, places, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, cache = layer(x, table, cache, batch, attention)
-            written.append(cache)
-        if self.final_norm is None:
-            return x, tuple(written)
-        with jax.named_scope("final_norm"):
-            return self.final_norm(x), tuple(written)
+                x, written[slot] = layer(x, tables, written[slot], batches[group], attention)
+        if self.final_norm is not None:
+            with jax.named_scope("final_norm"):
+                x = self.final_norm(x)
+        return x, tuple(written)
 
     @jax.named_scope("embed")
-    def _embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+    def _embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Each device looks up the tokens it has; the others' contribution is zero, so the sum is exact."""
         assert self.embedding is not None
-        local = self.shards.local_ids(tokens, self.config.vocab_size)
-        return self.shards.sum(self.embedding.get_value().take(local))
+        spec, shards = self.config.embedding, self.placement.shards
+        x = shards.sum(self.embedding.get_value().take(shards.local_ids(tokens, self.config.vocab_size)))
+        if spec.scale != 1.0:
+            x = x * jnp.asarray(spec.scale, x.dtype)
+        if self.embed_in is not None:
+            x = self.embed_in(x)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.get_value().take(positions + spec.position_offset)
+        return _maybe(self.embedding_norm, x)
 
     @jax.named_scope("logits")
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
@@ -145,11 +199,16 @@ class Decoder(nnx.Module):
 
         Of this device's part of the vocabulary; padding has -inf.
         """
-        head = self.embedding if self.lm_head is None else self.lm_head
+        head, shards = self.embedding if self.lm_head is None else self.lm_head, self.placement.shards
         assert head is not None, "logits are the last stage's"
-        logits = soft_cap(head.get_value().multiply(hidden), self.config.logit_soft_cap)
+        if self.embed_out is not None:
+            hidden = self.embed_out(hidden)
+        logits = head.get_value().multiply(hidden)
+        if self.lm_head_bias is not None:
+            logits = logits + self.lm_head_bias[...].astype(jnp.float32)
+        logits = soft_cap(logits, self.config.logit_soft_cap)
         size = logits.shape[1]
-        if size * self.shards.count == self.num_tokens:
+        if size * shards.count == self.placement.num_tokens:
             return logits
-        token_ids = self.shards.start(size) + jnp.arange(size)
-        return jnp.where(token_ids < self.num_tokens, logits, -jnp.inf)
+        token_ids = shards.start(size) + jnp.arange(size)
+        return jnp.where(token_ids < self.placement.num_tokens, logits, -jnp.inf)

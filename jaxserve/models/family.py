@@ -1,11 +1,12 @@
 """`Family`: an architecture name, an adapter of its config, and a table of its weights; and the lookup of families."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.decoder_config import Block, DecoderConfig
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.registry import Registry
 
@@ -14,28 +15,50 @@ from jaxserve.registry import Registry
 class Rule:
     """Where one checkpoint tensor (or one per layer) goes. Positional, since it is a row of a table.
 
+    The parameter's logical axes say how it lies in memory; a rule says only how the tensor lies on disk. The length of
+    each axis is the parameter's, or of the part of it that the tensor fills.
+
     Attributes:
-      source: tensor name; `{layer}` stands for each layer's number.
+      source: tensor name; `{layer}` stands for each layer's number, `{expert}` for each expert's.
       target: parameter path in the decoder, joined by dots, with the same `{layer}`. A rule whose target a decoder
         does not have (a bias, say) does not apply to it.
-      pattern: einops-like string over the logical axes of the parameter, checkpoint side first. A checkpoint axis may
-        be a product in parentheses; every name must be a logical axis, and 1 stands for a part of one index.
-      part: name in `fused_parts` when the tensor fills only a slice of the target.
+      axes: the tensor's axes, by the parameter's names for them; several that are one axis on disk in parentheses,
+        outermost first. An axis of the parameter that is not named has length 1 in the part.
+      part: name in `PARTS` when the tensor fills only a slice of the target.
+      beside: names of all parts that lie behind each other along the tensor's first axis, `part` among them, where it
+        holds more than this one.
+      blocks: of layers that it applies to, in families whose layers of another kind name their tensors otherwise.
     """
 
     source: str
     target: str
-    pattern: str
+    axes: str
     part: str | None = None
+    beside: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = tuple(Block)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Indices [start, stop) of one axis of a fused parameter."""
+    """A slice of one axis of a fused parameter; counted from the end where negative, None: to the end."""
 
-    axis: int
+    axis: str
     start: int
-    stop: int
+    stop: int | None
+
+    def bounds(self, size: int) -> range:
+        """Its indices of an axis of that length."""
+        return range(*slice(self.start, self.stop).indices(size))
+
+
+# Slices of the fused kernels of `layers.py` and of their biases, by the name a rule uses.
+PARTS = {
+    "q": Part(axis="slots", start=0, stop=-2),
+    "k": Part(axis="slots", start=-2, stop=-1),
+    "v": Part(axis="slots", start=-1, stop=None),
+    "gate": Part(axis="gate_up", start=0, stop=1),
+    "up": Part(axis="gate_up", start=1, stop=2),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,65 +67,108 @@ class Family:
 
     Attributes:
       architecture: as in `architectures[0]` of config.json.
-      adapt: from its config to a `DecoderConfig`; raises CheckpointError for fields that are not implemented.
+      adapt: from its config to a `DecoderConfig`; raises CheckpointError for values that are not implemented.
       weights: the rules.
       ignored: regular expressions of tensor names that carry no weights.
+      prefix: of tensor names, that some checkpoints of the family leave out.
+      inert: fields of its config that change nothing, beside those of `hf_config.INERT`.
     """
 
     architecture: str
     adapt: Callable[[HfConfig], DecoderConfig]
     weights: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
+    prefix: str = ""
+    inert: tuple[str, ...] = ()
+
+    def decoder_config(self, values: Mapping[str, Any], origin: str) -> DecoderConfig:
+        """The decoder of a parsed config.json; `origin` is the file, for messages.
+
+        Raises CheckpointError for a value that is not implemented, and for a field that nothing has read: it may change
+        results.
+        """
+        config = HfConfig(values, origin)
+        adapted = self.adapt(config)
+        config.check_all_read(self.architecture, self.inert)
+        return adapted
 
 
 FAMILIES: Registry[Family] = Registry(
     "model family",
     "jaxserve.models",
     {
-        "LlamaForCausalLM": "jaxserve.models.llama:FAMILY",
-        "MistralForCausalLM": "jaxserve.models.mistral:FAMILY",
-        "Qwen2ForCausalLM": "jaxserve.models.qwen2:FAMILY",
-        "Qwen3ForCausalLM": "jaxserve.models.qwen3:FAMILY",
+        "BloomForCausalLM": "jaxserve.models.families.bloom:FAMILY",
+        "FalconForCausalLM": "jaxserve.models.families.falcon:FAMILY",
+        "GPT2LMHeadModel": "jaxserve.models.families.gpt2:FAMILY",
+        "Gemma2ForCausalLM": "jaxserve.models.families.gemma2:FAMILY",
+        "Gemma3ForCausalLM": "jaxserve.models.families.gemma3:FAMILY",
+        "GemmaForCausalLM": "jaxserve.models.families.gemma:FAMILY",
+        "GptOssForCausalLM": "jaxserve.models.families.gpt_oss:FAMILY",
+        "LlamaForCausalLM": "jaxserve.models.families.llama:FAMILY",
+        "MistralForCausalLM": "jaxserve.models.families.mistral:FAMILY",
+        "MixtralForCausalLM": "jaxserve.models.families.mixtral:FAMILY",
+        "MptForCausalLM": "jaxserve.models.families.mpt:FAMILY",
+        "MPTForCausalLM": "jaxserve.models.families.mpt:MOSAIC",
+        "OPTForCausalLM": "jaxserve.models.families.opt:FAMILY",
+        "Olmo2ForCausalLM": "jaxserve.models.families.olmo2:FAMILY",
+        "Phi3ForCausalLM": "jaxserve.models.families.phi3:FAMILY",
+        "PhiForCausalLM": "jaxserve.models.families.phi:FAMILY",
+        "Qwen2ForCausalLM": "jaxserve.models.families.qwen2:FAMILY",
+        "Qwen2MoeForCausalLM": "jaxserve.models.families.qwen2_moe:FAMILY",
+        "Qwen3ForCausalLM": "jaxserve.models.families.qwen3:FAMILY",
+        "Qwen3MoeForCausalLM": "jaxserve.models.families.qwen3_moe:FAMILY",
+        "Starcoder2ForCausalLM": "jaxserve.models.families.starcoder2:FAMILY",
     },
 )
 
 
-def find_family(config: Mapping[str, Any], origin: str) -> Family:
-    """The family of a parsed config.json. Raises CheckpointError when it is not known, listing those that are."""
+# Architectures that are known and do not run: a pattern of their names, and the reason with the remedy.
+_REFUSED = (
+    (
+        r"Deepseek(V2|V3|V32)ForCausalLM|MiniCPM3ForCausalLM|KimiK2ForCausalLM|LongcatFlashForCausalLM",
+        "it has latent attention, whose cache is not the keys and values of heads; take a model without it: "
+        "DeepSeek's distilled ones are Llama and Qwen2",
+    ),
+    (
+        r"(Falcon)?Mamba2?ForCausalLM|(Jamba|Bamba|Zamba2?|FalconH1|NemotronH|RecurrentGemma|Qwen3Next|KimiLinear)ForCausalLM"
+        r"|(Lfm2|GraniteMoeHybrid|Rwkv)\w*ForCausalLM|MiniMax(Text01|M1)?ForCausalLM",
+        "some of its layers keep a state in place of keys and values; take a model whose layers all have attention",
+    ),
+    (
+        r"(XLM)?(Modern|Nomic|Distil|New)?(Bert|Roberta)\w*|(Albert|Electra|Deberta\w*|MPNet|Bart|T5|MT5|GteModel)\w*",
+        "it is an encoder, whose tokens see what comes after them; for embeddings and scores take a causal model, such "
+        "as Qwen3-Embedding or Qwen3-Reranker",
+    ),
+    (
+        r"\w*(ForConditionalGeneration|VLChatModel)",
+        "it takes pictures or sound; take its text model, where there is a checkpoint of that alone",
+    ),
+)
+
+
+def find_family(config: Mapping[str, Any], origin: str, name: str | None = None) -> Family:
+    """The family called `name` (`model.family`), or that of a parsed config.json.
+
+    Raises ConfigError for a name that cannot be loaded, and CheckpointError for an architecture that is not known; both
+    list those that are.
+    """
+    if name is not None:
+        found = FAMILIES.get(name)
+        if not isinstance(found, Family):
+            raise ConfigError(f"model.family is {name!r}, which is a {type(found).__name__} and not a Family")
+        return found
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(f"{origin}: 'architectures' must be a list with a name, got {names!r}")
     if names[0] not in FAMILIES.names():
+        for pattern, reason in _REFUSED:
+            if re.fullmatch(pattern, names[0]):
+                raise CheckpointError(f"{origin}: {names[0]} is not supported: {reason}")
         raise CheckpointError(
             f"{origin}: architecture {names[0]!r} is unknown; known: {', '.join(FAMILIES.names())}; an installed "
-            "package can add one under the entry point group 'jaxserve.models'"
+            "package can add one under the entry point group 'jaxserve.models', and model.family names one by its path"
         )
     try:
         return FAMILIES.get(names[0])
     except ConfigError as error:
         raise CheckpointError(f"{origin}: {error}") from error
-
-
-def axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    """Length of every logical axis that a rule's pattern may name."""
-    return {
-        "vocab": config.vocab_size,
-        "embed": config.hidden_size,
-        "mlp": config.ffn_size,
-        "heads": config.num_query_heads,
-        "kv_heads": config.num_kv_heads,
-        "group": config.group_size,
-        "head_dim": config.head_dim,
-    }
-
-
-def fused_parts(config: DecoderConfig) -> dict[str, Part]:
-    """Slices of the fused kernels of `layers.py` and of their biases, by the name a rule uses."""
-    group = config.group_size
-    return {
-        "q": Part(axis=1, start=0, stop=group),
-        "k": Part(axis=1, start=group, stop=group + 1),
-        "v": Part(axis=1, start=group + 1, stop=group + 2),
-        "gate": Part(axis=0, start=0, stop=1),
-        "up": Part(axis=0, start=1, stop=2),
-    }

@@ -3,16 +3,17 @@
 Errors name the file and the field. The shared parts are both spellings of rope settings, and windows; which fields
 exist and what they mean for one architecture is written in the module of its family.
 
-There is no schema: checkpoints carry arbitrary extra fields that change nothing. But a field that does change results
-must never be ignored, so each family names such fields and refuses values that it does not implement.
+A field that changes results must never be ignored. So a config remembers which of its fields an adapter has read, and
+refuses by name what neither the adapter nor a list of fields that change nothing knows.
 """
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.decoder_config import RopeConfig, RopeScaling
+from jaxserve.models.decoder_config import NormKind, NormSpec, RopeConfig, RopeScaling
 from jaxserve.models.layers import ACTIVATIONS
 
 # From Hugging Face's names of activations to those of `layers.ACTIVATIONS`.
@@ -28,13 +29,46 @@ assert set(_ACTIVATIONS.values()) <= set(ACTIVATIONS), _ACTIVATIONS
 
 # Fields that change results wherever they appear, with the values that leave them unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
+    "tie_encoder_decoder": (None, False),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": (None, {}),
+    "is_decoder": (None, False, True),
 }
 
+# Fields of any config that change no logits: names and versions, training, ids and defaults of generation (read from
+# generation_config.json), how Hugging Face runs a model, the marks of tools that wrote the file, the sizes of
+# embeddings (read in `sentence_modules`), and how weights are stored (read in `quantised`).
+_INERT_NAMES = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map dtype
+    finetuning_task model_type name_or_path task_specific_params tokenizer_class torch_dtype transformers_version
+
+    attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop embedding_dropout gradient_checkpointing
+    hidden_dropout initializer_range resid_pdrop residual_dropout
+
+    bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id pad_token_id sep_token_id
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences prefix remove_invalid_values repetition_penalty suppress_tokens temperature top_k top_p
+    typical_p
+
+    chunk_size_feed_forward output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
+    tf_legacy_loss torchscript use_bfloat16 use_cache use_flash_attn use_return_dict
+
+    is_matryoshka matryoshka_dimensions
+
+    compression_config quantization_config
+
+    id2label label2id num_labels problem_type pretraining_tp transformers.js_config unsloth_fixed unsloth_version
+"""
+INERT = frozenset(_INERT_NAMES.split())
+
+_ROPE_FIELD_NAMES = """
+    rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast
+    beta_slow truncate attention_factor mscale mscale_all_dim partial_rotary_factor finetuned
+"""
+_ROPE_FIELDS = frozenset(_ROPE_FIELD_NAMES.split())
 _ROPE_KINDS = {"default": RopeScaling.NONE} | {kind.value: kind for kind in RopeScaling if kind is not RopeScaling.NONE}
 
 
@@ -50,7 +84,9 @@ class HfConfig:
     """A parsed config.json. `origin` is the file, for messages. A field given as null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
-        self.values = values
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._nulls = {name for name, value in values.items() if value is None}
+        self._read: set[str] = set()
         self.origin = origin
         for name, allowed in _NEUTRAL.items():
             self.require(name, *allowed)
@@ -58,17 +94,44 @@ class HfConfig:
     def fail(self, message: str) -> NoReturn:
         raise CheckpointError(f"{self.origin}: {message}")
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field as it is, or the default where it is absent or null."""
+        self._read.add(name)
+        return self._values.get(name, default)
+
+    def spelled(self, *names: str) -> str:
+        """The one of several names of a field that the config uses; the first where it has none of them."""
+        found = [name for name in names if self.get(name) is not None]
+        if len({repr(self.get(name)) for name in found}) > 1:
+            said = " and ".join(f"{name} {self.get(name)!r}" for name in found)
+            self.fail(f"{said} are names of the same field, but differ")
+        return found[0] if found else names[0]
+
+    def is_null(self, name: str) -> bool:
+        """The field is there, with the value null, for families where that differs from its absence."""
+        self._read.add(name)
+        return name in self._nulls
+
+    def check_all_read(self, architecture: str, inert: Iterable[str]) -> None:
+        """Raises CheckpointError with the fields that neither `get` nor `INERT` nor `inert` has named."""
+        unread = sorted(self._values.keys() - self._read - INERT - set(inert))
+        if unread:
+            said = ", ".join(f"{name} = {reprlib.repr(self._values[name])}" for name in unread)
+            self.fail(
+                f"{said}: no reader of {architecture} knows what this changes; if it changes nothing, model.overrides "
+                "may set it to null"
+            )
+
     def require(self, name: str, *allowed: Any) -> None:
         """Refuses a field that is present with a value that is not implemented."""
-        value = self.values.get(name, allowed[0])
+        value = self.get(name, allowed[0])
         if value not in allowed:
             known = " or ".join("null" if v is None else repr(v) for v in allowed)
             self.fail(f"{name} is {value!r}, which is not supported (only {known})")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1; without a default the field must be there."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if value is None:
             self.fail(f"field {name!r} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -77,8 +140,11 @@ class HfConfig:
 
     def number(self, name: str, default: float) -> float:
         """A finite positive number."""
-        value = self.values.get(name)
-        return default if value is None else self.check_number(name, value)
+        return self.check_number(name, self.get(name, default))
+
+    def number_or_off(self, name: str, default: float) -> float | None:
+        """A finite positive number; None where the field is null, which switches off what an absent field leaves on."""
+        return None if self.is_null(name) else self.number(name, default)
 
     def check_number(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
@@ -86,17 +152,22 @@ class HfConfig:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if not isinstance(value, bool):
             self.fail(f"{name} is {value!r}, but must be true or false")
         return value
 
-    def activation(self, name: str = "hidden_act") -> str:
-        value = self.values.get(name, "silu")
+    def activation(self, name: str = "hidden_act", default: str = "silu") -> str:
+        value = self.get(name, default)
         if value not in _ACTIVATIONS:
             self.fail(f"{name} is {value!r}, which is not supported; known: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
+
+    def head_dim(self, hidden_size: int, num_heads: int) -> int:
+        """That of families without a field for it; see `heads` for the others."""
+        if hidden_size % num_heads:
+            self.fail(f"the hidden size {hidden_size} is no multiple of the {num_heads} attention heads")
+        return hidden_size // num_heads
 
     def heads(self, default_head_dim: int | None = None) -> Heads:
         """The shape of attention. Without a default, an absent `head_dim` is hidden_size over heads."""
@@ -105,31 +176,56 @@ class HfConfig:
         head_dim = self.integer("head_dim", default_head_dim or self.integer("hidden_size") // num_query_heads)
         if num_query_heads % num_kv_heads:
             self.fail(f"num_attention_heads {num_query_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-        if head_dim % 2:
-            self.fail(f"head_dim is {head_dim}, but rotary positions need an even one")
         return Heads(num_query_heads, num_kv_heads, head_dim)
 
 
-def read_rope(config: HfConfig, head_dim: int, default_theta: float = 10_000.0) -> RopeConfig:
-    """Rope settings from `rope_scaling` with a top-level `rope_theta` (old) or `rope_parameters` (transformers 5)."""
-    scaling = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+def read_layer_norm(config: HfConfig, *, bias: bool = True) -> NormSpec:
+    """The norms of families with `layer_norm_epsilon`."""
+    return NormSpec(kind=NormKind.LAYER, eps=config.number("layer_norm_epsilon", 1e-5), bias=bias)
+
+
+def read_rope(
+    config: HfConfig, head_dim: int, default_theta: float = 10_000.0, default_share: float | None = None
+) -> RopeConfig:
+    """Rope settings from `rope_scaling` with a top-level `rope_theta` (old) or `rope_parameters` (transformers 5).
+
+    `default_share`: of a head that turns, in families that have `partial_rotary_factor`; None: they have not.
+    """
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    return rope_of(config, old or new or {}, head_dim, default_theta, default_share)
+
+
+def rope_of(
+    config: HfConfig, scaling: Any, head_dim: int, default_theta: float, default_share: float | None = None
+) -> RopeConfig:
+    """Rope settings from the fields of one table, whatever the config calls that; see `read_rope`."""
     if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
         config.fail(f"rope settings {scaling!r} are not supported: only one flat table for all layers is")
-    if scaling.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        config.fail(f"partial_rotary_factor is {scaling['partial_rotary_factor']!r}, which is not supported")
+    if unknown := sorted(scaling.keys() - _ROPE_FIELDS):
+        config.fail(f"rope settings have {', '.join(unknown)}; known are {', '.join(sorted(_ROPE_FIELDS))}")
+    # Newer files say these in the table and beside it; the table counts.
+    shares = (scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), default_share, 1.0)
+    thetas = (scaling.get("rope_theta"), config.get("rope_theta"), default_theta)
+    share = next(value for value in shares if value is not None)
+    share = config.check_number("partial_rotary_factor", share)
+    if default_share is None and share != 1.0:
+        config.fail(f"partial_rotary_factor is {share!r}, which is not supported (only null or 1.0)")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        config.fail(f"{rotary_dim} of head_dim {head_dim} numbers turn, but rotary positions need an even count")
     kind_name = scaling.get("rope_type", scaling.get("type", "default"))
     if kind_name not in _ROPE_KINDS:
         config.fail(f"rope_type is {kind_name!r}, which is not supported; known: {', '.join(_ROPE_KINDS)}")
     kind = _ROPE_KINDS[kind_name]
-    theta = config.check_number("rope_theta", scaling.get("rope_theta", config.number("rope_theta", default_theta)))
-    base = {"theta": theta, "rotary_dim": head_dim, "scaling": kind}
+    theta = config.check_number("rope_theta", next(value for value in thetas if value is not None))
+    base = {"theta": theta, "rotary_dim": rotary_dim, "scaling": kind}
     if kind is RopeScaling.NONE:
         return RopeConfig(**base)
 
     max_position = config.integer("max_position_embeddings", 2048)
     original = max_position  # the dynamic scaling has no field of its own for the trained length
     if kind in (RopeScaling.LLAMA3, RopeScaling.YARN):
-        original = config.values.get("original_max_position_embeddings") or scaling.get(
+        original = config.get("original_max_position_embeddings") or scaling.get(
             "original_max_position_embeddings", max_position
         )
         original = int(config.check_number("original_max_position_embeddings", original))
@@ -183,22 +279,27 @@ def read_max_position(config: HfConfig, rope: RopeConfig) -> int:
     return stated
 
 
-def read_layer_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Windows of families with `use_sliding_window`, `max_window_layers` and, newer, `layer_types` (Qwen)."""
-    if not config.flag("use_sliding_window", False) or config.values.get("sliding_window") is None:
-        window = None
-    else:
-        window = config.integer("sliding_window")
-    kinds = config.values.get("layer_types")
+def read_layer_types(config: HfConfig, num_layers: int) -> list[str] | None:
+    """`layer_types`: 'full_attention' or 'sliding_attention' for each layer; None where it is absent."""
+    kinds = config.get("layer_types")
     if kinds is None:
-        first = config.values.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            config.fail(f"max_window_layers is {first!r}, but must be a whole number of at least 0")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         config.fail(f"layer_types must be a list of {num_layers} names, got {kinds!r}")
     if unknown := sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"}):
         config.fail(f"layer_types has {unknown}, which are not supported; known: full_attention, sliding_attention")
+    return kinds
+
+
+def read_layer_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of families with `use_sliding_window`, `max_window_layers` and, newer, `layer_types` (Qwen)."""
+    size, is_on = config.get("sliding_window"), config.flag("use_sliding_window", False)
+    window = config.integer("sliding_window") if is_on and size is not None else None
+    kinds, first = read_layer_types(config, num_layers), config.get("max_window_layers", 28)
+    if kinds is None:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            config.fail(f"max_window_layers is {first!r}, but must be a whole number of at least 0")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
     if window is None and "sliding_attention" in kinds:
         config.fail("layer_types has sliding_attention, but use_sliding_window or sliding_window is off")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

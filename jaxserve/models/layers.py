@@ -1,4 +1,4 @@
-"""The parts of a decoder: projections, RMS norm, attention block, gated feed-forward block.
+"""The parts of a decoder: projections, norms, attention block, feed-forward block.
 
 Parameter layouts, their logical axes and the arithmetic on them are here. The layout of the cache is not: attention
 itself is the function that the block is given.
@@ -8,16 +8,18 @@ the column index, so that cutting the named axis over devices gives each device 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, LayerCache, PagedAttention
-from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse, LayerCache, PagedAttention
+from jaxserve.kernels.row_sum import row_sum
+from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, NormKind, NormSpec, QkNorm, RopeConfig
 from jaxserve.models.rope import RopeTable, rotate
-from jaxserve.models.sharding import WHOLE, Axes, Shards, param, weight
+from jaxserve.models.sharding import Axes, Placement, Shards, param, weight
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -32,118 +34,221 @@ def soft_cap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention_spec(config: DecoderConfig, window: int | None) -> AttentionSpec:
-    """The use of paged attention by a layer with this window."""
+def attention_spec(config: DecoderConfig, layer: LayerSpec) -> AttentionSpec:
+    """The use of paged attention by a layer."""
     return AttentionSpec(
         num_query_heads=config.num_query_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
-        window=window,
-        soft_cap=config.attention_soft_cap,
+        scale=layer.scale,
+        window=layer.window,
+        soft_cap=layer.soft_cap,
     )
 
 
-class RmsNorm(nnx.Module):
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last axis, in float32, returned in x's dtype (Zhang, 2019)."""
+def attention_use(
+    config: DecoderConfig, layer: LayerSpec, *, page_size: int, query_dtype: DTypeLike, cache_dtype: DTypeLike
+) -> AttentionUse:
+    """All that is known of a layer's calls of paged attention. `config` has the sizes of one device."""
+    return AttentionUse(
+        spec=attention_spec(config, layer),
+        page_size=page_size,
+        query_dtype=jnp.dtype(query_dtype).name,
+        cache_dtype=jnp.dtype(cache_dtype).name,
+        sinks=layer.sinks,
+        alibi=layer.alibi is not None,
+    )
 
-    def __init__(self, size: int, axis: str, eps: float, dtype: DTypeLike) -> None:
-        self.eps = eps
-        self.weight = param(jnp.ones(size, dtype), (axis,))
+
+class Norm(nnx.Module):
+    """Normalises over the last axis in float32, and returns x's dtype.
+
+    `axes` name the axes of the weight: of the last axis of x, or of all after the first.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: Axes, spec: NormSpec, dtype: DTypeLike) -> None:
+        self.spec = spec
+        self.weight = param(jnp.zeros(shape, dtype) if spec.zero_centred else jnp.ones(shape, dtype), axes)
+        self.bias = param(jnp.zeros(shape, dtype), axes) if spec.bias else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        # Rounded before the weight, like the models were trained: it matters in bfloat16.
-        return normed.astype(x.dtype) * self.weight[...]
+        if self.spec.kind is NormKind.LAYER:
+            wide = wide - _mean(wide)
+        return self.scaled(wide, _mean(jnp.square(wide)), x.dtype)
+
+    def scaled(self, wide: Float[Array, "... D"], variance: Float[Array, "... 1"], dtype: DTypeLike) -> Array:
+        """`wide` over the root of its variance, times the weight, plus the bias."""
+        normed = wide * jax.lax.rsqrt(variance + self.spec.eps)
+        if self.spec.round_first:
+            normed = normed.astype(dtype) * self.weight[...]
+        else:
+            weight = self.weight[...].astype(jnp.float32)
+            normed = normed * (1 + weight if self.spec.zero_centred else weight)
+        if self.bias is not None:
+            normed = normed + self.bias[...].astype(normed.dtype)
+        return normed.astype(dtype)
 
 
-class Projection(nnx.Module):
-    """x [T, *in] to [T, *out] in x's dtype, with an optional bias [*out].
+def _mean(wide: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    """Over the last axis, in an order that depends on nothing but its length."""
+    size = wide.shape[-1]
+    return row_sum(wide.reshape(-1, size)).reshape(*wide.shape[:-1], 1) / size
 
-    `shards` are the devices over which the *in* axes are cut: their products are added up, rounded to x's dtype before
-    they travel (half the bytes in bfloat16, and the rounding that a single device makes at the end anyway).
+
+class JointNorm(Norm):
+    """Normalises all heads of a token together: the mean of squares is over the heads of all devices.
+
+    `num_heads`: over all devices, those of padding not counted (they are zero), each copy counted once.
     """
 
     def __init__(
-        self,
-        in_shape: tuple[int, ...],
-        out_shape: tuple[int, ...],
-        axes: Axes,
-        bias: bool,
-        dtype: DTypeLike,
-        shards: Shards = WHOLE,
+        self, shape: tuple[int, ...], axes: Axes, spec: NormSpec, num_heads: int, dtype: DTypeLike, shards: Shards
     ) -> None:
+        assert spec.kind is NormKind.RMS and not spec.bias, spec
+        super().__init__(shape, axes, spec, dtype)
+        self.num_heads = num_heads
         self.shards = shards
+
+    def __call__(self, x: Float[Array, "T M H"]) -> Float[Array, "T M H"]:
+        wide = x.astype(jnp.float32)
+        squares = self.shards.sum(row_sum(jnp.square(wide).reshape(wide.shape[0], -1)))  # [T, 1]
+        variance = squares.reshape(-1, 1, 1) / (self.num_heads * wide.shape[-1])
+        return self.scaled(wide, variance, x.dtype)
+
+
+class Projection(nnx.Module):
+    """x [T, *in] to [T, *out] in x's dtype, with an optional bias [*out]."""
+
+    def __init__(
+        self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], axes: Axes, bias: bool, dtype: DTypeLike
+    ) -> None:
         self.kernel = weight(jnp.zeros((*out_shape, *in_shape), dtype), axes, num_in=len(in_shape))
         self.bias = param(jnp.zeros(out_shape, dtype), axes[: len(out_shape)]) if bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         out = self.kernel.get_value().multiply(x)
-        if self.shards.count > 1:
-            out = self.shards.sum(out.astype(x.dtype)).astype(jnp.float32)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)
         return out.astype(x.dtype)
 
+    def summand(self, x: Float[Array, "T ..."]) -> "Summand":
+        """The product of this device, where the *in* axes are cut over devices."""
+        return Summand(self.kernel.get_value().multiply(x), None if self.bias is None else self.bias[...])
+
+
+class Summand(NamedTuple):
+    """What one sub-block adds to the hidden states: a product, float32, of this device alone, and a bias of all."""
+
+    product: Float[Array, "T D"]
+    bias: Float[Array, " D"] | Float[Array, "T D"] | None
+
+
+def total(summands: tuple[Summand, ...], dtype: DTypeLike, shards: Shards) -> Float[Array, "T D"]:
+    """The sum of all, over all devices, with one collective.
+
+    It is rounded to the dtype of activations before it travels: half the bytes in bfloat16, and the rounding that a
+    single device makes at the end anyway.
+    """
+    out = sum((s.product for s in summands[1:]), summands[0].product)
+    if shards.count > 1:
+        out = shards.sum(out.astype(dtype)).astype(jnp.float32)
+    for summand in summands:
+        if summand.bias is not None:
+            out = out + summand.bias.astype(jnp.float32)
+    return out.astype(dtype)
+
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions over the paged cache of one layer.
+    """Grouped-query attention over the paged cache of one layer.
 
     `qkv.kernel` is [K, G + 2, H, D]: for each key/value head its G query heads, then its key, then its value.
     """
 
-    def __init__(self, config: DecoderConfig, window: int | None, dtype: DTypeLike, shards: Shards) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerSpec, dtype: DTypeLike, placement: Placement) -> None:
         heads, kv_heads, head_dim = config.num_query_heads, config.num_kv_heads, config.head_dim
-        self.spec = attention_spec(config, window)
+        self.spec = attention_spec(config, layer)
+        self.layer = layer
+        self.placement = placement
         self.qkv = Projection(
             (config.hidden_size,),
             (kv_heads, config.group_size + 2, head_dim),
-            ("kv_heads", "group", "head_dim", "embed"),
-            config.qkv_bias,
+            ("kv_heads", "slots", "head_dim", "embed"),
+            layer.qkv_bias,
             dtype,
         )
         self.out = Projection(
-            (heads, head_dim), (config.hidden_size,), ("embed", "heads", "head_dim"), config.out_bias, dtype, shards
+            (heads, head_dim), (config.hidden_size,), ("embed", "heads", "head_dim"), layer.out_bias, dtype
         )
-        self.q_norm = RmsNorm(head_dim, "head_dim", config.norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RmsNorm(head_dim, "head_dim", config.norm_eps, dtype) if config.qk_norm else None
+        self.q_norm = self._qk_norm(config, "heads", heads, placement.num_query_heads, dtype)
+        self.k_norm = self._qk_norm(config, "kv_heads", kv_heads, placement.num_kv_heads, dtype)
+        self.sinks = param(jnp.zeros(heads, dtype), ("heads",)) if layer.sinks else None
+
+    def _qk_norm(self, config: DecoderConfig, axis: str, local: int, whole: int, dtype: DTypeLike) -> Norm | None:
+        """Of queries or of keys: `local` heads of this device, of `whole` in all."""
+        if self.layer.qk_norm is QkNorm.HEAD:
+            return Norm((config.head_dim,), ("head_dim",), config.norm, dtype)
+        if self.layer.qk_norm is QkNorm.JOINT:
+            shape, axes = (local, config.head_dim), (axis, "head_dim")
+            return JointNorm(shape, axes, config.norm, whole, dtype, self.placement.shards)
+        return None
 
     def __call__(
         self,
         x: Float[Array, "T D"],
-        table: RopeTable,
+        tables: dict[RopeConfig, RopeTable],
         cache: LayerCache,
         batch: AttentionBatch,
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], LayerCache]:
+    ) -> tuple[Summand, LayerCache]:
+        """What this device adds to the hidden states, and the cache. `tables` has one for each rotation."""
         num_tokens, group = x.shape[0], self.spec.num_query_heads // self.spec.num_kv_heads
         with jax.named_scope("qkv"):
             qkv = self.qkv(x)  # [T, K, G + 2, H]
+            if self.layer.qkv_clip is not None:
+                qkv = jnp.clip(qkv, -self.layer.qkv_clip, self.layer.qkv_clip)
             q = qkv[:, :, :group].reshape(num_tokens, self.spec.num_query_heads, self.spec.head_dim)
             k, v = qkv[:, :, group], qkv[:, :, group + 1]
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            q, k = rotate(q, table), rotate(k, table)
+        if self.layer.rope is not None:
+            with jax.named_scope("rope"):
+                q, k = rotate(q, tables[self.layer.rope]), rotate(k, tables[self.layer.rope])
         with jax.named_scope("attend"):
-            out, cache = attention.attend(q, k, v, cache, batch, self.spec)
+            sinks = None if self.sinks is None else self.sinks[...]
+            out, cache = attention.attend(q, k, v, cache, batch, self.spec, sinks, self._slopes())
         with jax.named_scope("out"):
-            return self.out(out), cache
+            return self.out.summand(out), cache
+
+    def _slopes(self) -> Float[Array, " N"] | None:
+        """Of this device's query heads."""
+        if self.layer.alibi is None:
+            return None
+        slopes = self.placement.of_query_heads(self.layer.alibi.slopes(self.placement.num_query_heads))
+        count = self.spec.num_query_heads
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(slopes), self.placement.shards.start(count), count)
 
 
-class GatedMlp(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020). `gate_up.kernel` is [2, F, D]: gate, then up."""
+class Mlp(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020), or down(activation(up(x))).
 
-    def __init__(self, config: DecoderConfig, dtype: DTypeLike, shards: Shards) -> None:
-        self.activation = config.activation
-        self.gate_up = Projection(
-            (config.hidden_size,), (2, config.ffn_size), ("gate_up", "mlp", "embed"), config.mlp_bias, dtype
+    `gate_up.kernel` is [2, F, D]: gate, then up; `up.kernel` is [F, D].
+    """
+
+    def __init__(self, config: DecoderConfig, spec: MlpSpec, dtype: DTypeLike) -> None:
+        self.activation = spec.activation
+        hidden, bias = config.hidden_size, spec.bias
+        self.gate_up = (
+            Projection((hidden,), (2, spec.size), ("gate_up", "mlp", "embed"), bias, dtype) if spec.gated else None
         )
-        self.down = Projection(
-            (config.ffn_size,), (config.hidden_size,), ("embed", "mlp"), config.mlp_bias, dtype, shards
-        )
+        self.up = None if spec.gated else Projection((hidden,), (spec.size,), ("mlp", "embed"), bias, dtype)
+        self.down = Projection((spec.size,), (hidden,), ("embed", "mlp"), bias, dtype)
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up = self.gate_up(x)  # [T, 2, F]
-        return self.down(ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1])
+    def __call__(self, x: Float[Array, "T D"]) -> Summand:
+        """What this device adds to the hidden states."""
+        activation = ACTIVATIONS[self.activation]
+        if self.gate_up is not None:
+            gate_up = self.gate_up(x)  # [T, 2, F]
+            return self.down.summand(activation(gate_up[:, 0]) * gate_up[:, 1])
+        assert self.up is not None
+        return self.down.summand(activation(self.up(x)))

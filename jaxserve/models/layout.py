@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,45 +17,55 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """A parsed `"(heads head_dim) embed -> embed heads head_dim"`: axis names per source axis, and target axes.
+    """The layout of a tensor on disk and of the parameter it fills.
 
-    A target axis called "1" is new and has one index.
+    Attributes:
+      source: names of the axes of each axis on disk, several where one is a product.
+      target: names of the parameter's axes.
+      shape: of the part of the parameter that the tensor fills; 1 for axes that the source does not have.
     """
 
     source: tuple[tuple[str, ...], ...]
     target: tuple[str, ...]
+    shape: tuple[int, ...]
 
-    def source_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(math.prod(sizes[name] for name in names) for names in self.source)
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of each axis."""
+        return dict(zip(self.target, self.shape, strict=True))
 
-    def target_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(1 if name == "1" else sizes[name] for name in self.target)
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[name] for name in names) for names in self.source)
 
 
 @functools.cache
-def parse(pattern: str) -> Pattern:
-    """Parses a rule's pattern; a malformed one is a bug in a weight table."""
-    left, arrow, right = pattern.partition("->")
-    axes = re.findall(r"\(([^()]*)\)|(\w+)", left)
-    parsed = Pattern(
-        source=tuple(tuple((product or single).split()) for product, single in axes), target=tuple(right.split())
-    )
-    flat = [name for names in parsed.source for name in names]
-    assert arrow and sorted(flat) == sorted(n for n in parsed.target if n != "1"), pattern
+def parse_axes(axes: str) -> tuple[tuple[str, ...], ...]:
+    """'(heads head_dim) embed' as (('heads', 'head_dim'), ('embed',)); a malformed one is a bug in a weight table."""
+    found = re.findall(r"\(([^()]*)\)|(\w+)", axes)
+    parsed = tuple(tuple((product or single).split()) for product, single in found)
+    flat = [name for names in parsed for name in names]
+    assert flat and len(set(flat)) == len(flat), axes
     return parsed
 
 
-def read_target(
-    read: Callable[[Index], np.ndarray], pattern: Pattern, sizes: Mapping[str, int], target_index: Index
-) -> np.ndarray:
+def pattern_of(axes: str, target: tuple[str, ...], shape: tuple[int, ...]) -> Pattern:
+    """The pattern of a rule for (a part of) a parameter with these axes and this shape."""
+    source = parse_axes(axes)
+    named = {name for names in source for name in names}
+    assert named <= set(target), (axes, target)
+    missing = [(name, size) for name, size in zip(target, shape, strict=True) if name not in named and size != 1]
+    assert not missing, (axes, missing)
+    return Pattern(source=source, target=target, shape=shape)
+
+
+def read_target(read: Callable[[Index], np.ndarray], pattern: Pattern, target_index: Index) -> np.ndarray:
     """The slice `target_index` of the rearranged tensor, reading as little of the source as its layout allows.
 
     Of a product axis the outermost factor is cut on disk; a cut of an inner factor is made after reading.
     """
-    wanted = {
-        name: range(*cut.indices(1 if name == "1" else sizes[name]))
-        for name, cut in zip(pattern.target, target_index, strict=True)
-    }
+    sizes = pattern.sizes
+    wanted = {name: range(*cut.indices(sizes[name])) for name, cut in zip(pattern.target, target_index, strict=True)}
     source_index, elementary = [], []  # cuts on disk; shape of the result, product axes taken apart
     for names in pattern.source:
         outer, inner = wanted[names[0]], math.prod(sizes[name] for name in names[1:])
@@ -65,13 +75,13 @@ def read_target(
     flat = [name for names in pattern.source for name in names]
     outermost = {names[0] for names in pattern.source}
     block = block[tuple(slice(None) if n in outermost else slice(wanted[n].start, wanted[n].stop) for n in flat)]
-    order = [flat.index(name) for name in pattern.target if name != "1"]
+    order = [flat.index(name) for name in pattern.target if name in flat]
     return block.transpose(order).reshape([len(wanted[name]) for name in pattern.target])
 
 
-def write_source(block: np.ndarray, pattern: Pattern, sizes: Mapping[str, int]) -> np.ndarray:
+def write_source(block: np.ndarray, pattern: Pattern) -> np.ndarray:
     """The inverse for a whole tensor: a parameter's array, rearranged as the checkpoint stores it."""
     flat = [name for names in pattern.source for name in names]
-    kept = [name for name in pattern.target if name != "1"]
-    block = block.reshape([sizes[name] for name in kept]).transpose([kept.index(name) for name in flat])
-    return np.ascontiguousarray(block.reshape(pattern.source_shape(sizes)))
+    kept = [name for name in pattern.target if name in flat]
+    block = block.reshape([pattern.sizes[name] for name in kept]).transpose([kept.index(name) for name in flat])
+    return np.ascontiguousarray(block.reshape(pattern.source_shape))

@@ -32,12 +32,12 @@ from jaxserve.models.byte_budget import ByteBudget
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.family import Family, axis_sizes, find_family
-from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.family import Family, find_family
 from jaxserve.models.layout import Index
 from jaxserve.models.partition import Block, Partition, spread
+from jaxserve.models.quantised import read_scheme
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader
-from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS, arrays_of, axes_of, shardings_for, with_leaves
+from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, plan_weights
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class PlannedModel:
 
 
 def load_model(
-    path: str | FilePath,
+    source: str | FilePath | Checkpoint,
     *,
     dtype: str = "auto",
     mesh: Mesh | None = None,
@@ -109,12 +109,12 @@ def load_model(
     seed: int = 0,
 ) -> LoadedModel:
     """`plan_model`, then its weights."""
-    planned = plan_model(path, dtype=dtype, mesh=mesh, layers=layers, random_weights=random_weights, seed=seed)
+    planned = plan_model(source, dtype=dtype, mesh=mesh, layers=layers, random_weights=random_weights, seed=seed)
     return planned.load()
 
 
 def plan_model(
-    path: str | FilePath,
+    source: str | FilePath | Checkpoint,
     *,
     dtype: str = "auto",
     mesh: Mesh | None = None,
@@ -130,11 +130,11 @@ def plan_model(
 
     Raises CheckpointError for anything wrong with the directory that can be seen without reading weights.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     family, config = decoder_config(checkpoint)
     mesh = one_device_mesh(jax.local_devices()[0]) if mesh is None else mesh
     chosen = choose_dtype(dtype, mesh.devices.flat[0].platform, checkpoint)
-    partition = Partition.of(config, mesh.shape[TENSOR_AXIS])
+    partition = Partition.of(config, math.prod(mesh.shape[axis] for axis in LAYER_AXES), mesh.shape[EXPERT_AXIS])
     graphdef, abstract = split_abstract(partition, chosen, layers)
     filler = _Filler(
         checkpoint=checkpoint,
@@ -165,11 +165,6 @@ def one_device_mesh(device: Any) -> Mesh:
     return Mesh(np.array([device]).reshape((1,) * len(MESH_AXES)), MESH_AXES)
 
 
-def read_decoder_config(path: str | FilePath) -> DecoderConfig:
-    """The decoder that a directory's config.json describes; weights need not be there. Raises CheckpointError."""
-    return decoder_config(read_checkpoint(path))[1]
-
-
 def split_abstract(partition: Partition, dtype: np.dtype, layers: range | None) -> tuple[nnx.GraphDef, nnx.State]:
     """The structure as one device sees it, and the shapes as they are over all devices. Nothing is allocated."""
     graphdef, state = nnx.split(abstract_decoder(partition, dtype, layers, local=True))
@@ -180,15 +175,16 @@ def split_abstract(partition: Partition, dtype: np.dtype, layers: range | None) 
 
 def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
     """The family and the config of a checkpoint. Raises CheckpointError when it cannot be run."""
-    family = find_family(checkpoint.config, checkpoint.config_file)
-    return family, family.adapt(HfConfig(checkpoint.config, checkpoint.config_file))
+    read_scheme(checkpoint)  # refuses what is not known, before anything that takes long
+    family = find_family(checkpoint.config, checkpoint.config_file, checkpoint.family)
+    return family, family.decoder_config(checkpoint.config, checkpoint.config_file)
 
 
 def abstract_decoder(partition: Partition, dtype: np.dtype, layers: range | None, *, local: bool) -> Decoder:
     """A decoder of shapes alone, of one device (`local`) or over all of them; nothing is allocated."""
     config = partition.local if local else partition.padded
     return nnx.eval_shape(
-        lambda: Decoder(config, dtype, layers=layers, shards=partition.shards, num_tokens=partition.model.vocab_size)
+        lambda: (config.module or Decoder)(config, dtype, layers=layers, placement=partition.placement)
     )
 
 
@@ -267,10 +263,9 @@ class _Filler:
 
     def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
         config = self.partition.model
-        plan = plan_weights(self.family, config, shapes)
+        plan = plan_weights(self.family, config, shapes, axes_of(self._checkpoint_state()))
         tensors = checked_tensors(self.checkpoint, self.family, config, plan)
-        sizes = axis_sizes(config)
-        return lambda source, dtype: shard_reader(plan[source], tensors, sizes, shapes[source], dtype)
+        return lambda source, dtype: shard_reader(plan[source], tensors, shapes[source], dtype)
 
     def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
         from jaxserve.models.orbax_store import open_arrays  # Orbax takes a quarter of a second to import
@@ -286,8 +281,9 @@ class _Filler:
         def drawn(path: Path, param: jax.ShapeDtypeStruct) -> jax.Array:
             source, sharding = self._source_path(path), placed[path]
             if path[-1] == "weight":
-                return jnp.ones(param.shape, param.dtype, device=sharding)
-            if path[-1] == "bias":
+                one = 0 if self.partition.model.norm.zero_centred else 1
+                return jnp.full(param.shape, one, param.dtype, device=sharding)
+            if path[-1] == "sinks" or path[-1].endswith("bias"):
                 return jnp.zeros(param.shape, param.dtype, device=sharding)
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
             blocks = tuple(self._blocks(path, shapes[source]))
@@ -302,10 +298,12 @@ class _Filler:
 
     def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
         """Shapes before padding and copying, of all layers: names are checked against the whole checkpoint."""
-        state = self.abstract
-        if not self.is_whole:
-            _, state = split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)
-        return {path: param.shape for path, param in arrays_of(state).items()}
+        return {path: param.shape for path, param in arrays_of(self._checkpoint_state()).items()}
+
+    def _checkpoint_state(self) -> nnx.State:
+        if self.is_whole:
+            return self.abstract
+        return split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)[1]
 
     def _blocks(self, path: Path, shape: tuple[int, ...]) -> list[Block]:
         return self.partition.blocks(axes_of(self.abstract)[path], shape)

@@ -30,12 +30,13 @@ from jaxserve.models.checkpoint import (
     read_checkpoint,
 )
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.family import Family, axis_sizes
+from jaxserve.models.family import Family
 from jaxserve.models.layout import write_source
 from jaxserve.models.loading import decoder_config, split_abstract
 from jaxserve.models.orbax_store import LAYOUT_VERSION, open_arrays, read_shapes, save_arrays
 from jaxserve.models.partition import Partition
-from jaxserve.models.safetensors_files import TensorSource
+from jaxserve.models.quantised import read_scheme
+from jaxserve.models.safetensors_files import ReadableTensor
 from jaxserve.models.shard_reading import checked_tensors, shard_reader
 from jaxserve.models.sharding import Axes, arrays_of, axes_of
 from jaxserve.models.weights import Path, Piece, plan_weights
@@ -57,8 +58,8 @@ def convert(
     Every weight that the model uses keeps its bytes. Tensors that the model does not use are dropped: an output
     projection beside tied embeddings, stored rotation frequencies.
 
-    Raises CheckpointError when the source is unusable or the target exists and is not an empty directory. The target
-    appears when all of it is there.
+    Raises CheckpointError when the source is unusable or quantised, or the target exists and is not an empty directory.
+    The target appears when all of it is there.
     """
     checkpoint = read_checkpoint(source)
     with new_directory(FilePath(target).expanduser()) as directory:
@@ -76,18 +77,23 @@ def _plan(
     family, config = decoder_config(checkpoint)
     _, abstract = split_abstract(Partition.of(config, 1), np.dtype("float32"), None)
     shapes = {path: array.shape for path, array in arrays_of(abstract).items()}
-    return family, config, plan_weights(family, config, shapes), shapes, axes_of(abstract)
+    axes = axes_of(abstract)
+    return family, config, plan_weights(family, config, shapes, axes), shapes, axes
 
 
 def _to_orbax(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -> None:
+    if (scheme := read_scheme(checkpoint)) is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is quantised ({scheme.label}), and an Orbax directory holds float weights; serve the "
+            "Hugging Face directory as it is, or convert the checkpoint that it was quantised from"
+        )
     family, config, plan, shapes, axes = _plan(checkpoint)
-    sizes = axis_sizes(config)
     tensors = checked_tensors(checkpoint, family, config, plan)
     arrays = {}
     progress.begin("reading the weights")
     for number, (path, shape) in enumerate(shapes.items()):
         progress.count(number, len(shapes))
-        reader = shard_reader(plan[path], tensors, sizes, shape, _common_dtype(path, plan[path], tensors))
+        reader = shard_reader(plan[path], tensors, shape, _common_dtype(path, plan[path], tensors))
         arrays[path] = jax.device_put(reader((slice(None),) * len(shape)), _on_host())
     num_bytes = sum(array.nbytes for array in arrays.values())
     progress.begin(f"writing {num_bytes / 2**30:.2f} GiB")
@@ -97,7 +103,7 @@ def _to_orbax(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -
     (directory / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
 
-def _common_dtype(path: Path, pieces: list[Piece], tensors: Mapping[str, TensorSource]) -> np.dtype:
+def _common_dtype(path: Path, pieces: list[Piece], tensors: Mapping[str, ReadableTensor]) -> np.dtype:
     names = {piece.source: tensors[piece.source].dtype for piece in pieces}
     if len(set(names.values())) > 1:
         raise CheckpointError(f"tensors that share one parameter have different element types: {names}")
@@ -105,18 +111,16 @@ def _common_dtype(path: Path, pieces: list[Piece], tensors: Mapping[str, TensorS
 
 
 def _to_hugging_face(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -> None:
-    _, config, plan, shapes, _ = _plan(checkpoint)
-    sizes = axis_sizes(config)
+    _, _, plan, shapes, _ = _plan(checkpoint)
     progress.begin("reading the weights")
     arrays, stored = open_arrays(checkpoint.path, shapes), read_shapes(checkpoint.path)
     tensors: dict[str, np.ndarray] = {}
     for path, pieces in plan.items():
         whole = arrays[path].read((slice(None),) * len(shapes[path]), stored[path].dtype)
         for piece in pieces:
-            cuts: list[slice] = [slice(None)] * whole.ndim
-            if piece.part is not None:
-                cuts[piece.part.axis] = slice(piece.part.start, piece.part.stop)
-            tensors[piece.source] = write_source(whole[tuple(cuts)], piece.pattern, sizes)
+            share = write_source(whole[tuple(slice(w.start, w.stop) for w in piece.window)], piece.pattern)
+            tensor = tensors.setdefault(piece.source, np.empty(piece.source_shape, share.dtype))
+            tensor[piece.first : piece.first + len(share)] = share
     progress.begin(f"writing {sum(tensor.nbytes for tensor in tensors.values()) / 2**30:.2f} GiB")
     _write_safetensors(directory, tensors)
     _copy_small_files(checkpoint.path, directory)

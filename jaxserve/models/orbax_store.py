@@ -23,7 +23,7 @@ from jaxserve.models.weights import Path, path_of
 WEIGHTS_NAME = "weights"  # subdirectory
 LAYOUT_VERSION = 2  # of parameter names, axes and the order in them; raised when one of these changes
 _CHUNK_BYTES = 2**20  # read at once: a device's share should touch few numbers of others
-_HEADS = ("kv_heads", "heads")  # axes that are short, and cut first
+_CUT_FIRST = ("experts", "kv_heads", "heads")  # short axes, of which a device has a few entries whole
 
 
 def save_arrays(directory: FilePath, arrays: Mapping[Path, jax.Array], axes: Mapping[Path, Axes]) -> None:
@@ -33,7 +33,7 @@ def save_arrays(directory: FilePath, arrays: Mapping[Path, jax.Array], axes: Map
     """
     chunks = {
         _name(path): ocp.SaveArgs(
-            chunk_byte_size=_CHUNK_BYTES, shard_axes=tuple(i for i, axis in enumerate(axes[path]) if axis in _HEADS)
+            chunk_byte_size=_CHUNK_BYTES, shard_axes=tuple(i for i, axis in enumerate(axes[path]) if axis in _CUT_FIRST)
         )
         for path in arrays
     }

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.sharding import TENSOR_AXIS, WHOLE, Axes, Shards
+from jaxserve.errors import ConfigError
+from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec, LayerSpec, MlpSpec
+from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, Axes, Placement, Shards
 
 _MASK_BITS = 32  # token masks keep 32 tokens in a word, and a word lies on one device
 
@@ -33,23 +34,32 @@ class Partition:
     Attributes:
       model: as the checkpoint says.
       devices: number of devices that share every layer.
+      expert_parts: into how many parts experts are dealt; `devices` / `expert_parts` devices share each expert.
       copies: of each key/value head.
       kv_heads, group: key/value heads over all devices, copies and padding included; query heads of each of them.
-      ffn_size, vocab_size: F and V, padded.
+      vocab_size: V, padded.
     """
 
     model: DecoderConfig
     devices: int
+    expert_parts: int
     copies: int
     kv_heads: int
     group: int
-    ffn_size: int
     vocab_size: int
 
     @classmethod
-    def of(cls, model: DecoderConfig, devices: int) -> "Partition":
-        """The cut that gives the most loaded device the least: first key/value heads, then query heads."""
-        assert devices >= 1, devices
+    def of(cls, model: DecoderConfig, devices: int, expert_parts: int = 1) -> "Partition":
+        """The cut that gives the most loaded device the least: first key/value heads, then query heads.
+
+        Raises ConfigError for several parts of experts that no layer has.
+        """
+        assert devices >= 1 and devices % expert_parts == 0, (devices, expert_parts)
+        if expert_parts > 1 and not any(isinstance(layer.mlp, ExpertSpec) for layer in model.layers):
+            raise ConfigError(
+                f"parallel.expert is {expert_parts}, but no layer of this model has experts; set it to 1: "
+                "parallel.tensor alone cuts what there is"
+            )
         per_copy = model.group_size
         most = max(1, devices // model.num_kv_heads)
         # The fewest copies that still give a device no more query heads than `most` copies would.
@@ -57,17 +67,26 @@ class Partition:
         return cls(
             model=model,
             devices=devices,
+            expert_parts=expert_parts,
             copies=copies,
             kv_heads=_round_up(model.num_kv_heads * copies, devices),
             group=_ceil(per_copy, copies),
-            ffn_size=_round_up(model.ffn_size, devices),
             vocab_size=model.vocab_size if devices == 1 else _round_up(model.vocab_size, devices * _MASK_BITS),
         )
 
     @property
-    def shards(self) -> Shards:
-        """The `Shards` of one of the devices."""
-        return WHOLE if self.devices == 1 else Shards(count=self.devices, axis=TENSOR_AXIS)
+    def placement(self) -> Placement:
+        """The `Placement` of one of the devices."""
+        query_heads: list[int | None] = [None] * (self.kv_heads * self.group)
+        for to, start, size in self._head_runs():
+            query_heads[to : to + size] = range(start, start + size)
+        return Placement(
+            shards=Shards(count=self.devices, axis=LAYER_AXES),
+            experts=Shards(count=self.expert_parts, axis=EXPERT_AXIS),
+            num_tokens=self.model.vocab_size,
+            query_heads=tuple(query_heads),
+            num_kv_heads=self.model.num_kv_heads * self.copies,
+        )
 
     @property
     def padded(self) -> DecoderConfig:
@@ -83,15 +102,33 @@ class Partition:
         return dataclasses.replace(
             self.model,
             vocab_size=self.vocab_size // parts,
-            ffn_size=self.ffn_size // parts,
             num_kv_heads=self.kv_heads // parts,
             num_query_heads=self.kv_heads * self.group // parts,
+            layers=tuple(self._resized_layer(layer, parts) for layer in self.model.layers),
+        )
+
+    def _resized_layer(self, layer: LayerSpec, parts: int) -> LayerSpec:
+        return dataclasses.replace(layer, mlp=self._resized_mlp(layer.mlp, parts))
+
+    def _resized_mlp(self, mlp: MlpSpec | ExpertSpec, parts: int) -> MlpSpec | ExpertSpec:
+        if isinstance(mlp, MlpSpec):
+            return dataclasses.replace(mlp, size=_round_up(mlp.size, self.devices) // parts)
+        expert_parts = self.expert_parts if parts > 1 else 1
+        return dataclasses.replace(
+            mlp,
+            held=_round_up(mlp.count, self.expert_parts) // expert_parts,
+            size=_round_up(mlp.size, self.devices // self.expert_parts) * expert_parts // parts,
+            shared_size=_round_up(mlp.shared_size, self.devices) // parts,
         )
 
     def blocks(self, axes: Axes, shape: tuple[int, ...]) -> list[Block]:
         """The blocks of a checkpoint parameter with these axes and this shape; the rest of the padded array is zero."""
+        if "slots" in axes:
+            return [self._block(axes, shape, {"kv_heads": heads, "slots": slots}) for heads, slots in self._qkv_runs()]
         if "kv_heads" in axes:
-            return [self._block(axes, shape, {"kv_heads": heads, "group": group}) for heads, group in self._qkv_runs()]
+            copies, heads = self.copies, self.model.num_kv_heads
+            runs = [(0, 0, heads)] if copies == 1 else [(i, i // copies, 1) for i in range(heads * copies)]
+            return [self._block(axes, shape, {"kv_heads": run}) for run in runs]
         if "heads" in axes:
             return [self._block(axes, shape, {"heads": run}) for run in self._head_runs()]
         return [self._block(axes, shape, {})]

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +21,42 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.checkpoint import INDEX_NAME, find_weights, read_json
 from jaxserve.models.weights import fold_names
 
-# Written names of element types, as numpy (with ml_dtypes' bfloat16) knows them.
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Written names of element types, as numpy with ml_dtypes knows them. Weights are of the first three; the others are
+# codes, scales and indices of quantised weights.
+_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I8": "int8",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+}
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+
+class ReadableTensor(Protocol):
+    """A tensor that can be read in slices: of a file, or a quantised weight that is widened as it is read.
+
+    `outer_axis`: the axis whose slices lie in the longest runs of the files.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def outer_axis(self) -> int: ...
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +68,10 @@ class TensorSource:
     shape: tuple[int, ...]
     dtype: str
     start: int
+
+    @property
+    def outer_axis(self) -> int:
+        return 0
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """A fresh array of its own dtype; one slice of step 1 per axis.
@@ -69,7 +108,7 @@ def open_tensors(directory: Path) -> dict[str, TensorSource]:
     """Every tensor of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
 
     Raises CheckpointError naming the file when one is missing, truncated or corrupt, when the index and its files
-    disagree, or when an element type is not floating point.
+    disagree, or when an element type is unknown.
     """
     file = find_weights(directory)
     return _open_indexed(file) if file.name == INDEX_NAME else _open_file(file)
@@ -106,8 +145,7 @@ def _open_file(file: Path) -> dict[str, TensorSource]:
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise CheckpointError(
-                f"{file}: tensor {name} has element type {entry['dtype']}; known: {', '.join(_DTYPES)} "
-                "(quantized checkpoints are not supported)"
+                f"{file}: tensor {name} has element type {entry['dtype']}; known: {', '.join(_DTYPES)}"
             )
         tensors[name] = TensorSource(
             name=name,

@@ -10,10 +10,14 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.family import Family, axis_sizes
+from jaxserve.models.family import Family
 from jaxserve.models.layout import Index, read_target
 from jaxserve.models.partition import Block
-from jaxserve.models.safetensors_files import TensorSource, open_tensors
+from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
+from jaxserve.models.quantised.reading import read_scheme
+from jaxserve.models.quantised.scheme import Format
+from jaxserve.models.quantised.widening import WidenedTensor
+from jaxserve.models.safetensors_files import FLOAT_DTYPES, ReadableTensor, TensorSource, open_tensors
 from jaxserve.models.weights import Path, Piece, check_names, fold_names
 
 _FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size"}  # axes that have a field each
@@ -23,28 +27,71 @@ _BAND_BYTES = 4 * 2**20  # bytes that are read, rearranged and converted at once
 
 def checked_tensors(
     checkpoint: Checkpoint, family: Family, config: DecoderConfig, plan: Mapping[Path, list[Piece]]
-) -> dict[str, TensorSource]:
+) -> dict[str, ReadableTensor]:
     """The open tensors of a Hugging Face directory, all there and of the right shapes, still unread.
 
-    Raises CheckpointError with every missing and unknown name, or every wrong shape.
+    Quantised weights are there under the names of the float tensors that they would be, and widened as they are read.
+
+    Raises CheckpointError with every missing and unknown name, or every wrong shape, and for quantised weights as
+    `quantised` says.
     """
-    tensors, sizes = open_tensors(checkpoint.path), axis_sizes(config)
-    check_names(family, config, plan, tensors, str(checkpoint.path))
     pieces = [piece for pieces in plan.values() for piece in pieces]
-    wrong = [p for p in pieces if tensors[p.source].shape != p.pattern.source_shape(sizes)]
+    names = {piece.source for piece in pieces}
+    scheme, files, origin = read_scheme(checkpoint), open_tensors(checkpoint.path), str(checkpoint.path)
+    if scheme is None:
+        files = _with_prefix(files, family.prefix, names)
+        check_names(family, config, files, origin, needed=names, hint=hint_of(files))
+        tensors: dict[str, ReadableTensor] = {name: _check_float(files[name]) for name in names}
+    else:
+        modules = modules_of(plan)
+        files = _with_prefix(files, family.prefix, names | possible_names(scheme, modules))
+        formats = choose_formats(scheme, modules, files, checkpoint.config_file)
+        _check_order(pieces, formats, origin)
+        plain = names - formats.keys()
+        needed = plain | {name for source, found in formats.items() for name in found.required(source)}
+        optional = {name for source, found in formats.items() for name in found.optional(source)}
+        optional |= zero_biases(formats, files, needed)
+        check_names(family, config, files, origin, needed=needed, optional=optional, ignored=scheme.ignored)
+        tensors = {name: _check_float(files[name]) for name in plain}
+        for source, found in formats.items():
+            tensors[source] = WidenedTensor(source=found.open(source, files), in_major=found.in_major)
+    wrong = [p for p in pieces if tensors[p.source].shape != p.source_shape]
     if wrong:
-        raise CheckpointError(_describe_shapes(wrong, len(pieces), tensors, sizes, checkpoint.config_file))
+        raise CheckpointError(_describe_shapes(wrong, len(pieces), tensors, checkpoint.config_file))
     return tensors
 
 
-def _describe_shapes(
-    wrong: list[Piece], count: int, tensors: Mapping[str, TensorSource], sizes: Mapping[str, int], config_file: str
-) -> str:
+def _check_float(tensor: TensorSource) -> TensorSource:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name} has element type {tensor.dtype}, but weights that config.json does "
+            f"not call quantised are {', '.join(FLOAT_DTYPES)}; do config.json and the weights belong together?"
+        )
+    return tensor
+
+
+def _check_order(pieces: list[Piece], formats: Mapping[str, Format], origin: str) -> None:
+    """Formats store outputs before inputs, and no family with the other order is known to be quantised."""
+    for piece in pieces:
+        found = formats.get(piece.source)
+        if found is not None and found.in_major != piece.in_major:
+            raise CheckpointError(
+                f"{origin}: {piece.source} is quantised, which is not supported for a family that stores inputs before "
+                "outputs; take the checkpoint without quantisation"
+            )
+
+
+def _with_prefix(tensors: dict[str, TensorSource], prefix: str, needed: set[str]) -> dict[str, TensorSource]:
+    """The tensors by the names of the family's table, for a checkpoint that leaves the prefix out."""
+    return {prefix + name if name not in needed and prefix + name in needed else name: t for name, t in tensors.items()}
+
+
+def _describe_shapes(wrong: list[Piece], count: int, tensors: Mapping[str, ReadableTensor], config_file: str) -> str:
     """The sizes that disagree by their names in config.json, and the tensors, those of all layers as one."""
     fields: dict[str, None] = {}
     groups: dict[str, list[str]] = {}
     for piece in wrong:
-        found, expected = tensors[piece.source].shape, piece.pattern.source_shape(sizes)
+        found, expected = tensors[piece.source].shape, piece.source_shape
         for names, has, wants in zip(piece.pattern.source, found, expected, strict=False):
             if has != wants and names[0] in _FIELDS:
                 fields[f"{_FIELDS[names[0]]} is {wants}, but the weights have {has}"] = None
@@ -60,8 +107,7 @@ def _describe_shapes(
 
 def shard_reader(
     pieces: list[Piece],
-    tensors: Mapping[str, TensorSource],
-    sizes: Mapping[str, int],
+    tensors: Mapping[str, ReadableTensor],
     shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> Callable[[Index | None], np.ndarray]:
@@ -72,28 +118,35 @@ def shard_reader(
         bounds = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
         out = np.empty([len(b) for b in bounds], dtype)
         for piece in pieces:
-            cuts = [slice(b.start, b.stop) for b in bounds]
-            into: list[slice] = [slice(None)] * len(shape)
-            if piece.part is not None:
-                axis, want = piece.part.axis, bounds[piece.part.axis]
-                start, stop = max(want.start, piece.part.start), min(want.stop, piece.part.stop)
-                if start >= stop:
-                    continue
-                cuts[axis] = slice(start - piece.part.start, stop - piece.part.start)
-                into[axis] = slice(start - want.start, stop - want.start)
-            for band, target in _bands(piece, cuts, out[tuple(into)]):
-                target[...] = read_target(tensors[piece.source].read, piece.pattern, sizes, band)
+            cuts, into = [], []  # in the piece; in the share
+            for want, window in zip(bounds, piece.window, strict=True):
+                start, stop = max(want.start, window.start), min(want.stop, window.stop)
+                cuts.append(slice(start - window.start, stop - window.start))
+                into.append(slice(start - want.start, stop - want.start))
+            if all(cut.start < cut.stop for cut in cuts):
+                tensor = tensors[piece.source]
+                read = _rows_from(tensor.read, piece.first)
+                for band, target in _bands(piece, tensor.outer_axis, cuts, out[tuple(into)]):
+                    target[...] = read_target(read, piece.pattern, band)
         return out
 
     return read_shard
 
 
-def _bands(piece: Piece, cuts: list[slice], out: np.ndarray) -> Iterator[tuple[Index, np.ndarray]]:
+def _rows_from(read: Callable[[Index], np.ndarray], first: int) -> Callable[[Index], np.ndarray]:
+    """Reads as if the tensor began at index `first` of its first axis."""
+    if first == 0:
+        return read
+    return lambda index: read((slice(index[0].start + first, index[0].stop + first), *index[1:]))
+
+
+def _bands(piece: Piece, outer_axis: int, cuts: list[slice], out: np.ndarray) -> Iterator[tuple[Index, np.ndarray]]:
     """A share of a piece in parts of some megabytes: where to read each, and the window of `out` that it fills.
 
-    They are cut along the axis that is outermost in the file, so that each is read in as long runs as the whole.
+    They are cut along the axis of the tensor that is outermost in the file, so that each is read in as long runs as the
+    whole.
     """
-    axis = piece.pattern.target.index(piece.pattern.source[0][0])
+    axis = piece.pattern.target.index(piece.pattern.source[outer_axis][0])
     size, start = out.shape[axis], cuts[axis].start
     step = max(1, _BAND_BYTES * size // max(1, out.nbytes))
     for low in range(0, size, step):

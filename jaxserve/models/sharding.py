@@ -9,32 +9,40 @@ code where it happens, kernels see the arrays of one device, and no partitioner 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from jaxserve.kernels.xla_matmul import DenseWeight
 
-Rules = Mapping[str, str | None]  # logical axis -> mesh axis; None or absent: replicated
+# Logical axis -> mesh axis, or several, the first of which varies slowest; None or absent: replicated.
+Rules = Mapping[str, str | tuple[str, ...] | None]
 
 EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS = "expert", "sequence", "model"
 MESH_AXES = (EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS)  # of one stage of one replica; the last varies fastest
 
+LAYER_AXES = (EXPERT_AXIS, TENSOR_AXIS)  # of all devices that share a layer
+
 # Megatron's layout (Shoeybi et al., 2019): heads and ffn columns on the first matmul of a block, rows on the second,
-# one sum per block. "experts" and "context" are for models that have them: their rules stand, nothing uses them yet.
+# one sum per block, over all devices. Experts are dealt out over some of them, and the columns of each cut over the
+# others. "context": its rule stands, nothing uses it yet.
 TENSOR_PARALLEL: Rules = {
-    "vocab": TENSOR_AXIS,
-    "heads": TENSOR_AXIS,
-    "kv_heads": TENSOR_AXIS,
-    "mlp": TENSOR_AXIS,
+    "vocab": LAYER_AXES,
+    "heads": LAYER_AXES,
+    "kv_heads": LAYER_AXES,
+    "mlp": LAYER_AXES,
     "experts": EXPERT_AXIS,
+    "expert_mlp": TENSOR_AXIS,
     "context": SEQUENCE_AXIS,
 }
 
@@ -43,11 +51,11 @@ TENSOR_PARALLEL: Rules = {
 class Shards:
     """The devices along one axis of the mesh, seen by one of them inside a `shard_map`; `WHOLE` when there is but one.
 
-    What is cut along several axes has one of these for each.
+    What is cut along several axes has one of these for each, or one over all of them, for sums.
     """
 
     count: int
-    axis: str
+    axis: str | tuple[str, ...]
 
     def sum(self, x: Array) -> Array:
         """Over all devices, on all devices."""
@@ -73,7 +81,35 @@ class Shards:
         return jnp.where((local >= 0) & (local < size), local, size)
 
 
-WHOLE = Shards(count=1, axis=TENSOR_AXIS)
+WHOLE = Shards(count=1, axis=LAYER_AXES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What a device must know of the whole decoder, of which it has a part: that of all devices is `Partition`'s.
+
+    Attributes:
+      shards: the devices that share each layer.
+      experts: those of them that have different experts.
+      num_tokens: the vocabulary, padding not counted.
+      query_heads: for each query head over all devices its number in the checkpoint; None: padding.
+      num_kv_heads: key/value heads over all devices, each copy counted, padding not.
+    """
+
+    shards: Shards
+    experts: Shards
+    num_tokens: int
+    query_heads: tuple[int | None, ...]
+    num_kv_heads: int
+
+    @property
+    def num_query_heads(self) -> int:
+        """Of the checkpoint."""
+        return sum(head is not None for head in self.query_heads)
+
+    def of_query_heads(self, values: Sequence[float]) -> np.ndarray:
+        """A number for each query head of the checkpoint as one for each over all devices; 0 for padding. Float32."""
+        return np.asarray([0.0 if head is None else values[head] for head in self.query_heads], np.float32)
 
 
 class Parameter(nnx.Param):
@@ -85,7 +121,10 @@ class Parameter(nnx.Param):
 
 
 class WeightParameter(Parameter):
-    """A `kernels.matmul.Weight`. `logical_axes` are those of the whole; the weight knows which its leaves have."""
+    """A `kernels.matmul.Weight` or `kernels.grouped_matmul.ExpertWeight`.
+
+    `logical_axes` are those of the whole; the weight knows which its leaves have.
+    """
 
     def leaf_axes(self) -> tuple[Axes, ...]:
         """See `Parameter`."""
@@ -102,6 +141,12 @@ def weight(value: jax.Array, axes: Axes, num_in: int) -> WeightParameter:
     """A dense weight [*out, *in]. A product sums over its last `num_in` axes; 0: it is only looked up."""
     assert value.ndim == len(axes), (value.shape, axes)
     return WeightParameter(DenseWeight(array=value, num_in=num_in), logical_axes=axes)
+
+
+def expert_weight(value: jax.Array, axes: Axes) -> WeightParameter:
+    """Dense matrices of experts, [E, *out, in]."""
+    assert value.ndim == len(axes), (value.shape, axes)
+    return WeightParameter(DenseExperts(array=value), logical_axes=axes)
 
 
 def with_leaves(variable: nnx.Variable, leaves: Sequence[Any]) -> nnx.Variable:
@@ -143,8 +188,10 @@ def shardings_for(state: nnx.State, mesh: Mesh | AbstractMesh, rules: Rules = TE
     def one(path: tuple[Any, ...], variable: Parameter) -> nnx.Variable:
         specs = [spec_for(axes, rules) for axes in variable.leaf_axes()]
         for leaf, spec in zip(jax.tree.leaves(variable), specs, strict=True):
-            for size, mesh_axis in zip(leaf.shape, spec, strict=True):
-                assert mesh_axis is None or size % mesh.shape[mesh_axis] == 0, (path, spec, leaf.shape, mesh.shape)
+            for size, named in zip(leaf.shape, spec, strict=True):
+                axes = named if isinstance(named, tuple) else () if named is None else (named,)
+                parts = math.prod(mesh.shape[axis] for axis in axes)
+                assert size % parts == 0, (path, spec, leaf.shape, mesh.shape)
         return with_leaves(variable, [NamedSharding(mesh, spec) for spec in specs])
 
     return nnx.map_state(one, state)

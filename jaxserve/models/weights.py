@@ -6,13 +6,14 @@ Errors list all missing and all unknown names.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.family import Family, Part, axis_sizes, fused_parts
-from jaxserve.models.layout import Pattern, parse
+from jaxserve.models.family import PARTS, Family, Rule
+from jaxserve.models.layout import Pattern, pattern_of
+from jaxserve.models.sharding import Axes
 
 _NUMBER = re.compile(r"\d+")
 
@@ -21,11 +22,31 @@ Path = tuple[Any, ...]  # of a parameter in the state of `nnx.split`, such as ("
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One source tensor's share of one parameter; `part` is None when it fills it all."""
+    """One source tensor's share of one parameter.
+
+    Attributes:
+      source: tensor name.
+      pattern: the layout of that share on disk and in memory.
+      window: its indices of each axis of the parameter.
+      first, rows: of what the tensor holds along its first axis, where the share begins, and how much there is.
+    """
 
     source: str
     pattern: Pattern
-    part: Part | None
+    window: tuple[range, ...]
+    first: int
+    rows: int
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return (self.rows, *self.pattern.source_shape[1:])
+
+    @property
+    def in_major(self) -> bool:
+        """The tensor's last axis is not the inputs, which are the last of every kernel in memory."""
+        inputs = self.pattern.source[-1]
+        return self.pattern.target[-len(inputs) :] != inputs
 
 
 def path_of(target: str) -> Path:
@@ -34,37 +55,46 @@ def path_of(target: str) -> Path:
 
 
 def plan_weights(
-    family: Family, config: DecoderConfig, params: Mapping[Path, tuple[int, ...]]
+    family: Family, config: DecoderConfig, params: Mapping[Path, tuple[int, ...]], axes: Mapping[Path, Axes]
 ) -> dict[Path, list[Piece]]:
-    """Pieces of every parameter of `params` (path to shape).
+    """Pieces of every parameter of `params` (path to shape); `axes` are their logical axes.
 
-    A family that leaves a parameter without a rule, or fills it with wrong sizes, is a bug in its table.
+    A family that leaves a parameter without a rule, or fills it twice, is a bug in its table.
     """
-    parts, sizes = fused_parts(config), axis_sizes(config)
     plan: dict[Path, list[Piece]] = {path: [] for path in params}
     for rule in family.weights:
-        layers = range(config.num_layers) if "{layer}" in rule.source else range(1)
-        for layer in layers:
+        for layer in range(config.num_layers) if "{layer}" in rule.target else range(1):
             path = path_of(rule.target.format(layer=layer))
-            if path in plan:
-                part = parts[rule.part] if rule.part is not None else None
-                plan[path].append(Piece(source=rule.source.format(layer=layer), pattern=parse(rule.pattern), part=part))
+            if path in plan and config.layers[layer].block in rule.blocks:
+                plan[path] += _pieces(rule, layer, axes[path], params[path])
     for path, shape in params.items():
-        covered = 0
-        for piece in plan[path]:
-            expected = list(shape)
-            if piece.part is not None:
-                expected[piece.part.axis] = piece.part.stop - piece.part.start
-                covered += expected[piece.part.axis]
-            assert _fits(piece.pattern, sizes, expected), (path, piece, expected)
-        fused = bool(plan[path]) and plan[path][0].part is not None
-        full = shape[plan[path][0].part.axis] if fused else len(plan[path]) - 1  # type: ignore[union-attr]
-        assert plan[path] and covered == full, (path, shape, plan[path])
+        covered = sum(math.prod(map(len, piece.window)) for piece in plan[path])
+        assert covered == math.prod(shape), (path, shape, plan[path])
     return plan
 
 
-def _fits(pattern: Pattern, sizes: Mapping[str, int], expected: list[int]) -> bool:
-    return pattern.target_shape(sizes) == tuple(expected)
+def _pieces(rule: Rule, layer: int, axes: Axes, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """Of one rule for one layer: one, or one for each expert."""
+    names = tuple(str(axis) for axis in axes)
+    window = dict(zip(names, map(range, shape), strict=True))
+    before = rows_beside = 0  # slices of the part's axis that the tensor holds before this part, and in all
+    if rule.part is not None:
+        part = PARTS[rule.part]
+        slots = window[part.axis]
+        lengths = {name: len(PARTS[name].bounds(len(slots))) for name in (rule.beside or (rule.part,))}
+        window[part.axis] = part.bounds(len(slots))
+        before = sum(lengths[name] for name in rule.beside[: rule.beside.index(rule.part)]) if rule.beside else 0
+        rows_beside = sum(lengths.values())
+    for expert in window["experts"] if "{expert}" in rule.source else range(1):
+        if "{expert}" in rule.source:
+            window["experts"] = range(expert, expert + 1)
+        pattern = pattern_of(rule.axes, names, tuple(map(len, window.values())))
+        rows, first = pattern.source_shape[0], 0
+        if rule.beside and rule.part is not None:
+            per_slot = rows // len(window[PARTS[rule.part].axis])
+            rows, first = rows_beside * per_slot, before * per_slot
+        source = rule.source.format(layer=layer, expert=expert)
+        yield Piece(source=source, pattern=pattern, window=tuple(window.values()), first=first, rows=rows)
 
 
 def fold_names(names: Iterable[str]) -> str:
@@ -92,23 +122,41 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def check_names(
-    family: Family, config: DecoderConfig, plan: Mapping[Path, list[Piece]], found: Iterable[str], origin: str
+    family: Family,
+    config: DecoderConfig,
+    found: Iterable[str],
+    origin: str,
+    *,
+    needed: Set[str],
+    optional: Set[str] = frozenset(),
+    ignored: Iterable[str] = (),
+    hint: str = "",
 ) -> None:
     """Raises CheckpointError with the full lists of tensors that are missing and of those that nothing would read.
 
     An output projection beside tied embeddings is accepted: exporters write both.
+
+    Args:
+      family: of the model.
+      config: of the model.
+      found: names in the files.
+      origin: the directory, for the message.
+      needed: names that must be there.
+      optional: names that may be there.
+      ignored: regular expressions of names that carry no weights, beside the family's.
+      hint: the end of the message.
     """
     found = set(found)
-    needed = {piece.source for pieces in plan.values() for piece in pieces}
-    accepted = [re.compile(pattern) for pattern in family.ignored]
+    accepted = [re.compile(pattern) for pattern in (*family.ignored, *ignored)]
     if config.tied_embeddings:
         accepted += [re.compile(re.escape(rule.source)) for rule in family.weights if rule.target == "lm_head"]
     missing = sorted(needed - found)
-    unknown = sorted(name for name in found - needed if not any(p.fullmatch(name) for p in accepted))
+    unknown = sorted(name for name in found - needed - optional if not any(p.fullmatch(name) for p in accepted))
     complaints = []
     if missing:
         complaints.append(f"{len(missing)} weights are missing: {fold_names(missing)}")
     if unknown:
         complaints.append(f"{len(unknown)} weights are unknown to {family.architecture}: {fold_names(unknown)}")
     if complaints:
-        raise CheckpointError(f"{origin}: {'; '.join(complaints)}; do config.json and the weights belong together?")
+        said = "; ".join(complaints)
+        raise CheckpointError(f"{origin}: {said}; do config.json and the weights belong together?{hint}")

@@ -24,6 +24,8 @@ from jaxserve.offline.results import (
     RequestMetrics,
     RequestOutput,
     Result,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "Result",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "prepare_chat",
     "prompt_text",
     "run_jobs",

@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
-from jaxserve.engine import AnyEngine, Prompt
+from jaxserve.engine import AnyEngine, EmbeddingForm, Prompt
 from jaxserve.text import ChatTemplate, check_special_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A prepared request, and the text it was made of."""
+    """A prepared request, and the text it was made of. `form`: of the embedding, for a request that pools."""
 
     request: Request
     prompt: str | None = None
+    form: EmbeddingForm = dataclasses.field(default_factory=EmbeddingForm)
 
 
 def prompt_text(prompt: Prompt) -> str | None:

@@ -83,7 +83,7 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:
-    """The mean of the prompt's final hidden states, of Euclidean length 1; as many numbers as the model is wide."""
+    """Numbers of one prompt, as many as were asked for; see `LLM.embed`."""
 
     embedding: list[float]
 
@@ -95,6 +95,23 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringOutput:
+    """P(yes) / (P(yes) + P(no)) of the model's answer about one document; 0 to 1."""
+
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringRequestOutput:
+    """The result of one query and document of `LLM.score`. `request_id`: of the last request that was made for it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
     finished: bool = True
 
 
@@ -177,7 +194,7 @@ class Gatherer:
         embedding: list[float] | None = None
         if request.pooling and prompt is not None:
             try:
-                embedding = embedding_of(prompt)
+                embedding = embedding_of(prompt, self._job.form)
             except JaxserveError as error:
                 return error
         return RequestOutput(

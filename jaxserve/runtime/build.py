@@ -27,6 +27,7 @@ from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import shardings_for, specs_for
 from jaxserve.progress import Progress, Quiet
+from jaxserve.runtime.batch_invariance import check_kernels, check_steps, describe_invariance
 from jaxserve.runtime.compile import (
     Compiled,
     Compiler,
@@ -53,7 +54,7 @@ from jaxserve.runtime.executables import (
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, memory_share, plan_memory
 from jaxserve.runtime.mesh import replicated
-from jaxserve.runtime.resolve import attention_uses, backend_of, choose, resolve_sizes
+from jaxserve.runtime.resolve import attention_uses, backend_of, choose, choose_grouped_matmul, resolve_sizes
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.sched.plan import Bucket
@@ -120,9 +121,14 @@ def build_runners(
     progress.begin(_kernels_phase(sizes, directory))
     use = MatmulUse(dtype=dtype.name, num_devices=shapes[0].mesh.size)
     matmul = choose(MATMUL, config, (use,), device)
-    models = [converted(planned, matmul) for planned in models]
+    grouped = choose_grouped_matmul(config, partition, dtype, device)
+    models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]
     attention = choose(PAGED_ATTENTION, config, attention_uses(partition.local, sizes, dtype), device)
+    products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
+    say(describe_invariance(sizes.backend, attention, products))
+    if config.runtime.batch_invariant:
+        check_kernels(sizes.backend, attention, products)
     stages = [
         AbstractStage(
             graphdef=part.graphdef,
@@ -136,12 +142,12 @@ def build_runners(
     ]
     replicas = [[stage.devices for stage in stages], *others]
     memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas))
-    memory = dataclasses.replace(memory, num_pages=hooks.agree_on_pages(memory.num_pages))
+    memory = memory.with_pages(hooks.agree_on_pages(memory.num_pages))
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
-    ours = (fn.__module__.startswith("jaxserve.") for fn in (attention.attend, matmul.convert))
-    stores = not hooks.one_of_many and all(ours)
+    kernels = (attention.attend, *(product.convert for product in products.values()))
+    stores = not hooks.one_of_many and all(fn.__module__.startswith("jaxserve.") for fn in kernels)
     if directory is not None and not stores:
         use_compile_cache(directory)
     plan = _BuildPlan(
@@ -173,7 +179,7 @@ def _place(
     report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
     runner = DeviceRunner(
-        limits=sizes.limits(memory.num_pages).with_buckets(now),
+        limits=memory.limits.with_buckets(now),
         layouts=dict(bucket_layouts(sizes)),
         stages=[
             Stage(
@@ -274,6 +280,8 @@ def _compile_stages(
             [_Part(compiled=c, later=m, compiler=by) for c, m, by in zip(compiled, later, compilers, strict=True)]
         )
         before += sum(map(len, now))
+        if config.runtime.batch_invariant and sizes.backend != "cpu":
+            check_steps({step_name(b): compiled[0][step_name(b)].call.as_text() or "" for b in sizes.buckets})
         plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled[0].values()))
     return parts
 
@@ -368,15 +376,14 @@ def plan_stage_memory(
             tokens=largest.tokens,
             rows=sizes.max_rows,
             hidden=local.hidden_size,
-            ffn=local.ffn_size,
+            ffn=max(mlp.width for mlp in local.mlps),
             vocab=local.vocab_size,
             itemsize=4,  # matmul results are float32 before they are rounded
         ),
         state_bytes=max(rows),
         page_bytes=max(pages),
-        page_size=sizes.page_size,
-        max_rows=sizes.max_rows,
-        max_model_len=sizes.max_model_len,
+        limits=sizes.limits(0),
+        page_groups=sizes.page_groups,
         num_pages=config.cache.num_pages,
         memory_bytes=config.cache.memory_bytes,
     )

@@ -1,4 +1,4 @@
-"""Weights in the form that the chosen product wants: once, between reading and running.
+"""Weights in the form that the chosen products want: once, between reading and running.
 
 Executables are compiled for the new shapes while the weights are still read. Each weight is freed when it is converted,
 so that two copies of all of them never exist.
@@ -11,32 +11,60 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 from flax import nnx
 
+from jaxserve.kernels.grouped_matmul import GroupedMatmul
 from jaxserve.kernels.matmul import Matmul
+from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import WeightParameter, shardings_for
 from jaxserve.models.weights import Path
 
 
-def converted(planned: PlannedModel, matmul: Matmul) -> PlannedModel:
-    """The same model, whose weights will have the form of `matmul`, cut over devices as that form says."""
+def converted(planned: PlannedModel, matmul: Matmul, grouped_matmul: GroupedMatmul | None = None) -> PlannedModel:
+    """The same model, whose weights will have the form of `matmul`, cut over devices as that form says.
 
-    def shape(_: Path, variable: nnx.Variable) -> nnx.Variable:
-        is_weight = isinstance(variable, WeightParameter)
-        return variable.replace(matmul.shapes(variable.get_raw_value())) if is_weight else variable
+    `grouped_matmul` says the form of experts; None: of a model that has none.
+    """
+    forms = Forms(matmul=matmul, grouped_matmul=grouped_matmul)
+    state = nnx.map_state(lambda _, variable: forms.shapes(variable), planned.shapes.state)
+    shapes = dataclasses.replace(planned.shapes, state=state)
+    return PlannedModel(shapes=shapes, fill=lambda: _convert_all(planned.fill(), shapes, forms))
 
-    shapes = dataclasses.replace(planned.shapes, state=nnx.map_state(shape, planned.shapes.state))
-    return PlannedModel(shapes=shapes, fill=lambda: _convert_all(planned.fill(), shapes, matmul))
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """The implementations that say the form of each kind of weight; parameters that are no weights stay as they are."""
+
+    matmul: Matmul
+    grouped_matmul: GroupedMatmul | None
+
+    def convert(self, variable: nnx.Variable) -> nnx.Variable:
+        """The variable around its weight in the form that is wanted."""
+        form = self._of(variable)
+        return variable if form is None else variable.replace(form.convert(variable.get_raw_value()))
+
+    def shapes(self, variable: nnx.Variable) -> nnx.Variable:
+        """What `convert` gives, with shapes in place of arrays, for a variable around such."""
+        form = self._of(variable)
+        return variable if form is None else variable.replace(form.shapes(variable.get_raw_value()))
+
+    def _of(self, variable: nnx.Variable) -> Matmul | GroupedMatmul | None:
+        if not isinstance(variable, WeightParameter):
+            return None
+        if not isinstance(variable.get_raw_value(), DenseExperts):
+            return self.matmul
+        assert self.grouped_matmul is not None, "a model with experts, and no implementation of their products"
+        return self.grouped_matmul
 
 
-def _convert_all(state: nnx.State, shapes: LoadedModel, matmul: Matmul) -> nnx.State:
+def _convert_all(state: nnx.State, shapes: LoadedModel, forms: Forms) -> nnx.State:
     """Frees each weight when it is converted: one for each core is there twice."""
     placed = dict(nnx.to_flat_state(shardings_for(shapes.state, shapes.mesh)))
 
     def one(item: tuple[Path, nnx.Variable]) -> tuple[Path, nnx.Variable]:
         path, old = item
-        if not isinstance(old, WeightParameter):
+        new = forms.convert(old)
+        if new is old:
             return item
-        new = old.replace(matmul.convert(old.get_raw_value()))
         kept = {id(leaf) for leaf in jax.tree.leaves(new)}
         new = jax.block_until_ready(jax.device_put(new, placed[path]))
         for leaf in jax.tree.leaves(old):

@@ -25,6 +25,7 @@ from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
+from jaxserve.runtime.page_groups import PageGroups
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, mask_words, row_state_size
 from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, TABLE_SLOTS
 from jaxserve.runtime.step import (
@@ -49,6 +50,7 @@ class Sizes:
     max_model_len: int
     buckets: tuple[Bucket, ...]
     cache_dtype: np.dtype
+    page_groups: PageGroups
     max_mixed_tokens: int | None = None
 
     def limits(self, num_pages: int) -> Limits:
@@ -60,6 +62,7 @@ class Sizes:
             max_model_len=self.max_model_len,
             buckets=self.buckets,
             max_mixed_tokens=self.max_mixed_tokens,
+            page_groups=self.page_groups.groups,
         )
 
 
@@ -153,7 +156,13 @@ def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num
 def bucket_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:
     """The layout of each bucket's integers in its buffer."""
     return {
-        b: Layout.of(b, max_rows=sizes.max_rows, num_params=NUM_ROW_FIELDS, page_size=sizes.page_size)
+        b: Layout.of(
+            b,
+            max_rows=sizes.max_rows,
+            num_params=NUM_ROW_FIELDS,
+            page_size=sizes.page_size,
+            num_groups=len(sizes.page_groups.groups),
+        )
         for b in sizes.buckets
     }
 
@@ -165,9 +174,9 @@ def make_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, nu
     return DeviceState(
         caches=tuple(
             attention.init_cache(num_pages, sizes.page_size, model.num_kv_heads, model.head_dim, sizes.cache_dtype)
-            for _ in stage.layers
+            for _ in range(sizes.page_groups.num_slots(stage.layers))
         ),
-        block_tables=jnp.zeros((sizes.max_rows + 1, columns), jnp.int32),
+        block_tables=jnp.zeros((len(sizes.page_groups.groups) * (sizes.max_rows + 1), columns), jnp.int32),
         length=jnp.zeros(sizes.max_rows + 1, jnp.int32),
         sampling=init_sampling_state(sizes.max_rows, model.vocab_size) if stage.is_last else None,
     )
@@ -199,7 +208,7 @@ def state_shardings(stage: AbstractStage, attention: PagedAttention, sizes: Size
 
 def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num_pages: int) -> list[Job]:
     """Everything to compile, the largest step first: it takes longest, and a pool should not end on it."""
-    everywhere, shards = replicated(stage.mesh), stage.partition.shards
+    everywhere, shards = replicated(stage.mesh), stage.partition.placement.shards
     options = compiler_options(sizes.backend, stage.mesh.size)
     specs, whole = state_specs(stage, attention, sizes), PartitionSpec()
     state = jax.tree.map(
@@ -219,7 +228,15 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
     weight_specs = flat_weights(specs_for(stage.state))
 
     def step(bucket: Bucket, layout: Layout) -> Job:
-        fn = make_step(stage.graphdef, layout, attention, sizes.page_size, shards)
+        fn = make_step(
+            stage.graphdef,
+            layout,
+            attention,
+            sizes.page_size,
+            shards,
+            sizes.page_groups.groups,
+            sizes.page_groups.places(stage.layers),
+        )
         return Job(
             name=step_name(bucket),
             fn=on_mesh(_from_flat(fn, stage.state), stage.mesh, (weight_specs, specs, whole, whole), (whole, specs)),

@@ -5,6 +5,7 @@ shapes; after the compile the real figure is compared with the bytes that were l
 (`MemoryPlan.check_temporaries`).
 """
 
+import bisect
 import dataclasses
 import os
 from pathlib import Path
@@ -13,6 +14,8 @@ import jax
 
 from jaxserve.config.schema import MEMORY_FRACTION, CacheConfig
 from jaxserve.errors import CapacityError
+from jaxserve.runtime.page_groups import PageGroups
+from jaxserve.sched.plan import Limits, PageGroup
 
 _GIB = 2**30
 _CPU_CACHE = 0.25  # of the memory that is free at the start: the pages of a CPU are not alone on their machine
@@ -29,10 +32,11 @@ class MemoryPlan:
     Attributes:
       total_bytes: memory of the device (on a CPU: the memory that the system calls available).
       budget_bytes: the share of it that may be used.
-      weight_bytes, temporary_bytes (estimated), page_bytes (one page, all layers), num_pages (grantable).
+      weight_bytes, temporary_bytes (estimated), page_bytes (one page, all slots).
       state_bytes: sampling state and block tables.
-      max_model_len: tokens of a sequence, as configured.
-      chosen_by: which rule fixed num_pages.
+      limits: with the number of pages that can be granted.
+      page_groups: those of `limits`, with the layers that they have.
+      chosen_by: which rule fixed the number of pages.
     """
 
     total_bytes: int
@@ -41,32 +45,59 @@ class MemoryPlan:
     temporary_bytes: int
     state_bytes: int
     page_bytes: int
-    num_pages: int
-    page_size: int
-    max_model_len: int
+    limits: Limits
+    page_groups: PageGroups
     chosen_by: str
 
     @property
+    def num_pages(self) -> int:
+        """That can be granted."""
+        return self.limits.num_pages
+
+    @property
     def cache_bytes(self) -> int:
+        """Of all pages, the dummy page included."""
         return (self.num_pages + 1) * self.page_bytes
+
+    def with_pages(self, num_pages: int) -> "MemoryPlan":
+        """This plan with another number of pages."""
+        return dataclasses.replace(self, limits=dataclasses.replace(self.limits, num_pages=num_pages))
 
     def lines(self) -> list[str]:
         """The breakdown, one item a line."""
+        page_size = self.limits.page_size
         return [
             f"device memory   {self.total_bytes / _GIB:9.3f} GiB, of which {self.budget_bytes / _GIB:.3f} may be used",
             f"weights         {self.weight_bytes / _GIB:9.3f} GiB",
             f"temporaries     {self.temporary_bytes / _GIB:9.3f} GiB (estimate)",
-            f"KV pages        {self.cache_bytes / _GIB:9.3f} GiB = {self.num_pages} + 1 pages of {self.page_size} "
-            f"tokens x {self.page_bytes / self.page_size / 1024:.1f} KiB a token ({self.chosen_by})",
+            f"KV pages        {self.cache_bytes / _GIB:9.3f} GiB = {self.num_pages} + 1 pages of {page_size} "
+            f"tokens x {self.page_bytes / page_size / 1024:.1f} KiB a token ({self.chosen_by})",
+            *self._group_lines(),
             f"row state       {self.state_bytes / _GIB:9.3f} GiB of masks, counts and block tables",
-            f"KV tokens       {self.num_pages * self.page_size:9d}{self._shortfall()}",
+            f"KV tokens       {held_tokens(self.limits, self.limits.max_model_len):9d}{self._of_length()}"
+            f"{self._shortfall()}",
         ]
 
-    def _shortfall(self) -> str:
-        longest = self.num_pages * self.page_size + 1  # the last token of a sequence is never written
-        if longest >= self.max_model_len:
+    def _group_lines(self) -> list[str]:
+        return [f"page groups     {self.page_groups.describe()}"] if self.has_windows else []
+
+    @property
+    def has_windows(self) -> bool:
+        """Some layers give pages back."""
+        return self.limits.page_groups != (PageGroup(),)
+
+    def _of_length(self) -> str:
+        """What the number of tokens depends on."""
+        if not self.has_windows:
             return ""
-        return f"; a sequence can have {longest} of the {self.max_model_len} tokens of model.max_len"
+        length = self.limits.max_model_len
+        return f" of sequences of {length} tokens; {held_tokens(self.limits, 1)} of sequences within a page"
+
+    def _shortfall(self) -> str:
+        longest = longest_sequence(self.limits)
+        if longest >= self.limits.max_model_len:
+            return ""
+        return f"; a sequence can have {longest} of the {self.limits.max_model_len} tokens of model.max_len"
 
     def check_temporaries(self, measured_bytes: int) -> None:
         """Raises CapacityError when the compiled steps need more than is left beside weights and pages."""
@@ -76,6 +107,32 @@ class MemoryPlan:
                 f"the compiled step needs {measured_bytes / _GIB:.2f} GiB of temporaries, but weights and "
                 f"{self.num_pages} pages leave {left / _GIB:.2f} GiB; lower cache.num_pages or sched.max_step_tokens"
             )
+
+
+def held_tokens(limits: Limits, length: int) -> int:
+    """Tokens that all pages hold of sequences of `length` tokens each, the empty places of last pages counted."""
+    columns = -(-length // limits.page_size)
+    return limits.num_pages * columns * limits.page_size // limits.pages_of(columns * limits.page_size)
+
+
+def tokens_within(limits: Limits, num_pages: int, chunk: int = 1) -> int:
+    """Tokens of a sequence that holds `num_pages` pages at most, when steps feed up to `chunk` of them.
+
+    Where these are enough for `model.max_len` tokens, it is that, rounded up to whole pages.
+    """
+    page_size = limits.page_size
+    columns = range(1, -(-limits.max_model_len // page_size) + 1)
+    return page_size * bisect.bisect_right(columns, num_pages, key=lambda c: limits.pages_of(c * page_size, chunk))
+
+
+def enough_pages(limits: Limits) -> int:
+    """Twice what all rows at full length could use: the second half keeps prefixes of requests that have ended."""
+    return 2 * limits.max_rows * limits.pages_of(limits.max_model_len, limits.max_step_tokens)
+
+
+def longest_sequence(limits: Limits) -> int:
+    """Tokens of a sequence, prompt and output, that has all pages: more than `max_model_len` where these are enough."""
+    return tokens_within(limits, limits.num_pages) + 1  # the last one is never written
 
 
 def device_memory_bytes(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
@@ -148,17 +205,18 @@ def plan_memory(
     temporary_bytes: int,
     state_bytes: int,
     page_bytes: int,
-    page_size: int,
-    max_rows: int,
-    max_model_len: int,
+    limits: Limits,
+    page_groups: PageGroups,
     num_pages: int | None,
     memory_bytes: int | None,
 ) -> MemoryPlan:
     """Fixes the number of pages: as configured, by bytes, or from the memory that is left.
 
-    The last rule takes no more than all rows at full length could use, twice (the second half keeps prefixes of
-    requests that have ended). Raises CapacityError when not even one sequence of one page fits.
+    The last rule takes no more than `enough_pages`. `limits` has the sizes; its number of pages does not matter. Raises
+    CapacityError when not even one page in each group fits.
     """
+    least = len(limits.page_groups)
+    needs = "a page" if least == 1 else f"a page in each of {least} groups of layers"
     budget = int(total_bytes * share.fraction)
     free = budget - weight_bytes - temporary_bytes - state_bytes
     limit = total_bytes - weight_bytes - state_bytes
@@ -171,6 +229,10 @@ def plan_memory(
                 f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}; lower cache.num_pages "
                 f"to {max(0, limit // page_bytes - 1)} or less"
             )
+        if num_pages < least:
+            raise CapacityError(
+                f"cache.num_pages = {num_pages}, but a sequence needs {needs}; raise it to {least} or more"
+            )
     elif memory_bytes is not None:
         chosen_by = "cache.memory_bytes"
         num_pages = memory_bytes // page_bytes - 1
@@ -179,25 +241,27 @@ def plan_memory(
                 f"cache.memory_bytes = {memory_bytes} ({memory_bytes / _GIB:.2f} GiB) does not fit: the device has "
                 f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}; {max(0, limit)} are left"
             )
-        if num_pages < 1:
+        if num_pages < least:
             raise CapacityError(
-                f"cache.memory_bytes = {memory_bytes} holds no page: two of {page_bytes} bytes are the least (one is "
-                f"for padding); raise it to {2 * page_bytes} or more, or lower cache.page_size"
+                f"cache.memory_bytes = {memory_bytes} holds too few pages of {page_bytes} bytes: a sequence needs "
+                f"{needs}, and one is for padding; raise it to {(least + 1) * page_bytes} or more, or lower "
+                "cache.page_size"
             )
     else:
         chosen_by, most = "cache.memory_fraction", int(total_bytes * share.cache)
         if most < free:
             free, chosen_by = most, f"{share.cache:.0%} of the free memory"
         num_pages = free // page_bytes - 1
-        enough = 2 * max_rows * -(-max_model_len // page_size)
+        enough = enough_pages(limits)
         if num_pages >= enough:
             num_pages, chosen_by = enough, "twice sched.max_rows x model.max_len"
         elif not share.steady:
             num_pages = _on_grid(num_pages)
-    if num_pages < 1:
+    if num_pages < least:
         raise CapacityError(
-            f"no room for a KV page of {page_bytes} bytes: {share.fraction:.0%} of {total_bytes / _GIB:.2f} GiB leave "
-            f"{max(free, 0)} bytes beside {weight_bytes / _GIB:.2f} GiB of weights and "
+            f"no room for KV pages of {page_bytes} bytes, of which a sequence needs {needs}, and padding one: "
+            f"{share.fraction:.0%} of {total_bytes / _GIB:.2f} GiB leave {max(free, 0)} bytes beside "
+            f"{weight_bytes / _GIB:.2f} GiB of weights and "
             f"{temporary_bytes / _GIB:.2f} GiB of temporaries; raise cache.memory_fraction, or lower "
             "sched.max_step_tokens or sched.max_rows"
         )
@@ -208,9 +272,8 @@ def plan_memory(
         temporary_bytes=temporary_bytes,
         state_bytes=state_bytes,
         page_bytes=page_bytes,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_model_len=max_model_len,
+        limits=dataclasses.replace(limits, num_pages=num_pages),
+        page_groups=page_groups,
         chosen_by=chosen_by,
     )
 

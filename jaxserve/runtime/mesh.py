@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.sharding import MESH_AXES, TENSOR_AXIS
+from jaxserve.models.sharding import MESH_AXES
 
 
 def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[Mesh]]:
@@ -27,7 +27,7 @@ def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[M
     check_layout(parallel, len(devices), on_cpu=len(devices) > 0 and devices[0].platform == "cpu")
     needed = parallel.data * parallel.pipeline * parallel.tensor
     grid = np.asarray(devices[:needed]).reshape(
-        parallel.data, parallel.pipeline, parallel.expert, parallel.sequence, parallel.tensor
+        parallel.data, parallel.pipeline, parallel.expert, parallel.sequence, parallel.tensor // parallel.expert
     )
     return [[Mesh(stage, MESH_AXES) for stage in replica] for replica in grid]
 
@@ -35,19 +35,23 @@ def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[M
 def abstract_meshes(parallel: ParallelConfig, num_devices: int) -> list[AbstractMesh]:
     """The meshes of one replica without devices: enough to count what each would hold. Raises as `make_meshes`."""
     check_layout(parallel, num_devices)
-    shape = (1,) * (len(MESH_AXES) - 1)
-    assert MESH_AXES[-1] == TENSOR_AXIS, MESH_AXES
-    return [AbstractMesh((*shape, parallel.tensor), MESH_AXES)] * parallel.pipeline
+    shape = (parallel.expert, parallel.sequence, parallel.tensor // parallel.expert)
+    return [AbstractMesh(shape, MESH_AXES)] * parallel.pipeline
 
 
 def check_layout(parallel: ParallelConfig, num_devices: int, *, on_cpu: bool = False) -> None:
     """Raises ConfigError when there are too few devices, or for an axis that no model here can use."""
-    for name in ("expert", "sequence"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(
-                f"parallel.{name} is {getattr(parallel, name)}, but no model of this version is cut along that axis; "
-                "set it to 1 and use parallel.tensor"
-            )
+    if parallel.sequence != 1:
+        raise ConfigError(
+            f"parallel.sequence is {parallel.sequence}, but no model of this version is cut along that axis; "
+            "set it to 1 and use parallel.tensor"
+        )
+    if parallel.tensor % parallel.expert:
+        divisors = [n for n in range(1, parallel.tensor + 1) if parallel.tensor % n == 0]
+        raise ConfigError(
+            f"parallel.expert is {parallel.expert}, but deals experts out over the parallel.tensor {parallel.tensor} "
+            f"devices of a layer, and does not divide them; take one of {', '.join(map(str, divisors))}"
+        )
     if parallel.microbatches is not None and parallel.pipeline == 1:
         raise ConfigError(
             f"parallel.microbatches is {parallel.microbatches}, but parallel.pipeline is 1: a step is cut only where "

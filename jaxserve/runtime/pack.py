@@ -8,15 +8,16 @@ Sections of a bucket with T tokens, R rows, F parameters a row, and room for M p
     rows [R]            device row of each batch row; max_rows for padding
     context_lens [R]    tokens in the cache once the step has written its own: FROM_DEVICE for a decode row, 0 for
                         padding
-    wants [R]           bit SAMPLE where a token is drawn, bit POOL where the sum of the hidden states is asked for
+    draws [R]           1 where a token is drawn
     params [R, F]       sampling parameters, floats by their bits
-    grants [M, 3]       (device row, block table column, page); padding goes to the padding row
+    grants [M, 3]       (line of the block tables, column, page); padding goes to the padding row of group 0
     and for mixed buckets only (a decode step derives them):
     tokens [T]          token ids; FROM_DEVICE where the input is the row's last sampled token
     token_rows [T]      batch row of each token; R for padding
     positions [T]       FROM_DEVICE for the token of a decode row
     q_starts [R + 1]
     targets [T]         the prompt token that follows, where its log-probability is asked for; else NO_TARGET
+    pooled [R, 2]       [first, end) of the tokens whose hidden states are summed for each row; 0, 0 where none are
 """
 
 import dataclasses
@@ -31,7 +32,6 @@ from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
 FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
 NO_TARGET = -1
-SAMPLE, POOL = 1, 2  # bits of `wants`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +46,15 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int) -> "Layout":
+    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int, num_groups: int) -> "Layout":
         tokens, rows, decode_only = bucket
-        # A decode row takes a page at most; chunks take one per page of their tokens and one for a ragged start. What
-        # exceeds this (a long prefix hit) goes through `write_tables`.
-        max_grants = rows if decode_only else rows + -(-tokens // page_size)
+        # In each group a decode row takes a page at most; chunks take one per page of their tokens and one for a ragged
+        # start. What exceeds this (a long prefix hit) goes through `write_tables`.
+        max_grants = num_groups * (rows if decode_only else rows + -(-tokens // page_size))
         shapes: dict[str, tuple[int, ...]] = {
             "rows": (rows,),
             "context_lens": (rows,),
-            "wants": (rows,),
+            "draws": (rows,),
             "params": (rows, num_params),
             "grants": (max_grants, 3),
         }
@@ -65,6 +65,7 @@ class Layout:
                 "positions": (tokens,),
                 "q_starts": (rows + 1,),
                 "targets": (tokens,),
+                "pooled": (rows, 2),
             }
         sections, offset = [], 0
         for name, shape in shapes.items():
@@ -91,7 +92,7 @@ class StepInputs:
 
     rows: Int[Array, " R"]
     context_lens: Int[Array, " R"]
-    wants: Int[Array, " R"]
+    draws: Int[Array, " R"]
     params: Int[Array, "R F"]
     grants: Int[Array, "M 3"]
     tokens: Int[Array, " T"]
@@ -99,6 +100,7 @@ class StepInputs:
     positions: Int[Array, " T"]
     q_starts: Int[Array, " R+1"]
     targets: Int[Array, " T"]
+    pooled: Int[Array, "R 2"]
 
 
 def unpack(buffer: Int[Array, " size"], layout: Layout, length: Int[Array, " max_rows+1"]) -> StepInputs:
@@ -120,6 +122,7 @@ def unpack(buffer: Int[Array, " size"], layout: Layout, length: Int[Array, " max
             # Padding rows come last, so the running count of real rows is each row's end.
             "q_starts": jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(real, dtype=jnp.int32)]),
             "targets": jnp.full((tokens,), NO_TARGET, jnp.int32),
+            "pooled": jnp.zeros((rows, 2), jnp.int32),
         }
     else:
         of_token = jnp.append(lens, 0)[parts["token_rows"]]  # [T]
@@ -151,11 +154,11 @@ def pack(
     if num_decode:
         view["rows"][:num_decode] = plan.decode_rows
         view["context_lens"][:num_decode] = FROM_DEVICE
-        view["wants"][:num_decode] = SAMPLE
+        view["draws"][:num_decode] = 1
     for i, chunk in enumerate(plan.chunks, start=num_decode):
         view["rows"][i] = chunk.row
         view["context_lens"][i] = chunk.start + len(chunk.token_ids)
-        view["wants"][i] = SAMPLE * chunk.sample + POOL * chunk.pool
+        view["draws"][i] = chunk.sample
     view["params"][:] = row_params[view["rows"]]
     _pack_grants(view["grants"], grants, layout.max_rows)
     if not bucket.decode_only:
@@ -166,9 +169,9 @@ def pack(
 def _pack_grants(out: np.ndarray, grants: tuple[PageGrant, ...], padding_row: int) -> None:
     out[:, 0] = padding_row
     at = 0
-    for row, first, page_ids in grants:
+    for row, first, page_ids, group in grants:
         end = at + len(page_ids)
-        out[at:end, 0] = row
+        out[at:end, 0] = table_line(row, group, padding_row)
         out[at:end, 1] = range(first, first + len(page_ids))
         out[at:end, 2] = page_ids
         at = end
@@ -193,6 +196,8 @@ def _pack_tokens(
         if chunk.prompt_logprobs:
             following = following_tokens(chunk, row_tokens[chunk.row])
             view["targets"][at : at + len(following)] = following
+        if pooled := chunk.pooled:
+            view["pooled"][i] = at + pooled.start - chunk.start, at + pooled.stop - chunk.start
         view["q_starts"][i + 1] = end
         at = end
     view["q_starts"][num_decode + len(plan.chunks) + 1 :] = at
@@ -203,8 +208,15 @@ def following_tokens(chunk: Chunk, prompt: np.ndarray) -> np.ndarray:
     return prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
 
 
-def split_grants(grants: tuple[PageGrant, ...], room: int) -> tuple[tuple[PageGrant, ...], list[tuple[int, int, int]]]:
-    """Grants that fit into a step's `room` entries, and the rest as (row, column, page) for `write_tables`."""
+def table_line(row: int, group: int, max_rows: int) -> int:
+    """The line of the block tables [G * (max_rows + 1), P] that a device row has in a group of layers."""
+    return group * (max_rows + 1) + row
+
+
+def split_grants(
+    grants: tuple[PageGrant, ...], room: int, max_rows: int
+) -> tuple[tuple[PageGrant, ...], list[tuple[int, int, int]]]:
+    """Grants that fit into a step's `room` entries, and the rest as (line, column, page) for `write_tables`."""
     fitting: list[PageGrant] = []
     rest: list[tuple[int, int, int]] = []
     for grant in grants:
@@ -212,5 +224,6 @@ def split_grants(grants: tuple[PageGrant, ...], room: int) -> tuple[tuple[PageGr
             fitting.append(grant)
             room -= len(grant.page_ids)
         else:
-            rest.extend((grant.row, grant.first + i, page) for i, page in enumerate(grant.page_ids))
+            line = table_line(grant.row, grant.group, max_rows)
+            rest.extend((line, grant.first + i, page) for i, page in enumerate(grant.page_ids))
     return tuple(fitting), rest

@@ -14,11 +14,15 @@ from jaxserve.chips import canonical_kind
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device, I, Op, U
+from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
+from jaxserve.kernels.ops import GROUPED_MATMUL
 from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
-from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.layers import attention_spec
+from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
+from jaxserve.models.layers import attention_use
+from jaxserve.models.partition import Partition
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
 from jaxserve.runtime.executables import Sizes
+from jaxserve.runtime.page_groups import PageGroups
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +44,37 @@ def describe(device: jax.Device) -> Device:  # pyright: ignore[reportInvalidType
 
 
 def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple[AttentionUse, ...]:
-    """The cases of paged attention that the layers of a model need. `model` has the sizes of one device."""
+    """The use of paged attention by each layer of a model. `model` has the sizes of one device."""
     return tuple(
-        AttentionUse(
-            spec=attention_spec(model, window),
-            page_size=sizes.page_size,
-            query_dtype=jnp.dtype(dtype).name,
-            cache_dtype=jnp.dtype(sizes.cache_dtype).name,
-        )
-        for window in dict.fromkeys(model.windows)
+        attention_use(model, layer, page_size=sizes.page_size, query_dtype=dtype, cache_dtype=sizes.cache_dtype)
+        for layer in model.layers
     )
+
+
+def grouped_uses(partition: Partition, dtype: np.dtype) -> tuple[GroupedMatmulUse, ...]:
+    """The use of grouped products by each layer with experts."""
+    return tuple(
+        GroupedMatmulUse(
+            dtype=jnp.dtype(dtype).name,
+            num_experts=layer.mlp.num_held,
+            hidden_size=partition.model.hidden_size,
+            size=layer.mlp.size,
+            num_devices=partition.devices // partition.expert_parts,
+        )
+        for layer in partition.local.layers
+        if isinstance(layer.mlp, ExpertSpec)
+    )
+
+
+def choose_grouped_matmul(
+    config: Config,
+    partition: Partition,
+    dtype: np.dtype,
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+) -> GroupedMatmul | None:
+    """`choose` for the products of experts; None for a model that has none. Raises ConfigError as it does."""
+    uses = grouped_uses(partition, dtype)
+    return choose(GROUPED_MATMUL, config, uses, device) if uses else None
 
 
 def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype, backend: str) -> Sizes:
@@ -87,6 +112,7 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             max_rows, max_step_tokens, config.runtime.token_buckets, config.runtime.row_buckets, defaults.growth
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
+        page_groups=PageGroups.of(model.windows, max_model_len),
         max_mixed_tokens=max_mixed_tokens or None,
     )
 
@@ -101,7 +127,7 @@ def choose(
 
     Raises ConfigError as `Op.resolve` and `Op.check` do.
     """
-    described = describe(device)
+    described, uses = describe(device), tuple(dict.fromkeys(uses))
     found = op.resolve(device=described, uses=uses, choice=getattr(config.kernels, op.name))
     for use in uses:
         found.prepare(use)

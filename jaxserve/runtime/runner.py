@@ -122,7 +122,7 @@ class DeviceRunner:
         launched: list[_Part] = []
         for part, bucket in zip(parts, buckets, strict=True):
             layout = self._layouts[bucket]
-            grants, rest = split_grants(part.grants, layout.max_grants)
+            grants, rest = split_grants(part.grants, layout.max_grants, layout.max_rows)
             if rest:
                 self._write_tables(rest)
             buffer = pack(part, layout, self._row_params, self._row_prompts, grants)
@@ -161,7 +161,7 @@ class DeviceRunner:
         pooled: list[tuple[int, int]] = []
         at = len(plan.decode_rows)
         for number, chunk in enumerate(plan.chunks, start=at):
-            if chunk.pool:
+            if chunk.pooled:
                 pooled.append((chunk.row, number))
             if chunk.prompt_logprobs:
                 targets = following_tokens(chunk, self._row_prompts[chunk.row])

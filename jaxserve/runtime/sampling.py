@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api import MAX_LOGPROBS
+from jaxserve.kernels.row_sum import row_sum
 from jaxserve.models.sharding import WHOLE, Shards
 from jaxserve.runtime.row_state import HEAVY, MAX_COUNT, Field, Flag, SamplingState
 from jaxserve.runtime.sampling_draw import MIN_TEMPERATURE, draw
@@ -159,7 +160,9 @@ def _logprobs(logits: Float[Array, "N V"], token_ids: Int[Array, " N"], shards: 
 
 
 def _logsumexp(logits: Float[Array, "N V"], shards: Shards) -> Float[Array, " N"]:
-    local = jax.nn.logsumexp(logits, axis=1)
+    top = jnp.max(logits, axis=1)
+    top = jnp.where(top > -jnp.inf, top, 0.0)  # of a row of -inf: -inf - -inf would be NaN
+    local = top + jnp.log(row_sum(jnp.exp(logits - top[:, None])))
     if shards.count == 1:
         return local
     largest = jnp.maximum(shards.max(local), jnp.finfo(jnp.float32).min)  # -inf - -inf would be NaN

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.kernels.row_sum import row_sum
 from jaxserve.models.sharding import WHOLE, Shards
 from jaxserve.runtime.row_state import Field
 from jaxserve.runtime.sampling_reduce import first_argmax, row_max
@@ -113,9 +114,9 @@ def keep_threshold(
         weights = jnp.where(logits >= floor[:, None], weights, 0.0)
 
         def mass(kept: Bool[Array, "R V"]) -> PerRow:
-            return shards.sum(jnp.sum(jnp.where(kept, weights, 0.0), axis=1))
+            return shards.sum(row_sum(jnp.where(kept, weights, 0.0)))
 
-        target = top_p * shards.sum(jnp.sum(weights, axis=1))
+        target = top_p * shards.sum(row_sum(weights))
         return largest_threshold(logits, mass, target, floor, top, limits_p, shards)
 
     floor = lax.cond(

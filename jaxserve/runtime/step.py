@@ -8,19 +8,22 @@ first looks tokens up, the last samples.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.api import NOT_FINITE
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
-from jaxserve.models.decoder import Decoder
+from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
-from jaxserve.runtime.pack import FROM_DEVICE, POOL, SAMPLE, Layout, StepInputs, unpack
+from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, table_line, unpack
 from jaxserve.runtime.row_state import Field, SamplingState
 from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
+from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
 
 # The values that a stage passes on: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
 # pipeline of one stage they are in its own state, and nothing is carried.
@@ -33,14 +36,15 @@ class DeviceState:
     """The arrays on the devices of a stage that outlive a step. DONATED to every compiled function and returned.
 
     Attributes:
-      caches: KV pages, one entry per layer of the stage.
-      block_tables: page ids of every device row; row max_rows belongs to padding.
+      caches: KV pages, one entry for each slot of the stage (`page_groups`).
+      block_tables: page ids of every device row, in each of G groups of layers: line g * (R + 1) + r is row r's in
+        group g (`pack.table_line`); row max_rows belongs to padding.
       length: tokens that each device row has in its pages. Each stage of a pipeline counts for itself.
       sampling: last tokens, counts and masks of every device row; None in all stages but the last.
     """
 
     caches: tuple[LayerCache, ...]
-    block_tables: Int[Array, "R+1 P"]
+    block_tables: Int[Array, "G*R+G P"]
     length: Int[Array, " R+1"]
     sampling: SamplingState | None
 
@@ -50,15 +54,24 @@ class DeviceState:
 class StepOutput:
     """The results of a step. Log-probabilities are copied to the host only when a row asked for them."""
 
-    token_ids: Int[Array, " R"]
+    token_ids: Int[Array, " R"]  # NOT_FINITE where the hidden states are not
     logprobs: Logprobs  # of the R drawn tokens
     prompt: Logprobs | None  # of the T tokens that follow those of a mixed step
     last_token: Int[Array, " R+1"] | None  # of every device row, for the first stage of a pipeline; else None
-    hidden_sums: Float[Array, "R D"] | None  # of rows that pool, over their tokens of a mixed step; 0 where none does
+    hidden_sums: Float[Array, "R D"] | None  # over the tokens of a mixed step that each row pools; 0 where none are
 
 
-def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention, page_size: int, shards: Shards):
-    """The function to compile for one bucket and stage. DONATES state.
+def make_step(
+    graphdef: nnx.GraphDef,
+    layout: Layout,
+    attention: PagedAttention,
+    page_size: int,
+    shards: Shards,
+    groups: Sequence[PageGroup],
+    places: Sequence[CachePlace],
+):
+    """The function to compile for one bucket and stage, whose layers have their keys and values at `places`.
+    DONATES state.
 
     step(weights, state, buffer, carried) -> (StepOutput of the last stage, hidden states [T, D] of others; state)
     """
@@ -70,7 +83,7 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
         model = nnx.merge(graphdef, weights)
         block_tables = state.block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
         length = state.length.at[inputs.rows].set(inputs.context_lens)
-        batch = attention_batch(inputs, block_tables, layout, page_size)
+        batches = attention_batches(inputs, block_tables, layout, page_size, groups)
         begin = carried
         if model.is_first:
             last_token = carried if state.sampling is None else state.sampling.last_token
@@ -78,7 +91,7 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
             begin = _input_tokens(inputs, layout, last_token)
         # The length that dynamic rope scaling is stretched for; other scalings do not use it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        hidden, caches = model(begin, state.caches, batch, attention, rope_lengths=prompt_lens)  # [T, D]
+        hidden, caches = model(begin, state.caches, batches, places, attention, rope_lengths=prompt_lens)  # [T, D]
         output, sampling = hidden, None
         if state.sampling is not None:
             output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
@@ -87,19 +100,44 @@ def make_step(graphdef: nnx.GraphDef, layout: Layout, attention: PagedAttention,
     return step
 
 
-def attention_batch(
-    inputs: StepInputs, block_tables: Int[Array, "max_rows+1 P"], layout: Layout, page_size: int
-) -> AttentionBatch:
-    """The step's rows, as the layers need them."""
-    return AttentionBatch(
-        positions=inputs.positions,
-        token_rows=inputs.token_rows,
-        q_starts=inputs.q_starts,
-        context_lens=inputs.context_lens,
-        block_tables=block_tables[inputs.rows],
-        page_size=page_size,
-        decode_only=layout.bucket.decode_only,
-    )
+def attention_batches(
+    inputs: StepInputs,
+    block_tables: Int[Array, "G*R+G P"],
+    layout: Layout,
+    page_size: int,
+    groups: Sequence[PageGroup],
+) -> tuple[AttentionBatch, ...]:
+    """The step's rows, as the layers of each group need them."""
+
+    def of_group(number: int, group: PageGroup) -> AttentionBatch:
+        tables = block_tables[inputs.rows + table_line(0, number, layout.max_rows)]  # [R, P]
+        if group.window is not None:
+            tables = _without_given_back(tables, inputs, group.window, page_size)
+        return AttentionBatch(
+            positions=inputs.positions,
+            token_rows=inputs.token_rows,
+            q_starts=inputs.q_starts,
+            context_lens=inputs.context_lens,
+            block_tables=tables,
+            page_size=page_size,
+            decode_only=layout.bucket.decode_only,
+        )
+
+    return tuple(of_group(number, group) for number, group in enumerate(groups))
+
+
+def _without_given_back(
+    tables: Int[Array, "R P"], inputs: StepInputs, window: int, page_size: int
+) -> Int[Array, "R P"]:
+    """The block tables, with the dummy page for columns of which no token of the row in this step can see anything.
+
+    The pages of these columns may belong to other sequences by now. Attention may read pages in blocks, and give the
+    tokens that are not seen the weight zero; zero times an infinite number of another sequence would still be NaN. The
+    device can tell these columns by itself, so that nothing is sent when a sequence gives pages back.
+    """
+    first_positions = inputs.context_lens - (inputs.q_starts[1:] - inputs.q_starts[:-1])  # [R], of the step's tokens
+    first_columns = jnp.maximum(0, first_positions - window + 1) // page_size
+    return jnp.where(jnp.arange(tables.shape[1]) < first_columns[:, None], DUMMY_PAGE, tables)
 
 
 def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]) -> Int[Array, " T"]:
@@ -127,7 +165,7 @@ def sample_rows(
             inputs.rows,
             inputs.context_lens,
             inputs.params,
-            inputs.wants & SAMPLE != 0,
+            inputs.draws != 0,
             state,
             shards,
         )
@@ -137,8 +175,10 @@ def sample_rows(
             prompt = prompt_logprobs(hidden, inputs.targets, model.logits, shards)
         with jax.named_scope("pool"):
             sums = _pool(hidden, inputs)
+    # One number that is not finite spoils all logits of a row: the scheduler ends it, and no other row has read it.
+    finite = jnp.all(jnp.isfinite(last), axis=1)
     output = StepOutput(
-        token_ids=drawn.token_ids,
+        token_ids=jnp.where(finite, drawn.token_ids, NOT_FINITE),
         logprobs=drawn.logprobs,
         prompt=prompt,
         last_token=None if model.is_first else state.last_token,
@@ -148,20 +188,21 @@ def sample_rows(
 
 
 def _pool(hidden: Float[Array, "T D"], inputs: StepInputs) -> Float[Array, "R D"]:
-    """Sums of final hidden states over the tokens of each row that asks, in float32. Costs nothing when none does."""
-    asked = inputs.wants & POOL != 0
+    """Sums of final hidden states over the pooled tokens of each row, in float32. Costs nothing if there are none."""
+    first, end = inputs.pooled[:, :1], inputs.pooled[:, 1:]  # [R, 1]
 
     def sums(hidden: Float[Array, "T D"]) -> Float[Array, "R D"]:
         # A product with zeros and ones: a scatter would add in an order that changes from run to run on a GPU.
-        taken = (inputs.token_rows[None, :] == jnp.arange(asked.shape[0])[:, None]) & asked[:, None]  # [R, T]
+        token = jnp.arange(hidden.shape[0])[None, :]
+        taken = (first <= token) & (token < end)  # [R, T]
         return jnp.matmul(taken.astype(jnp.float32), hidden.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
-    shape = (asked.shape[0], hidden.shape[1])
-    return jax.lax.cond(jnp.any(asked), sums, lambda _: jnp.zeros(shape, jnp.float32), hidden)
+    shape = (inputs.pooled.shape[0], hidden.shape[1])
+    return jax.lax.cond(jnp.any(first < end), sums, lambda _: jnp.zeros(shape, jnp.float32), hidden)
 
 
 def write_tables(state: DeviceState, entries: Int[Array, "M 3"]) -> DeviceState:
-    """Sets block table entries (row, column, page) that did not fit into a step. DONATES state."""
+    """Sets block table entries (line, column, page) that did not fit into a step. DONATES state."""
     tables = state.block_tables.at[entries[:, 0], entries[:, 1]].set(entries[:, 2])
     return dataclasses.replace(state, block_tables=tables)
 

@@ -2,8 +2,8 @@
 
 `XLA_FLAGS` of the environment belongs to the user, holds for the whole process, and is left alone; these options travel
 with each executable, so that two models in one process do not disturb each other and the compilation cache tells them
-apart. A flag stands here when it was measured to help, or when the makers of the backend recommend it for what a step
-does; docs/performance.md lists those that were measured and did not.
+apart. A flag stands here when it was measured to help, when the makers of the backend recommend it for what a step
+does, or when a promise needs it; docs/performance.md lists those that were measured and did not.
 """
 
 import dataclasses
@@ -32,6 +32,14 @@ class XlaFlag:
 _JAX_FLAGS = "https://docs.jax.dev/en/latest/xla_flags.html"
 
 XLA_FLAGS = (
+    XlaFlag(
+        backend="cpu",
+        name="xla_allow_excess_precision",
+        value=False,
+        sharded_only=False,
+        why="a value of bfloat16 is rounded where the program says so, whatever a step shape of this size fuses",
+        source="docs/kernels.md, 'The order of sums'",
+    ),
     XlaFlag(
         backend="gpu",
         name="xla_gpu_enable_latency_hiding_scheduler",

@@ -37,7 +37,19 @@ from jaxserve.sched.base import BucketCounts, InFlight, LaterBuckets, MayWait, R
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.create import SCHEDULERS, create_scheduler, find_scheduler, uses_priority
 from jaxserve.sched.lengths import create_lengths
-from jaxserve.sched.plan import Bucket, Chunk, Limits, PageCopy, PageGrant, RowMask, RowSetup, StepPlan, StepResult
+from jaxserve.sched.plan import (
+    Bucket,
+    Chunk,
+    Limits,
+    PageCopy,
+    PageGrant,
+    PageGroup,
+    PoolSpan,
+    RowMask,
+    RowSetup,
+    StepPlan,
+    StepResult,
+)
 from jaxserve.sched.policy import Policy, SchedulerOptions
 from jaxserve.sched.state import Sequence, SequenceState
 
@@ -53,7 +65,9 @@ __all__ = [
     "MayWait",
     "PageCopy",
     "PageGrant",
+    "PageGroup",
     "Policy",
+    "PoolSpan",
     "RowMask",
     "RowSetup",
     "Runner",

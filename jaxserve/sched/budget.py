@@ -104,7 +104,7 @@ def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_pre
             "one generated token included; shorten the prompt or use truncate_prompt_tokens"
         )
     # The last token is never fed, so it needs no place in a page.
-    num_pages = -(-(max_sequence_len(request, limits) - 1) // limits.page_size)
+    num_pages = limits.pages_of(max_sequence_len(request, limits) - 1, budget.max_prefill_only)
     if num_pages > limits.num_pages:
         raise RequestRejected(
             f"{who} can need {num_pages} pages for {prompt_len} prompt tokens and {request.max_tokens} generated ones, "

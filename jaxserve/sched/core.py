@@ -27,7 +27,7 @@ import itertools
 import time
 from collections.abc import Callable
 
-from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
+from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.base import MayWait
 from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len
@@ -36,7 +36,7 @@ from jaxserve.sched.headroom import Headroom
 from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
-from jaxserve.sched.plan import Limits, PageGrant, StepPlan, StepResult
+from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.sched.policy import Policy, broken_rule
 from jaxserve.sched.queue import WaitingQueue
 from jaxserve.sched.running import RunningSet
@@ -57,10 +57,11 @@ class ContinuousScheduler:
     ) -> None:
         self.limits = limits
         self.policy = policy
-        self.memory = SequenceMemory(limits.num_pages, limits.page_size, options.prefix_caching, options.namespace)
         self.num_preemptions = 0
         self._chunked = options.chunked_prefill
         self._budget = StepBudget(limits)
+        max_chunk = self._budget.max_prefill_only
+        self.memory = SequenceMemory(limits, max_chunk, options.prefix_caching, options.namespace)
         self._clock = clock
         self._queue = WaitingQueue(policy)
         self._groups: dict[str, Group] = {}
@@ -191,7 +192,7 @@ class ContinuousScheduler:
 
     def check(self) -> None:
         """Proves the counts of rows and pages. For tests: takes time in proportion to the pool."""
-        self.memory.pool.check([seq.page_ids for seq in (*self._running, *self._running.ending)])
+        self.memory.check((*self._running, *self._running.ending))
         self._running.check()
 
     # ---- planning --------------------------------------------------------------------------------------------------
@@ -201,27 +202,30 @@ class ContinuousScheduler:
         growing = [seq for seq in due if seq.num_fed < seq.max_fed]
         if len(growing) < len(due):
             self._running.note_lengths()
-        pool = self.memory.pool
-        if len(growing) > pool.num_available:  # an earlier sequence in order must not be the victim of a later one
+        pool, num_groups = self.memory.pool, len(self.limits.page_groups)
+        for seq in growing:
+            self.memory.give_back(seq)
+        if (
+            len(growing) * num_groups > pool.num_available
+        ):  # an earlier sequence in order must not be the victim of a later one
             now_s = self._clock()
             growing.sort(key=lambda seq: self._queue.rank(seq, now_s))
         for seq in growing:
             if seq.state is not RUNNING:
                 continue  # gave way to a sequence before it
-            if pool.num_available == 0 and not self._make_room(seq, draft):
+            if pool.num_available < num_groups and not self._make_room(seq, num_groups, draft):
                 draft.stalled.append(seq)
                 continue
-            page_id = self.memory.grow(seq)
-            draft.grants.append(PageGrant(seq.row, len(seq.page_ids) - 1, (page_id,)))
+            draft.grants += self.memory.grow(seq)
         self._running.refresh()
 
-    def _make_room(self, seq: Sequence, draft: Draft) -> bool:
-        """Preempts sequences behind `seq` until a page is available. False: `seq` must wait for a commit."""
+    def _make_room(self, seq: Sequence, num_pages: int, draft: Draft) -> bool:
+        """Preempts sequences behind `seq` until so many pages are available. False: there are too few behind it."""
         now_s = self._clock()
         rank = self._queue.rank
         behind = [s for s in self._preemptible(draft) if rank(s, now_s) > rank(seq, now_s)]
         behind.sort(key=lambda s: rank(s, now_s))
-        while self.memory.pool.num_available == 0:
+        while self.memory.pool.num_available < num_pages:
             victim = self.policy.victim_for_page(seq, behind) if behind else None
             if victim is None:
                 return False
@@ -230,7 +234,7 @@ class ContinuousScheduler:
                     self.policy, "victim_for_page", f"{victim!r:.120} is none of those behind that it may choose from"
                 )
             behind.remove(victim)
-            self._preempt(victim, draft)
+            self._give_way(victim, draft)
         return True
 
     def _preemptible(self, draft: Draft) -> list[Sequence]:
@@ -273,15 +277,36 @@ class ContinuousScheduler:
         beside = self._budget.max_prefill_beside(len(self._running.decoding)) if self._chunked else None
         if beside is not None:
             draft.prefill_left = min(draft.prefill_left, beside)
-        for seq in self._running.prefilling:
-            if not draft.add_chunk(seq, draft.fitting(len(seq.tokens) - seq.num_fed)):
+        for seq in list(self._running.prefilling):
+            if seq.state is not RUNNING:
+                continue  # gave way to a sequence before it
+            length = draft.fitting(len(seq.tokens) - seq.num_fed)
+            if length and self.memory.num_wanted(seq, seq.num_fed + length):
+                length = self._reach(seq, length, draft)
+                if length == 0:
+                    draft.stalled.append(seq)
+                    continue
+            if not draft.add_chunk(seq, length):
                 return
-        if draft.num_preempted:
+        if draft.num_preempted or draft.stalled:
             return  # memory is short: a sequence admitted now would be the next victim
         if self.policy.dynamic_order and may_enter:
             self._queue.refresh(self._clock())
         while self._admit_first(draft):
             pass
+
+    def _reach(self, seq: Sequence, length: int, draft: Draft) -> int:
+        """Takes the pages for the next `length` tokens of a prompt that has begun, or for fewer. Returns how many.
+
+        Only layers with a window take pages for a prompt that has begun.
+        """
+        memory, end = self.memory, seq.num_fed + length
+        least = seq.num_fed + 1 if self._chunked else end
+        if memory.reachable(seq, end) < least and not self._make_room(seq, memory.num_wanted(seq, least), draft):
+            return 0
+        end = memory.reachable(seq, end)
+        draft.grants += memory.reach(seq, end)
+        return end - seq.num_fed
 
     def _admit_first(self, draft: Draft) -> bool:
         """Admits the first in the queue with its first chunk. False: it waits, and so do all behind it."""
@@ -316,7 +341,7 @@ class ContinuousScheduler:
                 break  # it fits but for the growth of others, which will be at the expense of sequences behind it
             self._give_way(victim, draft)
         self._queue.remove(seq)
-        self._enter_row(seq, placement, draft)
+        self._enter_row(seq, placement, length, draft)
         return draft.add_chunk(seq, length)
 
     def _victim_for(self, seq: Sequence, draft: Draft) -> Sequence | None:
@@ -346,13 +371,14 @@ class ContinuousScheduler:
         self._preempt(victim, draft)
         self._running.refresh()
 
-    def _enter_row(self, seq: Sequence, placement: Placement, draft: Draft) -> None:
-        draft.copies += self.memory.take(seq, placement)
-        seq.begin(placement.start)
+    def _enter_row(self, seq: Sequence, placement: Placement, length: int, draft: Draft) -> None:
         self._running.enter(seq)
+        grants, copies = self.memory.take(seq, placement, placement.start + length)
+        draft.grants += grants
+        draft.copies += copies
+        seq.begin(placement.start)
         self.policy.on_run(seq)
         draft.setups.append(row_setup(seq))
-        draft.grants.append(PageGrant(seq.row, 0, tuple(seq.page_ids)))
 
     def _finish_plan(self, decoding: list[Sequence], draft: Draft) -> StepPlan:
         """Turns the draft into a plan and moves every counter on."""
@@ -389,11 +415,8 @@ class ContinuousScheduler:
         row_tokens: list[int] = []
         for seq in decoding:
             most = 1 if seq.stepwise else min(self.limits.max_row_tokens, seq.max_fed - seq.num_fed)
-            first, pages = len(seq.page_ids), []
-            while seq.num_fed + most > seq.next_page_at and self.memory.pool.num_available:
-                pages.append(self.memory.grow(seq))
-            if pages:
-                draft.grants.append(PageGrant(seq.row, first, tuple(pages)))
+            while seq.num_fed + most > seq.next_page_at and self.memory.pool.num_available >= len(seq.tables):
+                draft.grants += self.memory.grow(seq)
             row_tokens.append(min(most, seq.next_page_at - seq.num_fed))
             seq.feed(row_tokens[-1])
         return tuple(row_tokens)
@@ -429,19 +452,19 @@ class ContinuousScheduler:
         assert seq.state is not FINISHED, seq
         reason = seq.take(token_id)
         prompt = seq.prompt_info() if seq.num_outputs == 1 else None
-        if seq.state is RUNNING:
+        if seq.state is RUNNING and reason is not FinishReason.ERROR:
             self.memory.publish(seq, len(seq.tokens) - 1)
             seq.next_check_len = min(seq.max_fed, self.memory.next_publish(seq))
         if reason is not None:
-            self._lengths.learn(seq)
+            if reason is not FinishReason.ERROR:
+                self._lengths.learn(seq)
             self._end(seq)
         return TokenEvent(seq.request_id, seq.index, token_id, reason, logprob, prompt)
 
     def _answer_pooled(self, seq: Sequence) -> TokenEvent:
         """The event of a sequence that generates nothing, whose prompt has run."""
-        prompt = PromptInfo(seq.num_cached, None, tuple(seq.hidden_sum))
         self._end(seq)
-        return TokenEvent(seq.request_id, seq.index, -1, FinishReason.STOP, None, prompt)
+        return TokenEvent(seq.request_id, seq.index, -1, FinishReason.STOP, None, seq.pooled_info())
 
     def _end(self, seq: Sequence) -> None:
         if seq.state is not RUNNING:

@@ -5,7 +5,16 @@ The draft holds the scratch values of one `schedule` and how much more fits into
 """
 
 from jaxserve.sched.budget import StepBudget
-from jaxserve.sched.plan import Chunk, PageCopy, PageGrant, RowSetup, StepPlan, StepResult, reads_history
+from jaxserve.sched.plan import (
+    Chunk,
+    PageCopy,
+    PageGrant,
+    PoolSpan,
+    RowSetup,
+    StepPlan,
+    StepResult,
+    reads_history,
+)
 from jaxserve.sched.state import NEVER, Sequence, SequenceState, sequence_seed
 
 
@@ -21,13 +30,17 @@ class DraftChunk:
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the last known token, so that a new one is drawn."""
-        return self.seq.num_fed + self.length == len(self.seq.tokens) and not self.seq.request.pooling
+        return self.seq.num_fed + self.length == len(self.seq.tokens) and self.seq.request.pooling is None
 
     def to_chunk(self) -> Chunk:
         """The chunk as a value of the plan."""
         seq, start = self.seq, self.seq.num_fed
         token_ids = tuple(seq.tokens[start : start + self.length])
-        return Chunk(seq.row, start, token_ids, self.samples, seq.asks_prompt_logprobs, seq.request.pooling)
+        span: PoolSpan | None = None
+        if (pooling := seq.request.pooling) is not None:
+            positions = pooling.positions(seq.prompt_len)
+            span = PoolSpan(positions.start, positions.stop)
+        return Chunk(seq.row, start, token_ids, self.samples, seq.asks_prompt_logprobs, span)
 
 
 class Draft:
@@ -136,11 +149,12 @@ class Flight:
         for seq, chunk in zip(self.prefilled, self.plan.chunks, strict=True):
             if chunk.prompt_logprobs and result.prompt_logprobs is not None:
                 seq.prompt_logprobs += result.prompt_logprobs.get(chunk.row, ())
-            if chunk.pool:
+            if chunk.pooled:
                 assert result.hidden_sums is not None, chunk
                 seq.add_hidden(result.hidden_sums[chunk.row])
-                if seq.state is SequenceState.RUNNING and chunk.start + len(chunk.token_ids) == seq.prompt_len:
-                    complete.append(seq)
+            ends = chunk.pool is not None and chunk.start + len(chunk.token_ids) == seq.prompt_len
+            if ends and seq.state is SequenceState.RUNNING:
+                complete.append(seq)
         return complete
 
 

@@ -3,17 +3,22 @@
 Page pool, prefix cache and block tables meet here. The scheduler decides which sequence gets pages and which gives them
 up; it asks here whether a placement fits.
 
-A sequence gets the pages of all its known tokens when it is admitted, and one page at a time as it grows. So a prompt
-that has begun never stops half-way for want of pages, and only decode rows can run the pool dry.
+Layers that see equally far back form a group (`PageGroup`), and a sequence has a block table for each. In a group that
+sees everything it gets the pages of all its known tokens when it is admitted, and one page at a time as it grows: so a
+prompt that has begun does not stop half-way for want of pages. In a group with a window it takes pages chunk by chunk,
+and gives back those that no token to come can see. What a prompt will yet take so is promised to it: admissions leave
+it alone. Decode rows do not, nor does a sharer that holds on to a page that was given back, so a chunk may still find
+too few pages; then it is cut, or others give way.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from jaxserve.content import Blocks
 from jaxserve.sched.pages import PagePool
-from jaxserve.sched.plan import PageCopy
+from jaxserve.sched.plan import DUMMY_PAGE, Limits, PageCopy, PageGrant
 from jaxserve.sched.prefix import PageEntry, PrefixCache
-from jaxserve.sched.state import NEVER, Sequence
+from jaxserve.sched.state import NEVER, BlockTable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,68 +27,101 @@ class Placement:
 
     Attributes:
       start: tokens whose keys and values are there already.
-      shared: pages of other sequences or of the cache that it would share.
-      num_fresh: pages that it needs of its own.
-      chain: the prefix-cache entries of the shared pages.
-      copy_source: page that the first fresh page starts as a copy of; 0 for none.
+      shared: of each group, pages of other sequences or of the cache that it would share; the last of them holds the
+        position before `start`, or before the page that is copied.
+      num_columns: columns of its block tables beyond the shared ones, until its known tokens are fed.
+      chain: the prefix-cache entries of the blocks before `start`.
+      copy_sources: of each group, the page that its first page of its own starts as a copy of; empty for none.
     """
 
     start: int
-    shared: tuple[int, ...]
-    num_fresh: int
+    shared: tuple[tuple[int, ...], ...]
+    num_columns: int
     chain: tuple[PageEntry, ...] = ()
-    copy_source: int = 0
+    copy_sources: tuple[int, ...] = ()
 
 
 class SequenceMemory:
-    """Mutated only by the scheduler that made it. It alone writes `page_ids`, `chain` and `blocks` of a sequence."""
+    """Mutated only by the scheduler that made it. It alone writes `tables`, `chain` and `blocks` of a sequence.
 
-    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool, namespace: str = "") -> None:
-        self.pool = PagePool(num_pages)
-        self.page_size = page_size
-        self.prefix = PrefixCache(self.pool, page_size, namespace) if prefix_caching else None
+    `max_chunk`: tokens of a prompt that a step may feed at most.
+    """
+
+    def __init__(self, limits: Limits, max_chunk: int, prefix_caching: bool, namespace: str = "") -> None:
+        self.pool = PagePool(limits.num_pages)
+        self.page_size = limits.page_size
+        self.groups = limits.page_groups
+        self.prefix = PrefixCache(self.pool, limits.page_size, namespace, self.groups) if prefix_caching else None
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._max_chunk = max_chunk
+        self._windowed = [at for at, group in enumerate(self.groups) if group.window is not None]
+        self._num_promised = 0
+
+    # ---- what fits -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Pages that an admission may take: available ones that are not promised to prompts that have begun."""
+        return self.pool.num_available - self._num_promised
 
     def place(self, seq: Sequence, parent: Sequence | None) -> Placement:
         """The best way to place `seq` now: as a fork of `parent`, through the prefix cache, or from nothing."""
-        num_pages = -(-len(seq.tokens) // self.page_size)
-        if parent is not None:
-            # The last prompt position is fed again, since the child draws its own first token from its logits.
+        num_columns = -(-len(seq.tokens) // self.page_size)
+        # The last prompt position is fed again, since a fork draws its own first token from its logits.
+        if parent is not None and self._can_share(parent, seq.prompt_len - 1):
             start = seq.prompt_len - 1
-            num_shared, offset = divmod(start, self.page_size)
+            end, offset = divmod(start, self.page_size)
             return Placement(
                 start=start,
-                shared=tuple(parent.page_ids[:num_shared]),
-                num_fresh=num_pages - num_shared,
-                chain=tuple(parent.chain[:num_shared]),
-                copy_source=parent.page_ids[num_shared] if offset else 0,
+                shared=tuple(
+                    tuple(table.page_ids[first:end])
+                    for table, first in zip(parent.tables, self._first_columns(start), strict=True)
+                ),
+                num_columns=num_columns - end,
+                chain=tuple(parent.chain[:end]),
+                copy_sources=tuple(table.page_ids[end] for table in parent.tables) if offset else (),
             )
         chain: list[PageEntry] = []
         if self.prefix is not None and not seq.needs_whole_prompt:
             chain = self.prefix.match(seq.request.cache_salt, self._blocks(self.prefix, seq))
+        start = len(chain) * self.page_size
         return Placement(
-            start=len(chain) * self.page_size,
-            shared=tuple(entry.page_id for entry in chain),
-            num_fresh=num_pages - len(chain),
+            start=start,
+            shared=tuple(
+                tuple([entry.page_ids[at] for entry in chain[first:]])
+                for at, first in enumerate(self._first_columns(start))
+            ),
+            num_columns=num_columns - len(chain),
             chain=tuple(chain),
         )
 
     def num_taken(self, placement: Placement) -> int:
-        """Available pages that the placement uses up: those of its own, and cached ones without a holder."""
-        return placement.num_fresh + sum(self.pool.num_refs(page_id) == 0 for page_id in placement.shared)
+        """Available pages that the placement uses up at most: those of its own, and cached ones without a holder.
+
+        In a group with a window the cached ones are given back while others are taken.
+        """
+        refs, num_taken = self.pool.num_refs, 0
+        for at, pages in enumerate(placement.shared):
+            num_cached = sum(refs(page_id) == 0 for page_id in pages)
+            num_taken += min(num_cached + placement.num_columns, self._most_columns(at))
+        return num_taken
+
+    def num_fresh(self, placement: Placement) -> int:
+        """Pages of its own that the placement takes at most."""
+        return sum(min(placement.num_columns, self._most_columns(at)) for at in range(len(self.groups)))
 
     def fits(self, placement: Placement, reserve: float) -> bool:
-        """Whether the pool has the pages, with `reserve` left over."""
-        return self.num_taken(placement) + reserve <= self.pool.num_available
+        """Whether there are pages for it, with `reserve` left over."""
+        return self.num_taken(placement) + reserve <= self.num_free
 
     def num_missing(self, seq: Sequence) -> int:
-        """Pages that the pool lacks for `seq` to be placed now; 0 when it fits."""
-        return max(0, self.num_taken(self.place(seq, None)) - self.pool.num_available)
+        """Pages that are missing for `seq` to be placed now; 0 when it fits."""
+        return max(0, self.num_taken(self.place(seq, None)) - self.num_free)
 
     def num_own(self, seq: Sequence) -> int:
         """Pages that become available when `seq` gives its own back."""
-        return sum(self.pool.num_refs(page_id) == 1 for page_id in seq.page_ids)
+        return sum(self.pool.num_refs(page_id) == 1 for table in seq.tables for page_id in table.held)
 
     def recompute_len(self, seq: Sequence, num_wanted: int) -> int:
         """Tokens of `seq` to compute again if it is preempted now and `num_wanted` pages are taken at once.
@@ -92,41 +130,127 @@ class SequenceMemory:
         first, and of its own the last ones.
         """
         refs, known = self.pool.num_refs, len(seq.chain)
-        num_unknown = sum(refs(page_id) == 1 for page_id in seq.page_ids[known:])
-        num_lost = max(0, num_wanted - self.pool.num_available - num_unknown)
+
+        def own(first: int, end: int) -> int:
+            return sum(refs(page_id) == 1 for table in seq.tables for page_id in table.page_ids[first:end])
+
+        num_lost = max(0, num_wanted - self.pool.num_available - own(known, seq.num_columns))
         num_kept = known
-        while num_lost and num_kept and refs(seq.page_ids[num_kept - 1]) == 1:
+        while num_lost > 0 and num_kept and (num_own := own(num_kept - 1, num_kept)):
             num_kept -= 1
-            num_lost -= 1
+            num_lost -= num_own
         return len(seq.tokens) - min(num_kept, (len(seq.tokens) - 1) // self.page_size) * self.page_size
 
-    def take(self, seq: Sequence, placement: Placement) -> list[PageCopy]:
-        """Gives `seq` its pages. Returns the copies that the plan must carry."""
-        assert not seq.page_ids, seq
-        for page_id in placement.shared:  # before allocating, which could evict them
-            self.pool.retain(page_id)
-        seq.page_ids = [*placement.shared, *(self.pool.allocate() for _ in range(placement.num_fresh))]
+    def growth_of(self, seq: Sequence, num_tokens: float) -> tuple[int, float]:
+        """How `seq` takes pages while it generates `num_tokens` more: (groups that take one a page_size, all others).
+
+        Groups with a window take no more once it is full; what they take until then is the second number, in pages.
+        """
+        num_growing, rest = len(self.groups) - len(self._windowed), 0.0
+        for at in self._windowed:
+            room = max(0, self._most_columns(at, 1) - -(-len(seq.tokens) // self.page_size))
+            if num_tokens <= room * self.page_size:
+                num_growing += 1
+            else:
+                rest += room
+        return num_growing, rest
+
+    def num_ending(self, seq: Sequence) -> int:
+        """Pages that surely become available when a running sequence ends, or are no longer promised.
+
+        Those that it shared when it was admitted are not counted: others may hold them.
+        """
+        shared = seq.num_cached // self.page_size
+        return seq.num_pages + seq.num_promised - sum(max(0, shared - table.first) for table in seq.tables)
+
+    # ---- pages change hands ----------------------------------------------------------------------------------------
+
+    def take(self, seq: Sequence, placement: Placement, end: int) -> tuple[list[PageGrant], list[PageCopy]]:
+        """Gives `seq`, which has a row, the pages to feed its known tokens before `end`, and those promised to it.
+
+        Returns the grants and the copies that the plan must carry.
+        """
+        assert not seq.tables and self.pool.num_available >= self.num_taken(placement), seq
+        for pages in placement.shared:  # before allocating, which could evict them
+            for page_id in pages:
+                self.pool.retain(page_id)
+        num_shared = placement.start // self.page_size
+        seq.tables = tuple(BlockTable(num_shared - len(pages), pages) for pages in placement.shared)
+        seq.num_columns = -(-len(seq.tokens) // self.page_size)
         seq.chain = list(placement.chain)
-        seq.chain_open = self.prefix is not None and len(placement.chain) == len(placement.shared)
+        seq.chain_open = self.prefix is not None and len(placement.chain) == num_shared
         seq.num_fed = placement.start
-        seq.next_page_at = min(seq.max_fed, len(seq.page_ids) * self.page_size)
+        seq.next_page_at = min(seq.max_fed, seq.num_columns * self.page_size)
+        for at, table in enumerate(seq.tables):
+            if self.groups[at].window is None:
+                table.page_ids += [self.pool.allocate() for _ in range(seq.num_columns - num_shared)]
+        self._reach(seq, end)
         if self.prefix is not None:
             blocks = self._blocks(self.prefix, seq)
             for entry in placement.chain[len(blocks.keys) :]:  # what it shares with the sequence that it is a fork of
                 blocks.learn(entry.key, entry.content)
-        if placement.copy_source:
-            return [PageCopy(placement.copy_source, seq.page_ids[len(placement.shared)])]
+        grants = [PageGrant(seq.row, table.first, tuple(table.held), at) for at, table in enumerate(seq.tables)]
+        if placement.copy_sources:
+            targets = [table.page_ids[num_shared] for table in seq.tables]
+            return grants, list(map(PageCopy, placement.copy_sources, targets))
         if self.prefix is not None:
             self.num_queried_tokens += len(seq.tokens)
             self.num_hit_tokens += placement.start
-        return []
+        return grants, []
 
-    def grow(self, seq: Sequence) -> int:
-        """Takes one page more, for the position that is fed next."""
-        page_id = self.pool.allocate()
-        seq.page_ids.append(page_id)
-        seq.next_page_at = min(seq.max_fed, len(seq.page_ids) * self.page_size)
-        return page_id
+    def num_wanted(self, seq: Sequence, end: int) -> int:
+        """Pages that are needed beyond those it holds to feed the known tokens of `seq` before `end`.
+
+        What it no longer sees is given back first.
+        """
+        if not self._windowed:
+            return 0
+        self.give_back(seq)
+        num_columns = len(seq.tables[self._windowed[0]].page_ids)  # the same in each
+        return max(0, -(-end // self.page_size) - num_columns) * len(self._windowed)
+
+    def reachable(self, seq: Sequence, end: int) -> int:
+        """The position, `end` at most, before which the known tokens of `seq` can be fed with the pages there are."""
+        num_missing = self.num_wanted(seq, end) - self.pool.num_available
+        if num_missing <= 0:
+            return end
+        return (-(-end // self.page_size) - -(-num_missing // len(self._windowed))) * self.page_size
+
+    def reach(self, seq: Sequence, end: int) -> list[PageGrant]:
+        """Gives `seq` the pages to feed its known tokens before `end`, which are available."""
+        firsts = [len(table.page_ids) for table in seq.tables]
+        self._reach(seq, end)
+        return [
+            PageGrant(seq.row, firsts[at], tuple(seq.tables[at].page_ids[firsts[at] :]), at)
+            for at in self._windowed
+            if len(seq.tables[at].page_ids) > firsts[at]
+        ]
+
+    def grow(self, seq: Sequence) -> list[PageGrant]:
+        """Takes one page more in each group, for the position that is fed next. They are available."""
+        grants = []
+        for at, table in enumerate(seq.tables):
+            page_id = self.pool.allocate()
+            grants.append(PageGrant(seq.row, len(table.page_ids), (page_id,), at))
+            table.page_ids.append(page_id)
+        seq.num_columns += 1
+        seq.next_page_at = min(seq.max_fed, seq.num_columns * self.page_size)
+        return grants
+
+    def give_back(self, seq: Sequence) -> None:
+        """Takes back the pages that no token to come can see.
+
+        The step in flight may still read them: the device runs steps in order, so whoever gets one writes it later.
+        Pages that may yet become findable stay: they are at most a step behind.
+        """
+        for at in self._windowed:
+            table, first = seq.tables[at], self.groups[at].first_column(seq.num_fed - seq.num_unsure, self.page_size)
+            if seq.chain_open:
+                first = min(first, len(seq.chain))
+            if first > table.first:
+                self.pool.release(table.page_ids[table.first : first])
+                table.page_ids[table.first : first] = [DUMMY_PAGE] * (first - table.first)
+                table.first = first
 
     def publish(self, seq: Sequence, num_written: int) -> None:
         """Makes full pages of the first `num_written` positions findable.
@@ -139,17 +263,11 @@ class SequenceMemory:
             assert self.prefix is not None and seq.blocks is not None
             first = len(seq.chain)
             parent = seq.chain[-1] if first else self.prefix.root(seq.request.cache_salt)
-            entry = self.prefix.record(parent, seq.blocks, first, seq.page_ids[first])
+            entry = self.prefix.record(parent, seq.blocks, first, [table.page_ids[first] for table in seq.tables])
             if entry is None:
                 seq.chain_open = False
             else:
                 seq.chain.append(entry)
-
-    def _blocks(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
-        """The contents of the pages of `seq`, computed once for as long as it lives."""
-        if seq.blocks is None:
-            seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, seq.request.content)
-        return seq.blocks
 
     def next_publish(self, seq: Sequence) -> int:
         """Positions that must be written before `publish` has something to do."""
@@ -157,7 +275,52 @@ class SequenceMemory:
 
     def release(self, seq: Sequence) -> None:
         """Takes all pages back. The last ones go first, so that eviction shortens prefixes from their end."""
-        self.pool.release(reversed(seq.page_ids))
-        seq.page_ids = []
+        if len(seq.tables) == 1:
+            self.pool.release(reversed(seq.tables[0].held))
+        else:
+            for column in reversed(range(seq.num_columns)):
+                self.pool.release([t.page_ids[column] for t in seq.tables if t.first <= column < len(t.page_ids)])
+        self._promise(seq, 0)
+        seq.tables = ()
+        seq.num_columns = 0
         seq.chain = []
         seq.chain_open = False
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Proves the counts, given all sequences that hold pages."""
+        holders = list(holders)
+        self.pool.check([seq.page_ids for seq in holders])
+        assert self._num_promised == sum(seq.num_promised for seq in holders), self._num_promised
+        if self.prefix is not None:
+            self.prefix.check()
+
+    # ---- arithmetic ------------------------------------------------------------------------------------------------
+
+    def _first_columns(self, position: int) -> list[int]:
+        return [group.first_column(position, self.page_size) for group in self.groups]
+
+    def _most_columns(self, at: int, chunk: int | None = None) -> int:
+        return self.groups[at].most_columns(chunk or self._max_chunk, self.page_size)
+
+    def _can_share(self, parent: Sequence, position: int) -> bool:
+        """Whether `parent` has all pages yet that a token at `position` sees."""
+        return all(t.first <= f for t, f in zip(parent.tables, self._first_columns(position), strict=True))
+
+    def _reach(self, seq: Sequence, end: int) -> None:
+        columns, promised = -(-end // self.page_size), 0
+        for at in self._windowed:
+            table = seq.tables[at]
+            table.page_ids += [self.pool.allocate() for _ in range(columns - len(table.page_ids))]
+            to_come = seq.num_columns - len(table.page_ids)
+            promised += max(0, min(to_come, self._most_columns(at) - table.num_held))
+        self._promise(seq, promised)
+
+    def _promise(self, seq: Sequence, num_pages: int) -> None:
+        self._num_promised += num_pages - seq.num_promised
+        seq.num_promised = num_pages
+
+    def _blocks(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
+        """The contents of the pages of `seq`, computed once for as long as it lives."""
+        if seq.blocks is None:
+            seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, seq.request.content)
+        return seq.blocks

@@ -91,13 +91,6 @@ class PagePool:
         assert self._num_refs[page_id] > 0, f"page {page_id} has no holder"
         self._has_content[page_id] = 1
 
-    def drop_content(self, page_id: int) -> None:
-        """Undoes `keep_content`; an idle page becomes free. `on_evict` is not called: the caller knows."""
-        self._has_content[page_id] = 0
-        if page_id in self._idle:
-            del self._idle[page_id]
-            self._free.append(page_id)
-
     def states(self) -> bytes:
         """One letter a page, of page 1 on: f free, c idle with content (cached), u held once, s held more often.
 

@@ -33,7 +33,9 @@ __all__ = [
     "Limits",
     "PageCopy",
     "PageGrant",
+    "PageGroup",
     "Parts",
+    "PoolSpan",
     "RowMask",
     "RowSetup",
     "StepPlan",
@@ -42,6 +44,29 @@ __all__ = [
 ]
 
 DUMMY_PAGE = 0
+_NO_LIMIT = 1 << 62
+
+
+class PageGroup(NamedTuple):
+    """Layers that share a block table, since they reach back equally far.
+
+    `window`: a token at position p sees positions p - window + 1 .. p; None: all before it. Pages that no token to come
+    can see are given back, so a group with a window holds few, however long the sequence is.
+    """
+
+    window: int | None = None
+
+    def first_column(self, position: int, page_size: int) -> int:
+        """The first column of the block table that a token at `position`, or a later one, can see."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // page_size
+
+    def most_columns(self, chunk: int, page_size: int) -> int:
+        """The most columns that `chunk` tokens fed in one step can see."""
+        if self.window is None:
+            return _NO_LIMIT
+        # They see window - 1 + chunk positions in a row; n positions in a row lie in (n + page_size - 2) // page_size
+        # + 1 pages at most.
+        return (self.window + chunk - 3) // page_size + 2
 
 
 class Bucket(NamedTuple):
@@ -63,6 +88,8 @@ class Limits:
       max_rows: rows that can run at once.
       num_pages: pages that can be granted (the dummy page not counted); ids 1..num_pages.
       page_size: tokens a page holds.
+      page_groups: the block tables of a row. A page holds `page_size` tokens of the layers of one group, and its bytes
+        are the same in all groups, so that any group may have any page.
       max_model_len: tokens a sequence may have, prompt and output.
       buckets: compiled shapes, ascending; a plan must fit one of them. Later limits of the same device may have more,
         never fewer, and the largest are there from the start: a plan that fits one of the lists fits the other, perhaps
@@ -80,10 +107,16 @@ class Limits:
     buckets: tuple[Bucket, ...]
     max_row_tokens: int = 1
     max_mixed_tokens: int | None = None
+    page_groups: tuple[PageGroup, ...] = (PageGroup(),)
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Limits":
         """These limits with another list of buckets, in any order."""
         return dataclasses.replace(self, buckets=tuple(sorted(buckets)))
+
+    def pages_of(self, num_tokens: int, chunk: int = 1) -> int:
+        """The most pages that a sequence of `num_tokens` holds at once, where a step feeds at most `chunk` of them."""
+        columns = -(-num_tokens // self.page_size)
+        return sum(min(columns, group.most_columns(chunk, self.page_size)) for group in self.page_groups)
 
     @property
     def max_step_tokens(self) -> int:
@@ -133,26 +166,34 @@ def reads_history(sampling: SamplingParams, bad_word_ids: tuple[tuple[int, ...],
 
 
 class PageGrant(NamedTuple):
-    """Columns [first, first + len(page_ids)) of the row's block table become `page_ids`."""
+    """Columns [first, first + len(page_ids)) of the row's block table of `group` become `page_ids`."""
 
     row: int
     first: int
     page_ids: tuple[int, ...]
+    group: int = 0
 
 
 class PageCopy(NamedTuple):
-    """Copy-on-write: all bytes of page `source` go to page `target`, in every layer."""
+    """Copy-on-write: all bytes of page `source` go to page `target`, in every layer of its group."""
 
     source: int
     target: int
+
+
+class PoolSpan(NamedTuple):
+    """Positions [first, end) of a prompt whose final hidden states are asked for."""
+
+    first: int
+    end: int
 
 
 class Chunk(NamedTuple):
     """Tokens of one row whose values the host knows: a piece of a prompt, or of a recomputation.
 
     `start` is the position of the first token. `sample` is True for the last piece: it yields a token.
-    `prompt_logprobs` asks for log-probabilities of the tokens that follow each of these, `pool` for the sum of their
-    final hidden states.
+    `prompt_logprobs` asks for log-probabilities of the tokens that follow each of these. `pool` asks for the sum of the
+    final hidden states of those that lie in the span, which is the same for all chunks of a prompt; None for nothing.
     """
 
     row: int
@@ -160,7 +201,14 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...]
     sample: bool
     prompt_logprobs: bool = False
-    pool: bool = False
+    pool: PoolSpan | None = None
+
+    @property
+    def pooled(self) -> range:
+        """Positions of this chunk whose hidden states are summed; empty where none is."""
+        if self.pool is None:
+            return range(0)
+        return range(max(self.start, self.pool.first), min(self.start + len(self.token_ids), self.pool.end))
 
 
 class RowMask(NamedTuple):
@@ -265,10 +313,11 @@ class StepResult:
     """The result of the device for one plan.
 
     Attributes:
-      token_ids: of `StepPlan.sampled_rows`, in that order; one of each row, or as many as `counts` says.
+      token_ids: of `StepPlan.sampled_rows`, in that order; one of each row, or as many as `counts` says. NOT_FINITE
+        of a row whose numbers were not.
       logprobs: the same length as `token_ids`, entries None for rows that did not ask; None when no row asked.
       prompt_logprobs: row -> one entry per token of its chunk whose successor lies in the prompt.
-      hidden_sums: row -> sum of the final hidden states [D] of the tokens of its chunk, where the plan asks to pool.
+      hidden_sums: row -> sum of the final hidden states [D] at `Chunk.pooled`, for each chunk where that is not empty.
       counts: how many tokens each of `sampled_rows` drew, 1 or more; None: one each. There wherever the plan has
         `row_tokens`.
     """

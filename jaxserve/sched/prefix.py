@@ -1,40 +1,61 @@
 """The prefix cache: full pages, found again by their content.
 
-It maps blocks (see `content`) to pages; reference counts and eviction belong to the pool. Keys are chained from a root,
-so that tenants who do not share a salt never see each other's pages, and they are the same in every process. A hash
-alone is never trusted: a hit counts only when everything that the key covers is equal (token ids, and the contents that
-they stand for) and the page before it is the very entry that was matched before. So a collision costs a miss and never
-a wrong answer.
+It maps blocks (see `content`) to pages, one in each group of layers; reference counts and eviction belong to the pool.
+Keys are chained from a root, so that tenants who do not share a salt never see each other's pages, and they are the
+same in every process. A hash alone is never trusted: a hit counts only when everything that the key covers is equal
+(token ids, and the contents that they stand for) and the page before it is the very entry that was matched before. So a
+collision costs a miss and never a wrong answer.
 
 The entry before is compared by identity, not by its key: with two contents A and B of equal key, a child recorded under
 A would otherwise be found under B once A was evicted.
 """
 
+import collections
 import weakref
 from collections.abc import Sequence
 
 from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key
 from jaxserve.sched.pages import PagePool
+from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
 
 
 class PageEntry:
-    """One full page that can be found. Mutated only by `PrefixCache`; alive while `page_id` is not 0."""
+    """One full block that can be found, with a page in each group that still has it. Mutated only by `PrefixCache`.
 
-    __slots__ = ("__weakref__", "content", "key", "page_id", "parent")
+    Attributes:
+      page_ids: the page of each group; 0 where the group's page was evicted or never recorded.
+      num_children: entries whose parent it is. An entry without pages stays as long as it has children, since the way
+        to them leads through it: a group with a window finds the end of a sequence whose beginning is gone.
+      alive: whether the cache still knows it.
+    """
 
-    def __init__(self, key: bytes, parent: "PageEntry | None", content: bytes, page_id: int) -> None:
+    __slots__ = ("__weakref__", "alive", "content", "key", "num_children", "page_ids", "parent")
+
+    def __init__(self, key: bytes, parent: "PageEntry | None", content: bytes, num_groups: int) -> None:
         self.key = key
         self.parent = parent
         self.content = content
-        self.page_id = page_id
+        self.page_ids = [DUMMY_PAGE] * num_groups
+        self.num_children = 0
+        self.alive = True
 
 
 class PrefixCache:
     """Mutated only by `SequenceMemory`, and by the pool when it evicts. `namespace`: see `root_key`."""
 
-    def __init__(self, pool: PagePool, page_size: int, namespace: str = "", hash_block: HashBlock = block_key) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        namespace: str = "",
+        groups: tuple[PageGroup, ...] = (PageGroup(),),
+        hash_block: HashBlock = block_key,
+    ) -> None:
         self._pool = pool
         self._page_size = page_size
+        self._groups = groups
+        self._full = [at for at, group in enumerate(groups) if group.window is None]
+        self._windowed = [at for at, group in enumerate(groups) if group.window is not None]
         self._namespace = namespace
         self._hash_block = hash_block
         self._by_key: dict[bytes, PageEntry] = {}
@@ -44,6 +65,7 @@ class PrefixCache:
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
+        """Pages that can be found."""
         return len(self._by_page)
 
     def root(self, salt: str) -> PageEntry:
@@ -51,7 +73,7 @@ class PrefixCache:
         root = self._roots.get(salt)
         if root is None:
             key = root_key(self._namespace, salt, f"{self._page_size} tokens")
-            root = self._roots[salt] = PageEntry(key, None, b"", -1)
+            root = self._roots[salt] = PageEntry(key, None, b"", 0)
         return root
 
     def blocks(self, salt: str, token_ids: Sequence[int], spans: tuple[ContentSpan, ...] = ()) -> Blocks:
@@ -59,12 +81,15 @@ class PrefixCache:
         return Blocks(self.root(salt).key, self._page_size, token_ids, spans, self._hash_block)
 
     def match(self, salt: str, blocks: Blocks) -> list[PageEntry]:
-        """The longest cached chain of full pages at the start of a sequence with this salt.
+        """The longest cached chain of full blocks at the start of a sequence with this salt.
 
-        At most (len - 1) // page_size pages: one token at least must be computed, to have logits. Nothing is
-        retained: the caller takes the pages from the pool before it does anything else.
+        Each group has the pages that the token after them can see. At most (len - 1) // page_size blocks: one token at
+        least must be computed, to have logits. Nothing is retained: the caller takes the pages from the pool before it
+        does anything else.
         """
         chain: list[PageEntry] = []
+        num_usable = 0
+        unbroken = [0] * len(self._groups)  # of each group, blocks with a page, counted back from the one at hand
         parent = self.root(salt)
         keys, contents = blocks.keys, blocks.contents
         for number in range((blocks.num_tokens - 1) // self._page_size):
@@ -73,38 +98,62 @@ class PrefixCache:
             entry = self._by_key.get(keys[number])
             if entry is None or entry.parent is not parent or entry.content != contents[number]:
                 break
+            page_ids = entry.page_ids
+            if not all(map(page_ids.__getitem__, self._full)):
+                break
             chain.append(entry)
             parent = entry
-        return chain
+            usable = True
+            for at in self._windowed:
+                unbroken[at] = unbroken[at] + 1 if page_ids[at] else 0
+                first = self._groups[at].first_column(len(chain) * self._page_size, self._page_size)
+                usable &= unbroken[at] >= len(chain) - first
+            if usable:
+                num_usable = len(chain)
+        return chain[:num_usable]
 
-    def record(self, parent: PageEntry, blocks: Blocks, number: int, page_id: int) -> PageEntry | None:
-        """Makes a page findable, which holds block `number`. Returns the entry that now stands for this content.
+    def record(self, parent: PageEntry, blocks: Blocks, number: int, page_ids: Sequence[int]) -> PageEntry | None:
+        """Makes the pages of all groups findable that hold block `number`. Returns the entry for this content.
 
-        That is the entry of another page when two sequences computed the same content. None when the content can
-        never be found: the key is taken by another one, or the page before has lost its content.
+        Some or all pages of the entry are those of another sequence when two computed the same content. None when the
+        content can never be found: the key is taken by another one, or nothing leads to the block before.
         """
-        if parent.page_id == 0:
+        if not parent.alive:
             return None
         if number == len(blocks.keys):
             blocks.extend()
         key, content = blocks.keys[number], blocks.contents[number]
         entry = self._by_key.get(key)
-        if entry is not None:
-            if entry.parent is parent:
-                return entry if entry.content == content else None
-            if entry.parent is not None and entry.parent.page_id != 0:
-                return None
-            unreachable = entry.page_id  # the page before it was evicted, so no match can lead here
-            assert unreachable != page_id, page_id
-            self._forget(unreachable)
-            self._pool.drop_content(unreachable)
-        entry = PageEntry(key, parent, content, page_id)
-        self._by_key[key] = self._by_page[page_id] = entry
-        self._pool.keep_content(page_id)
+        if entry is None:
+            entry = self._by_key[key] = PageEntry(key, parent, content, len(self._groups))
+            parent.num_children += 1
+        elif entry.parent is not parent or entry.content != content:
+            return None
+        for at, page_id in enumerate(page_ids):
+            if page_id and not entry.page_ids[at]:
+                entry.page_ids[at] = page_id
+                self._by_page[page_id] = entry
+                self._pool.keep_content(page_id)
         return entry
+
+    def check(self) -> None:
+        """Proves that entries, pages and children agree."""
+        children: collections.Counter[int] = collections.Counter()
+        for key, entry in self._by_key.items():
+            assert entry.key == key and entry.alive and entry.parent is not None and entry.parent.alive, entry.key
+            assert entry.num_children or any(entry.page_ids), "an entry leads to nothing"
+            children[id(entry.parent)] += 1
+            assert all(self._by_page[page_id] is entry for page_id in entry.page_ids if page_id), entry.page_ids
+        assert all(entry.num_children == children[id(entry)] for entry in self._by_key.values())
+        assert len(self._by_page) == sum(map(bool, (p for e in self._by_key.values() for p in e.page_ids)))
 
     def _forget(self, page_id: int) -> None:
         entry = self._by_page.pop(page_id)
-        del self._by_key[entry.key]
-        entry.page_id = 0
-        entry.parent = None  # so that a chain of dead entries is not kept alive by its last child
+        entry.page_ids[entry.page_ids.index(page_id)] = DUMMY_PAGE
+        while entry.parent is not None and entry.num_children == 0 and not any(entry.page_ids):
+            parent = entry.parent
+            del self._by_key[entry.key]
+            entry.alive = False
+            entry.parent = None  # so that a chain of dead entries is not kept alive by its last child
+            parent.num_children -= 1
+            entry = parent

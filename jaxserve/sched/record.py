@@ -21,7 +21,7 @@ from jaxserve.sched.plan import Bucket, Limits, StepPlan
 __all__ = ["LogEnd", "LogHeader", "StepLog", "StepRecord", "context_tokens", "read_header", "read_records"]
 
 FORMAT = "jaxserve step log"
-VERSION = 2
+VERSION = 3
 
 
 def context_tokens(plan: StepPlan) -> int:

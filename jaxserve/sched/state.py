@@ -8,9 +8,11 @@ p + 1.
 """
 
 import enum
+from collections.abc import Iterable
 
-from jaxserve.api import FinishReason, PromptInfo, Request, TokenLogprobs
+from jaxserve.api import NOT_FINITE, FinishReason, Pooling, PromptInfo, Request, TokenLogprobs
 from jaxserve.content import Blocks
+from jaxserve.sched.plan import DUMMY_PAGE
 from jaxserve.sched.prefix import PageEntry
 
 # An odd 63-bit constant (2**63 over the golden ratio): multiples of it are distinct modulo 2**63 and far apart.
@@ -44,6 +46,30 @@ def sequence_seed(request: Request, index: int) -> int:
     return (request.seed + index * _SEED_STEP) % 2**63
 
 
+class BlockTable:
+    """The pages of one sequence in one group of layers. Mutated only by `SequenceMemory`.
+
+    `page_ids[c]` holds positions c * page_size and on; columns before `first` are given back, or were never there, and
+    hold DUMMY_PAGE.
+    """
+
+    __slots__ = ("first", "page_ids")
+
+    def __init__(self, first: int, page_ids: Iterable[int]) -> None:
+        self.first = first
+        self.page_ids = [DUMMY_PAGE] * first
+        self.page_ids += page_ids
+
+    @property
+    def held(self) -> list[int]:
+        """The pages, in the order of their positions."""
+        return self.page_ids[self.first :]
+
+    @property
+    def num_held(self) -> int:
+        return len(self.page_ids) - self.first
+
+
 class Sequence:
     """One of the n answers to a request. Mutated only by the scheduler that made it and by its `SequenceMemory`.
 
@@ -53,14 +79,17 @@ class Sequence:
       num_unsure: positions of `num_fed` that the step in flight may turn out not to have fed.
       max_fed: positions that will ever be fed; the token sampled at max_fed - 1 is the last one.
       next_page_at: `num_fed` at which a decode row needs another page, or has been fed all it will be.
+      stop_ids: tokens that end it, NOT_FINITE included.
       next_check_len: while it has fewer tokens, a drawn token is only compared with the stop ids.
-      page_ids: its block table; empty unless RUNNING.
+      tables: its block tables, one for each group of layers; empty unless RUNNING.
+      num_columns: of the tables, once all its known tokens are fed: all groups grow together.
+      num_promised: pages that its prompt will yet take, in groups that take them chunk by chunk.
       blocks: the contents of its pages, with the keys; None until the prefix cache asks.
       chain: prefix-cache entries of its first pages; `chain_open` says whether the next full page may join.
       forkable_from: first step that may copy its prompt pages (the one after the step that completes them).
       ready_after: the step that must be committed before it may be admitted again.
       stepwise: the tokens that it may draw next follow from its last one, so it waits for the commit of each.
-      hidden_sum: over the tokens of its prompt that have been committed, for pooling; empty before the first.
+      hidden_sum: over the pooled tokens of its prompt that have been committed; empty before the first.
     """
 
     __slots__ = (
@@ -74,10 +103,11 @@ class Sequence:
         "next_check_len",
         "next_page_at",
         "num_cached",
+        "num_columns",
         "num_fed",
+        "num_promised",
         "num_unsure",
         "order",
-        "page_ids",
         "prompt_len",
         "prompt_logprobs",
         "ready_after",
@@ -87,6 +117,7 @@ class Sequence:
         "state",
         "stepwise",
         "stop_ids",
+        "tables",
         "tokens",
     )
 
@@ -97,7 +128,7 @@ class Sequence:
         self.order = order
         self.prompt_len = len(request.prompt_token_ids)
         self.max_fed = max_len - 1
-        self.stop_ids = request.stop_token_ids
+        self.stop_ids = request.stop_token_ids | {NOT_FINITE}
         self.tokens = list(request.prompt_token_ids)
         self.state = SequenceState.WAITING
         self.row = -1
@@ -106,7 +137,9 @@ class Sequence:
         self.num_cached = 0
         self.next_page_at = 0
         self.next_check_len = 0
-        self.page_ids: list[int] = []
+        self.tables: tuple[BlockTable, ...] = ()
+        self.num_columns = 0
+        self.num_promised = 0
         self.blocks: Blocks | None = None
         self.chain: list[PageEntry] = []
         self.chain_open = False
@@ -119,8 +152,18 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"<{self.request_id}/{self.index} {self.state.value} row={self.row} tokens={len(self.tokens)} "
-            f"fed={self.num_fed}/{self.max_fed} pages={len(self.page_ids)}>"
+            f"fed={self.num_fed}/{self.max_fed} pages={self.num_pages}>"
         )
+
+    @property
+    def page_ids(self) -> list[int]:
+        """The pages that it holds, group by group."""
+        return [page_id for table in self.tables for page_id in table.held]
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages it holds."""
+        return sum(table.num_held for table in self.tables)
 
     @property
     def num_outputs(self) -> int:
@@ -138,8 +181,8 @@ class Sequence:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Every token of the prompt must be computed, whatever a cache has."""
-        return self.asks_prompt_logprobs or self.request.pooling
+        """Every token of the prompt must be computed, whatever a cache has. The last one always is."""
+        return self.asks_prompt_logprobs or self.request.pooling not in (None, Pooling.LAST)
 
     def begin(self, num_cached: int) -> None:
         """Gets a row; `num_cached` tokens are in its pages. Results of its prompt are collected anew."""
@@ -163,15 +206,23 @@ class Sequence:
         self.num_fed = self.num_unsure = 0
 
     def add_hidden(self, part: list[float]) -> None:
-        """Takes the sum over some more tokens of the prompt."""
+        """Takes the sum over some more of the pooled tokens."""
         self.hidden_sum = [a + b for a, b in zip(self.hidden_sum, part, strict=True)] if self.hidden_sum else part
 
     def take(self, token_id: int) -> FinishReason | None:
         """Appends a drawn token. Returns the reason when the sequence ends with it, else None."""
+        if token_id == NOT_FINITE:
+            return FinishReason.ERROR
         self.tokens.append(token_id)
         if token_id in self.stop_ids and self.num_outputs > self.request.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) > self.max_fed else None
+
+    def pooled_info(self) -> PromptInfo:
+        """The answer to a request that pools, once all of its prompt has run."""
+        assert self.request.pooling is not None, self
+        count = len(self.request.pooling.positions(self.prompt_len))
+        return PromptInfo(self.num_cached, None, tuple(value / count for value in self.hidden_sum))
 
     def prompt_info(self) -> PromptInfo:
         """The results of the prompt, for the first event."""

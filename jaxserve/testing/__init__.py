@@ -4,8 +4,8 @@ The fakes need no JAX, so that the whole path from a prompt to a stream runs in 
 `FakeRunner` is written to be obviously right, not fast, and fails at the first plan that breaks a rule of `sched.plan`.
 
 The fake runner keeps the tokens themselves in its pages, where a device keeps keys and values. In the mode "context"
-the next token is a hash of all tokens read back through the row's block table, so a page that was lost, shared wrongly
-or copied too late changes the output.
+the next token is a hash of all tokens before it. Each token that a row can see is read back through its block tables
+and compared, so that a page that was lost, shared wrongly or copied too late is found at once.
 """
 
 import collections
@@ -21,6 +21,7 @@ from jaxserve.sched.plan import (
     Bucket,
     Chunk,
     Limits,
+    PageGroup,
     RowMask,
     RowSetup,
     StepPlan,
@@ -37,6 +38,7 @@ def make_limits(
     max_rows: int = 4,
     num_pages: int = 32,
     page_size: int = 4,
+    windows: Iterable[int | None] = (None,),
     max_model_len: int = 64,
     token_buckets: Iterable[int] = (8, 16, 32),
     mixed_rows: Mapping[int, int] | None = None,
@@ -56,6 +58,7 @@ def make_limits(
         max_rows=max_rows,
         num_pages=num_pages,
         page_size=page_size,
+        page_groups=tuple(map(PageGroup, windows)),
         max_model_len=max_model_len,
         buckets=tuple(sorted(decode + mixed)),
         max_row_tokens=max_row_tokens,
@@ -93,12 +96,14 @@ def make_request(
 class _Row:
     """State of a row that a device would keep. Mutated only by `FakeRunner`."""
 
-    __slots__ = ("known", "last_token", "length", "mask", "page_ids", "setup")
+    __slots__ = ("known", "last_token", "length", "mask", "setup", "tables")
 
-    def __init__(self, setup: RowSetup) -> None:
+    def __init__(self, setup: RowSetup, num_groups: int) -> None:
         self.setup = setup
         self.known = list(setup.token_ids)  # the tokens that the context must hold; chunks bring the rest
-        self.page_ids: list[int] = []
+        self.tables: list[list[int]] = [
+            [] for _ in range(num_groups)
+        ]  # of each group; DUMMY_PAGE where no token to come can see the page
         self.length = -1  # tokens in the pages; unknown until the first chunk, which has its start
         self.last_token: int | None = None
         self.mask: RowMask | None = None  # of this step
@@ -126,7 +131,7 @@ class FakeRunner:
       limits: of the device that it stands for.
       vocab_size: V, tokens are 0..V-1.
       mode: "count": the token after t is (t + 1) % V, which a test computes by hand; "context": a hash of the seed
-        and of the whole context as read through the block table.
+        and of the whole context. Either way each token that a row can see must be in its pages.
       forced: (request id, index) -> {output position: token id}, to inject stop ids.
       draw_count: of the tokens that a plan lets a decode row draw, how many it draws.
       fail_at: step at which the device fails: "dispatch" raises there, "result" when the result is asked for.
@@ -201,21 +206,27 @@ class FakeRunner:
         assert len(set(plan.freed_rows)) == len(plan.freed_rows), plan.freed_rows
         for row in plan.freed_rows:
             assert row in self._rows, f"row {row} is freed but has no owner"
-            self._num_users.subtract(self._rows.pop(row).page_ids)
+            for table in self._rows.pop(row).tables:
+                self._num_users.subtract(table)
+        self._forget_unseen()
         for setup in plan.setups:
             assert 0 <= setup.row < self._limits.max_rows, setup.row
             assert setup.row not in self._rows, f"row {setup.row} is given away while it has an owner"
             assert setup.prompt_len <= setup.num_tokens <= self._limits.max_model_len, setup
             whole = reads_history(setup.sampling, setup.bad_word_ids)
             assert not whole or len(setup.token_ids) == setup.num_tokens, setup
-            self._rows[setup.row] = _Row(setup)
+            self._rows[setup.row] = _Row(setup, len(self._limits.page_groups))
         for grant in plan.grants:
-            row = self._rows[grant.row]
-            assert grant.first == len(row.page_ids), f"a hole in the block table: {grant}, {row.page_ids}"
+            tables = self._rows[grant.row].tables
+            table = tables[grant.group]
+            if not table and self._limits.page_groups[grant.group].window is not None:
+                table += [DUMMY_PAGE] * grant.first  # no token of the row will see what is before
+            assert grant.first == len(table), f"a hole in the block table: {grant}, {table}"
             assert all(DUMMY_PAGE < p <= self._limits.num_pages for p in grant.page_ids), grant
-            row.page_ids += grant.page_ids
+            table += grant.page_ids
             self._num_users.update(grant.page_ids)
-            assert len(set(row.page_ids)) == len(row.page_ids), f"a page twice in one table: {row.page_ids}"
+            held = [page_id for one in tables for page_id in one if page_id != DUMMY_PAGE]
+            assert len(set(held)) == len(held), f"a page twice in the tables of a row: {tables}"
         targets = {copy.target for copy in plan.copies}
         assert not targets & {copy.source for copy in plan.copies}, plan.copies
         assert len(targets) == len(plan.copies), plan.copies
@@ -226,6 +237,14 @@ class FakeRunner:
         for copy in plan.copies:
             assert self._num_users[copy.target] == 1, f"{copy} writes a page of {self._num_users[copy.target]} rows"
             self._pages[copy.target] = list(self._pages[copy.source])
+
+    def _forget_unseen(self) -> None:
+        """Pages that no token to come can see may be another row's from now on."""
+        for row in self._rows.values():
+            for group, table in zip(self._limits.page_groups, row.tables, strict=True):
+                first = min(group.first_column(max(0, row.length), self._limits.page_size), len(table))
+                self._num_users.subtract(table[:first])
+                table[:first] = [DUMMY_PAGE] * first
 
     def _forward(self, plan: StepPlan) -> StepResult:
         # All writes first, then all reads: what a row reads of another must have been written by an EARLIER step, and
@@ -256,7 +275,7 @@ class FakeRunner:
         asked = any(entry is not None for entry in logprobs)
         prompt = {c.row: self._prompt_logprobs(c) for c in plan.chunks if c.prompt_logprobs}
         # The hidden state of token t at position p is (t, p, 1).
-        sums = {c.row: _hidden_sum(c) for c in plan.chunks if c.pool}
+        sums = {c.row: _hidden_sum(c) for c in plan.chunks if c.pooled}
         return StepResult(
             token_ids=tokens,
             logprobs=logprobs if asked else None,
@@ -271,45 +290,53 @@ class FakeRunner:
         setup, known = row.setup, row.known
         assert chunk.token_ids, chunk
         if row.length < 0:
-            cached = self._read(row, chunk.start)
             assert len(known) in (chunk.start, setup.num_tokens), (
                 f"{chunk}: neither a chunk nor the setup brings what is before it: {setup}"
             )
-            assert cached == known[: chunk.start], f"{chunk} starts after {cached}, expected {known}"
+            self._check_context(row, chunk.start, chunk.start)
             row.length = chunk.start
         assert chunk.start == row.length, f"{chunk} starts at {chunk.start}, the pages hold {row.length}"
         end = chunk.start + len(chunk.token_ids)
         if len(known) < setup.num_tokens:
             known += chunk.token_ids
         assert known[chunk.start : end] == [*chunk.token_ids], f"{chunk} differs from what is known: {known}"
-        assert chunk.sample == (end == setup.num_tokens and not chunk.pool), f"{chunk} of {setup.num_tokens} tokens"
+        assert chunk.sample == (end == setup.num_tokens and chunk.pool is None), f"{chunk} of {setup.num_tokens} tokens"
         return list(chunk.token_ids)
 
     def _write(self, row: _Row, token_id: int) -> None:
         position = row.length
         assert position < self._limits.max_model_len, (row.setup.request_id, position)
         column, slot = divmod(position, self._limits.page_size)
-        assert column < len(row.page_ids), f"{row.setup.request_id}: no page for position {position}: {row.page_ids}"
-        page_id = row.page_ids[column]
-        assert self._num_users[page_id] == 1, f"page {page_id} is written while {self._num_users[page_id]} rows use it"
-        self._pages[page_id][slot] = token_id
+        for table in row.tables:
+            assert column < len(table), f"{row.setup.request_id}: no page for position {position}: {row.tables}"
+            page_id, num_users = table[column], self._num_users[table[column]]
+            assert page_id != DUMMY_PAGE and num_users == 1, f"page {page_id} is written while {num_users} rows use it"
+            self._pages[page_id][slot] = token_id
         row.length += 1
 
-    def _read(self, row: _Row, length: int) -> list[int | None]:
+    def _check_context(self, row: _Row, position: int, end: int) -> None:
+        """Asserts that the pages of each group hold those tokens before `end` that one at `position` sees."""
         size = self._limits.page_size
-        assert length <= len(row.page_ids) * size, (length, row.page_ids)
-        return [token for page_id in row.page_ids for token in self._pages[page_id]][:length]
+        for group, table in zip(self._limits.page_groups, row.tables, strict=True):
+            first = 0 if group.window is None else max(0, position - group.window + 1)
+            assert end <= len(table) * size, (end, table)
+            assert DUMMY_PAGE not in table[first // size : -(-end // size)], (position, table)
+            seen, known = [self._pages[table[p // size]][p % size] for p in range(first, end)], row.known[first:end]
+            assert seen == known, f"{row.setup.request_id} reads {seen} from {first} on, expected {known}"
 
     def _sample(self, row: _Row) -> int:
         setup = row.setup
-        context = self._read(row, row.length)
-        assert context == row.known, f"{setup.request_id}/{setup.index} reads {context}, expected {row.known}"
+        context = row.known
+        assert row.length == len(context), f"{setup.request_id}/{setup.index} has {row.length} of {len(context)} tokens"
+        self._check_context(row, row.length - 1, row.length)
         num_outputs = len(row.known) - setup.prompt_len
         if self._mode == "count":
             token = (row.known[-1] + 1) % self.vocab_size
         else:
             token = hash((setup.seed, *context)) % self.vocab_size
         token = self._forced.get((setup.request_id, setup.index), {}).get(num_outputs, token)
+        if allowed := setup.sampling.allowed_token_ids:
+            token = token if token in allowed else allowed[token % len(allowed)]
         while num_outputs < setup.sampling.min_tokens and token in setup.stop_token_ids:
             token = (token + 1) % self.vocab_size
         assert (row.mask is None) == (setup.sampling.structured is None), f"{setup.request_id} has a wrong mask"
@@ -339,8 +366,9 @@ class FakeRunner:
 
 
 def _hidden_sum(chunk: Chunk) -> list[float]:
-    positions = range(chunk.start, chunk.start + len(chunk.token_ids))
-    return [float(sum(chunk.token_ids)), float(sum(positions)), float(len(positions))]
+    positions = chunk.pooled
+    token_ids = chunk.token_ids[positions.start - chunk.start : positions.stop - chunk.start]
+    return [float(sum(token_ids)), float(sum(positions)), float(len(positions))]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

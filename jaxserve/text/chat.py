@@ -225,9 +225,14 @@ def check_special_text(
     Every text counts, since templates write names, roles and arguments of calls too. `beside`: further values of
     the template, such as tools, under the names that errors use.
     """
-    specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
     named = {f"messages[{index}]": message for index, message in enumerate(check_messages(messages))}
-    for where, value in {**named, **(beside or {})}.items():
+    check_no_special(tokenizer, {**named, **(beside or {})})
+
+
+def check_no_special(tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest when a text in one of the JSON values spells a special token. Errors use their names."""
+    specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
+    for where, value in named.items():
         for found in _texts(value):
             for text in specials:
                 if text in found:

@@ -1,6 +1,8 @@
 """The model inside the package answers its held-out tasks, however the engine gets to the answer."""
 
 import asyncio
+import dataclasses
+import math
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +17,8 @@ from whole import scheduler
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config.schema import GrpcConfig, HttpConfig
+from jaxserve.engine import Engine, Reranker
+from jaxserve.errors import UnsupportedOption
 
 ENOUGH = 0.95
 MODEL = "demo_model"
@@ -32,8 +36,8 @@ def _llm(dtype: str = "auto", sizes: Mapping[str, object] = SIZES) -> LLM:
     return LLM.from_config(None, overrides={**fixed, **sizes})
 
 
-def _shortfall(accuracy: dict[str, float]) -> dict[str, float]:
-    return {task: share for task, share in accuracy.items() if share < ENOUGH}
+def _shortfall(accuracy: dict[str, float], enough: float = ENOUGH) -> dict[str, float]:
+    return {task: share for task, share in accuracy.items() if share < enough}
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +56,38 @@ def test_the_engine_knows_how_long_the_checkpoint_goes(llm: LLM) -> None:
     assert llm._engine.model.max_position == 1024
 
 
+def test_scores_are_those_of_the_next_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model was not taught to judge, but any two tokens can be compared. The oracle scores them as prompts."""
+    engine = llm._engine
+    assert isinstance(engine, Engine)
+    query, documents = "the colour of grass", ["Grass is green.", "Two and two are four.", "yes", ""]
+    with pytest.raises(UnsupportedOption, match="not known to judge"):
+        llm.score(query, documents, use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    template = "<|user|>Is it {query}? {document}<|end|><|assistant|>"
+    reranker = Reranker.of(tokenizer, template=template, instruction="", positive="y", negative="No")
+    monkeypatch.setattr(engine, "model", dataclasses.replace(engine.model, reranker=reranker))
+    outputs = llm.score(query, documents, use_tqdm=False)
+    last = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for document, output in zip(documents, outputs, strict=True):
+        prompt = tokenizer.encode(reranker.text(query, document), add_special_tokens=False)
+        assert output.prompt_token_ids == prompt
+        answers = [reranker.yes_id, reranker.no_id]
+        found = [o.prompt_logprobs for o in llm.generate([[*prompt, one] for one in answers], last, use_tqdm=False)]
+        yes, no = (entries[-1][one].logprob for entries, one in zip(found, answers, strict=True) if entries)  # type: ignore[index]
+        assert output.outputs.score == pytest.approx(math.exp(yes) / (math.exp(yes) + math.exp(no)), rel=1e-3)
+
+
 @pytest.mark.slow
 def test_every_task_in_bfloat16() -> None:
-    assert not _shortfall(evaluate(_llm("bfloat16"), 64, seed=12))
+    assert not _shortfall(evaluate(_llm("bfloat16"), 32, seed=12))
 
 
 @pytest.mark.slow
 def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
     llm = _llm(sizes=STRESS)
-    assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2))
+    assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2), enough=15 / 16)
     counters = scheduler(llm._engine)
     assert counters.num_preemptions > 0
     assert counters.memory.num_hit_tokens > 0

@@ -1,5 +1,6 @@
 """Embeddings of the whole engine against a plain forward of the bare decoder, for every cut of a prompt."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,11 +11,12 @@ from flax import nnx
 from test_no_compile import CompileCounter
 from whole import FIXTURES, POOL, build, scheduler
 
-from jaxserve.api import RequestOptions, SamplingParams
-from jaxserve.engine import Engine, Update, embedding_of, pooling_params
+from jaxserve.api import Pooling, RequestOptions, SamplingParams
+from jaxserve.engine import EmbeddingRules, Engine, Update, embedding_of, pooling_params
 from jaxserve.kernels.paged_attention import AttentionBatch
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models import load_model
+from jaxserve.models.decoder import CachePlace
 
 PATH = FIXTURES / "qwen3"
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 100, n)] for i, n in enumerate((1, 5, 33, 100, 100))]
@@ -32,8 +34,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[np.ndarray]:
-    """One prompt at a time, in one piece, through the model and nothing else of the engine."""
+def hidden_states() -> list[np.ndarray]:
+    """[T, D] of one prompt at a time, in one piece, through the model and nothing else of the engine."""
     loaded = load_model(PATH, dtype="float32")
     found = []
     for prompt in PROMPTS:
@@ -52,10 +54,19 @@ def expected() -> list[np.ndarray]:
             page_size=PAGE,
             decode_only=False,
         )
-        hidden, _ = jax.jit(lambda d, c, t, b: d(t, c, b, XLA_ATTENTION))(decoder, caches, jnp.asarray(prompt), batch)
-        mean = np.asarray(hidden, np.float64).mean(axis=0)
-        found.append(mean / np.linalg.norm(mean))
+        places = [CachePlace(group=0, slot=layer) for layer in range(config.num_layers)]
+        run = jax.jit(lambda d, c, t, b, places=places: d(t, c, (b,), places, XLA_ATTENTION))
+        hidden, _ = run(decoder, caches, jnp.asarray(prompt), batch)
+        found.append(np.asarray(hidden, np.float64))
     return found
+
+
+def pooled(hidden_states: list[np.ndarray], pooling: Pooling) -> list[np.ndarray]:
+    means = [hidden[slice(*taken)].mean(axis=0) for hidden in hidden_states for taken in [_TAKEN[pooling]]]
+    return [mean / np.linalg.norm(mean) for mean in means]
+
+
+_TAKEN = {Pooling.MEAN: (None, None), Pooling.LAST: (-1, None), Pooling.FIRST: (0, 1)}
 
 
 def embed(engine: Engine, *, stagger: int = 0) -> list[list[float]]:
@@ -86,7 +97,12 @@ def check(found: list[list[float]], expected: list[np.ndarray]) -> None:
     assert np.abs(expected[2] - expected[3]).max() > 0.05, "the prompts are too alike to show anything"
 
 
-def test_equals_a_plain_forward_and_nothing_compiles(engine: Engine, expected: list[np.ndarray]) -> None:
+@pytest.mark.parametrize("pooling", Pooling)
+def test_equals_a_plain_forward_and_nothing_compiles(
+    engine: Engine, hidden_states: list[np.ndarray], pooling: Pooling
+) -> None:
+    engine.model = dataclasses.replace(engine.model, embedding=EmbeddingRules(pooling=pooling))
+    expected = pooled(hidden_states, pooling)
     counter = CompileCounter()
     check(embed(engine), expected)
     check(embed(engine, stagger=2), expected)
@@ -104,5 +120,8 @@ def test_equals_a_plain_forward_and_nothing_compiles(engine: Engine, expected: l
     ],
     ids=["chunks", "devices"],
 )  # fmt: skip
-def test_does_not_depend_on_cuts(cut: dict[str, object], expected: list[np.ndarray]) -> None:
-    check(embed(build(PATH, **options(**cut)), stagger=1), expected)
+def test_does_not_depend_on_cuts(cut: dict[str, object], hidden_states: list[np.ndarray]) -> None:
+    engine = build(PATH, **options(**cut, model__pooling="last"))
+    for pooling in (Pooling.LAST, Pooling.MEAN):
+        check(embed(engine, stagger=1), pooled(hidden_states, pooling))
+        engine.model = dataclasses.replace(engine.model, embedding=EmbeddingRules())

@@ -13,15 +13,29 @@ from jaxserve.engine import Engine
 
 # Plain; a window; normalised queries and keys; angles that grow with the length.
 QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
-# More scalings. tests/models/test_parity.py compares these and the other fixtures in the model alone.
-LONG = ("llama_llama3", "llama_yarn", "qwen3_window_yarn")
+# Families that are no relatives of Llama. The model alone is cut over devices for most of them, by tests/models.
+FAMILIES = (
+    *("bloom", "falcon_71_heads", "falcon_mqa", "falcon_new", "falcon_rw", "gemma", "gemma2", "gemma3", "gpt2"),
+    *("gpt_oss", "mixtral", "mpt", "olmo2", "opt", "opt_350m", "phi", "phi3", "qwen2_moe", "qwen3_moe", "starcoder2"),
+)
+# The whole engine over devices: devices of a layer, and parts of its experts.
+CUT = {"olmo2": (4, 1), "qwen2_moe": (8, 8)}
+# Every layer has a window of 20 or 24 tokens, so that a sequence holds few pages, and the pool must be small.
+WINDOWED = ("mistral_window", "phi3", "starcoder2")
+# Other scalings and windows run in the model alone: tests/models/test_parity.py.
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
 def _engine(name: str, page_size: int) -> Engine:
-    """Its pool holds three sequences of full length, and admission does not look ahead."""
-    pages = {"cache__page_size": page_size, "cache__num_pages": 3 * -(-POOL["model__max_len"] // page_size)}
-    return build(FIXTURES / name, **{**POOL, **pages}, sched__watermark=0.0, sched__growth=0.0)
+    """Its pool holds two or three sequences of full length, and admission does not look ahead."""
+    columns = -(-POOL["model__max_len"] // page_size)
+    sizes = {
+        "cache__page_size": page_size,
+        "cache__num_pages": min(10, 3 * columns) if name in WINDOWED else 3 * columns,
+    }
+    devices, parts = CUT.get(name, (1, 1))
+    sizes |= {"parallel__tensor": devices, "parallel__expert": parts, "sched__watermark": 0.0, "sched__growth": 0.0}
+    return build(FIXTURES / name, **{**POOL, **sizes})
 
 
 def _answers(name: str) -> list[tuple[list[int], np.ndarray, list[int]]]:
@@ -35,7 +49,10 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *_SLOW])
 def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     engine = _engine(name, page_size=16)
     answers = _answers(name)
@@ -56,8 +73,8 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
             lower, upper = (1 + int((line > line[entry.token_id] + slack).sum()) for slack in (1e-4, -1e-4))
             assert lower <= entry.rank <= upper, "beyond what near ties explain"
 
-    # 32 mixed requests at once, each prompt eight times: chunked, preempted, hit by prefix, in a crowd
-    crowd = [answers[i % len(answers)] for i in range(32)]
+    # Mixed requests at once, each prompt several times: chunked, preempted, hit by prefix, in a crowd
+    crowd = [answers[i % len(answers)] for i in range(32 if name in QUICK else 16)]
     results = run(engine, [(prompt, GREEDY) for prompt, _, _ in crowd], stagger=1)
     for (prompt, _, greedy), [result] in zip(crowd, results, strict=True):
         assert result.token_ids == greedy, len(prompt)

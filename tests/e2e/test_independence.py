@@ -1,4 +1,5 @@
-"""A request's tokens do not depend on its neighbours, on cuts, preemption, prefix hits or the shape of a step.
+"""A request's tokens do not depend on its neighbours, on cuts, preemption, prefix hits or the shape of a step; nor do
+the bits of its log-probabilities.
 
 The demo model, greedy and seeded sampling with penalties, each request alone in a roomy engine first; then the same
 requests through engines that disturb them in one way each.
@@ -7,10 +8,11 @@ requests through engines that disturb them in one way each.
 import random
 
 import pytest
-from whole import build, run, scheduler
+from whole import FIXTURES, POOL, Result, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine
+from jaxserve.errors import ConfigError
 
 PAGE = 16
 LONGEST = 200
@@ -23,6 +25,7 @@ ROOMY = {
     "cache__num_pages": 200,
     "runtime__row_buckets": [1, 8],
     "runtime__background_buckets": False,
+    "runtime__batch_invariant": True,
 }
 
 
@@ -39,11 +42,11 @@ def _requests(num: int = NUM) -> list[tuple[str, SamplingParams]]:
     ]
     asked = []
     for i in range(num):
-        options = {} if i % 3 == 0 else {"temperature": 0.9, "seed": i}
+        options = {"temperature": 0.0} if i % 3 == 0 else {"temperature": 0.9, "seed": i}
         if i % 3 == 2:
             options |= {"top_p": 0.9, "top_k": 40, "presence_penalty": 0.5, "repetition_penalty": 1.1}
         length = rng.randint(8, 60)
-        asked.append((prompts[i % 6], SamplingParams(max_tokens=length, **({"temperature": 0.0} | options))))
+        asked.append((prompts[i % 6], SamplingParams(max_tokens=length, logprobs=3, **options)))
     return asked
 
 
@@ -59,41 +62,48 @@ def roomy(dtype: str) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def alone(roomy: Engine) -> list[list[int]]:
-    """Tokens of each request by itself, with nothing in the prefix cache that it could hit."""
-    tokens = []
-    for prompt, sampling in _requests():
-        [[result]] = run(roomy, [({"prompt": prompt}, sampling)])
-        tokens.append(result.token_ids)
-    return tokens
+def alone_results(roomy: Engine) -> list[Result]:
+    """Each request by itself, with nothing in the prefix cache that it could hit."""
+    return [run(roomy, [({"prompt": prompt}, sampling)])[0][0] for prompt, sampling in _requests()]
 
 
-def _tokens(engine: Engine, order: list[int] | None = None, stagger: int = 0) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def alone(alone_results: list[Result]) -> list[list[int]]:
+    return [result.token_ids for result in alone_results]
+
+
+def _results(engine: Engine, order: list[int] | None = None, stagger: int = 0) -> list[Result]:
     asked = _requests()
     order = order if order is not None else list(range(len(asked)))
     results = run(engine, [asked[i] for i in order], stagger=stagger)
-    by_request: list[list[int]] = [[] for _ in asked]
-    for i, [result] in zip(order, results, strict=True):
-        by_request[i] = result.token_ids
-    return by_request
+    by_request = {i: result for i, [result] in zip(order, results, strict=True)}
+    return [by_request[i] for i in range(len(asked))]
+
+
+def _tokens(engine: Engine) -> list[list[int]]:
+    return [result.token_ids for result in _results(engine)]
+
+
+def _bits(results: list[Result]) -> list[tuple]:
+    return [(result.token_ids, result.logprobs) for result in results]
 
 
 def test_sampled_requests_differ_from_greedy_ones(alone: list[list[int]]) -> None:
     assert len({tuple(t) for t in alone}) > 8, "the requests are too alike to show anything"
 
 
-def test_in_a_crowd_that_arrives_at_once(roomy: Engine, alone: list[list[int]]) -> None:
-    assert _tokens(roomy) == alone
+def test_in_a_crowd_that_arrives_at_once(roomy: Engine, alone_results: list[Result]) -> None:
+    assert _bits(_results(roomy)) == _bits(alone_results)
     assert {step.slots for step in roomy.stats[0].steps()} >= {1, 8}, "both decode buckets ran"
 
 
-def test_in_a_crowd_that_trickles_in_another_order(roomy: Engine, alone: list[list[int]]) -> None:
+def test_in_a_crowd_that_trickles_in_another_order(roomy: Engine, alone_results: list[Result]) -> None:
     order = random.Random(1).sample(range(NUM), NUM)
-    assert _tokens(roomy, order, stagger=2) == alone
+    assert _bits(_results(roomy, order, stagger=2)) == _bits(alone_results)
     assert scheduler(roomy).memory.num_hit_tokens > 0
 
 
-def test_cut_preempted_and_hit_by_prefix(dtype: str, alone: list[list[int]]) -> None:
+def test_cut_preempted_and_hit_by_prefix(dtype: str, alone_results: list[Result]) -> None:
     engine = build(
         "demo",
         cache__page_size=PAGE,
@@ -105,7 +115,7 @@ def test_cut_preempted_and_hit_by_prefix(dtype: str, alone: list[list[int]]) -> 
         sched__growth=0.0,
         runtime__token_buckets=[11],
     )
-    assert _tokens(engine) == alone
+    assert _bits(_results(engine)) == _bits(alone_results)
     assert scheduler(engine).num_preemptions > 0
 
 
@@ -138,3 +148,22 @@ def test_prompt_logprobs_do_not_change_tokens(roomy: Engine, alone: list[list[in
     [[result]] = run(roomy, [(prompt, SamplingParams(prompt_logprobs=3, logprobs=2, **options))])
     assert result.token_ids == alone[4]
     assert len(result.logprobs) == len(result.token_ids)
+
+
+def test_an_engine_that_cannot_keep_the_bits_does_not_start() -> None:
+    with pytest.raises(ConfigError, match=r"runtime.batch_invariant is true, but kernels.paged_attention: xla .* xla"):
+        build("demo", runtime__batch_invariant=True, kernels__matmul="xla", kernels__paged_attention="xla")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_experts_give_a_row_the_same_bits_alone_and_in_a_crowd(name: str) -> None:
+    """The crowd decides which rows an expert has beside it. Steps of other sizes: tests/models/test_experts.py."""
+    engine = build(FIXTURES / name, **POOL)
+    rng = random.Random(5)
+    asked = []
+    for seed in range(8):
+        options = {"temperature": 0.9, "seed": seed} if seed % 2 else {"temperature": 0.0}
+        prompt = [rng.randrange(engine.model.vocab_size) for _ in range(rng.randint(1, 60))]
+        asked.append((prompt, SamplingParams(max_tokens=12, logprobs=3, ignore_eos=True, **options)))
+    alone = [run(engine, [one])[0][0] for one in asked]
+    assert _bits([result for [result] in run(engine, asked)]) == _bits(alone)

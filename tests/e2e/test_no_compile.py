@@ -55,8 +55,10 @@ def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], Sampling
     return asked
 
 
-def test_500_mixed_requests_compile_nothing() -> None:
-    engine = build(FIXTURES / "qwen3", **POOL)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_500_mixed_requests_compile_nothing(name: str) -> None:
+    """Of experts, too, whichever of them the tokens choose."""
+    engine = build(FIXTURES / name, **POOL)
     engine.tokenizer = ByteTokenizer()  # for stop strings and bad words; the checkpoint has none
     asked = _mixed_requests(500, engine.model.vocab_size)
     options = [f.name for f in dataclasses.fields(SamplingParams)]

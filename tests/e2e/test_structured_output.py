@@ -51,8 +51,8 @@ def test_a_sample_of_schemas(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_200_schemas(engine: Engine) -> None:
-    assert check_schemas(engine, range(200)) >= 150
+def test_100_schemas(engine: Engine) -> None:
+    assert check_schemas(engine, range(0, 200, 2)) >= 75
 
 
 def test_without_masks_it_is_nonsense(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,10 @@ def test_a_version_and_a_pool_can_differ(tmp_path) -> None:
     there = device_facts(make_limits(num_pages=33), {"model": "b" * 500})
     pages, model = differences(here, there, "p")
     assert pages == "pages is 32 of 4 tokens on process 0 and 33 of 4 tokens on p"
+    windows = device_facts(make_limits(windows=(None, 8)), {})
+    assert differences(device_facts(make_limits(), {}), windows, "p") == [
+        "page groups is all on process 0 and all 8 on p"
+    ]
     assert len(model) < 200, "a long fact is cut"
     assert differences({"a": "1"}, {}, "p") == ["a is 1 on process 0 and absent on p"]
 

@@ -13,7 +13,9 @@ targets.find_target = lambda: target
 import jax.numpy as jnp
 import numpy as np
 from jaxserve.kernels.cpu.implementation import make_attention
-from jaxserve.kernels.ops import PAGED_ATTENTION
+from jaxserve.kernels.grouped_matmul import GroupedMatmulUse
+from jaxserve.kernels.ops import GROUPED_MATMUL, PAGED_ATTENTION
+from jaxserve.kernels.packed_experts import make_grouped_matmul
 from jaxserve.kernels.packed_weight import pack
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse
@@ -25,6 +27,8 @@ for rows in range(1, 20):
     found = pack(jnp.asarray(weight), 1, target.width).multiply(jnp.asarray(x))
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, atol=1e-4)
 device = Device(backend="cpu", kind="cpu")
+experts = GroupedMatmulUse(dtype="float32", num_experts=4, hidden_size=33, size=50, num_devices=1)
+assert GROUPED_MATMUL.check(make_grouped_matmul(device), experts, device) < 1e-6
 implementation = make_attention(device)
 for head_dim, page in ((64, 16), (8, 24), (80, 64)):
     spec = AttentionSpec(num_query_heads=6, num_kv_heads=2, head_dim=head_dim, scale=0.1)

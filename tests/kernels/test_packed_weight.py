@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels.cpu.target import find_target
-from jaxserve.kernels.packed_weight import PackedWeight, pack
+from jaxserve.kernels.packed_weight import PackedWeight, empty_panels, pack
 
 WIDTH = find_target().width
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 64, 130)  # every mix of the heights of blocks
@@ -120,6 +120,13 @@ def test_padding_is_zeros():
     packed = make_packed((WIDTH + 1,), (5,))
     assert packed.panels.shape == (2, 5, WIDTH)
     assert (np.asarray(packed.panels)[1, :, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_panels_are_not_copied_into_buffers_of_small_pages(dtype):
+    panels = empty_panels(jax.ShapeDtypeStruct((3, 5, 2 * WIDTH + 1), dtype))
+    assert panels.shape == (3, 5, 2 * WIDTH + 1) and panels.dtype == jnp.dtype(dtype) and not panels.any()
+    assert jax.device_put(panels).unsafe_buffer_pointer() == panels.ctypes.data
 
 
 def test_inside_of_a_loop():

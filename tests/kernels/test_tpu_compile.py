@@ -1,10 +1,10 @@
 """Every case compiled for TPUs that are not here: what Mosaic or the memory of the chip would refuse, fails here."""
 
 import pytest
-from kernel_builds import compile_attend
 
 from jaxserve.kernels.cases import REAL
 from jaxserve.kernels.pallas.tpu_implementation import make_attention
+from jaxserve.lab.compiled.attention import compile_attend
 from jaxserve.lab.compiled.topology import device_of_topology
 
 QUICK = (("llama3-8b-tp4/busy/32/int8", "v6e:2x2"),)

@@ -16,7 +16,7 @@ from jaxserve.kernels.cases import REAL, Case, Room, case, make_inputs, small
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import TOLERANCE, relative_error
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse
-from jaxserve.kernels.pallas import tpu_attention
+from jaxserve.kernels.pallas import tpu_attention, tpu_write
 from jaxserve.kernels.pallas.tpu_implementation import make_attention
 from jaxserve.kernels.tuning import entry_name
 from jaxserve.kernels.xla_attention import XLA_ATTENTION as REFERENCE
@@ -46,7 +46,7 @@ NAMED = (
     "llama3-8b-tp4/busy/32/int8",
     "llama3-8b-tp8/ragged/128",
     "mpt-7b-alibi/ragged/64/bfloat16",
-    "phi3-mini/ragged/64/bfloat16",
+    "phi3-mini/busy/64/bfloat16",
     "mistral-7b/prefill8k/64/bfloat16",
     "llama3-70b-tp8/row128k/64/bfloat16",
     "llama3-8b-tp4/busy/32/float8_e5m2",
@@ -257,13 +257,14 @@ def test_the_write_stores_what_the_reference_stores_and_nothing_else(dtype):
     )
     cache = np.asarray(cache.astype(jnp.float32))
     keys = np.asarray(reference.keys.astype(jnp.float32)).swapaxes(2, 3)
-    np.testing.assert_array_equal(cache[1:, :, :24, :96], keys[1:])
-    np.testing.assert_array_equal(cache[1:, :, :24, 128:224], np.asarray(reference.values.astype(jnp.float32))[1:])
-    assert (cache[:, :, 24:] == 0).all() and (cache[..., 96:128] == 0).all()
+    np.testing.assert_array_equal(cache[1:, :, 0, :24, :96], keys[1:])
+    np.testing.assert_array_equal(cache[1:, :, 1, :24, :96], np.asarray(reference.values.astype(jnp.float32))[1:])
+    assert (cache[..., 24:, :] == 0).all() and (cache[..., 96:] == 0).all()
 
 
 @pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (24, 96)])
-def test_the_write_among_poison_is_the_scatter_that_fills_caches_here(page_size, head_dim):
+def test_the_write_among_poison_is_the_scatter_that_fills_caches_here(page_size, head_dim, watch, monkeypatch):
+    monkeypatch.setattr(tpu_write, "_BATCH_BYTES", 2**15)  # several batches, the last not full
     rows = ((1, 1), (1, 33), (17, 17), (40, 75))
     batch, room = bucketed(rows, page_size, dataclasses.replace(SPEC, head_dim=head_dim), "bfloat16", "bfloat16")
     inputs = inputs_of(batch, room=room)
@@ -272,6 +273,7 @@ def test_the_write_among_poison_is_the_scatter_that_fills_caches_here(page_size,
         for write in (IMPLEMENTATION.write, plain_write)
     )
     np.testing.assert_array_equal(*(np.asarray(cache.astype(jnp.float32)) for cache in (kernel, scatter)))
+    assert not watch.found_races()
 
 
 @pytest.mark.slow
@@ -344,6 +346,15 @@ def test_what_does_not_fit_is_refused_with_the_figures():
     assert make_attention(V5E).refuses(REAL["mpt-7b-alibi/busy/64/bfloat16"].use) is None
     unknown = make_attention(Device(backend="tpu", kind="TPU v99"))
     assert "this is 'TPU v99'" in str(unknown.refuses(REAL["llama3-8b-tp1/busy/64/bfloat16"].use))
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_tokens", "expected"),
+    [(64, 8192, (128, 16, 8)), (64, 33, (64, 16, 8)), (64, 3, (16, 16, 8)), (5, 8192, (128, 8, 8)), (3, 1, (16, 4, 4))],
+)
+def test_blocks_are_no_larger_than_a_table_and_a_step(columns, num_tokens, expected):
+    blocks = tpu_attention.Blocks(block_q=128, pages=16, compute=8).within(columns, num_tokens)
+    assert dataclasses.astuple(blocks) == expected
 
 
 def test_tuned_sizes_that_are_no_powers_of_two_are_refused():

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_builds import compile_attend
 
 from jaxserve.kernels import xla_batched
 from jaxserve.kernels.cases import MODELS, REAL, Case, Room, make_batch
 from jaxserve.kernels.xla_batched import Sums
+from jaxserve.lab.compiled.attention import compile_attend
 from tests.kernels.cpu_implementations import XLA_BATCHED
 from tests.kernels.gpu_compiler import needs_gpu_compiler
 
@@ -67,18 +67,18 @@ def test_turns_of_the_loops(spec, rows, turns, monkeypatch):
 MANY = "llama3-8b-tp1/decode64/64/bfloat16"
 PROMPT = "llama3-8b-tp1/prefill8k/64/bfloat16"
 BUSY = "llama3-8b-tp1/busy/64/bfloat16"
-GPUS = ("a100:1", "l40s:1", "b200:1")
 # Most bytes of temporaries of a step of bfloat16: of one turn of the loops, and of queries and outputs.
 LIMITS = {MANY: 80 * MIB, PROMPT: 180 * MIB}
 BUILDS = [
     ("a100:1", MANY),
-    *((gpu, name) for gpu in GPUS for name in (PROMPT, BUSY)),
+    ("a100:1", PROMPT),
+    ("a100:1", BUSY),
+    ("b200:1", BUSY),
     *(("a100:1", f"{model}/busy/64/bfloat16") for model in ("gpt-oss", "gemma2-9b", "mpt-7b-alibi", "phi3-mini")),
     ("a100:1", "llama3-8b-tp4/busy/32/float8_e5m2"),
     ("l40s:1", "llama3-8b-tp4/busy/32/int8"),
     ("b200:1", "llama3-8b-tp4/busy/32/float8_e4m3fn"),
     ("a100:1", "llama3-8b-tp1/busy/24/bfloat16"),
-    ("a100:1", "llama3-8b-tp8/row128k/64/bfloat16"),
     ("v5e:2x2", BUSY),
 ]
 
@@ -105,10 +105,9 @@ def test_cases_compile_with_the_cache_in_place_and_bounded_temporaries(topology,
 
 @needs_gpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [MANY, PROMPT, BUSY])
-def test_float32_compiles_for_hopper_and_takes_twice_the_memory(name):
-    case = dataclasses.replace(REAL[name], query_dtype="float32", cache_dtype="float32")
-    check_build(case, "h200:1", 2 * LIMITS.get(name, 110 * MIB))
+def test_float32_compiles_for_hopper_and_takes_twice_the_memory():
+    case = dataclasses.replace(REAL[PROMPT], query_dtype="float32", cache_dtype="float32")
+    check_build(case, "h200:1", 2 * LIMITS[PROMPT])
 
 
 @needs_gpu_compiler

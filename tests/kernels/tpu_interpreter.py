@@ -63,7 +63,7 @@ def plain_write(
     page_ids = batch.block_tables.at[batch.token_rows, batch.positions // batch.page_size].get(mode="clip")
     nowhere = cache.shape[0]  # for padding, which is not written
     page_ids = jnp.where(batch.token_rows < batch.context_lens.shape[0], page_ids, nowhere)
-    return cache.at[page_ids, :, batch.positions % batch.page_size].set(lines, mode="drop")
+    return cache.at[page_ids, :, :, batch.positions % batch.page_size].set(lines, mode="drop")
 
 
 def inputs_of(

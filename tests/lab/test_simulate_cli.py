@@ -211,6 +211,15 @@ def test_pages_take_the_share_of_memory_that_a_server_takes() -> None:
     assert most.num_pages - half.num_pages == pytest.approx((0.9 - 0.5) * pool * memory / page_bytes, abs=1)
 
 
+def test_layers_with_windows_have_tables_of_their_own() -> None:
+    """As on a server: pages are of the layers of one group, here of half of them."""
+    model = {"model__path": str(Path(SHAPE).parent / "gemma-2-9b"), "sched__max_rows": 64}
+    limits, whole = (_world_limits("v6e:1", **model, model__max_len=length) for length in (8192, 4096))
+    assert [group.window for group in limits.page_groups] == [None, 4096]
+    assert [group.window for group in whole.page_groups] == [None], "no sequence outgrows the window"
+    assert limits.num_pages == pytest.approx(2 * whole.num_pages, abs=1)
+
+
 def test_a_log_holds_for_its_own_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "steps.jsonl"
     write_log(log, settings={"parallel.pipeline": "2", "parallel.tensor": "1"})

@@ -7,22 +7,17 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import SingleDeviceSharding
+
 from jaxserve.chips import parse_topology
-from jaxserve.config import describe_absent_tpu
-from jaxserve.lab.ledger import captured_kernels, dump_arguments, kernel_calls, time_of_call
+from jaxserve.lab.compiled.topology import absent_devices
+from jaxserve.lab.ledger import captured_kernels, estimated_cycles, kernel_calls, print_schedules, time_of_call
+from jaxserve.runtime.hlo import parse_hlo
 
 FOLDER = Path(sys.argv[1])
-describe_absent_tpu(dump_arguments(FOLDER))
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
-
-from jaxserve.lab.compiled.hlo import parse_hlo  # noqa: E402
-from jaxserve.lab.compiled.topology import absent_devices  # noqa: E402
-from jaxserve.lab.ledger import estimated_cycles  # noqa: E402
-
 TOPOLOGY = "v5e:2x2"
 ROWS, DEPTH, COLUMNS = 4096, 1024, 1024
 
@@ -69,6 +64,7 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def main() -> None:
+    print_schedules(FOLDER)
     sharding = SingleDeviceSharding(absent_devices(TOPOLOGY)[0])
     chip = parse_topology(TOPOLOGY).chip
 

@@ -88,16 +88,38 @@ def test_guarded_operations_act_where_their_predicate_holds() -> None:
     assert copied == [4096, 0]
 
 
-def test_scalar_memory_holds_what_a_copy_brought() -> None:
+@pytest.mark.parametrize(
+    ("operand", "cell"),
+    [
+        (np.arange(16) * 2, 3),
+        (np.arange(16).reshape(1, 4, 4) * 2 - 12, 2 * 128 + 1),  # a row of the last two dimensions has 128 columns
+        (np.arange(6 * 256).reshape(6, 256) - 650, 8 * 128 + 2 * 128 + 16),  # row 2, column 144: the second tile
+    ],
+)
+def test_scalar_memory_holds_what_a_copy_brought(operand: np.ndarray, cell: int) -> None:
     found = program(
         "{ %s1_s0 = inlined_call_operand.vmem [shape: s32[16], index: 0, kind: input] /* operand 0 */ }",
         "{ %s2_s0 = sshll.u32 %s1_s0, 4  ;;  %s3_s0 = int_to_ptr.vmem [resolvable:$true] %s2_s0 }",
-        "{ %4 = dma.vmem_to_smem /*vmem=*/%s3_s0, /*size_in_granules=*/16, /*smem=*/[#allocation5],"
+        "{ %4 = dma.vmem_to_smem /*vmem=*/%s3_s0, /*size_in_granules=*/256, /*smem=*/[#allocation5],"
         " /*dst_syncflagno=*/[#allocation6] }",
-        "{ %s9_s0 = sld [smem:[#allocation5 + $0x3]] }",
+        f"{{ %s9_s0 = sld [smem:[#allocation5 + $0x{cell:x}]] }}",
         *(line.replace("sphi %s1_s0", "sphi %s9_s0") for line in COUNTDOWN[1:]),
     )
-    assert run(found, np.arange(16, dtype=np.int32) * 2).loops[0].turns == 6
+    assert run(found, operand.astype(np.int32)).loops[0].turns == 6
+
+
+def test_a_flag_in_an_array_of_flags_is_counted_up_and_down() -> None:
+    """The address as a sum, and what a wait takes off in a register: as in kernels that choose the flag as they run."""
+    chosen = (
+        COPY[0],
+        "{ %s7_s1 = smov 128  ;;  %s5_s2 = scalar_lea.sflag [#allocation3], 1 }",
+        "{ %s6_s3 = scalar_lea.sflag %s5_s2, 2 [#allocation3]  ;;  %s8_s4 = ssub.s32 0, %s7_s1 }",
+    )
+    copy = COPY[1].replace("[#allocation3 + $0x1]", "%s6_s3")
+    wait = ("{ %3 = dma.done.wait [#allocation3 + $0x3], 128 }", "{ %4 = vsyncadd %s6_s3, %s8_s4 }")
+    once = run(program(*chosen, copy, *wait))
+    assert once.waited_cycles == 127
+    assert run(program(*chosen, copy, *wait, copy, *wait)).waited_cycles == 2 * 127
 
 
 @pytest.mark.parametrize(("dtype", "rows", "cycles"), [("bf16", 16, 16), ("s8", 32, 16)])

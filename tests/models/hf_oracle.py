@@ -16,16 +16,44 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.config.schema import ParallelConfig
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionUse, PagedAttention
+from jaxserve.kernels.paged_attention import AttentionBatch, PagedAttention
 from jaxserve.models import LoadedModel, load_model
-from jaxserve.models.layers import attention_spec
-from jaxserve.models.sharding import specs_for
-from jaxserve.runtime.mesh import on_mesh
+from jaxserve.models.decoder import CachePlace
+from jaxserve.models.layers import attention_use
+from jaxserve.models.sharding import TENSOR_PARALLEL, spec_for, specs_for
+from jaxserve.runtime.mesh import make_meshes, on_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.npz"))
+# Devices that a fixture is cut over, and parts of its experts: heads are padded and copied, experts padded.
+CUT = {
+    "bloom": (4, 1),
+    "falcon_11b": (8, 1),
+    "falcon_71_heads": (4, 1),
+    "falcon_mqa": (3, 1),
+    "falcon_new": (4, 1),
+    "falcon_rw": (4, 1),
+    "gemma": (3, 1),
+    "gemma2": (4, 1),
+    "gemma3": (2, 1),
+    "gpt2": (3, 1),
+    "gpt_oss": (4, 4),
+    "mixtral": (4, 2),
+    "mpt": (4, 1),
+    "mpt_bias_max": (2, 1),
+    "olmo2": (4, 1),
+    "opt": (3, 1),
+    "opt_350m": (2, 1),
+    "phi": (8, 1),
+    "phi3": (3, 1),
+    "phi_tied": (4, 1),
+    "qwen2_moe": (8, 8),
+    "qwen3_moe": (2, 1),
+    "starcoder2": (4, 1),
+}
 NUM_STEP_TOKENS = 200  # the four prompts of a fixture together, and a little padding
 
 
@@ -69,17 +97,12 @@ class Driver:
         attention = PAGED_ATTENTION.resolve(
             device=Device(backend="cpu", kind="cpu"),
             uses=[
-                AttentionUse(
-                    spec=attention_spec(config, window),
-                    page_size=page_size,
-                    query_dtype=model.dtype.name,
-                    cache_dtype=model.dtype.name,
-                )
-                for window in set(config.windows)
+                attention_use(config, layer, page_size=page_size, query_dtype=model.dtype, cache_dtype=model.dtype)
+                for layer in dict.fromkeys(config.layers)
             ],
         )
         # Placed like the weights: left uncommitted, the first step would compile for other inputs than all later ones.
-        by_heads = P(None, "model")
+        by_heads = spec_for((None, "kv_heads"), TENSOR_PARALLEL)
         self.caches = tuple(
             jax.device_put(
                 attention.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, model.dtype),
@@ -163,9 +186,13 @@ class Driver:
 def forward(graphdef, attention: PagedAttention, state, caches, tokens, batch, rope_lengths):
     """The whole step: hidden states of the batch and logits of every token."""
     decoder = nnx.merge(graphdef, state)
-    hidden, caches = decoder(tokens, caches, batch, attention, rope_lengths)
-    return decoder.shards.gather(decoder.logits(hidden))[:, : decoder.num_tokens], caches
+    places = [CachePlace(group=0, slot=layer) for layer in range(len(decoder.layers))]
+    hidden, caches = decoder(tokens, caches, (batch,), places, attention, rope_lengths)
+    return decoder.placement.shards.gather(decoder.logits(hidden))[:, : decoder.placement.num_tokens], caches
 
 
-def load(name: str) -> LoadedModel:
-    return load_model(FIXTURES / name, dtype="float32")
+def load(name: str, *, cut: bool = False) -> LoadedModel:
+    """A fixture on one device, or as `CUT` says."""
+    tensor, parts = CUT.get(name, (1, 1)) if cut else (1, 1)
+    mesh = make_meshes(ParallelConfig(tensor=tensor, expert=parts), jax.devices())[0][0]
+    return load_model(FIXTURES / name, dtype="float32", mesh=mesh)

@@ -63,8 +63,8 @@ def test_missing_and_malformed_config(llama: Path) -> None:
 
 
 def test_unknown_architecture_lists_the_known_ones(llama: Path) -> None:
-    edit_json(llama / "config.json", architectures=["MambaForCausalLM"])
-    refused(llama, "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+    edit_json(llama / "config.json", architectures=["NewForCausalLM"])
+    refused(llama, "NewForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
     edit_json(llama / "config.json", architectures=["package.module:Name"])
     refused(llama, "package.module:Name", "unknown")
     edit_json(llama / "config.json", architectures=None)
@@ -84,7 +84,7 @@ def test_unknown_architecture_lists_the_known_ones(llama: Path) -> None:
         ("hidden_act", "xielu"),
         ("tie_word_embeddings", "yes"),
         ("head_dim", 13),
-        ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", {"quant_method": "gguf"}),
         ("partial_rotary_factor", 0.5),
         ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
         ("rope_scaling", {"rope_type": "linear"}),
@@ -126,7 +126,9 @@ def test_corrupt_header_and_wrong_element_type(llama: Path) -> None:
     refused(llama, str(file), "corrupt")
     file.write_bytes(whole)
     edit_tensors(llama, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype("int8")}))
-    refused(llama, "model.norm.weight", "I8", "quantized")
+    refused(llama, "model.norm.weight", "int8", "quantised")
+    edit_tensors(llama, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype("uint16")}))
+    refused(llama, "model.norm.weight", "U16", "known: F32")
 
 
 def test_missing_and_unknown_weights_are_listed_in_full(llama: Path) -> None:
@@ -142,6 +144,18 @@ def test_missing_and_unknown_weights_are_listed_in_full(llama: Path) -> None:
         "3 weights are unknown",
         "model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.sinks, model.layers.2.mlp.up_proj.weight",
     )
+
+
+def test_experts_that_are_missing_are_a_sentence(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(hf_oracle.FIXTURES / "mixtral", tmp_path / "mixtral"))
+    missing = [f"model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight" for i in range(2) for e in (1, 4, 5)]
+
+    def edit(tensors) -> None:
+        for name in missing:
+            del tensors[name]
+
+    edit_tensors(directory, edit)
+    refused(directory, "6 weights are missing: model.layers.[0-1].block_sparse_moe.experts.[1,4-5].w2.weight;")
 
 
 def test_wrong_shapes_are_told_by_size_and_by_kind(llama: Path) -> None:

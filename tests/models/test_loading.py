@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import assemble
 from jaxserve.config import load_config
@@ -36,16 +36,15 @@ def test_specs_follow_the_rules_table() -> None:
     assert spec_for(("embed", None, "mlp"), rules) == P(None, None, None)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama_mha_tied_bias"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama_mha_tied_bias", "gpt2", "mpt"])
 def test_sharded_load_equals_the_whole_and_lies_as_declared(name: str) -> None:
     whole, spread = load_model(hf_oracle.FIXTURES / name), load_model(hf_oracle.FIXTURES / name, mesh=mesh_of(2))
     axes = axes_of(spread.state)
     for path, array in arrays_of(spread.state).items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(arrays_of(whole.state)[path]))
-        assert array.sharding.spec == spec_for(
-            axes[path], {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
-        )
-        split = {"vocab", "heads", "kv_heads", "mlp"} & {a for a in axes[path] if a}
+        cut = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("expert", "model"))
+        assert array.sharding.spec == spec_for(axes[path], cut)
+        split = set(cut) & {a for a in axes[path] if a}
         assert len(array.addressable_shards) == 2
         assert array.addressable_shards[0].data.size * (2 if split else 1) == array.size, path
     assert whole.num_params == spread.num_params
@@ -115,7 +114,7 @@ def test_partition_of_heads(
             places[start + i] = place + i
     assert sorted(places) == list(range(query_heads)) and len(set(places.values())) == query_heads
     keys = {}
-    for heads, group_run in partition.blocks(("kv_heads", "group"), (kv_heads, config.group_size + 2)):
+    for heads, group_run in partition.blocks(("kv_heads", "slots"), (kv_heads, config.group_size + 2)):
         if group_run[1] + group_run[2] == config.group_size + 2:
             keys |= {heads[0] + i: heads[1] + i for i in range(heads[2])}
     assert all(keys[place // group] == head // config.group_size for head, place in places.items())
@@ -212,8 +211,21 @@ def test_a_start_warns_of_digits_that_are_lost(
     assert f"{source}: the checkpoint is float16, and model.dtype auto rounds" in caplog.text
 
 
-def test_random_weights_need_only_a_config_and_repeat(tmp_path) -> None:
-    config = (hf_oracle.FIXTURES / "qwen3" / "config.json").read_text()
+def test_a_checkpoint_of_the_base_model_leaves_a_prefix_out(tmp_path) -> None:
+    """As Qwen3-Embedding does. The output projection is not in the base model, and has no prefix elsewhere."""
+    source = hf_oracle.FIXTURES / "qwen3"
+    shutil.copy(source / "config.json", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    assert any(name.startswith("model.layers.") for name in tensors)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    expected = arrays_of(load_model(source, dtype="float32").state)
+    for path, array in arrays_of(load_model(tmp_path, dtype="float32").state).items():
+        np.testing.assert_array_equal(array, expected[path])
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_random_weights_need_only_a_config_and_repeat(name: str, tmp_path: Path) -> None:
+    config = (hf_oracle.FIXTURES / name / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     one, same = (load_model(tmp_path, random_weights=True, seed=3) for _ in range(2))
     spread = load_model(tmp_path, random_weights=True, seed=3, mesh=mesh_of(2))
@@ -225,4 +237,8 @@ def test_random_weights_need_only_a_config_and_repeat(tmp_path) -> None:
     assert np.std(arrays_of(one.state)[kernel]) == pytest.approx(0.02, rel=0.1)
     assert not np.array_equal(arrays_of(one.state)[kernel], arrays_of(other.state)[kernel])
     assert not np.array_equal(arrays_of(one.state)[kernel], arrays_of(one.state)["layers", 1, "mlp", "down", "kernel"])
-    assert np.all(np.asarray(arrays_of(one.state)["final_norm", "weight"]) == 1)
+    for path, array in arrays_of(one.state).items():
+        if path[-1] in ("weight", "bias"):
+            assert np.all(np.asarray(array) == (path[-1] == "weight")), path
+        else:
+            assert np.std(array) > 0, path

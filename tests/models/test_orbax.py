@@ -48,7 +48,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "orbax"
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "qwen2", "llama_mha_tied_bias", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen2", "llama_mha_tied_bias", "qwen3", "mpt", "mixtral", "gpt_oss"])
 def test_round_trip_keeps_every_byte(name: str, tmp_path: Path) -> None:
     source = hf_oracle.FIXTURES / name
     orbax_io.convert(source, tmp_path / "orbax")
@@ -81,7 +81,7 @@ def test_small_files_come_along(converted: Path) -> None:
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_restored_model_equals_the_loaded_one(converted: Path, num_devices: int, dtype: str) -> None:
-    mesh = None if num_devices == 1 else jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    mesh = make_meshes(ParallelConfig(tensor=num_devices), jax.devices())[0][0]
     direct = load_model(hf_oracle.FIXTURES / "llama_llama3", dtype=dtype, mesh=mesh)
     restored = load_model(converted, dtype=dtype, mesh=mesh)
     assert jax.tree.structure(direct.state) == jax.tree.structure(restored.state)
@@ -230,17 +230,38 @@ def test_copied_heads_are_read_by_share(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(sizes) <= 8 * sum(shares), "nothing beside what the devices hold"
 
 
-def test_heads_lie_in_chunks_of_their_own(tmp_path: Path) -> None:
-    """A device that reads its heads does not decompress those of others."""
-    axes = (None, "kv_heads", None, "head")
-    kernel = jax.numpy.ones((64, 8, 6, 256), "bfloat16")
+@pytest.mark.parametrize(
+    ("axes", "shape", "cut"),
+    [
+        ((None, "kv_heads", None, "head"), (64, 8, 6, 256), 1),
+        (("experts", "gate_up", "expert_mlp", "embed"), (16, 2, 96, 512), 0),
+    ],
+    ids=["heads", "experts"],
+)
+def test_heads_and_experts_lie_in_chunks_of_their_own(tmp_path: Path, axes, shape, cut) -> None:
+    """A device that reads its own does not decompress those of others."""
+    kernel = jax.numpy.ones(shape, "bfloat16")
     save_arrays(tmp_path, {("a", "kernel"): kernel}, {("a", "kernel"): axes})
     chunk = StoredArray(tmp_path / "weights", "a.kernel")._store.chunk_layout.read_chunk.shape
-    assert chunk[1] == 1 and np.prod(chunk) * 2 <= 2**20
+    assert chunk[cut] == 1 and np.prod(chunk) * 2 <= 2**20
+
+
+def test_experts_are_read_by_those_that_have_them(tmp_path: Path) -> None:
+    """gpt-oss, whose experts have biases, on four devices: two parts of the experts, and two of their columns."""
+    source = hf_oracle.FIXTURES / "gpt_oss"
+    orbax_io.convert(source, tmp_path / "orbax")
+    mesh = make_meshes(ParallelConfig(tensor=4, expert=2), jax.devices())[0][0]
+    direct, restored = (load_model(path, mesh=mesh) for path in (source, tmp_path / "orbax"))
+    for path, array in arrays_of(direct.state).items():
+        other = arrays_of(restored.state)[path]
+        assert array.sharding == other.sharding, path
+        if "experts" in axes_of(direct.state)[path]:
+            assert array.sharding.shard_shape(array.shape)[0] * 2 == array.shape[0], path
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
 
 
 # Digests of names, axes and every number of a model whose numbers are known, by version of the layout.
-LAYOUTS = {2: "ff004ae48f386b12"}
+LAYOUTS = {2: "e29d5e3317458337"}
 
 
 def layout_digest(folder: Path) -> str:

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.lab.compiled.collectives import Collective, count_collectives
-from jaxserve.lab.compiled.hlo import parse_hlo
 from jaxserve.lab.compiled.topology import absent_devices
+from jaxserve.runtime.hlo import parse_hlo
 
 SHAPE = (64, 1024)  # float32 on each of four devices
 ARRAY_BYTES = 4 * 64 * 1024

@@ -171,6 +171,7 @@ def _damage(**changes) -> Callable[[StepPlan], StepPlan]:
         (_damage(grants=(PageGrant(0, 0, (0,)),)), "names page 0"),
         (_damage(copies=(PageCopy(1, 99),)), "names page 99"),
         (_damage(grants=(PageGrant(0, 11, (1, 2)),)), "names column of the block table 12, but there are 0..11"),
+        (_damage(grants=(PageGrant(0, 0, (1,), 1),)), "names group of layers 1, but there are 0..0"),
         (_damage(chunks=(Chunk(0, 47, (1, 2), True),)), "names position 48, but there are 0..47"),
         (_damage(chunks=(Chunk(0, 0, (VOCAB,), True),)), f"names token {VOCAB}"),
         (_damage(decode_rows=(1, 1), decode_positions=(1, 1)), "computes a row twice"),
@@ -204,6 +205,7 @@ def test_a_device_with_more_room_fits() -> None:
         ({"page_size": 8}, VOCAB, r"its pages hold 4 tokens, here 8 \(cache.page_size\)"),
         ({"token_buckets": (8, 16)}, VOCAB, r"no step here has room for 32 tokens of 4 rows \(sched.max_step_tokens"),
         ({}, 300, r"its model 'fake' has 259 tokens, here 300 \(model.path\)"),
+        ({"windows": (None, 8)}, VOCAB, "its rows have block tables for windows of none, here .* of none, 8 "),
         ({"max_rows": 3, "num_pages": 13}, VOCAB, "max_rows 4.*; it needs num_pages 14"),
     ],
 )

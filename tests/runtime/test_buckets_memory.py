@@ -1,5 +1,6 @@
 """Step shapes and the arithmetic of pages."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from jaxserve.models import plan_model
 from jaxserve.runtime import build
 from jaxserve.runtime.buckets import make_buckets
 from jaxserve.runtime.compile import make_cache_directory
-from jaxserve.runtime.memory import MemoryPlan, MemoryShare, memory_share, plan_memory, reserved_share
+from jaxserve.runtime.memory import (
+    MemoryPlan,
+    MemoryShare,
+    held_tokens,
+    longest_sequence,
+    memory_share,
+    plan_memory,
+    reserved_share,
+)
 from jaxserve.runtime.mesh import make_meshes
+from jaxserve.runtime.page_groups import PageGroups
 from jaxserve.sched.plan import Bucket, Limits
 
 
@@ -49,6 +59,10 @@ def test_the_cheapest_bucket_is_found() -> None:
     assert limits.find_bucket(8, 8, True) == Bucket(8, 8, True)
 
 
+LIMITS = Limits(
+    max_rows=4, num_pages=0, page_size=4, max_model_len=64, buckets=(Bucket(4, 4, True), Bucket(16, 4, False))
+)
+LONG = dataclasses.replace(LIMITS, max_model_len=65536)
 SIZES: dict[str, Any] = {
     "total_bytes": 10_000,
     "share": MemoryShare(fraction=0.5),
@@ -56,9 +70,8 @@ SIZES: dict[str, Any] = {
     "temporary_bytes": 900,
     "state_bytes": 100,
     "page_bytes": 100,
-    "page_size": 4,
-    "max_rows": 4,
-    "max_model_len": 64,
+    "limits": LIMITS,
+    "page_groups": PageGroups.of((None, None), 64),
     "num_pages": None,
     "memory_bytes": None,
 }
@@ -72,7 +85,7 @@ def test_pages_fill_what_the_fraction_leaves() -> None:
 
 
 def test_pages_stop_at_twice_what_all_rows_could_use() -> None:
-    plan = plan_memory(**(SIZES | {"max_rows": 1, "max_model_len": 10}))
+    plan = plan_memory(**(SIZES | {"limits": dataclasses.replace(LIMITS, max_rows=1, max_model_len=10)}))
     assert plan.num_pages == 2 * 3
 
 
@@ -81,8 +94,8 @@ def test_pages_stop_at_twice_what_all_rows_could_use() -> None:
     [
         ({"num_pages": 500}, r"cache.num_pages = 500 needs .* lower cache.num_pages to 88 or less"),
         ({"memory_bytes": 9_500}, r"cache.memory_bytes = 9500 .* does not fit"),
-        ({"memory_bytes": 150}, r"cache.memory_bytes = 150 holds no page: .* raise it to 200 or more"),
-        ({"weight_bytes": 5_000}, r"no room for a KV page .* raise cache.memory_fraction"),
+        ({"memory_bytes": 150}, r"cache.memory_bytes = 150 holds too few pages .* raise it to 200 or more"),
+        ({"weight_bytes": 5_000}, r"no room for KV pages .* raise cache.memory_fraction"),
     ],
 )
 def test_impossible_sizes_name_the_remedy(change: dict[str, int], message: str) -> None:
@@ -94,7 +107,8 @@ def test_free_memory_that_varies_gives_the_same_pages() -> None:
     """What happens to be free is never the same twice, and the number of pages is part of every compiled shape."""
     share = memory_share(CacheConfig(), "cpu")
     found = [20_000_000_000 + 100_000_000 * n for n in range(-3, 4)]
-    sizes = SIZES | {"share": share, "page_bytes": 512 * 1024, "max_rows": 256, "max_model_len": 131072}
+    limits = dataclasses.replace(LIMITS, max_rows=256, max_model_len=131072)
+    sizes = SIZES | {"share": share, "page_bytes": 512 * 1024, "limits": limits}
     plans = [plan_memory(**(sizes | {"total_bytes": total})) for total in found]
     assert len({plan.num_pages for plan in plans}) <= 2
     for total, plan in zip(found, plans, strict=True):
@@ -129,13 +143,13 @@ def test_replicas_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch, fra
 
 
 def test_a_steady_device_is_filled_to_the_page() -> None:
-    sizes = SIZES | {"share": memory_share(CacheConfig(), "tpu"), "max_model_len": 65536, "total_bytes": 1_000_000}
+    sizes = SIZES | {"share": memory_share(CacheConfig(), "tpu"), "limits": LONG, "total_bytes": 1_000_000}
     plan = plan_memory(**sizes)
     assert plan.num_pages == (900_000 - 2_000) // 100 - 1
 
 
 def test_a_share_that_is_asked_for_holds_on_a_cpu_too() -> None:
-    sizes = SIZES | {"share": memory_share(CacheConfig(memory_fraction=0.8), "cpu"), "max_model_len": 65536}
+    sizes = SIZES | {"share": memory_share(CacheConfig(memory_fraction=0.8), "cpu"), "limits": LONG}
     plan = plan_memory(**(sizes | {"total_bytes": 100_000}))
     assert plan.num_pages == 768, "780 less what lies between the lines of the grid"
 
@@ -181,3 +195,47 @@ def test_a_default_compile_cache_that_cannot_be_made_is_a_warning(
 def test_a_pool_below_one_sequence_says_so() -> None:
     assert any("can have 9 of the 64 tokens" in line for line in plan_memory(**(SIZES | {"num_pages": 2})).lines())
     assert not any("of the 64 tokens" in line for line in plan_memory(**SIZES).lines())
+
+
+GROUPS = PageGroups.of((16, None) * 3, 64)
+GROUPED = SIZES | {"limits": dataclasses.replace(LIMITS, page_groups=GROUPS.groups), "page_groups": GROUPS}
+
+
+def test_pages_for_groups_stop_at_what_windows_leave() -> None:
+    """16 columns of the layers that see all; of the others those of 15 + 16 positions in a row, 9 at most."""
+    plan = plan_memory(**(GROUPED | {"total_bytes": 1_000_000}))
+    assert plan.num_pages == 2 * LIMITS.max_rows * (16 + 9)
+
+
+def test_the_lines_tell_the_groups_and_the_tokens_of_long_and_short_sequences() -> None:
+    plan = plan_memory(**(GROUPED | {"num_pages": 42}))
+    (groups,) = (line for line in plan.lines() if line.startswith("page groups"))
+    assert groups.endswith("2 groups of 3 layers, 1 of them with a window of 16 tokens")
+    # A sequence of 64 tokens holds 16 + 5 pages, one of 4 tokens holds 2.
+    assert plan.lines()[-1] == "KV tokens             128 of sequences of 64 tokens; 84 of sequences within a page"
+    assert not any("group" in line for line in plan_memory(**SIZES).lines())
+
+
+@pytest.mark.parametrize(("num_pages", "longest"), [(2, 5), (3, 5), (10, 21), (11, 25), (20, 61), (21, 65), (99, 65)])
+def test_the_longest_sequence_of_groups(num_pages: int, longest: int) -> None:
+    plan = plan_memory(**(GROUPED | {"num_pages": num_pages, "total_bytes": 100_000}))
+    assert longest_sequence(plan.limits) == longest
+    assert any(f"can have {longest} of the 64 tokens" in line for line in plan.lines()) == (longest < 64)
+
+
+def test_tokens_that_are_held_of_equal_layers_do_not_depend_on_lengths() -> None:
+    limits = plan_memory(**SIZES).limits
+    assert {held_tokens(limits, length) for length in (1, 7, 64)} == {limits.num_pages * 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_pages": 1}, r"num_pages = 1, but a sequence needs a page in each of 2 groups .* raise it to 2 or more"),
+        ({"memory_bytes": 250}, r"a page in each of 2 groups of layers, and one is for padding; raise it to 300"),
+        ({"weight_bytes": 3_800}, r"no room for KV pages of 100 bytes, .* leave 200 bytes"),
+    ],
+)
+def test_every_group_needs_a_page(change: dict[str, int], message: str) -> None:
+    with pytest.raises(CapacityError, match=message):
+        plan_memory(**(GROUPED | change))

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.runtime.pipeline import MIN_PIECE, split_plan
 from jaxserve.runtime.runner import _LastTokens
-from jaxserve.sched.plan import Chunk, PageGrant, StepPlan
+from jaxserve.sched.plan import Chunk, PageGrant, PoolSpan, StepPlan
 
 
 @st.composite
@@ -19,7 +19,14 @@ def plans(draw: st.DrawFn) -> StepPlan:
     num_decode = draw(st.integers(0, 9))
     lens = draw(st.lists(st.integers(1, 300), min_size=0 if num_decode else 1, max_size=4))
     chunks = tuple(
-        Chunk(num_decode + i, 7 * i, tuple(range(1000 * i, 1000 * i + n)), draw(st.booleans()), i % 2 == 0)
+        Chunk(
+            num_decode + i,
+            7 * i,
+            tuple(range(1000 * i, 1000 * i + n)),
+            draw(st.booleans()),
+            i % 2 == 0,
+            draw(st.sampled_from([None, PoolSpan(0, 7 * i + n), PoolSpan(7 * i + n - 1, 7 * i + n), PoolSpan(0, 1)])),
+        )
         for i, n in enumerate(lens)
     )
     return StepPlan(
@@ -49,6 +56,7 @@ def test_parts_are_the_plan_in_order(plan: StepPlan, num_parts: int) -> None:
         ]
         assert [piece.sample for piece in pieces] == [False] * (len(pieces) - 1) + [chunk.sample]
         assert all(piece.prompt_logprobs == chunk.prompt_logprobs for piece in pieces)
+        assert [at for piece in pieces for at in piece.pooled] == [*chunk.pooled]
         assert len(pieces) == 1 or min(len(piece.token_ids) for piece in pieces) >= MIN_PIECE
         assert all(len({piece.row for piece in part.chunks}) == len(part.chunks) for part in parts)
     assert sorted(row for part in parts for row in part.sampled_rows) == sorted(plan.sampled_rows)
@@ -91,8 +99,10 @@ def test_meshes_are_cut_from_the_list_of_devices_in_order() -> None:
     assert meshes[0][0].shape == {"expert": 1, "sequence": 1, "model": 2}
     with pytest.raises(ConfigError, match="2 x 2 x 4 needs 16 devices, but there are 8"):
         make_meshes(ParallelConfig(data=2, pipeline=2, tensor=4), devices)
-    with pytest.raises(ConfigError, match=r"parallel\.expert is 2, but no model"):
-        make_meshes(ParallelConfig(expert=2), devices)
+    with pytest.raises(ConfigError, match=r"expert is 4, but .* does not divide them; take one of 1, 2, 3, 6"):
+        make_meshes(ParallelConfig(tensor=6, expert=4), devices)
+    dealt = make_meshes(ParallelConfig(data=2, tensor=4, expert=2), devices)[1][0]
+    assert dealt.shape == {"expert": 2, "sequence": 1, "model": 2} and dealt.devices.flat[0].id == 4
     with pytest.raises(ConfigError, match=r"parallel\.microbatches is 2, but parallel\.pipeline is 1"):
         make_meshes(ParallelConfig(microbatches=2), devices)
 

@@ -9,7 +9,6 @@ from jaxserve.config import load_config
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.models.family import find_family
-from jaxserve.models.hf_config import HfConfig
 from jaxserve.runtime.resolve import attention_uses, choose, describe, resolve_sizes
 
 MODEL = {
@@ -45,7 +44,7 @@ def test_a_device_has_the_name_that_tables_use(platform, kind, capability, descr
 
 def test_a_start_on_a_gpu_without_kernels_of_its_own_takes_the_batched_loops():
     gpu = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA A100-SXM4-40GB", compute_capability="8.0")
-    model = find_family(MODEL, "config.json").adapt(HfConfig(MODEL, "config.json"))
+    model = find_family(MODEL, "config.json").decoder_config(MODEL, "config.json")
     dtype = np.dtype("float32")
 
     config = load_config(None, {"kernels.self_check": False}, environ={}).config

@@ -59,10 +59,15 @@ def random_limits(rng: random.Random) -> Limits:
     largest = rng.choice([max_rows, max_rows + 1, 8, 12, 16, 33])
     edges = sorted({e for e in (2, 4, 8, 16) if e < largest} | {max(largest, max_rows)})
     mixed_rows = {e: rng.randint(1, max_rows) for e in edges[:-1] if rng.random() < 0.3}
+    window = rng.randint(1, 12)
+    windows = rng.choice(
+        [(None,), (None, window), (None, window), (window,), (window, None, window, rng.randint(1, 5))]
+    )
     return make_limits(
         max_rows=max_rows,
-        num_pages=rng.choice([rng.randint(3, 12), rng.randint(8, 40)]),
+        num_pages=rng.choice([rng.randint(3, 12), rng.randint(8, 40)]) * len(windows),
         page_size=rng.choice([1, 1, 2, 3, 4, 8]),
+        windows=windows,
         max_model_len=rng.randint(4, 40),
         token_buckets=edges,
         mixed_rows={**mixed_rows, edges[-1]: max_rows},

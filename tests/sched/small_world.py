@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from sched_world import BLIND
 
 from jaxserve.api import FinishReason, Request
-from jaxserve.sched import ContinuousScheduler, InFlight, SchedulerOptions, SequenceState, StepPlan, create_scheduler
+from jaxserve.sched import (
+    ContinuousScheduler,
+    InFlight,
+    PageGroup,
+    SchedulerOptions,
+    SequenceState,
+    StepPlan,
+    create_scheduler,
+)
 from jaxserve.sched.draft import Draft
 from jaxserve.sched.policies import FairPolicy, SloPolicy
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
@@ -43,6 +51,8 @@ class Rules:
     max_preempts: int = 1
     max_ticks: int = 1
     max_row_tokens: int = 1
+    windows: tuple[int | None, ...] = (None,)
+    num_pages: int = LIMITS.num_pages
 
 
 class SmallWorld:
@@ -51,7 +61,12 @@ class SmallWorld:
     def __init__(self, policy: str, rules: Rules, options: SchedulerOptions = OPTIONS) -> None:
         self.rules = rules
         self.clock = ManualClock()
-        limits = dataclasses.replace(LIMITS, max_row_tokens=rules.max_row_tokens)
+        limits = dataclasses.replace(
+            LIMITS,
+            max_row_tokens=rules.max_row_tokens,
+            page_groups=tuple(map(PageGroup, rules.windows)),
+            num_pages=rules.num_pages,
+        )
         made = create_scheduler(policy, limits, options=options, clock=self.clock)
         assert isinstance(made, ContinuousScheduler)
         self.scheduler = made
@@ -168,12 +183,14 @@ class SmallWorld:
                     s.request_id, s.state.value, s.row, len(s.tokens), s.num_fed, s.num_unsure,
                     len(s.chain), s.chain_open,
                     s.ready_after - scheduler._last_committed if s.ready_after > scheduler._last_committed else 0,
-                    tuple(map(name, s.page_ids)), self.clock() - s.request.arrival_s,
+                    tuple(map(name, s.page_ids)), tuple(t.first for t in s.tables), s.num_promised,
+                    self.clock() - s.request.arrival_s,
                     s.forkable_from <= scheduler._step_id,
                 )
                 for s in seqs
             ),
             tuple((name(p), prefix._by_page[p].content) for p in pool._idle),
+            tuple(sorted(e.content for e in prefix._by_key.values() if not any(e.page_ids))),
             tuple(s.request_id for s in running.prefilling), tuple(s.request_id for s in running.ending),
             tuple(s.request_id for s in running.decoding if s.state is SequenceState.RUNNING),
             tuple(running._free_rows), tuple(running._freed_rows),

@@ -64,15 +64,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.keep_content(page_id)
         self.kept.add(page_id)
 
-    @precondition(lambda self: self.kept)
-    @rule(choice=st.integers(0, 100))
-    def drop(self, choice: int) -> None:
-        page_id = sorted(self.kept)[choice % len(self.kept)]
-        self.pool.drop_content(page_id)
-        self.kept.discard(page_id)
-        if page_id in self.idle:
-            self.idle.remove(page_id)
-
     @invariant()
     def counts_agree(self) -> None:
         self.pool.check(self.holders)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import StepLogError
-from jaxserve.sched import Bucket, Chunk, PageCopy, PageGrant, RowMask, RowSetup, StepPlan
+from jaxserve.sched import Bucket, Chunk, PageCopy, PageGrant, PoolSpan, RowMask, RowSetup, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepLog, StepRecord, context_tokens, read_header, read_records
 from jaxserve.testing import make_limits
 
@@ -30,7 +30,7 @@ def _plan(step_id: int = 3) -> StepPlan:
         step_id=step_id,
         decode_rows=(0, 4),
         decode_positions=(7, 2),
-        chunks=(Chunk(1, 4, (5, 6, 7), True), Chunk(2, 0, (9,), False, True, True)),
+        chunks=(Chunk(1, 4, (5, 6, 7), True), Chunk(2, 0, (9,), False, True, PoolSpan(0, 1))),
         setups=(setup,),
         grants=(PageGrant(1, 0, (3, 4)),),
         copies=(PageCopy(1, 2),),
@@ -127,7 +127,7 @@ def test_an_empty_file_and_an_absent_one(tmp_path: Path) -> None:
 
 def test_another_version_is_named(tmp_path: Path) -> None:
     header = {**json.loads(HEADER.to_json()), "version": 7}
-    with pytest.raises(StepLogError, match="line 1: version 7 of the format; this jaxserve reads 2"):
+    with pytest.raises(StepLogError, match="line 1: version 7 of the format; this jaxserve reads 3"):
         read_header(_write(tmp_path / "log", json.dumps(header)))
 
 

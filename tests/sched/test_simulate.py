@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.api import FinishReason, Pooling, Request, SamplingParams
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.errors import InvalidRequest
 from jaxserve.lab.simulation.simulate import FixedCost, SimRequest, StepCost, VirtualClock, simulate
@@ -214,7 +214,7 @@ def test_prompts_that_only_pool_end_with_their_prompt() -> None:
         sampling=SamplingParams(),
         max_tokens=0,
         seed=0,
-        pooling=True,
+        pooling=Pooling.MEAN,
     )
     limits = make_limits(token_buckets=(8,))
     (outcome,) = simulate("fcfs", [SimRequest(request=request, arrival_s=0.0, output_len=0)], TURN, limits).requests

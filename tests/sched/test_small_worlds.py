@@ -3,18 +3,18 @@
 Three requests, six pages, two rows, two steps in flight, and devices that draw one token of a row in a step, or any
 number up to three (with fcfs alone: the numbers are the mechanism's). The quick part has all orders of arrival, finish
 and delay, and all moves for two requests; the slow part has aborts, preemptions and jumps of the clock for three, with
-some policies for each: those that sort once, those that sort again, and those that choose victims.
+some policies for each: those that sort once, those that sort again, and those that choose victims. The clock jumps for
+some whose order depends on when somebody came.
 """
 
 import pytest
 from sched_world import POLICIES
 from small_world import OPTIONS, Rules, SmallWorld, explore
 
-TIMED = ("priority", "preemptive", "slo")  # whose order depends on when somebody came
 SLOW = {
     "abort": (Rules(max_aborts=1, max_preempts=0, max_ticks=0), ("fcfs", "slo")),
-    "preempt": (Rules(max_aborts=0, max_preempts=1, max_ticks=0), ("fcfs", "fair", "preemptive")),
-    "tick": (Rules(max_aborts=0, max_preempts=0, max_ticks=1), TIMED),
+    "preempt": (Rules(max_aborts=0, max_preempts=1, max_ticks=0), ("fcfs", "preemptive")),
+    "tick": (Rules(max_aborts=0, max_preempts=0, max_ticks=1), ("preemptive", "slo")),
 }
 
 
@@ -28,6 +28,23 @@ def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
 def test_several_tokens_a_step_in_every_order_of_arrival_and_finish() -> None:
     num_worlds, num_moves, _ = explore("fcfs", Rules(max_aborts=0, max_preempts=0, max_ticks=0, max_row_tokens=3))
     assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
+
+
+# A group that sees all and one that sees two tokens, which gives a page back at nearly every step; and two windows.
+WINDOWS = ((None, 2), (1, 3))
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_two_groups_of_pages_in_every_order_of_arrival_and_finish(windows: tuple[int | None, ...]) -> None:
+    rules = Rules(max_aborts=0, max_preempts=0, max_ticks=0, windows=windows, num_pages=8)
+    num_worlds, num_moves, num_preempted = explore("fcfs", rules)
+    assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
+    assert None not in windows or num_preempted > 20, "memory must run short by itself"
+
+
+def test_two_groups_of_pages_with_every_move() -> None:
+    num_worlds, _, _ = explore("preemptive", Rules(num_requests=2, windows=WINDOWS[0], num_pages=8))
+    assert num_worlds > 400, num_worlds
 
 
 def test_two_of_several_tokens_a_step_with_every_move() -> None:

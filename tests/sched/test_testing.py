@@ -52,7 +52,7 @@ def test_tokens_can_be_computed_by_hand():
         ({"grants": (PageGrant(0, 0, (3, 9)),)}, "PageGrant"),
         ({"grants": (PageGrant(0, 0, (3, 3)),)}, "twice"),
         ({"chunks": (Chunk(0, 1, (2, 3, 4, 5), True),)}, "neither a chunk nor the setup brings"),
-        ({"chunks": (Chunk(0, 1, (2, 3, 4, 5), True),), "setups": (good_setup(1),)}, "starts after"),
+        ({"chunks": (Chunk(0, 1, (2, 3, 4, 5), True),), "setups": (good_setup(1),)}, "reads"),
         ({"chunks": (Chunk(0, 0, (1, 2, 3, 4, 6), True),), "setups": (good_setup(5),)}, "differs"),
         ({"chunks": (Chunk(0, 0, (1, 2, 3, 4), True),)}, "of 5 tokens"),
         ({"chunks": (Chunk(0, 0, (1, 2, 3, 4, 5), False),)}, "of 5 tokens"),

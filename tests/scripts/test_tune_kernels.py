@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import tune_kernels
+import tuning_by_count
 from fake_implementations import NAME, entry
 
 from jaxserve.kernels.cases import REAL
 from jaxserve.kernels.dispatch import Device
-from jaxserve.kernels.tuning import TunedTable, file_name
+from jaxserve.kernels.tuning import TunedTable, file_name, read_table
 
 ROOT = Path(__file__).parents[2]
 USE = REAL["llama3-8b-tp8/decode64/64/bfloat16"].use
@@ -94,6 +95,23 @@ def test_entries_of_earlier_runs_are_kept_with_their_commit(tmp_path):
     assert set(found["entries"]) == {"a", "b"} and found["commit"] == "two"
     assert [found["measured"][name]["commit"] for name in "ab"] == ["one", "two"]
     assert tune_kernels.write_table(tmp_path, tune_kernels.Findings(by_entry={}, device=device), "x") is None
+
+
+def test_counted_sizes_are_kept_beside_measured_ones_and_only_where_they_beat_the_heuristic(tmp_path):
+    parts = [{"blocks": {"size": n}, "us": us} for n, us in ((1, 100.0), (2, 97.0), (3, None), (4, 98.5))]
+    beaten = tuning_by_count.chosen(parts)
+    assert (beaten["blocks"], beaten["us"], beaten["default_us"]) == ({"size": 2}, 97.0, 100.0)
+    assert (beaten["tried"], beaten["right"]) == (4, 3)
+    assert tuning_by_count.chosen([parts[0], parts[3]])["blocks"] is None, "1.5 % is not clear"
+    device = Device(backend="tpu", kind="TPU v6 lite")
+    measured = tune_kernels.Findings(by_entry={"a": [part(1, 1.0)]}, device=device)
+    path = tmp_path / file_name(device.kind)
+    tuning_by_count.keep(path, device.kind, "b", beaten | {"commit": "one", "compiler": "libtpu 1.2"})
+    assert tune_kernels.write_table(tmp_path, measured, "two") == path
+    tuning_by_count.keep(path, device.kind, "c", beaten | {"commit": "three", "compiler": "libtpu 1.2"})
+    table = read_table(path.read_text())
+    assert table.entries == {"a": {"size": 1}} and table.commit == "two"
+    assert table.counted == {"b": {"size": 2}, "c": {"size": 2}}
 
 
 def test_after_a_crash_the_rest_is_tried(capsys):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
-from jaxserve.engine import Engine, ModelInfo
+from jaxserve.engine import Engine, ModelInfo, Reranker
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.serve.service import Addresses, Shutdown, serve
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
@@ -93,6 +93,7 @@ class Parts:
         tokenizer: ByteTokenizer | None = None,
         forced: dict[tuple[str, int], dict[int, int]] | None = None,
         vocab_size: int = 128,
+        reranker: Reranker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = make_limits(
@@ -108,7 +109,9 @@ class Parts:
             runner=self.runner,
             scheduler=scheduler,
             tokenizer=tokenizer,
-            model=ModelInfo(name="fake", vocab_size=259, max_model_len=max_model_len, eos_token_ids=(257,)),
+            model=ModelInfo(
+                name="fake", vocab_size=259, max_model_len=max_model_len, eos_token_ids=(257,), reranker=reranker
+            ),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
             clock=clock,

@@ -10,7 +10,7 @@ import pytest
 from serve_parts import Served, serve_bytes, served, wait_until
 
 from jaxserve.config.schema import HttpConfig, RuntimeConfig
-from jaxserve.engine import RequestStats, RequestTimes
+from jaxserve.engine import RequestStats, RequestTimes, Reranker
 from jaxserve.errors import ConfigError
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
@@ -24,6 +24,9 @@ def _post(parts: Served, path: str, body: dict[str, object]) -> int:
     return httpx.post(f"{parts.http_url}{path}", json=body, headers={"traceparent": PARENT}).status_code
 
 
+JUDGES = Reranker(template="{query} {document}", instruction="", yes_id=ord("y"), no_id=ord("n"))
+
+
 def _generate(parts: Served, message: pb.GenerateRequest) -> grpc.StatusCode:
     with grpc.insecure_channel(parts.address) as channel:
         try:
@@ -34,26 +37,27 @@ def _generate(parts: Served, message: pb.GenerateRequest) -> grpc.StatusCode:
 
 
 def test_every_door_hands_the_callers_trace_on() -> None:
-    parts, seen = serve_bytes(), []
+    parts, seen = serve_bytes(reranker=JUDGES), []
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     with served(parts, http_config=HttpConfig(port=0)):
 
         def watch(times: RequestTimes, stats: RequestStats) -> None:
-            seen.append((times.request.pooling, times.request.traceparent))
+            seen.append((times.request.pooling is not None, times.request.traceparent))
 
         parts.engine.stats[0].watch_ends(watch)
         assert _post(parts, "/v1/completions", {"prompt": ["ab", "cd"], "max_tokens": 2}) == 200
         assert _post(parts, "/v1/chat/completions", chat) == 200
         assert _post(parts, "/v1/embeddings", {"model": "fake", "input": "ab"}) == 200
+        assert _post(parts, "/v1/rerank", {"query": "q", "documents": ["m", "n"]}) == 200
         assert _generate(parts, pb.GenerateRequest(text="ab")) is grpc.StatusCode.OK
-        wait_until(lambda: len(seen) == 5, "the end of all")
-    assert seen == [(False, PARENT)] * 3 + [(True, PARENT), (False, PARENT)]
+        wait_until(lambda: len(seen) == 7, "the end of all")
+    assert seen == [(False, PARENT)] * 3 + [(True, PARENT)] + [(False, PARENT)] * 3
 
 
 def test_no_line_repeats_what_a_client_said(caplog: pytest.LogCaptureFixture) -> None:
     """Neither of what is answered, nor of what is refused, for whatever reason, at any level of ours."""
     caplog.set_level(logging.DEBUG, "jaxserve")
-    parts = serve_bytes(max_model_len=128)
+    parts = serve_bytes(max_model_len=128, reranker=JUDGES)
     message = [{"role": "user", "content": SECRET}]
     bodies: list[tuple[str, dict[str, object]]] = [
         ("/v1/completions", {"prompt": SECRET, "max_tokens": 2}),
@@ -66,6 +70,8 @@ def test_no_line_repeats_what_a_client_said(caplog: pytest.LogCaptureFixture) ->
         ("/v1/chat/completions", {"messages": message, "max_tokens": 2}),
         ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
         ("/v1/chat/completions", {"messages": message, "tools": [{"type": SECRET}]}),
+        ("/v1/embeddings", {"input": [SECRET, SECRET * 99]}),
+        ("/rerank", {"query": SECRET, "documents": [SECRET]}),
         ("/tokenize", {"prompt": SECRET}),
         ("/detokenize", {"tokens": [SECRET]}),
     ]

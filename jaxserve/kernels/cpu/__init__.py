@@ -5,6 +5,6 @@ them (docs/performance.md, docs/attention-cpu.md). Numba needs no compiler where
 for the processor at hand, as a built wheel could not.
 
 Files: `simd` (products of small blocks, in vector registers), `call` (how XLA calls, and how a call uses all cores),
-`scratch` (the memory of a call), `matmul` and `attention` (one kernel each), `target` (the registers of processors),
-`machine_code` (compiling, keeping, registering with XLA), `implementation` (of `paged_attention`).
+`scratch` (the memory of a call), `matmul`, `grouped_matmul` and `attention` (one kernel each), `target` (the registers
+of processors), `machine_code` (compiling, keeping, registering with XLA), `implementation` (of `paged_attention`).
 """

@@ -34,6 +34,7 @@ def make_attention(device: Device) -> PagedAttention:
         copy_pages=xla_attention.copy_pages,
         refuses=refuses,
         prepare=lambda use: machine_code.provide("attention", use.cache_dtype),
+        row_invariant=True,
     )
 
 

@@ -157,5 +157,5 @@ def _compile(function: Callable[[Any], int], *, keep: bool) -> Any:
         reason = re.sub(r"\x1b\[[\d;]*m", "", str(error))
         raise ConfigError(
             f"Numba {metadata.version('numba')} cannot compile the kernels for CPUs: {reason}; install the version of "
-            "constraints.txt, or set kernels.paged_attention and kernels.matmul to xla"
+            "constraints.txt, or set kernels.paged_attention, kernels.matmul and kernels.grouped_matmul to xla"
         ) from error

@@ -11,6 +11,8 @@ MAX_WORKERS = 64
 FIRST_WORD, SHARES, TURNS, WORDS = 20, 64, 64 + MAX_WORKERS, 64 + 2 * MAX_WORKERS
 BYTES = 8 * WORDS
 
+RUN_BYTES = 3 * 8  # after the words in a call of the grouped product: expert, first row and rows of each expert hit
+
 _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, times tokens
 
 

@@ -19,6 +19,12 @@ splits of a row are combined in `gpu_combine`; rows of several queries are in `g
 Why P is two numbers of bfloat16, the rounded weight and what the rounding left: rounding weights to 8 bits would cost
 as much as rounding the output does, and the tensor cores have time to spare here.
 
+Why the kernel has its own barriers: of the seven that Mosaic would put into a tile, three are needed. Weights and
+widened tiles are written again by the next tile, and two things stand between: each warp waits for its products before
+it goes on, and the maximum over tokens, which is a barrier of the warpgroup, comes before the next weights (and before
+the next widened values; widened keys are read before the maximum of their own tile). What is written is committed
+before a product reads it. The producer reads nothing from shared memory.
+
 Why tails of V are zeroed in shared memory: their weight is 0, but what lies past a row's end may be NaN, and 0 * NaN
 is NaN. Keys need nothing: a score that is not seen is overwritten, whatever it is.
 """
@@ -334,6 +340,7 @@ def _attend_splits(
         grid={"split": num_splits, "head": kv_heads},
         scratch=(smem, barriers),
         warpgroups=2,
+        own_barriers=True,
         interpret=interpret,
     )(
         splits.rows,
@@ -372,9 +379,7 @@ def _fold_tile(
     plgpu.barrier_wait(barriers["keys"].at[slot])
     keys = smem["keys"].at[slot]
     if narrow:
-        for source, target in zip(_columns(keys), _columns(smem["wide_keys"]), strict=True):
-            target[...] = layout.widen(layout.load(source, _ACC, interpret))
-        plgpu.commit_smem()
+        _widen(keys, smem["wide_keys"], interpret)
         keys = smem["wide_keys"]
     scores = layout.product(keys, smem["q"], interpret, transpose_b=True) * factor  # [64, G]
     if spec.soft_cap is not None:
@@ -404,8 +409,7 @@ def _fold_tile(
     values = smem["values"].at[slot]
     edge = (start + TILE > high) | (start < low)
     if narrow:
-        for source, target in zip(_columns(values), _columns(smem["wide_values"]), strict=True):
-            target[...] = layout.widen(layout.load(source, _ACC, interpret))
+        _widen(values, smem["wide_values"], interpret)
         values = smem["wide_values"]
     pl.when(edge)(functools.partial(_zero_unseen, values, start, visible, interpret))
     plgpu.commit_smem()
@@ -413,6 +417,14 @@ def _fold_tile(
     acc = layout.accumulate(acc, values, coarse_ref, interpret, more=(fine_ref,), transpose_a=True, transpose_b=True)
     pl.when(t + stages < count)(lambda: plgpu.barrier_arrive(barriers["free"].at[slot]))
     return acc, new_top, sums
+
+
+def _widen(narrow: Any, wide: Any, interpret: Interpret) -> None:
+    """wide = narrow. A commit for each part, past which the compiler moves no load: both parts at once take 164
+    registers of a thread, and with more than 128 a multiprocessor holds one program instead of two."""
+    for source, target in zip(_columns(narrow), _columns(wide), strict=True):
+        target[...] = layout.widen(layout.load(source, _ACC, interpret))
+        plgpu.commit_smem()
 
 
 def _zero_unseen(values: Any, start: Array, visible: tuple[Array, Array], interpret: Interpret) -> None:

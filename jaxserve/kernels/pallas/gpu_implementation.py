@@ -29,14 +29,13 @@ from jaxserve.kernels.pallas.gpu_layout import (
     Interpret,
     copy_pages,
     init_cache,
+    refuses_device,
     refuses_layout,
 )
 from jaxserve.kernels.pallas.gpu_prefill import PrefillBlocks
 from jaxserve.kernels.tuning import TunedTable, load_table
 
 NAME = "mosaic_gpu"
-# The kernels multiply by wgmma, which no other generation has: ptxas refuses it for 10.0 (Blackwell), too.
-_COMPUTE_CAPABILITY = (9, 0)
 
 
 def make_attention(device: Device, table: TunedTable | None = None, interpret: Interpret = None) -> PagedAttention:
@@ -62,13 +61,8 @@ class _Kernels:
 
     def refuses(self, use: AttentionUse) -> str | None:
         """`PagedAttention.refuses`: other devices, layouts that no kernel reads, sizes beyond shared memory."""
-        found = self.device.compute_capability
-        if self.device.backend != "gpu" or found is None or found[0] != _COMPUTE_CAPABILITY[0]:
-            shown = "none" if found is None else ".".join(map(str, found))
-            return (
-                f"it needs the instructions of compute capability {_COMPUTE_CAPABILITY[0]}.x (Hopper), and "
-                f"{self.device.kind} has {shown}; kernels.paged_attention: xla_batched runs there"
-            )
+        if reason := refuses_device(self.device):
+            return f"{reason}; kernels.paged_attention: xla_batched runs there"
         return refuses_layout(use) or self._refuses_decode(use) or self._refuses_prefill(use)
 
     def _refuses_decode(self, use: AttentionUse) -> str | None:

@@ -26,11 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import AttentionUse
 
 TILE = 64  # tokens: the rows of one wgmma
 SHARED_MEMORY_BYTES = 232448  # one block's limit on Hopper, 227 KB (CUDA programming guide, compute capability 9.0)
 MAX_HEAD_DIM = 256
+_COMPUTE_CAPABILITY = 9
 CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 LOG2E = 1.4426950408889634
 # Scores that are not seen, and where a running maximum starts. The gap makes exp2 of their difference exactly 0.
@@ -73,6 +75,17 @@ def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
 def copy_pages(cache: GpuPages, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> GpuPages:
     """All sources are read before any target is written. The cache is donated by the caller."""
     return jax.tree.map(lambda leaf: leaf.at[targets].set(leaf[sources]), cache)
+
+
+def refuses_device(device: Device) -> str | None:
+    """Why the kernels cannot run on a device, or None. They multiply by wgmma, which no other generation has: ptxas
+    refuses it for 10.0 (Blackwell), too."""
+    found = device.compute_capability
+    if device.backend == "gpu" and found is not None and found[0] == _COMPUTE_CAPABILITY:
+        return None
+    shown = "none" if found is None else ".".join(map(str, found))
+    needed = f"compute capability {_COMPUTE_CAPABILITY}.x (Hopper)"
+    return f"it needs the instructions of {needed}, and {device.kind} has {shown}"
 
 
 def refuses_layout(use: AttentionUse) -> str | None:
@@ -166,12 +179,19 @@ def launch(
     grid: Mapping[str, int],
     scratch: Any = (),
     warpgroups: int = 1,
+    own_barriers: bool = False,
     interpret: Interpret = None,
 ) -> Callable[..., Any]:
     """`plgpu.kernel` with what all kernels here agree on. The warpgroups' axis is called 'wg'.
 
     Lane semantics: registers' layouts are written in the kernel, rather than found by a search that changes between
     releases of jax. Approximate math: exp2 in one instruction, off by 2 units in the last place.
+
+    Mosaic puts a barrier of the warpgroup before and after each store to shared memory, and before each copy into it.
+    With `own_barriers` it puts none: then the body itself must see to it that all four warps have read a place before
+    one of them writes it, or starts a copy into it. `commit_smem`, sums and maxima across warps, and waits for stores
+    to HBM are barriers of the warpgroup; a thread may change what it alone has read. The interpreter runs a warpgroup
+    as one thread, so it sees no mistake in this.
     """
     return plgpu.kernel(
         body,
@@ -182,7 +202,10 @@ def launch(
         num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=REDUCTION_BYTES
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=REDUCTION_BYTES,
+            unsafe_no_auto_barriers=own_barriers,
         ),
         interpret=interpret,
     )
@@ -196,10 +219,11 @@ def launch_in_place(
 ) -> Callable[..., Any]:
     """A kernel of one warpgroup without outputs, which writes to those of its operands that are `jax.Ref`s.
 
-    Scratch memory is for the body to ask for (`pl.run_scoped`, collective over 'wg').
+    Scratch memory is for the body to ask for (`pl.run_scoped`, collective over 'wg'), and barriers are its own, as with
+    `own_barriers` of `launch`.
     """
     mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=1, thread_name="wg")
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
     return pl.kernel(
         body, out_type=(), mesh=mesh, compiler_params=params, interpret=interpret or False, name=body.__name__
     )

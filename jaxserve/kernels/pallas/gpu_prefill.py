@@ -23,6 +23,11 @@ Why a tile at a row's end stores piecewise: the tokens after it are its neighbou
 rows, so the 1 to BT - 1 rows left go out in pieces of 64, 32, .. 1 rows, each of which is stored or not. At the end
 of the whole batch the tile moves back, and its first rows are the ones not stored: no copy ever passes the array's end.
 
+Why the kernel has its own barriers: shared memory is written in three places only. The producer widens tiles, and
+commits each before it starts the copy into the place that it has read. Tails of values are zeroed by the threads that
+read them. Results take the place of the queries once both warpgroups have arrived at the last turn, which each thread
+does after its last product of queries; pieces of results leave one another's place when their copies have been awaited.
+
 Why keys are visited from the first visible page on, rather than from a multiple of the tile: pages before the window
 may have been given away, and hold anything.
 """
@@ -237,7 +242,7 @@ def attend_tiles(
     lanes = cache.keys.shape[-1]
     tokens = blocks.tokens
     assert spec.num_query_heads // spec.num_kv_heads % blocks.heads == 0, (spec, blocks)
-    spare = max(tokens - num_tokens, 0)
+    spare = max(tokens, -(-num_tokens // 8) * 8) - num_tokens  # a copy (TMA) divides the tokens into eights
     if spare or lanes > head_dim:
         q = jnp.pad(q, ((0, spare), (0, 0), (0, lanes - head_dim)))
     items = work_list(batch, spec, num_tokens + spare, tokens, blocks.block_kv)
@@ -266,6 +271,7 @@ def attend_tiles(
         grid={"item": items.shape[0], "heads": heads // blocks.heads},
         scratch=kernel.scratch(q.dtype, cache.dtype),
         warpgroups=3,
+        own_barriers=True,
         interpret=interpret,
     )(items, tables, factors * jnp.array([[spec.scale], [1.0]]), biases * LOG2E, q, cache.keys, cache.values)
     return out[:num_tokens, :, :head_dim]

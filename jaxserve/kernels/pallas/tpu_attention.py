@@ -13,23 +13,29 @@ One program of the grid is one *item*: a tile of queries and one row (sequence) 
 
 So a table of any length costs a few KiB of SMEM, nothing waits for a page whose turn was known before, and the last
 block of an item already fetches the first of the next. A block is megabytes, since a copy takes about a microsecond
-to begin; a compute block is as many tokens as keep the units busy without spilling registers. Only pages that a query
-of the item sees are copied. A tile of one token is the decode variant: its M rows are the query heads that share a key
-head. A longer tile packs (head of the group, token) into M, so that the matrix unit sees hundreds of rows whatever the
-group size.
+to begin; a compute block is as many tokens as keep the units busy. Only pages that a query of the item sees are copied.
+A tile of one token is the decode variant: its M rows are the query heads that share a key head. A longer tile packs
+(head of the group, token) into M, so that the matrix unit sees hundreds of rows whatever the group size.
 
 What is counted in the compiler's schedule and kept short: a page lies in VMEM as it does in HBM, so its copy is one
-contiguous piece whose address is one shift; page ids are an array of one dimension for the same reason; one wait serves
-a whole block; and values that are not the row's are zeroed where they lie, so that no product has to select them.
+contiguous piece whose address is one shift (`tpu_layout` says what that takes); page ids are an array of one dimension
+for the same reason; one wait serves a whole block; and values that are not the row's are zeroed where they lie, so that
+no product has to select them.
 
-Why one head after the other and not all at once: the pages of a head are plain matrices one below the other, so each
-head is a 2-d product with no relayout, and the order costs nothing since copies, not products, bound decode.
+Each head is a 2-d product with no relayout, since the pages of a head are plain matrices one below the other. Copies
+bound decode; prompts are bound by products, and two rules keep the matrix units at work there:
+
+- Several heads lie abreast in one run of code without a branch, and the scores of a head stand in it before the softmax
+  of the head before. For the compiler fills the units from such a run alone, and it keeps the order of products: the
+  matrix units multiply one head while the vector units raise the other.
+- A statistic of a row (maximum, sum) is a register of 128 lanes, the maximum the same in all of them, the sum spread
+  over them. So nothing is broadcast, and sums are taken across lanes once for an item, not once for a compute block.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +46,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse, KVScales
 from jaxserve.kernels.pallas.tpu_layout import LANES, PageShape
+from jaxserve.kernels.pallas.tpu_scalars import div, div_up, power_of_two, power_of_two_above, short_turns
 
 _LOG2E = math.log2(math.e)
 _IDS = 128  # page ids of one piece at least: the narrowest row that can be copied into SMEM
-_TURNS = 8  # turns of a short loop that are laid out one after the other
 _HIDDEN = -1e30  # exp2(_HIDDEN - _LOWEST) is 0: a query that sees nothing of a block adds nothing
 _LOWEST = -0.5e30
-_UNROLL = 8  # heads whose code is laid out one after the other; more of them loop
+_DECODE_ABREAST = 8  # heads whose code is laid out one after the other; more of them loop
+_PREFILL_ABREAST = 4  # of their scores most lie in VMEM
+_LEAST_TILE = 16  # tokens of a tile of several: the rows of bfloat16 that the hardware moves together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +71,14 @@ class Blocks:
     pages: int
     compute: int
 
-    def within(self, columns: int) -> "Blocks":
-        """No larger than a block table of `columns` pages needs."""
-        most = 2 ** max(0, (columns - 1).bit_length())
-        return dataclasses.replace(self, pages=min(self.pages, most), compute=min(self.compute, most))
+    def within(self, columns: int, num_tokens: int) -> "Blocks":
+        """No larger than a block table of `columns` pages, and a step of `num_tokens` tokens, need."""
+        most = power_of_two_above(columns)
+        return Blocks(
+            block_q=min(self.block_q, max(_LEAST_TILE, power_of_two_above(num_tokens))),
+            pages=min(self.pages, most),
+            compute=min(self.compute, most),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +162,7 @@ def _lowest(position: Array, spec: AttentionSpec) -> Array:
 
 def attend(
     q: Float[Array, "tiles K M lanes"],
-    cache: Float[Array, "pages K rows 2xlanes"],
+    cache: Float[Array, "pages K planes rows 128"],
     block_tables: Int[Array, "R P"],
     work: Work,
     use: AttentionUse,
@@ -168,7 +180,7 @@ def attend(
     """
     spec, shape = use.spec, PageShape.of(use)
     _, kv_heads, rows, lanes = q.shape
-    assert cache.shape[1:] == (kv_heads, shape.rows, shape.lanes), (cache.shape, shape)
+    assert cache.shape[1:] == (kv_heads, shape.planes, shape.rows, LANES), (cache.shape, shape)
     assert rows % blocks.block_q == 0 and lanes == shape.query_lanes, (q.shape, blocks, shape)
     columns = block_tables.shape[1]
     ids = max(_IDS, blocks.pages)
@@ -184,7 +196,9 @@ def attend(
         exact=q.dtype == jnp.float32,
     )
     tile = pl.BlockSpec((None, kv_heads, rows, lanes), lambda i, _, tiles, *__: (tiles[i], 0, 0, 0))
-    biases = [x[..., None].astype(jnp.float32) for x in (sinks, slopes) if x is not None]
+    biases = [
+        jnp.broadcast_to(x[..., None].astype(jnp.float32), (*x.shape, LANES)) for x in (sinks, slopes) if x is not None
+    ]
     ones = jnp.ones(kv_heads, jnp.float32)
     key_scales, value_scales = (ones, ones) if scales is None else (scales.keys, scales.values)
     grid = pltpu.PrefetchScalarGridSpec(
@@ -198,7 +212,7 @@ def attend(
         ],
         out_specs=tile,
         scratch_shapes=[
-            pltpu.VMEM((2 * blocks.pages, kv_heads, shape.rows, shape.lanes), cache.dtype),
+            pltpu.VMEM((2 * blocks.pages, kv_heads, shape.planes, shape.rows, LANES), cache.dtype),
             pltpu.SMEM((2 * ids,), jnp.int32),
             pltpu.SMEM((2,), jnp.int32),
             pltpu.VMEM((kv_heads, rows, lanes), jnp.float32),
@@ -253,6 +267,16 @@ class _Static:
     def compute_tokens(self) -> int:
         return self.blocks.compute * self.shape.page_size
 
+    @property
+    def product_dtype(self):
+        return jnp.float32 if self.exact else jnp.bfloat16
+
+    @property
+    def abreast(self) -> int:
+        """Heads whose code is laid out one after the other, so that the schedule can mix them; a divisor of K."""
+        most = _DECODE_ABREAST if self.blocks.block_q == 1 else 1 if self.exact else _PREFILL_ABREAST
+        return max(n for n in range(1, most + 1) if self.spec.num_kv_heads % n == 0)
+
 
 def _kernel(static: _Static, has_sinks: bool, has_slopes: bool, *refs):
     names = iter(refs)
@@ -272,13 +296,13 @@ def _kernel(static: _Static, has_sinks: bool, has_slopes: bool, *refs):
         copies.start_ids(0, copies.piece_of(item.begin[0]), 0)
         copies.start_block(0, item.begin[0], 0)
 
-    before = item.tile[jnp.maximum(i - 1, 0)]
+    def clear(heads) -> None:
+        for h in heads:
+            top[h] = jnp.full_like(top[h], _LOWEST) if sinks is None else sinks[h] * _LOG2E
+            total[h] = jnp.full_like(total[h], 0.0 if sinks is None else 1 / LANES)
+            mix[h] = jnp.zeros_like(mix[h])
 
-    @pl.when((i == 0) | (before != item.tile[i]))
-    def _():
-        top[...] = jnp.full_like(top, _LOWEST) if sinks is None else jnp.broadcast_to(sinks[...], top.shape) * _LOG2E
-        total[...] = jnp.full_like(total, 0.0 if sinks is None else 1.0)
-        mix[...] = jnp.zeros_like(mix)
+    pl.when(i == 0)(lambda: _each_head(static, clear))
 
     stop = jnp.where(item.count[0] > 0, item.blocks_end(i, static.block_tokens), 0)
 
@@ -302,10 +326,14 @@ def _kernel(static: _Static, has_sinks: bool, has_slopes: bool, *refs):
 
     @pl.when((i + 1 == item.count[0]) | (after != item.tile[i]))
     def _():
-        for h in range(static.spec.num_kv_heads):
-            weight = total[h, :, :1]
-            scale = value_scales[h] / jnp.where(weight == 0.0, 1.0, weight)
-            out[h] = (mix[h] * scale).astype(out.dtype)
+        def finish(heads) -> None:
+            for h in heads:
+                weight = total[h].sum(-1, keepdims=True)
+                scale = value_scales[h] / jnp.where(weight == 0.0, 1.0, weight)
+                out[h] = (mix[h] * scale).astype(out.dtype)
+            clear(heads)  # for the next tile: here the unit that stores has little else to do
+
+        _each_head(static, finish)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,7 +351,7 @@ class _Items:
     shift: Array
 
     def blocks_end(self, i, block_tokens: int):
-        return _div_up(self.end[i], block_tokens)
+        return div_up(self.end[i], block_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -341,7 +369,7 @@ class _Copies:
     id_sems: Array
 
     def piece_of(self, block):
-        return _div(block * self.static.blocks.pages, self.static.ids)
+        return div(block * self.static.blocks.pages, self.static.ids)
 
     def start_ids(self, i, piece, half) -> None:
         self._ids(i, piece, half).start()
@@ -365,7 +393,12 @@ class _Copies:
 
         first_id += self.state[1] * self.static.ids
         begin, end = self.pages_of(i, c)
-        _loop(begin, end, lambda j: self._page(self.ids[first_id + j], j, slot).start())
+        to = slot * self.static.blocks.pages
+
+        def start(at, k) -> None:
+            self._page(self.ids[first_id + at + k], to + at + k, slot).start()
+
+        short_turns(begin, end, start)
 
     def _start_next_ids(self, i, piece, half) -> None:
         last_piece = self.piece_of(self.item.blocks_end(i, self.static.block_tokens) - 1) == piece
@@ -395,19 +428,18 @@ class _Copies:
     def pages_of(self, i, c):
         """Which pages [begin, end) of block c any query of item i sees, counted from the block's first."""
         page_size, pages = self.static.shape.page_size, self.static.blocks.pages
-        begin = jnp.maximum(_div(self.item.low[i], page_size) - c * pages, 0)
-        return begin, jnp.minimum(_div_up(self.item.end[i], page_size) - c * pages, pages)
+        begin = jnp.maximum(div(self.item.low[i], page_size) - c * pages, 0)
+        return begin, jnp.minimum(div_up(self.item.end[i], page_size) - c * pages, pages)
 
-    def _page(self, page, j, slot):
-        target = self.buffer.at[slot * self.static.blocks.pages + j]
-        return pltpu.make_async_copy(self.cache.at[page], target, self.page_sems.at[slot])
+    def _page(self, page, place, slot):
+        return pltpu.make_async_copy(self.cache.at[page], self.buffer.at[place], self.page_sems.at[slot])
 
 
 def _compute_blocks(static: _Static, item: _Items, i, c):
     """Which compute blocks [begin, end) of block c any query of item i sees."""
     start, tokens = c * static.block_tokens, static.compute_tokens
-    begin = _div(jnp.maximum(item.low[i] - start, 0), tokens)
-    return begin, _div_up(jnp.minimum(item.end[i] - start, static.block_tokens), tokens)
+    begin = div(jnp.maximum(item.low[i] - start, 0), tokens)
+    return begin, div_up(jnp.minimum(item.end[i] - start, static.block_tokens), tokens)
 
 
 def _clean(static: _Static, item: _Items, i, c, buffer, slot, inside) -> None:
@@ -418,62 +450,40 @@ def _clean(static: _Static, item: _Items, i, c, buffer, slot, inside) -> None:
     """
     shape, compute, start = static.shape, static.blocks.compute, c * static.block_tokens
     first = slot * static.blocks.pages
-    lanes = pl.ds(shape.half, shape.half) if shape.half >= LANES else slice(None)
 
-    def clear(page) -> None:
-        place = buffer.at[first + page, :, :, lanes]
+    def clear(page, k) -> None:
+        place = buffer.at[first + page + k, :, shape.value_planes]
         place[...] = jnp.zeros(place.shape, place.dtype)
 
     def keep(page, lines) -> None:
-        def head(h) -> None:
-            place = buffer.at[first + page, h, :, lanes]
-            line = lax.broadcasted_iota(jnp.int32, place.shape, 0)
-            # Through 32 bits, which every dtype of a cache fits into and every generation can select.
-            place[...] = jnp.where(line < lines, place[...].astype(jnp.float32), 0.0).astype(place.dtype)
+        def heads(some) -> None:
+            for h in some:
+                place = buffer.at[first + page, h, shape.value_planes]
+                line = lax.broadcasted_iota(jnp.int32, place.shape, 1)
+                # Through 32 bits, which every dtype of a cache fits into and every generation can select.
+                place[...] = jnp.where(line < lines, place[...].astype(jnp.float32), 0.0).astype(place.dtype)
 
-        _each_head(static, head)
+        _each_head(static, heads)
 
     tokens = jnp.minimum(item.end[i] - start, static.block_tokens)
-    full = _div(tokens, shape.page_size)
+    full = div(tokens, shape.page_size)
     torn = tokens - full * shape.page_size
     pl.when(torn != 0)(lambda: keep(full, torn))
-    _loop(full + (torn != 0).astype(jnp.int32), inside[1] * compute, clear)
+    short_turns(full + (torn != 0).astype(jnp.int32), inside[1] * compute, clear)
     if static.spec.window is not None:
-        copied = _div(jnp.maximum(item.low[i] - start, 0), shape.page_size)
-        _loop(inside[0] * compute, copied, clear)
+        copied = div(jnp.maximum(item.low[i] - start, 0), shape.page_size)
+        short_turns(inside[0] * compute, copied, clear)
     if shape.rows != shape.page_size:
         lax.fori_loop(inside[0] * compute, full, lambda page, _: keep(page, shape.page_size), None)
 
 
-def _loop(begin, end, body: Callable[[Array], None]) -> None:
-    """A loop of short turns, several of which are laid out one after the other."""
-    turns = _div(end - begin, _TURNS)
-
-    def some(turn, _) -> None:
-        for k in range(_TURNS):
-            body(begin + (turn * _TURNS + k))
-
-    lax.fori_loop(0, turns, some, None)
-    lax.fori_loop(begin + turns * _TURNS, end, lambda j, _: body(j), None)
-
-
-def _each_head(static: _Static, head: Callable[[Array | int], None]) -> None:
-    """Few heads of decode are laid out one after the other, so that the schedule can mix them; more of them loop."""
-    kv_heads = static.spec.num_kv_heads
-    if kv_heads <= _UNROLL and static.blocks.block_q == 1:
-        for h in range(kv_heads):
-            head(h)
+def _each_head(static: _Static, some: Callable[[Sequence[Array | int]], None]) -> None:
+    """Calls `some` with all heads, `abreast` at a time."""
+    kv_heads, abreast = static.spec.num_kv_heads, static.abreast
+    if kv_heads == abreast:
+        some(range(kv_heads))
     else:
-        lax.fori_loop(0, kv_heads, lambda h, _: head(h), None)
-
-
-def _div(x, n: int):
-    """Of numbers that are not negative: a shift where n is a power of two, which a scalar unit does in one step."""
-    return lax.shift_right_logical(x, jnp.int32(n.bit_length() - 1)) if n & (n - 1) == 0 else lax.div(x, jnp.int32(n))
-
-
-def _div_up(x, n: int):
-    return _div(x + (n - 1), n)
+        lax.fori_loop(0, kv_heads // abreast, lambda n, _: some([n * abreast + k for k in range(abreast)]), None)
 
 
 def _fold(static: _Static, item, i, q, buffer, key_offsets, slopes, key_scales, mix, top, total, c, part, slot) -> None:
@@ -481,53 +491,93 @@ def _fold(static: _Static, item, i, q, buffer, key_offsets, slopes, key_scales, 
 
     Compute blocks that all queries see whole need no mask.
     """
-    pages, block_q = static.blocks.compute, static.blocks.block_q
+    spec, shape, block_q = static.spec, static.shape, static.blocks.block_q
+    pages, tokens = static.blocks.compute, static.compute_tokens
     first = slot * static.blocks.pages + part * pages
-    start = c * static.block_tokens + part * static.compute_tokens
+    start = c * static.block_tokens + part * tokens
     whole = (
-        (static.shape.rows == static.shape.page_size)
+        (shape.rows == shape.page_size)
         & (start >= item.low[i])
-        & (start + static.compute_tokens <= item.shift[i] + item.first[i] + 1)
+        & (start + tokens <= item.shift[i] + item.first[i] + 1)
         & (item.first[i] == 0)
         & (item.last[i] == block_q)
     )
-    if static.spec.window is not None:  # the tile's last query must see the block's first key
-        whole &= start > item.shift[i] + item.last[i] - 1 - static.spec.window
+    if spec.window is not None:  # the tile's last query must see the block's first key
+        whole &= start > item.shift[i] + item.last[i] - 1 - spec.window
 
-    def positions():
-        if block_q == 1:
-            return jnp.full((1, 1), item.shift[i])
-        token = lax.broadcasted_iota(jnp.int32, (static.rows, 1), 0) & (block_q - 1)
-        own = (token >= item.first[i]) & (token < item.last[i])
-        return jnp.where(own, token + item.shift[i], -1)  # [M, 1]
+    def heads(some: Sequence[Array | int], masked: bool) -> None:
+        def scores(h) -> tuple[Array, Array]:
+            """Products of the queries with the block's keys [M, S], and the block's values [S, lanes]."""
+            planes = [buffer[pl.ds(first, pages), h, plane].reshape(-1, LANES) for plane in range(shape.planes)]
+            keys, values = (x.astype(static.product_dtype) for x in shape.split(planes))
+            return _dot(q[h], keys, 1, static.exact), values
 
-    def head(h, masked: bool) -> None:
-        block = buffer[pl.ds(first, pages), h].reshape(-1, static.shape.lanes)  # [S, lanes of both]
-        compute = jnp.float32 if static.exact else jnp.bfloat16
-        keys, values = (x.astype(compute) for x in static.shape.split(block))
-        score = _dot(q[h], keys, 1, static.exact)  # [M, S]
-        score = _scaled(score, static.spec, key_scales[h])
-        from_query = key_offsets[...] - (positions() - start)  # [M or 1, S]: where a key is, seen from the query
-        if slopes is not None:
-            score += (slopes[h] * _LOG2E) * from_query.astype(jnp.float32)
-        if masked:
-            seen = from_query <= 0
-            if static.spec.window is not None:
-                seen &= from_query > -static.spec.window
-            score = jnp.where(seen, score, _HIDDEN)
-        old = top[h, :, :1]
-        new = jnp.maximum(old, score.max(-1, keepdims=True))
-        weights = jnp.exp2(score - new)
-        shrink = jnp.exp2(old - new)
-        total[h] = jnp.broadcast_to(total[h, :, :1] * shrink + weights.sum(-1, keepdims=True), total.shape[1:])
-        mix[h] = mix[h] * shrink + _dot(weights.astype(compute), values, 0, static.exact)
-        top[h] = jnp.broadcast_to(new, top.shape[1:])
+        following = scores(some[0])
+        for n, h in enumerate(some):
+            (score, values), following = following, scores(some[n + 1]) if n + 1 < len(some) else following
+            columns = [
+                _column(static, item, i, score[:, lane : lane + LANES], start, key_offsets[:, lane : lane + LANES],
+                        None if slopes is None else slopes[h], key_scales[h], masked)
+                for lane in range(0, score.shape[1], LANES)
+            ]  # fmt: skip
+            old = top[h]
+            new = jnp.maximum(old, _lane_maximum(columns))
+            weights = [jnp.exp2(column - new[:, : column.shape[1]]) for column in columns]
+            shrink = jnp.exp2(old - new)
+            top[h] = new
+            total[h] = total[h] * shrink + _lane_sums(weights)
+            weight = jnp.concatenate([w.astype(static.product_dtype) for w in weights], axis=1)
+            wide = jnp.concatenate([shrink] * (shape.query_lanes // LANES), axis=1)
+            mix[h] = mix[h] * wide + _dot(weight, values, 0, static.exact)
 
     if block_q == 1:  # a mask of a few rows hides behind the products
-        _each_head(static, functools.partial(head, masked=True))
+        _each_head(static, functools.partial(heads, masked=True))
     else:
-        pl.when(whole)(lambda: _each_head(static, functools.partial(head, masked=False)))
-        pl.when(~whole)(lambda: _each_head(static, functools.partial(head, masked=True)))
+        pl.when(whole)(lambda: _each_head(static, functools.partial(heads, masked=False)))
+        pl.when(~whole)(lambda: _each_head(static, functools.partial(heads, masked=True)))
+
+
+def _column(static: _Static, item, i, score, start, offset, slope, key_scale, masked: bool) -> Array:
+    """Scores of at most 128 keys, [M, W], in units of log2: scaled, with their bias, those that are not seen hidden.
+
+    `offset` [1, W] are the places of the keys from `start`; `slope` [M, 128] or None.
+    """
+    spec, block_q, width = static.spec, static.blocks.block_q, score.shape[1]
+    score = _scaled(score, spec, key_scale)
+    if not masked and slope is None:
+        return score
+    if block_q == 1:
+        at = item.shift[i] - start
+    else:
+        token = lax.broadcasted_iota(jnp.int32, score.shape, 0) & (block_q - 1)
+        own = (token >= item.first[i]) & (token < item.last[i])
+        at = jnp.where(own, token + item.shift[i], -1) - start  # [M, W]: where a query is, seen from the first key
+    if slope is not None:
+        score += (slope[:, :width] * _LOG2E) * (offset - at).astype(jnp.float32)
+    if masked:
+        seen = offset <= at
+        if spec.window is not None:
+            seen &= offset > at - spec.window
+        score = jnp.where(seen, score, _HIDDEN)
+    return score
+
+
+def _lane_maximum(columns: Sequence[Array]) -> Array:
+    """The maximum of each row, [M, 128], the same in all lanes."""
+    full = [column for column in columns if column.shape[1] == LANES]
+    joined = [*([functools.reduce(jnp.maximum, full)] if full else []), *columns[len(full) :]]
+    most = functools.reduce(jnp.maximum, [column.max(-1, keepdims=True) for column in joined])
+    return jnp.broadcast_to(most, (most.shape[0], LANES))
+
+
+def _lane_sums(columns: Sequence[Array]) -> Array:
+    """[M, 128] whose lanes add up to the sum of each row."""
+    full = [column for column in columns if column.shape[1] == LANES]
+    rest = [
+        jnp.broadcast_to(column.sum(-1, keepdims=True) / LANES, (column.shape[0], LANES))
+        for column in columns[len(full) :]
+    ]
+    return functools.reduce(jnp.add, full + rest)
 
 
 def _scaled(score: Array, spec: AttentionSpec, key_scale: Array) -> Array:
@@ -580,7 +630,7 @@ def vmem_bytes(use: AttentionUse, blocks: Blocks) -> int:
     pages = 2 * blocks.pages * _page_bytes(use)
     state = kv_heads * rows * (lanes + 2 * 128) * 4
     biases = 2 * kv_heads * rows * 128 * 4
-    scores = 4 * rows * part * 4 + 3 * part * shape.lanes * 4
+    scores = _PREFILL_ABREAST * rows * part * 4 + 3 * part * shape.planes * LANES * 4
     return tiles + pages + state + biases + scores
 
 
@@ -590,31 +640,27 @@ def default_blocks(variant: str, use: AttentionUse) -> Blocks:
     A copy takes about a microsecond to begin, in which the fastest chip moves 4 MB: blocks are as large as that.
     """
     spec, decode = use.spec, variant == "decode"
-    pages = _power_of_two(4 * 2**20 // _page_bytes(use))
+    pages = power_of_two(4 * 2**20 // _page_bytes(use))
     # A single head leaves the units idle between its two products: longer compute blocks hide that.
     tokens = max(512, 2048 // spec.num_kv_heads) if decode else 512
-    compute = min(pages, _power_of_two(tokens // use.page_size))
+    compute = min(pages, power_of_two(tokens // use.page_size))
     if decode:
         return Blocks(block_q=1, pages=pages, compute=compute)
     group = spec.num_query_heads // spec.num_kv_heads
-    block_q = _power_of_two(max(16, min(128, 512 // group, 4096 // (group * spec.num_kv_heads))))
+    rows = 1024 if spec.num_kv_heads == 1 else 512  # a single head has no other beside it, and needs the more rows
+    block_q = power_of_two(max(_LEAST_TILE, min(rows // 4, rows // group, 4096 // (group * spec.num_kv_heads))))
     return Blocks(block_q=block_q, pages=pages, compute=compute)
 
 
 def _page_bytes(use: AttentionUse) -> int:
     shape = PageShape.of(use)
-    return use.spec.num_kv_heads * shape.rows * shape.lanes * jnp.dtype(use.cache_dtype).itemsize
-
-
-def _power_of_two(x: int) -> int:
-    """The largest that is not above x, and at least 1."""
-    return 2 ** (max(x, 1).bit_length() - 1)
+    return use.spec.num_kv_heads * shape.planes * shape.rows * LANES * jnp.dtype(use.cache_dtype).itemsize
 
 
 def candidates(variant: str, use: AttentionUse) -> Iterator[Blocks]:
     """Sizes that are worth timing, in no order; some may not fit."""
     tiles, fetched = ((1,), (1, 2, 4, 8, 16)) if variant == "decode" else ((16, 32, 64, 128, 256), (1, 4))
-    for pages in sorted({_power_of_two(mib * 2**20 // _page_bytes(use)) for mib in fetched}):
+    for pages in sorted({power_of_two(mib * 2**20 // _page_bytes(use)) for mib in fetched}):
         for compute in (2**n for n in range(10) if 128 <= 2**n * use.page_size <= 4096):
             if compute <= pages:
                 for block_q in tiles:

@@ -6,6 +6,7 @@ device code is in `tpu_attention` and `tpu_write`.
 
 import dataclasses
 import functools
+import logging
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +25,12 @@ from jaxserve.kernels.paged_attention import (
 )
 from jaxserve.kernels.pallas import tpu_attention
 from jaxserve.kernels.pallas.tpu_attention import Blocks
-from jaxserve.kernels.pallas.tpu_layout import PageShape
+from jaxserve.kernels.pallas.tpu_layout import LANES, PageShape
 from jaxserve.kernels.pallas.tpu_write import touched_tiles
 from jaxserve.kernels.pallas.tpu_write import write as write_tiles
 from jaxserve.kernels.tuning import TunedTable, load_table
+
+logger = logging.getLogger(__name__)
 
 NAME = "mosaic_tpu"
 
@@ -48,15 +51,16 @@ def make_attention(
         init_cache=init_cache,
         copy_pages=copy_pages,
         refuses=kernels.refuses,
+        prepare=kernels.log_blocks,
     )
 
 
 def init_cache(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: np.dtype
-) -> Float[Array, "pages K rows lanes"]:
+) -> Float[Array, "pages K planes rows 128"]:
     """Zeros for num_pages + 1 pages; page 0 is the dummy."""
     shape = PageShape.make(page_size, head_dim, dtype)
-    return jnp.zeros((num_pages + 1, num_kv_heads, shape.rows, shape.lanes), dtype)
+    return jnp.zeros((num_pages + 1, num_kv_heads, shape.planes, shape.rows, LANES), dtype)
 
 
 def copy_pages(cache: Array, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> Array:
@@ -92,8 +96,14 @@ class _Kernels:
         return None
 
     def blocks(self, variant: str, use: AttentionUse) -> Blocks:
-        measured = self.table.get(NAME, variant, use)
-        return tpu_attention.default_blocks(variant, use) if measured is None else Blocks(**measured)
+        tuned = self.table.get(NAME, variant, use)
+        return tpu_attention.default_blocks(variant, use) if tuned is None else Blocks(**tuned)
+
+    def log_blocks(self, use: AttentionUse) -> None:
+        """Says which sizes run, and where they come from."""
+        for variant in ("decode", "prefill"):
+            origin = self.table.origin(NAME, variant, use)
+            logger.info("%s %s on %s: %s, %s", NAME, variant, self.device.kind, self.blocks(variant, use), origin)
 
     def write(self, k: Array, v: Array, cache: Array, batch: AttentionBatch, scales: KVScales | None = None) -> Array:
         """`PagedAttention.write`."""
@@ -140,7 +150,7 @@ class _Kernels:
         scales: KVScales | None,
     ) -> Float[Array, "T K G H"]:
         spec, shape = use.spec, PageShape.of(use)
-        blocks = self.blocks(variant, use).within(batch.block_tables.shape[1])
+        blocks = self.blocks(variant, use).within(batch.block_tables.shape[1], q.shape[0])
         block_q, block_tokens = blocks.block_q, blocks.pages * batch.page_size
         if single_lens is not None:
             work = tpu_attention.decode_work(single_lens, spec, block_tokens)

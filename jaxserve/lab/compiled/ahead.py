@@ -9,19 +9,24 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxserve.chips import parse_topology
 from jaxserve.config.schema import Config
+from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device
-from jaxserve.kernels.ops import PAGED_ATTENTION
+from jaxserve.kernels.grouped_matmul import GroupedMatmul
+from jaxserve.kernels.ops import GROUPED_MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.xla_matmul import XLA_MATMUL
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.partition import Partition
 from jaxserve.runtime.compile import Compiled, compile_all
+from jaxserve.runtime.convert_weights import Forms
 from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
 from jaxserve.runtime.mesh import abstract_meshes, layer_ranges, make_meshes
-from jaxserve.runtime.resolve import attention_uses, resolve_sizes
+from jaxserve.runtime.resolve import attention_uses, grouped_uses, resolve_sizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class AbsentModel:
     device: Device
     sizes: Sizes
     attention: PagedAttention
+    grouped_matmul: GroupedMatmul | None
     stages: tuple[AbstractStage, ...]
 
 
@@ -50,18 +56,48 @@ def place_ahead(
         meshes = make_meshes(config.parallel, absent_devices(topology))[0]
     else:
         meshes = abstract_meshes(config.parallel, parse_topology(topology).num_devices)
-    partition = Partition.of(model, config.parallel.tensor)
+    partition = Partition.of(model, config.parallel.tensor, config.parallel.expert)
     sizes = resolve_sizes(config, model, weights_dtype, device.backend)
     attention = PAGED_ATTENTION.resolve(
         device=device,
         choice=config.kernels.paged_attention,
         uses=attention_uses(partition.local, sizes, weights_dtype),
     )
+    uses = grouped_uses(partition, weights_dtype)
+    choice = config.kernels.grouped_matmul
+    grouped = GROUPED_MATMUL.resolve(device=device, choice=choice, uses=uses) if uses else None
     ranges = layer_ranges(model.num_layers, len(meshes))
     stages = tuple(
-        AbstractStage.of(partition, layers, mesh, weights_dtype) for layers, mesh in zip(ranges, meshes, strict=True)
+        _in_forms(AbstractStage.of(partition, layers, mesh, weights_dtype), grouped)
+        for layers, mesh in zip(ranges, meshes, strict=True)
     )
-    return AbsentModel(config=config, device=device, sizes=sizes, attention=attention, stages=stages)
+    return AbsentModel(
+        config=config, device=device, sizes=sizes, attention=attention, grouped_matmul=grouped, stages=stages
+    )
+
+
+def inner_layers(absent: AbsentModel) -> AbsentModel:
+    """One layer of each kind alone, as a stage in the middle of a pipeline has them: no embedding, no sampling.
+
+    The first layer is left out, so that the stage is none. Raises ConfigError where the others lack one of the kinds
+    or the last layer is among them.
+    """
+    whole = absent.stages[0]
+    layers = whole.partition.model.layers
+    kinds = len(set(layers))
+    if len(absent.stages) > 1 or len(layers) < kinds + 2 or len(set(layers[1 : 1 + kinds])) < kinds:
+        raise ConfigError(
+            f"{kinds} successive layers of {len(layers)}, neither first nor last, do not have all their {kinds} kinds; "
+            "compile the whole model"
+        )
+    stage = AbstractStage.of(whole.partition, range(1, 1 + kinds), whole.mesh, whole.dtype)
+    return dataclasses.replace(absent, stages=(_in_forms(stage, absent.grouped_matmul),))
+
+
+def _in_forms(stage: AbstractStage, grouped: GroupedMatmul | None) -> AbstractStage:
+    """The stage with its weights as the products of accelerators want them."""
+    forms = Forms(matmul=XLA_MATMUL, grouped_matmul=grouped)
+    return dataclasses.replace(stage, state=nnx.map_state(lambda _, variable: forms.shapes(variable), stage.state))
 
 
 def compile_stage(

@@ -6,10 +6,11 @@ Latency and bandwidth, and so times, are the caller's assumptions.
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from jaxserve.lab.compiled.hlo import Instruction, Module, all_bytes
+from jaxserve.runtime.hlo import Instruction, Module, all_bytes
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 
@@ -42,37 +43,54 @@ def count_collectives(module: Module, num_devices: int) -> tuple[Collective, ...
 
     A conditional counts its most expensive branch; a loop as many turns as the compiler knows, else one.
     """
-    counts, payload = _count(module, module.entry, num_devices)
+    return _listed(_count(module, module.entry, num_devices))
+
+
+def collectives_by_instruction(
+    module: Module, computation: str, num_devices: int
+) -> Mapping[str, tuple[Collective, ...]]:
+    """The exchanges of each instruction of a computation that has some, in itself or in what it calls."""
+    shapes = {i.name: i.shape for i in module.computations[computation]}
+    counted = {i.name: _of(module, i, shapes, num_devices) for i in module.computations[computation]}
+    return {name: _listed(totals) for name, totals in counted.items() if totals[0]}
+
+
+_Totals = tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]  # by (kind, group): how many, how many bytes
+
+
+def _listed(totals: _Totals) -> tuple[Collective, ...]:
+    counts, payload = totals
     return tuple(
         Collective(kind=kind, group=group, count=count, payload_bytes=payload[kind, group])
         for (kind, group), count in sorted(counts.items())
     )
 
 
-_Totals = tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]  # by (kind, group): how many, how many bytes
-
-
 def _count(module: Module, computation: str, num_devices: int) -> _Totals:
-    counts: Counter[tuple[str, int]] = Counter()
-    payload: Counter[tuple[str, int]] = Counter()
     shapes = {i.name: i.shape for i in module.computations[computation]}
-    for i in module.computations[computation]:
-        kind = i.op.removesuffix("-start")
-        if kind in _KINDS:
-            key = (kind, _group(i, num_devices))
-            sent = sum(all_bytes(shapes.get(o, "")) for o in i.operands)
-            counts[key] += 1
-            payload[key] += sent * (key[1] if kind == "all-gather" else 1)
-            continue
-        if i.op.endswith(("-done", "-update")):
-            continue
-        inner = [_count(module, name, num_devices) for name in i.called if name in module.computations]
-        if i.op == "conditional" and inner:
-            inner = [max(inner, key=lambda totals: sum(totals[1].values()))]
-        for more, more_bytes in inner:
-            for key, number in more.items():
-                counts[key] += number * i.turns
-                payload[key] += more_bytes[key] * i.turns
+    return _sum(_of(module, i, shapes, num_devices) for i in module.computations[computation])
+
+
+def _of(module: Module, i: Instruction, shapes: Mapping[str, str], num_devices: int) -> _Totals:
+    kind = i.op.removesuffix("-start")
+    if kind in KINDS:
+        key = (kind, _group(i, num_devices))
+        sent = sum(all_bytes(shapes.get(o, "")) for o in i.operands)
+        return Counter({key: 1}), Counter({key: sent * (key[1] if kind == "all-gather" else 1)})
+    if i.op.endswith(("-done", "-update")):
+        return Counter(), Counter()
+    inner = [_count(module, name, num_devices) for name in i.called if name in module.computations]
+    if i.op == "conditional" and inner:
+        inner = [max(inner, key=lambda totals: sum(totals[1].values()))]
+    return _sum(inner, i.turns or 1)
+
+
+def _sum(parts: Iterable[_Totals], times: int = 1) -> _Totals:
+    counts, payload = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for more, more_bytes in parts:
+        for key, number in more.items():
+            counts[key] += number * times
+            payload[key] += more_bytes[key] * times
     return counts, payload
 
 

@@ -8,21 +8,37 @@ array. On decode, where bytes are time, that is more than twice the truth.
 import re
 from collections.abc import Mapping
 
-from jaxserve.lab.compiled.hlo import Instruction, Module, all_bytes, arrays_of, main_bytes, parse_hlo
+from jaxserve.runtime.hlo import Instruction, Module, all_bytes, arrays_of, dims_of, main_bytes, parse_hlo
 
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
 # Only the result is read of these operands, whatever their own size.
 _PICKS = frozenset(("gather", "dynamic-slice", "slice"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
+_GPU_PRODUCT = "multiply_tile"  # the kernel of `kernels.pallas.gpu_grouped_matmul`
+_PRODUCT_SCOPES = frozenset(("gate_up", "down"))  # of the products of `models.experts`
 
 
-def memory_traffic(hlo: str | Module) -> Mapping[str, int]:
-    """Bytes read and written in the main memory by each instruction of the entry of an optimised HLO module.
+def memory_traffic(hlo: str | Module, computation: str | None = None, *, hit_share: float = 1.0) -> Mapping[str, int]:
+    """Bytes read and written in the main memory by each instruction of a computation of an optimised HLO module.
 
-    Kernels count what their cost estimate states; a conditional its most expensive branch; a loop one turn of its body.
+    None is its entry. Kernels count what their cost estimate states; a conditional its most expensive branch; a loop
+    one turn of its body.
+
+    Grouped products read `hit_share` of the experts that the device stores, each once. A program cannot tell it: a
+    product has rows of other devices' experts and of padding.
     """
     module = parse_hlo(hlo) if isinstance(hlo, str) else hlo
-    return _Counter(module.computations).count(module.entry)
+    return _Counter(module.computations, hit_share).count(computation or module.entry)
+
+
+def grouped_products(module: Module) -> frozenset[str]:
+    """Instructions of the entry that run a kernel of grouped products."""
+    return frozenset(i.name for i in module.computations[module.entry] if is_grouped_product(i))
+
+
+def is_grouped_product(i: Instruction) -> bool:
+    """Whether a kernel of grouped products runs here: XLA's for TPUs, or the one for Hopper GPUs."""
+    return i.op == "custom-call" and (i.name.startswith("ragged-dot-none") or i.kernel == _GPU_PRODUCT)
 
 
 def kernel_calls(module: Module) -> Mapping[str, str]:
@@ -36,8 +52,9 @@ def names_in_scope(module: Module, scope: str) -> frozenset[str]:
 
 
 class _Counter:
-    def __init__(self, computations: Mapping[str, list[Instruction]]) -> None:
+    def __init__(self, computations: Mapping[str, list[Instruction]], hit_share: float) -> None:
         self.computations = computations
+        self.hit_share = hit_share
 
     def count(self, computation: str) -> dict[str, int]:
         instructions = self.computations[computation]
@@ -48,17 +65,24 @@ class _Counter:
         if i.op in _FREE or i.op.endswith(("-done", "-update")):
             return 0
         if i.op == "custom-call":
-            return _kernel_bytes(i, shapes)
+            return _product_bytes(i, shapes, self.hit_share) if is_grouped_product(i) else _kernel_bytes(i, shapes)
         if i.op == "fusion":
             return self._fusion_bytes(i, shapes)
         called = i.called
         if i.op in ("while", "conditional", "call") and called:
-            return max(sum(self.count(name).values()) for name in called)
+            return self._turns(i) * max(sum(self.count(name).values()) for name in called)
         if i.op.endswith("-start") or i.op in _PICKS:
             return _moved_bytes(i, shapes)
         if i.op in _UPDATES:
             return 2 * sum(main_bytes(shapes.get(o, "")) for o in i.operands[1:])
         return main_bytes(i.shape) + sum(main_bytes(shapes.get(o, "")) for o in i.operands)
+
+    def _turns(self, i: Instruction) -> int:
+        """Turns to count: of the loop over experts (`kernels.xla_grouped_matmul`), one for each that is hit."""
+        if i.op != "while" or not _PRODUCT_SCOPES.intersection(i.scopes):
+            return 1
+        weight = max(arrays_of(i.shape), key=all_bytes)
+        return max(1, round(self.hit_share * dims_of(weight)[0]))
 
     def _fusion_bytes(self, i: Instruction, shapes: Mapping[str, str]) -> int:
         (name,) = i.called
@@ -111,6 +135,13 @@ def _kernel_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
     if "AssumeGatherIndicesInBound" in i.text or "Bitcast" in i.text or "Bitpacked" in i.text:
         return 0  # notes to the compiler
     return main_bytes(i.shape) + sum(main_bytes(shapes.get(o, "")) for o in i.operands)
+
+
+def _product_bytes(i: Instruction, shapes: Mapping[str, str], hit_share: float) -> int:
+    """A grouped product: all of the rows and results, and of the experts [E, ...], the last operand, those hit."""
+    *others, weight = i.operands
+    moved = main_bytes(i.shape) + sum(main_bytes(shapes[o]) for o in others)
+    return moved + int(hit_share * main_bytes(shapes[weight]))
 
 
 def _moved_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:

@@ -14,6 +14,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+from jaxserve.errors import JaxserveError
+
 _OPENING = re.compile(r"^ *(?:0x[0-9a-f]+|\d+) +((?:(?:LH|LB|LE|PB|PF|CT)[, ]*)*): *((?:> ?)*)\{(.*)", re.DOTALL)
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
@@ -23,6 +25,10 @@ _OPERATION = re.compile(r"(?:%(\w+) = )?([a-z][\w.\-]*)(.*)", re.DOTALL)
 _GUARD = re.compile(r"\((!?)%(\w+)\)")
 _TARGET = re.compile(r"target = \$region(\d+)")
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
+
+
+class UnknownSchedule(JaxserveError):
+    """A listing that this parser does not know, or an operation or a branch that a walk does not understand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +86,23 @@ class Program:
 
 
 def parse_program(bundles: str, utilization: str) -> Program:
-    """Parses the texts of `*-final_bundles.txt` and `*-final_hlo-static-per-bundle-utilization.txt`."""
+    """Parses the texts of `*-final_bundles.txt` and `*-final_hlo-static-per-bundle-utilization.txt`.
+
+    Raises UnknownSchedule.
+    """
     used = _parse_utilization(utilization)
     texts = list(_bundle_texts(bundles))
-    assert len(texts) == len(used), f"{len(texts)} bundles, but units of {len(used)}"
+    if len(texts) != len(used):
+        raise UnknownSchedule(f"libtpu printed {len(texts)} bundles, but the units of {len(used)}")
     return Program(bundles=tuple(_parse_bundle(text, units) for text, units in zip(texts, used, strict=True)))
 
 
 def _parse_utilization(text: str) -> list[tuple[int, ...]]:
     """How many of each unit are in use, a line for each bundle, behind a head with their names and numbers."""
     head, _, body = text.partition("== UTILIZATION:\n")
-    names = head.splitlines()[1]
-    assert tuple(n.strip() for n in names.split(",")) == UNITS, f"the units have other names: {names}"
+    names = head.splitlines()[1] if "\n" in head else head
+    if tuple(n.strip() for n in names.split(",")) != UNITS:
+        raise UnknownSchedule(f"libtpu names other units of a core than {', '.join(UNITS)}: {names!r}")
     return [tuple(map(int, line.split())) for line in body.splitlines()]
 
 
@@ -140,7 +151,8 @@ def _parse_operation(text: str) -> Operation:
     remark = " ".join(c.strip() for c in _COMMENT.findall(text) if not c.endswith("="))
     named_text = re.sub(r"/\* [^*]*\*/", "", text)
     found = _OPERATION.match(_ARGUMENT.sub("", named_text).strip())
-    assert found is not None, f"not an operation: {text}"
+    if found is None:
+        raise UnknownSchedule(f"not an operation: {text}")
     result, opcode, rest = found.groups()
     guard = _GUARD.search(rest)
     if guard is not None:

@@ -1,7 +1,7 @@
 """The texts that libtpu prints of what it compiled.
 
-libtpu reads its arguments once, when it is loaded: a process that captures sets them first
-(`config.describe_absent_tpu`), and every program that it compiles from then on is printed.
+libtpu reads its arguments once, when it is loaded: a process that captures sets them first (`print_schedules`), and
+every program that it compiles from then on is printed.
 """
 
 import dataclasses
@@ -9,19 +9,27 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxserve.lab.ledger.bundles import Program, parse_program
+import jax
+
+from jaxserve.config import describe_absent_tpu
+from jaxserve.lab.ledger.bundles import Program, UnknownSchedule, parse_program
 
 _FINAL = re.compile(r"^\d+-(?P<name>.+)-\d+-final_bundles\.txt$")
 
 
-def dump_arguments(folder: Path) -> str:
-    """Arguments for libtpu to print the last passes alone: all of them take minutes and gigabytes."""
-    return " ".join(
-        (
-            f"--xla_jf_dump_to={folder}",
-            "--xla_jf_dump_llo_text=true",
-            "--xla_jf_debug_level=1",
-            "--xla_jf_dump_llo_pass_label_regex=^final",
+def print_schedules(folder: Path) -> None:
+    """Has libtpu, which must not be loaded yet, print what this process compiles; the last passes alone, for all of
+    them take minutes and gigabytes. JAX looks for no device: plugins for devices that are not here would complain.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    describe_absent_tpu(
+        " ".join(
+            (
+                f"--xla_jf_dump_to={folder}",
+                "--xla_jf_dump_llo_text=true",
+                "--xla_jf_debug_level=1",
+                "--xla_jf_dump_llo_pass_label_regex=^final",
+            )
         )
     )
 
@@ -40,13 +48,13 @@ class Captured:
 
 
 def captured_kernels(folder: Path) -> Iterator[Captured]:
-    """Everything that was printed into a folder, oldest first."""
+    """Everything that was printed into a folder, oldest first. Raises UnknownSchedule."""
     for path in sorted(folder.glob("*-final_bundles.txt")):
         found = _FINAL.match(path.name)
         if found is None or "schedule-analysis" in path.name:
             continue
         (prefix,) = re.findall(r"^\d+-.+-(?=\d+-final_bundles)", path.name)
-        (utilization,) = (
-            p for p in folder.iterdir() if p.name.startswith(prefix) and "final_hlo-static-per-bundle" in p.name
-        )
-        yield Captured(name=found["name"], bundles=path, utilization=utilization)
+        used = [p for p in folder.iterdir() if p.name.startswith(prefix) and "final_hlo-static-per-bundle" in p.name]
+        if len(used) != 1:
+            raise UnknownSchedule(f"libtpu printed {len(used)} lists of units for {path.name}, and not one")
+        yield Captured(name=found["name"], bundles=path, utilization=used[0])

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import JaxserveError
-from jaxserve.lab.ledger.bundles import UNITS, Bundle, Operation, Program
+from jaxserve.lab.ledger.bundles import UNITS, Bundle, Operation, Program, UnknownSchedule
 
 _GRANULE = 32  # bytes; copies are counted in granules
 _WORD = 4  # bytes of a cell of the scalar memory
@@ -32,6 +31,7 @@ _LONGEST_DELAY = 12  # bundles
 _MOST = 200_000_000  # bundles; a loop that does not end was walked wrongly
 _PRODUCT = re.compile(r"vmatmul\.(?:(?:mubr|msk)\.)*([a-z]+\d+[a-z0-9]*)(?:\..*?)?(?:mxu(\d))?$")
 _ALLOCATION = re.compile(r"\[#allocation(\w+)(?: \+ (\S+?))?\]$")
+_NUMBER_IN = re.compile(r"^(\d+) \[#allocation\w+\]$")  # an offset, and what it is an offset in
 _SCALAR_NAME = re.compile(r"[sp]\d+(?:_[sp]\d+)?$")
 _BRANCH = "sbr.rel"
 _RELATIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -56,10 +56,6 @@ _EXPRESSIONS = {
     "pnor": "unless(either({0}, {1}))",
     "pneg": "unless({0})",
 }
-
-
-class UnknownSchedule(JaxserveError):
-    """A program has an operation, or takes a branch, that the walk does not understand."""
 
 
 class _Unknown:
@@ -121,6 +117,10 @@ class Loop:
         """Registers stored and loaded again because there were too few, all turns together."""
         return self.units["VLOAD:FILL"] + self.units["VSTORE:SPILL"]
 
+    @property
+    def spills_per_turn(self) -> float:
+        return self.spills / max(1, self.turns)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
@@ -141,6 +141,12 @@ class Walk:
     waited_cycles: float
     copied_bytes: int
     loops: tuple[Loop, ...]
+
+    @property
+    def inner_loops(self) -> tuple[Loop, ...]:
+        """Those without a loop inside."""
+        deeper = [*(loop.depth for loop in self.loops[1:]), 0]
+        return tuple(loop for loop, next_depth in zip(self.loops, deeper, strict=True) if next_depth <= loop.depth)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +231,12 @@ class _Clock:
         self._arrivals_of(flag).append((granules, end))
 
     def signal(self, flag: Any, granules: int) -> None:
-        """The core itself counts up a flag, as after copying with loads and stores."""
-        self._arrivals_of(flag).append((granules, self.now))
+        """The core itself counts up a flag, as after copying with loads and stores.
+
+        It also takes off what a wait has waited for, which is known.
+        """
+        if granules > 0:
+            self._arrivals_of(flag).append((granules, self.now))
 
     def wait(self, flag: Any, granules: int) -> None:
         """Until the next `granules` of a flag have arrived."""
@@ -257,7 +267,7 @@ class _Machine:
         self.values: dict[str, Any] = {}
         self.registers: dict[str, Any] = {}
         self._memory: dict[Any, Any] = {}
-        self._operands = [None if x is None else np.asarray(x).reshape(-1) for x in operands]
+        self._operands = [None if x is None else _in_memory(np.asarray(x)) for x in operands]
 
     def operand(self, index: int, is_value: bool) -> Any:
         """The number itself, or an address that `copy` understands."""
@@ -292,6 +302,16 @@ class _Machine:
         copied = given[first : first + words].tolist()
         copied += [0] * (words - len(copied))  # behind the end of an array its last tile is filled up
         self._memory.update((target + i, value) for i, value in enumerate(copied))
+
+
+def _in_memory(x: np.ndarray) -> np.ndarray:
+    """An array of 32 bits as it lies in the main memory: rows and columns in tiles of up to 8 by 128, filled with 0."""
+    if x.ndim < 2 or x.dtype.itemsize != _WORD:
+        return x.reshape(-1)
+    *_, rows, columns = x.shape
+    tile = min(8, 1 << max(0, rows - 1).bit_length())
+    x = np.pad(x.reshape(-1, rows, columns), ((0, 0), (0, -rows % tile), (0, -columns % 128)))
+    return x.reshape(len(x), -1, tile, x.shape[-1] // 128, 128).swapaxes(2, 3).reshape(-1)
 
 
 # --- translation ------------------------------------------------------------------------------------------------------
@@ -419,7 +439,7 @@ class _Translator:
             return [f"branch = {self.block_of[op.target]}"]
         if code == "dma.done.wait":
             return [here, f"clock.wait({self._value(args[0])}, {self._value(args[1])})"]
-        if code == "vsyncadd" and not self._value(args[1]).startswith("-"):  # a signal; what waits takes off is known
+        if code == "vsyncadd":
             return [here, f"clock.signal({self._value(args[0])}, {self._value(args[1])})"]
         if code.startswith("dma."):
             return [here, *self._copy(op)]
@@ -481,7 +501,7 @@ class _Translator:
 
     def _value(self, text: str) -> str:
         """The expression of an operand: a name, a number, an allocation."""
-        text = text.strip()
+        text = _NUMBER_IN.sub(r"\1", text.strip())
         if text.startswith("%"):
             return f"V.get({text[1:]!r}, UNKNOWN)"
         if found := _ALLOCATION.match(text):

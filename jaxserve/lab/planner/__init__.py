@@ -11,8 +11,9 @@ seconds, before anything is compiled. Everything else is read from the real step
 real compiler: whether Mosaic compiles the kernels, the memory that XLA needs beside weights and pages, the bytes that
 devices send each other. Only the last part, seconds, is a prediction, and each prediction comes with its assumptions.
 
-`make_plan` is the entry. `fit` sizes memory, `steps` compiles, `predict` estimates times, `report` has the values of a
-plan, `show` prints it.
+`make_plan` is the entry. `fit` sizes memory, `steps` compiles, `experts` reads what a step does with experts, `count`
+guesses times of steps by the schedules of their kernels, `predict` estimates times by a roofline, `report` has the
+values of a plan, `show` prints it.
 """
 
 from jaxserve.lab.planner.make import PlanOptions, make_plan

@@ -13,7 +13,7 @@ from jaxserve.lab.compiled.ahead import AbsentModel, place_ahead
 from jaxserve.lab.planner.report import MemoryUse, Suggestion
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.runtime.build import plan_stage_memory
-from jaxserve.runtime.memory import MemoryPlan, memory_share, reserved_share
+from jaxserve.runtime.memory import MemoryPlan, held_tokens, memory_share, reserved_share
 
 _GIB = 2**30
 _NO_LIMIT = 2**62  # bytes of a device that holds everything
@@ -33,7 +33,8 @@ class Fit:
 def fit_memory(absent: AbsentModel, topology: Topology) -> Fit:
     """Sizes the pages of a placed model for the devices of a topology; never raises for one that is too large."""
     total = _total_bytes(absent.config, topology.chip)
-    needs = _size(with_settings(absent.config, "cache", num_pages=1, memory_bytes=None), absent, _NO_LIMIT)
+    least = len(absent.sizes.page_groups.groups)
+    needs = _size(with_settings(absent.config, "cache", num_pages=least, memory_bytes=None), absent, _NO_LIMIT)
     try:
         plan, problem = _size(absent.config, absent, total), None
     except CapacityError as error:
@@ -68,9 +69,10 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
         temporaries_compiled=temporary_bytes is not None,
         headroom_bytes=headroom,
         page_bytes=sized.page_bytes,
-        page_size=sized.page_size,
+        page_size=sized.limits.page_size,
         num_pages=num_pages,
-        kv_tokens=num_pages * sized.page_size,
+        kv_tokens=0 if fit.plan is None else held_tokens(fit.plan.limits, fit.plan.limits.max_model_len),
+        page_groups=sized.page_groups.describe() if sized.has_windows else "",
         chosen_by="" if fit.plan is None else fit.plan.chosen_by,
     )
 

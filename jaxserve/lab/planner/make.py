@@ -1,5 +1,6 @@
 """One plan, from a config and the name of a topology: read config.json, place, size, compile, predict."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -10,14 +11,19 @@ from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.compiled.ahead import AbsentModel, place_ahead
+from jaxserve.lab.ledger import counting_process
+from jaxserve.lab.planner.count import StepCounter
 from jaxserve.lab.planner.fit import Fit, fit_memory, memory_use, smallest_fitting, with_settings
 from jaxserve.lab.planner.predict import Roofline
 from jaxserve.lab.planner.report import Plan, Prediction, StepFacts
 from jaxserve.lab.planner.steps import choose_buckets, compile_steps
 from jaxserve.lab.roofline import Assumptions, Work
-from jaxserve.models.checkpoint import read_checkpoint
+from jaxserve.models.checkpoint import configured_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import choose_dtype, decoder_config, describe_rounding
+from jaxserve.models.quantised import describe_quantisation
+from jaxserve.runtime.memory import longest_sequence
+from jaxserve.sched.plan import Limits
 
 _CONTEXT = 2048  # tokens a row, where no length of sequences is given
 
@@ -32,6 +38,7 @@ class PlanOptions:
       context: tokens a row in the predictions; None: 2048, or model.max_len where that is less.
       compile: False sizes by arithmetic alone, in seconds, and needs no compiler for the topology.
       exact: compile every layer; False: few of them, and extend. None: every layer on TPUs and CPUs, few on GPUs.
+      count: guess the times of compiled steps by the schedules of their kernels, where the compiler prints them.
     """
 
     tensor: int | str | None = None
@@ -39,6 +46,7 @@ class PlanOptions:
     context: int | None = None
     compile: bool = True
     exact: bool | None = None
+    count: bool = True
     assumptions: Assumptions = dataclasses.field(default_factory=Assumptions)
 
 
@@ -57,26 +65,34 @@ def make_plan(
     start = time.perf_counter()
     topology = parse_topology(topology_name)
     config = _settle(config, topology, options)
-    checkpoint = read_checkpoint(config.model.path)
+    checkpoint = configured_checkpoint(config.model)
     model = decoder_config(checkpoint)[1]
     chosen = choose_dtype(config.model.dtype, topology.chip.backend, checkpoint)
     if rounding := describe_rounding(config.model.dtype, chosen, checkpoint):
         say(rounding)
+    for line in describe_quantisation(checkpoint, chosen):
+        say(line)
     dtype = chosen.name
     absent = place_ahead(config, model, topology=topology.name, dtype=dtype, to_compile=options.compile)
     fit = fit_memory(absent, topology)
-    problem, suggestion, steps = fit.problem, None, ()
+    context = min(options.context or _CONTEXT, absent.sizes.max_model_len)
+    work = Work(
+        model=absent.stages[0].partition.local,
+        weight_size=jnp.dtype(dtype).itemsize,
+        cache_size=jnp.dtype(absent.sizes.cache_dtype).itemsize,
+    )
+    problem, suggestion, steps, uncounted = fit.problem, None, (), None
     if problem is None and options.compile:
-        steps, problem = _compile(absent, model, topology, fit, options, say)
+        steps, problem, uncounted = _compile(absent, model, topology, fit, options, context, work, say)
     if problem is not None:
         whole = fit.needs.weight_bytes * config.parallel.tensor
         suggestion = smallest_fitting(config, model, dtype, topology, whole)
     temporaries = max((step.temporary_bytes for step in steps), default=None)
     memory = memory_use(fit, temporaries)
-    context = min(options.context or _CONTEXT, absent.sizes.max_model_len)
-    predictions = (
-        () if problem is not None else _predict(absent, topology, dtype, steps, options, context, memory.kv_tokens)
-    )
+    predictions = ()
+    if problem is None:
+        assert fit.plan is not None
+        predictions = _predict(absent, topology, dtype, steps, options, context, work, fit.plan.limits)
     return Plan(
         topology=topology.name,
         chip=topology.chip.kind,
@@ -95,7 +111,7 @@ def make_plan(
         assumptions=options.assumptions.sentences(topology, context, dtype, config.parallel.tensor)
         if predictions
         else (),
-        notes=tuple(_notes(config, topology, absent, model, fit, steps)),
+        notes=tuple(_notes(config, topology, absent, model, fit, steps, uncounted)),
         seconds=time.perf_counter() - start,
     )
 
@@ -132,28 +148,61 @@ def _compile(
     topology: Topology,
     fit: Fit,
     options: PlanOptions,
+    context: int,
+    work: Work,
     say: Callable[[str], None],
-) -> tuple[tuple[StepFacts, ...], str | None]:
-    """The facts of the compiled steps, and the reason if they do not fit, by the rule of a starting server."""
+) -> tuple[tuple[StepFacts, ...], str | None, str | None]:
+    """The facts of the compiled steps, the reason if they do not fit, by the rule of a starting server, and the reason
+    if their times are not guessed.
+    """
     assert fit.plan is not None
     exact = topology.chip.backend != "gpu" if options.exact is None else options.exact
-    try:
-        steps = compile_steps(
-            absent,
-            model,
-            topology.name,
-            buckets=choose_buckets(absent, options.buckets),
-            num_pages=fit.plan.num_pages,
-            exact=exact,
-            say=say,
-        )
-    except CapacityError as error:
-        return (), str(error)
+    buckets = choose_buckets(absent, options.buckets)
+    uncounted = _why_not_counted(absent, options)
+    with contextlib.ExitStack() as stack:
+        counter = None
+        if uncounted is None:
+            counter = StepCounter(
+                absent,
+                topology,
+                buckets,
+                num_pages=fit.plan.num_pages,
+                context=context,
+                work=work,
+                assumed=options.assumptions,
+                counting=stack.enter_context(counting_process()),
+            )
+        try:
+            steps = compile_steps(
+                absent,
+                model,
+                topology.name,
+                buckets=buckets,
+                num_pages=fit.plan.num_pages,
+                exact=exact,
+                counter=counter,
+                say=say,
+            )
+        except CapacityError as error:
+            return (), str(error), uncounted
+        if counter is not None:
+            uncounted = counter.failure
     try:
         fit.plan.check_temporaries(max(step.temporary_bytes for step in steps))
     except CapacityError as error:
-        return steps, str(error)
-    return steps, None
+        return steps, str(error), uncounted
+    return steps, None, uncounted
+
+
+def _why_not_counted(absent: AbsentModel, options: PlanOptions) -> str | None:
+    """Why no time of a step is guessed by count; None where one is."""
+    if not options.count:
+        return "it was not asked for"
+    if absent.device.backend != "tpu":
+        return "only the compiler for TPUs tells the cycles of a program"
+    if absent.attention.name != "mosaic_tpu":
+        return f"attention runs as {absent.attention.name}, in loops of which the program does not tell the turns"
+    return None
 
 
 def _predict(
@@ -163,21 +212,17 @@ def _predict(
     steps: tuple[StepFacts, ...],
     options: PlanOptions,
     context: int,
-    kv_tokens: int,
+    work: Work,
+    limits: Limits,
 ) -> tuple[Prediction, ...]:
     sizes = absent.sizes
-    work = Work(
-        model=absent.stages[0].partition.local,
-        weight_size=jnp.dtype(dtype).itemsize,
-        cache_size=jnp.dtype(sizes.cache_dtype).itemsize,
-    )
     roofline = Roofline(
         topology=topology,
         work=work,
         steps=steps,
         assumed=options.assumptions,
         dtype=dtype,
-        kv_tokens=kv_tokens,
+        limits=limits,
         replicas=absent.config.parallel.data,
     )
     # Without a compiled step the bytes between devices are unknown.
@@ -198,6 +243,7 @@ def _notes(
     model: DecoderConfig,
     fit: Fit,
     steps: tuple[StepFacts, ...],
+    uncounted: str | None,
 ) -> list[str]:
     notes = []
     used = config.parallel.tensor * config.parallel.data
@@ -215,11 +261,10 @@ def _notes(
             f"{topology.chip.memory_bytes / 2**30:.1f} GiB (cache.memory_fraction), and that share is planned with; "
             "where XLA_PYTHON_CLIENT_MEM_FRACTION is set, a server goes by that"
         )
-    if fit.plan is not None and fit.plan.num_pages * fit.plan.page_size + 1 < fit.plan.max_model_len:
-        notes.append(
-            f"the pages hold {fit.plan.num_pages * fit.plan.page_size} tokens, so no sequence reaches model.max_len "
-            f"{fit.plan.max_model_len}"
-        )
+    if fit.plan is not None:
+        longest, wanted = longest_sequence(fit.plan.limits), fit.plan.limits.max_model_len
+        if longest < wanted:
+            notes.append(f"the pages hold a sequence of {longest} tokens, so none reaches model.max_len {wanted}")
     if steps and len(steps[0].compiled_layers) > 1:
         layers = " and ".join(map(str, steps[0].compiled_layers))
         notes.append(
@@ -228,4 +273,6 @@ def _notes(
         )
     if steps and not any(step.kernels for step in steps):
         notes.append("no Pallas kernel is inside: attention runs as XLA made it")
+    if steps and uncounted is not None:
+        notes.append(f"there is no guess of a step's time by count: {uncounted}")
     return notes

@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from jaxserve.chips import Topology
 from jaxserve.lab.planner.report import Prediction, StepFacts
 from jaxserve.lab.roofline import Assumptions, Work, roofline_seconds
+from jaxserve.sched.plan import Limits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Everything a prediction needs beside the size of a step. `replicas` work side by side."""
+    """Everything a prediction needs beside the size of a step. `limits` are of each of `replicas`, side by side."""
 
     topology: Topology
     work: Work
     steps: Sequence[StepFacts]
     assumed: Assumptions
     dtype: str
-    kv_tokens: int
+    limits: Limits
     replicas: int
 
     def decode(self, rows: int, context: int) -> Prediction:
@@ -66,7 +67,7 @@ class Roofline:
             collective_seconds=seconds.collective,
             seconds=seconds.total,
             tokens_per_second=self.replicas * tokens / seconds.total,
-            fits_pages=rows * context <= self.kv_tokens,
+            fits_pages=rows * self.limits.pages_of(context) <= self.limits.num_pages,
             compiled=near is not None and (near.tokens, near.decode_only) == (tokens, decode),
         )
 

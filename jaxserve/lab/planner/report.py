@@ -19,8 +19,10 @@ class MemoryUse:
       budget_bytes: the share of it that may be used.
       state_bytes: block tables, masks and counts of the rows.
       temporary_bytes: the most that a compiled step needs; an estimate where `temporaries_compiled` is false.
-      headroom_bytes: unused bytes; negative: bytes that are missing before a first page fits.
-      page_bytes: one page, all layers of the device.
+      headroom_bytes: unused bytes; negative: bytes that are missing before the first pages fit.
+      page_bytes: one page, all slots of the device.
+      page_groups: the groups of layers that share block tables, in words; empty where there is one without window.
+      kv_tokens: that the pages hold, of sequences of model.max_len tokens.
       chosen_by: which rule fixed the number of pages.
     """
 
@@ -36,7 +38,50 @@ class MemoryUse:
     page_size: int
     num_pages: int
     kv_tokens: int
+    page_groups: str
     chosen_by: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CountedKernel:
+    """One kernel of a layer, by the schedule that libtpu wrote for it.
+
+    Attributes:
+      window: of the layers that call it; None for full attention.
+      byte_seconds: that its bytes need at the published bandwidth.
+      spills: registers that one turn of an inner loop stores and loads for want of registers, in the worst loop.
+    """
+
+    name: str
+    window: int | None
+    seconds: float
+    byte_seconds: float
+    spills: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CountedStep:
+    """The best guess of a step's time: counted in what the compilers wrote, never measured.
+
+    Attributes:
+      rows, tokens, context: of the batch that was counted; `context` tokens of each row, as many as the pages hold.
+      seconds: the guess; `parts` (`lab.ledger.PARTS`) add up to it.
+      byte_seconds, flop_seconds: the two floors, at the published bandwidth and peak.
+      instructions, unestimated, unestimated_seconds, open_loops: as in `lab.ledger.StepTime`.
+    """
+
+    rows: int
+    tokens: int
+    context: int
+    seconds: float
+    parts: Mapping[str, float]
+    byte_seconds: float
+    flop_seconds: float
+    instructions: int
+    unestimated: int
+    unestimated_seconds: float
+    open_loops: int
+    kernels: tuple[CountedKernel, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +98,7 @@ class StepFacts:
         how much of the cache they read.
       sampling_bytes: the part of them that sampling moves when every row uses its most expensive options.
       kernels: calls of each Pallas kernel.
+      counted: the guess of its time; None where there is none, for which `Plan.notes` have the reason.
     """
 
     name: str
@@ -69,6 +115,7 @@ class StepFacts:
     sampling_bytes: float
     kernels: Mapping[str, int]
     collectives: tuple[Collective, ...]
+    counted: CountedStep | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,12 @@ import rich.console
 import rich.table
 import rich.text
 
+from jaxserve.lab.ledger import PARTS
 from jaxserve.lab.planner.report import Plan, Prediction
 
 _GIB = 2**30
 _WIDTH = 112
+_SHORT = {"products": "prod.", "attention": "attent.", "sampling": "sampl.", "collectives": "coll."}
 
 
 def show_plan(plan: Plan, console: rich.console.Console) -> None:
@@ -26,6 +28,10 @@ def show_plan(plan: Plan, console: rich.console.Console) -> None:
             console.print(rich.text.Text(line))
     if any(step.collectives for step in plan.steps):
         console.print(_collectives_table(plan))
+    if any(step.counted for step in plan.steps):
+        console.print(_counted_table(plan))
+        for line in _counted_lines(plan):
+            console.print(rich.text.Text(line))
     if plan.predictions:
         console.print(_predictions_table(plan))
         console.print(rich.text.Text("Predicted, never measured. Assumed:", style="italic"))
@@ -150,16 +156,17 @@ def _memory_table(plan: Plan) -> rich.table.Table:
             memory.kv_bytes,
             f"{memory.kv_tokens} tokens: {pages} ({memory.chosen_by})" if plan.fits else "none",
         ),
+        *([("page groups", None, memory.page_groups)] if memory.page_groups else []),
         ("row state", memory.state_bytes, "block tables, masks and counts of the rows"),
         ("temporaries", memory.temporary_bytes, "XLA's figure" if memory.temporaries_compiled else "estimate"),
         (
             "spare" if plan.fits else "missing",
             abs(memory.headroom_bytes),
-            "" if plan.fits else "until a first page fits",
+            "" if plan.fits else "until the first pages fit",
         ),
     )
     for what, size, how in rows:
-        table.add_row(what, f"{size / _GIB:.3f}", how)
+        table.add_row(what, "" if size is None else f"{size / _GIB:.3f}", how)
     return table
 
 
@@ -202,6 +209,37 @@ def _collectives_table(plan: Plan) -> rich.table.Table:
                 f"{c.sent_bytes / 2**20:.2f} MiB",
             )
     return table
+
+
+def _counted_table(plan: Plan) -> rich.table.Table:
+    table = _table("Best guess of a step, beside what its bytes and flops need: milliseconds, counted and not measured")
+    names = ("step", "rows x context", "bytes", "flops", "guess", *(_SHORT.get(part, part) for part in PARTS))
+    for name in names:
+        table.add_column(name, justify="left" if name in ("step", "rows x context") else "right", no_wrap=True)
+    for step in plan.steps:
+        if (c := step.counted) is not None:
+            times = (c.byte_seconds, c.flop_seconds, c.seconds, *(c.parts[part] for part in PARTS))
+            table.add_row(step.name, f"{c.rows} x {c.context}", *(f"{1e3 * seconds:.2f}" for seconds in times))
+    return table
+
+
+def _counted_lines(plan: Plan) -> list[str]:
+    lines = []
+    for step in plan.steps:
+        if (c := step.counted) is None:
+            continue
+        loops = f"; {c.open_loops} loops of unknown length count one turn" if c.open_loops else ""
+        lines.append(
+            f"{step.name}: XLA estimates {c.instructions - c.unestimated} of {c.instructions} instructions; the others "
+            f"count by their bytes, {_ms(c.unestimated_seconds)}{loops}"
+        )
+        for k in c.kernels:
+            layer = "a layer" if k.window is None else f"a layer of window {k.window}"
+            lines.append(
+                f"  {k.name}: {k.seconds * 1e6:.0f} us {layer}, its bytes alone {k.byte_seconds * 1e6:.0f}; "
+                f"{k.spills:.0f} registers spilled in a turn of an inner loop"
+            )
+    return lines
 
 
 def _predictions_table(plan: Plan) -> rich.table.Table:

@@ -18,13 +18,14 @@ from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.compiled.ahead import AbsentModel, compile_stage, place_ahead
 from jaxserve.lab.compiled.collectives import Collective, count_collectives
-from jaxserve.lab.compiled.hlo import parse_hlo
-from jaxserve.lab.compiled.traffic import kernel_calls, memory_traffic, names_in_scope
-from jaxserve.lab.planner.report import StepFacts
+from jaxserve.lab.compiled.traffic import grouped_products, kernel_calls, memory_traffic, names_in_scope
+from jaxserve.lab.planner.count import StepCounter
+from jaxserve.lab.planner.report import CountedStep, StepFacts
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.runtime.build import plan_stage_memory
 from jaxserve.runtime.compile import Compiled
 from jaxserve.runtime.executables import bucket_layouts, step_name
+from jaxserve.runtime.hlo import parse_hlo
 from jaxserve.sched.plan import Bucket
 
 _FEW = 2  # layers of a kind in the base program, and how many more its variants have
@@ -52,9 +53,10 @@ def compile_steps(
     buckets: Sequence[Bucket],
     num_pages: int,
     exact: bool,
+    counter: StepCounter | None,
     say: Callable[[str], None],
 ) -> tuple[StepFacts, ...]:
-    """Compiles the steps of `buckets`, whole or (not `exact`) with few layers.
+    """Compiles the steps of `buckets`, whole or (not `exact`) with few layers; `counter` guesses their times.
 
     Raises CapacityError when the compiler says that a step does not fit the device.
     """
@@ -63,32 +65,37 @@ def compile_steps(
     for program in programs:
         placed = absent if program is model else _placed(absent, program, topology)
         say(f"compiling {', '.join(map(step_name, buckets))} for {topology} with {program.num_layers} layers")
-        facts.append(_compile(placed, topology, buckets, num_pages))
+        facts.append(_compile(placed, topology, buckets, num_pages, counter))
     if len(programs) == 1:
         return tuple(facts[0])
-    extra = [model.windows.count(kind) - _FEW for kind in dict.fromkeys(model.windows)]
+    extra = [model.layers.count(kind) - _FEW for kind in dict.fromkeys(model.layers)]
     predicted = _argument_bytes(absent, num_pages)
     return tuple(_extend(base, more, extra, predicted[base.name]) for base, *more in zip(*facts, strict=True))
 
 
 def few_layers(model: DecoderConfig) -> list[DecoderConfig]:
-    """A base with two layers of each kind of window, then for each kind a model with two more of it.
+    """A base with two layers of each kind, then for each kind a model with two more of it.
 
     The model alone when that would not be less to compile.
     """
-    kinds = list(dict.fromkeys(model.windows))
+    kinds = list(dict.fromkeys(model.layers))
     base = [kind for kind in kinds for _ in range(_FEW)]
     sizes = [base, *([*base, *[kind] * _FEW] for kind in kinds)]
-    if sum(map(len, sizes)) >= model.num_layers or any(model.windows.count(kind) < _FEW for kind in kinds):
+    if sum(map(len, sizes)) >= model.num_layers or any(model.layers.count(kind) < _FEW for kind in kinds):
         return [model]
-    return [dataclasses.replace(model, num_layers=len(windows), windows=tuple(windows)) for windows in sizes]
+    return [dataclasses.replace(model, layers=tuple(layers)) for layers in sizes]
 
 
 def _placed(absent: AbsentModel, program: DecoderConfig, topology: str) -> AbsentModel:
-    return place_ahead(absent.config, program, topology=topology, dtype=absent.stages[0].dtype.name)
+    """A program of few layers, with the block tables of all."""
+    placed = place_ahead(absent.config, program, topology=topology, dtype=absent.stages[0].dtype.name)
+    groups = absent.sizes.page_groups.of_layers(program.windows)
+    return dataclasses.replace(placed, sizes=dataclasses.replace(placed.sizes, page_groups=groups))
 
 
-def _compile(absent: AbsentModel, topology: str, buckets: Sequence[Bucket], num_pages: int) -> list[StepFacts]:
+def _compile(
+    absent: AbsentModel, topology: str, buckets: Sequence[Bucket], num_pages: int, counter: StepCounter | None
+) -> list[StepFacts]:
     names = [step_name(bucket) for bucket in buckets]
     try:
         compiled = compile_stage(absent, num_pages=num_pages, only=names)
@@ -101,7 +108,7 @@ def _compile(absent: AbsentModel, topology: str, buckets: Sequence[Bucket], num_
             "cache.memory_fraction or sched.max_step_tokens"
         ) from error
     predicted = _argument_bytes(absent, num_pages)
-    return [_read(compiled[step_name(b)], b, absent, predicted[step_name(b)]) for b in buckets]
+    return [_read(compiled[step_name(b)], b, absent, predicted[step_name(b)], counter) for b in buckets]
 
 
 def _argument_bytes(absent: AbsentModel, num_pages: int) -> dict[str, int]:
@@ -113,7 +120,13 @@ def _argument_bytes(absent: AbsentModel, num_pages: int) -> dict[str, int]:
     return {step_name(b): held + 4 * layout.size for b, layout in bucket_layouts(absent.sizes).items()}
 
 
-def _read(compiled: Compiled, bucket: Bucket, absent: AbsentModel, predicted_argument_bytes: int) -> StepFacts:
+def _read(
+    compiled: Compiled,
+    bucket: Bucket,
+    absent: AbsentModel,
+    predicted_argument_bytes: int,
+    counter: StepCounter | None,
+) -> StepFacts:
     try:
         text = compiled.call.as_text()
     except jax.errors.JaxRuntimeError as error:  # libtpu 0.0.51 does so for v5p and v6e
@@ -126,8 +139,11 @@ def _read(compiled: Compiled, bucket: Bucket, absent: AbsentModel, predicted_arg
     module = parse_hlo(text)
     kernels = kernel_calls(module)
     sampling = names_in_scope(module, "sample")
-    moved = {name: size for name, size in memory_traffic(module).items() if name not in kernels}
     stage = absent.stages[0]
+    # Of the kernels, those of experts move weights, which are counted; the others move pages.
+    uncounted = kernels.keys() - grouped_products(module)
+    traffic = memory_traffic(module, hit_share=stage.partition.model.hit_share(bucket.tokens))
+    moved = {name: size for name, size in traffic.items() if name not in uncounted}
     return StepFacts(
         name=compiled.name,
         tokens=bucket.tokens,
@@ -143,6 +159,7 @@ def _read(compiled: Compiled, bucket: Bucket, absent: AbsentModel, predicted_arg
         sampling_bytes=sum(size for name, size in moved.items() if name in sampling),
         kernels=dict(Counter(kernels.values())),
         collectives=count_collectives(module, stage.mesh.size),
+        counted=None if counter is None else counter.count(module, bucket, stage.partition.local),
     )
 
 
@@ -166,13 +183,37 @@ def _extend(
         compiled_layers=tuple(f.compiled_layers[0] for f in (base, *more)),
         compile_seconds=line(base.compile_seconds, [f.compile_seconds for f in more]),
         temporary_bytes=round(line(base.temporary_bytes, [f.temporary_bytes for f in more])),
-        argument_bytes=round(line(base.argument_bytes, [f.argument_bytes for f in more])),
+        # Bytes of pages are no line where layers share slots: only what XLA counts beyond the arithmetic is extended.
+        argument_bytes=predicted_argument_bytes + round(line(_uncounted(base), [_uncounted(f) for f in more])),
         predicted_argument_bytes=predicted_argument_bytes,
         flops=None if base.flops is None else line(base.flops, [f for f in flops if f is not None]),
         moved_bytes=line(base.moved_bytes, [f.moved_bytes for f in more]),
         sampling_bytes=line(base.sampling_bytes, [f.sampling_bytes for f in more]),
         kernels=kernels,
         collectives=_extend_collectives(base, more, line),
+        counted=_extend_counted(base, more, line),
+    )
+
+
+def _uncounted(facts: StepFacts) -> int:
+    return facts.argument_bytes - facts.predicted_argument_bytes
+
+
+def _extend_counted(
+    base: StepFacts, more: Sequence[StepFacts], line: Callable[[float, Sequence[float]], float]
+) -> CountedStep | None:
+    start, others = base.counted, [f.counted for f in more if f.counted is not None]
+    if start is None or len(others) < len(more):
+        return None
+    parts = {part: line(seconds, [c.parts[part] for c in others]) for part, seconds in start.parts.items()}
+    return dataclasses.replace(
+        start,
+        seconds=sum(parts.values()),
+        parts=parts,
+        byte_seconds=line(start.byte_seconds, [c.byte_seconds for c in others]),
+        instructions=round(line(start.instructions, [c.instructions for c in others])),
+        unestimated=round(line(start.unestimated, [c.unestimated for c in others])),
+        unestimated_seconds=line(start.unestimated_seconds, [c.unestimated_seconds for c in others]),
     )
 
 

@@ -16,6 +16,7 @@ def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
     pages = [page_id for grant in plan.grants for page_id in grant.page_ids]
     pages += [page_id for copy in plan.copies for page_id in copy]
     _check(plan, "page", pages, 1, limits.num_pages)
+    _check(plan, "group of layers", [g.group for g in plan.grants], 0, len(limits.page_groups) - 1)
     columns = [c for g in plan.grants for c in (g.first, g.first + len(g.page_ids) - 1)]
     _check(plan, "column of the block table", columns, 0, -(-limits.max_model_len // limits.page_size) - 1)
     ends = [position for c in plan.chunks for position in (c.start, c.start + len(c.token_ids) - 1)]

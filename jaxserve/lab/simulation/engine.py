@@ -86,7 +86,7 @@ class TokenSource:
         drawn = [
             self._draw_first(chunk.row, chunk.start + len(chunk.token_ids) - 1) for chunk in plan.chunks if chunk.sample
         ]
-        pooled = {chunk.row: [0.0] for chunk in plan.chunks if chunk.pool}
+        pooled = {chunk.row: [0.0] for chunk in plan.chunks if chunk.pooled}
         return StepResult(token_ids=tokens + drawn, hidden_sums=pooled or None)
 
     def _change_rows(self, plan: StepPlan) -> None:

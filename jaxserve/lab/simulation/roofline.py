@@ -9,20 +9,63 @@ step for the same device, before you believe an absolute figure; differences bet
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.lab.roofline import Assumptions, ModelShape, Seconds, Work, roofline_seconds
+from jaxserve.lab.roofline import Assumptions, MlpShape, ModelShape, Seconds, Work, roofline_seconds
 from jaxserve.lab.simulation.values import StepCost
 from jaxserve.sched.plan import Bucket, StepPlan
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
+_ALL = 2**30  # tokens that read every expert
 _SUMS_PER_LAYER = 2  # behind attention and behind the feed-forward block, of all hidden states
+
+
+class GatedMlp(NamedTuple):
+    """A `MlpShape` of three matrices."""
+
+    width: int
+
+    @property
+    def num_columns(self) -> float:
+        """See `MlpShape`."""
+        return 3 * self.width
+
+    def columns_read(self, tokens: int) -> float:
+        """See `MlpShape`."""
+        del tokens
+        return self.num_columns
+
+
+class MlpPart(NamedTuple):
+    """A `MlpShape` of which a device has one part in `devices`."""
+
+    whole: MlpShape
+    devices: int
+
+    @property
+    def num_columns(self) -> float:
+        """See `MlpShape`."""
+        return self.whole.num_columns / self.devices
+
+    @property
+    def width(self) -> float:
+        """See `MlpShape`."""
+        return self.whole.width / self.devices
+
+    def columns_read(self, tokens: int) -> float:
+        """See `MlpShape`."""
+        return self.whole.columns_read(tokens) / self.devices
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The sizes of a decoder, for use without a checkpoint. See `ModelShape` for the letters."""
+    """The sizes of a decoder, for use without a checkpoint. See `ModelShape` for the letters.
+
+    All layers have full attention and a gated feed-forward block of `ffn_size`, unless `layer_windows` and `layer_mlps`
+    say otherwise.
+    """
 
     hidden_size: int
     ffn_size: int
@@ -32,6 +75,12 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     layer_windows: tuple[int | None, ...] = ()
+    layer_mlps: tuple[MlpShape, ...] = ()
+
+    @property
+    def mlps(self) -> tuple[MlpShape, ...]:
+        """Feed-forward block of each layer."""
+        return self.layer_mlps or (GatedMlp(self.ffn_size),) * self.num_layers
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -145,17 +194,23 @@ class Roofline:
         return StepCost(host.step_s + host.row_s * num_rows, device_s, host.commit_row_s * num_rows)
 
     def num_pages(
-        self, page_size: int, *, memory_fraction: float = 0.9, cache_fraction: float = 1.0, reserved_bytes: int = 2**30
+        self,
+        page_size: int,
+        *,
+        page_layers: int | None = None,
+        memory_fraction: float = 0.9,
+        cache_fraction: float = 1.0,
+        reserved_bytes: int = 2**30,
     ) -> int:
         """Pages that fit beside the weights on each device, `reserved_bytes` left for what a step needs.
 
-        They take no more than `cache_fraction` of the device. An estimate; `jaxserve plan` asks the compiler. Raises
-        CapacityError when not one does.
+        A page holds tokens of `page_layers` layers; None: of all. They take no more than `cache_fraction` of the
+        device. An estimate; `jaxserve plan` asks the compiler. Raises CapacityError when not one does.
         """
         m = self.work.model
         embeddings = 2 * m.vocab_size * m.hidden_size
-        weights = self.work.weight_size * (m.num_layers * self.work.layer_params + embeddings)
-        page = 2 * m.num_layers * m.num_kv_heads * m.head_dim * self.work.cache_size * page_size
+        weights = int(self.work.weight_size * (self.work.read_params(_ALL) + embeddings))
+        page = 2 * (page_layers or m.num_layers) * m.num_kv_heads * m.head_dim * self.work.cache_size * page_size
         budget = int(self.topology.chip.allocatable_bytes * memory_fraction) - reserved_bytes
         if budget - weights < page:
             raise CapacityError(
@@ -206,11 +261,12 @@ def local_shape(model: ModelShape, devices: int) -> DecoderShape:
     kv_heads = math.ceil(model.num_kv_heads / devices)
     return DecoderShape(
         hidden_size=model.hidden_size,
-        ffn_size=math.ceil(model.ffn_size / devices),
+        ffn_size=math.ceil(max(mlp.width for mlp in model.mlps) / devices),
         vocab_size=math.ceil(model.vocab_size / devices),
         num_layers=model.num_layers,
         num_query_heads=math.ceil(model.num_query_heads / devices),
         num_kv_heads=kv_heads,
         head_dim=model.head_dim,
         layer_windows=model.windows,
+        layer_mlps=tuple(MlpPart(mlp, devices) for mlp in model.mlps),
     )

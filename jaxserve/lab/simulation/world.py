@@ -46,14 +46,14 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
     import jax.numpy as jnp  # seconds; a world of a step log needs none of this
 
     from jaxserve.assemble import router_options, scheduler_options
-    from jaxserve.models.checkpoint import read_checkpoint
+    from jaxserve.models.checkpoint import configured_checkpoint
     from jaxserve.models.loading import choose_dtype, decoder_config
-    from jaxserve.runtime.memory import memory_share, reserved_share
+    from jaxserve.runtime.memory import enough_pages, memory_share, reserved_share
     from jaxserve.runtime.resolve import resolve_sizes
 
     topology = parse_topology(topology_name)
     tensor = _tensor(config, topology, tensor)
-    checkpoint = read_checkpoint(config.model.path)
+    checkpoint = configured_checkpoint(config.model)
     model = decoder_config(checkpoint)[1]
     dtype = choose_dtype(config.model.dtype, topology.chip.backend, checkpoint)
     sizes = resolve_sizes(config, model, jnp.dtype(dtype), topology.chip.backend)
@@ -74,10 +74,12 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
         backend = topology.chip.backend
         share, reserved = memory_share(config.cache, backend), reserved_share(config.cache, backend)
         fitting = roofline.num_pages(
-            sizes.page_size, memory_fraction=reserved * share.fraction, cache_fraction=reserved * share.cache
+            sizes.page_size,
+            page_layers=sizes.page_groups.num_slots(range(model.num_layers)),
+            memory_fraction=reserved * share.fraction,
+            cache_fraction=reserved * share.cache,
         )
-        enough = 2 * sizes.max_rows * -(-sizes.max_model_len // sizes.page_size)  # as a server takes no more
-        pages = min(fitting, enough)
+        pages = min(fitting, enough_pages(sizes.limits(fitting)))  # as a server takes no more
     name = config.model.name or Path(config.model.path).name
     replicas = config.parallel.data
     cut = f"tensor {tensor}" if replicas == 1 else f"{replicas} replicas of tensor {tensor}"

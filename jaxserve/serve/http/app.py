@@ -23,6 +23,7 @@ from jaxserve.serve.http.guard import Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
 from jaxserve.serve.http.keys import ApiKeys, needs_no_key
 from jaxserve.serve.http.probes import probes_router
+from jaxserve.serve.http.rerank import rerank_router
 from jaxserve.serve.http.tokens import tokens_router
 from jaxserve.serve.http.tool_parsers import choose_parser
 from jaxserve.serve.keys import KnownKeys, read_keys
@@ -49,6 +50,7 @@ def make_app(engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, more:
         completions_router(door),
         chat_router(door),
         tokens_router(door),
+        rerank_router(door),
         probes_router(door, config.stall_s),
         *more,
     )

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 
 from jaxserve.api import FinishReason, Request, RequestOptions
 from jaxserve.config.schema import HttpConfig
-from jaxserve.engine import AsyncEngine, Prompt, Update, embedding_of, pooling_params
+from jaxserve.engine import AsyncEngine, EmbeddingForm, Prompt, Update, embedding_of, pooling_params
 from jaxserve.errors import EngineStopped
 from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
@@ -66,20 +66,27 @@ def trace_of(call: HttpRequest) -> str:
 
 
 @contextlib.asynccontextmanager
-async def follow(door: Door, requests: Sequence[Request]) -> AsyncIterator[AsyncGenerator[Update, None]]:
-    """Their stream of updates, see `AsyncEngine.stream`; the end of the block aborts what is still running.
-
-    DeadlineExceeded is raised in the block when it takes longer than `request_timeout_s`.
-    """
+async def in_time(door: Door) -> AsyncIterator[None]:
+    """DeadlineExceeded is raised in the block when it takes longer than `request_timeout_s`."""
     limit_s = door.config.request_timeout_s
     timer = asyncio.timeout(limit_s)
     try:
-        async with timer, contextlib.aclosing(door.engine.stream(*requests)) as updates:
-            yield updates
+        async with timer:
+            yield
     except TimeoutError as error:
         if not timer.expired():
             raise
         raise time_is_up(limit_s) from error
+
+
+@contextlib.asynccontextmanager
+async def follow(door: Door, requests: Sequence[Request]) -> AsyncIterator[AsyncGenerator[Update, None]]:
+    """Their stream of updates, see `AsyncEngine.stream`; the end of the block aborts what is still running.
+
+    Raises as `in_time`.
+    """
+    async with in_time(door), contextlib.aclosing(door.engine.stream(*requests)) as updates:
+        yield updates
 
 
 def check_answered(update: Update) -> None:
@@ -94,16 +101,22 @@ async def prepare(door: Door, makers: Sequence[Callable[[], Request]], n: int = 
 
 
 class Vector(NamedTuple):
-    """An embedding: `values` [D], of length 1."""
+    """An embedding: `values` [D], or fewer."""
 
     values: list[float]
     num_prompt_tokens: int
 
 
 async def embed_prompts(
-    door: Door, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None, *, tenant: str, traceparent: str
+    door: Door,
+    prompts: Sequence[Prompt],
+    form: EmbeddingForm,
+    truncate_prompt_tokens: int | None,
+    *,
+    tenant: str,
+    traceparent: str,
 ) -> list[Vector]:
-    """One vector for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
+    """One vector in that form for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
     sampling = pooling_params(truncate_prompt_tokens)
     options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True)
     make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
@@ -112,5 +125,5 @@ async def embed_prompts(
     async with follow(door, requests) as updates:
         async for update in updates:
             check_answered(update)
-            found[update.request_id] = embedding_of(update.prompt)
+            found[update.request_id] = embedding_of(update.prompt, form)
     return [Vector(found[request.request_id], len(request.prompt_token_ids)) for request in requests]

@@ -345,12 +345,50 @@ class EmbeddingRequest(NeutralFields):
     dimensions: int | None = None
     user: str | None = None
     truncate_prompt_tokens: int | None = None
+    normalize: bool | None = None
 
     add_special_tokens: Annotated[Any, Only(True)] = None
     priority: Annotated[Any, Only(0)] = None
-    normalize: Annotated[Any, Only(True)] = None
     embed_dtype: Annotated[Any, Only("float32")] = None
     endianness: Annotated[Any, Only("native", "little")] = None
+
+
+class DocumentFields(NeutralFields):
+    """The fields that rerank and score share. `instruction` replaces `rerank.instruction`."""
+
+    model: str | None = None
+    instruction: str | None = None
+    max_tokens_per_doc: int | None = None
+    user: str | None = None
+    priority: int | None = None
+
+    truncate_prompt_tokens: Null = None  # would cut the template
+    mm_processor_kwargs: Annotated[Any, Only({})] = None
+    activation: Annotated[Any, Only(True)] = None
+    use_activation: Annotated[Any, Only(True)] = None
+
+
+class RerankDocument(Body):
+    text: str
+
+
+class RerankRequest(DocumentFields):
+    """`POST /rerank`, `/v1/rerank` and `/v2/rerank`, as Jina and Cohere have it. `top_n` 0 means all."""
+
+    query: str
+    documents: Many[str | RerankDocument]
+    top_n: int | None = pydantic.Field(default=None, ge=0)
+    return_documents: bool | None = None
+
+    max_chunks_per_doc: Null = None
+    rank_fields: Annotated[Any, Only(["text"])] = None
+
+
+class ScoreRequest(DocumentFields):
+    """`POST /score` and `/v1/score`, as vLLM has it: one query for all documents, or one for each."""
+
+    text_1: str | Many[str]
+    text_2: str | Many[str]
 
 
 class TokenizeRequest(TemplateFields):

@@ -160,6 +160,43 @@ class EmbeddingResponse(pydantic.BaseModel):
     usage: Usage
 
 
+class RankedDocument(pydantic.BaseModel):
+    text: str
+
+
+class RankedResult(pydantic.BaseModel):
+    """`index`: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RerankResponse(pydantic.BaseModel):
+    """The most relevant first."""
+
+    id: str
+    object: Literal["list"] = "list"
+    model: str
+    results: list[RankedResult]
+    usage: Usage
+
+
+class Score(pydantic.BaseModel):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreResponse(pydantic.BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
 class ModelCard(pydantic.BaseModel):
     id: str
     object: Literal["model"] = "model"

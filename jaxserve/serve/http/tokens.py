@@ -45,11 +45,12 @@ def tokens_router(door: Door) -> APIRouter:
 
     @router.post("/v1/embeddings", response_model=EmbeddingResponse, tags=["OpenAI"])
     async def create_embeddings(body: EmbeddingRequest, call: Request) -> Response:
-        """The mean of the final hidden states of each input, of length 1."""
+        """A vector for each input, pooled as the model's files say."""
         door.check_model(body.model)
         vectors = await embed_prompts(
             door,
             list_prompts(body.input, "input"),
+            door.engine.engine.model.embedding.form(body.dimensions, body.normalize),
             body.truncate_prompt_tokens,
             tenant=body.user or "",
             traceparent=trace_of(call),
@@ -57,10 +58,6 @@ def tokens_router(door: Door) -> APIRouter:
         data = []
         for index, vector in enumerate(vectors):
             values = vector.values
-            if body.dimensions not in (None, len(values)):
-                raise InvalidRequest(
-                    f"dimensions is {body.dimensions}, but this model's embeddings have {len(values)} and cannot be cut"
-                )
             packed = _base64(values) if body.encoding_format == "base64" else list(values)
             data.append(Embedding(object="embedding", index=index, embedding=packed))
         num_tokens = sum(vector.num_prompt_tokens for vector in vectors)

@@ -83,7 +83,7 @@ REFUSED = {
     requests.EmbeddingRequest: {
         "add_special_tokens": False,
         "priority": 1,
-        "normalize": False,
+        "dimensions": 2,
         "embed_dtype": "float16",
     },
 }

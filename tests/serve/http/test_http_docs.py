@@ -11,7 +11,8 @@ from http_parts import ToolTokenizer, http_served
 from serve_parts import WAIT_S, Served
 
 from jaxserve.config.schema import HttpConfig
-from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
+from jaxserve.engine import Reranker
+from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +27,8 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259)) as parts:
+    judges = Reranker(template="{query} {document}", instruction="", yes_id=ord("y"), no_id=ord("n"))
+    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259, reranker=judges)) as parts:
         yield parts
 
 
@@ -54,12 +56,14 @@ def test_there_are_commands_for_the_main_routes() -> None:
     text = "\n".join(commands())
     for route in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/health"):
         assert route in text
+    assert "/v1/rerank" in text and "/v1/score" in text
 
 
 def test_every_setting_and_field_is_in_the_documentation() -> None:
     text = (ROOT / "docs/http.md").read_text()
     elsewhere = {"port", "web_page", "profile_dir"}
     missing = [name for name in HttpConfig.model_fields if name not in elsewhere and f"serve.http.{name}" not in text]
-    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    bodies = (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest)
+    fields = {name for body in bodies for name in body.model_fields}
     missing += [name for name in sorted(fields) if f"`{name}`" not in text and f'"{name}"' not in text]
     assert not missing

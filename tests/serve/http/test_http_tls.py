@@ -105,7 +105,7 @@ def test_leaving_a_stream_frees_its_pages(authority: Authority, pair: Pair) -> N
         body = {"prompt": "a", "max_tokens": LONG_TOKENS, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
-            assert parts.engine.num_live == 1
+            wait_until(lambda: parts.engine.num_live == 1, "the request lives")
         wait_until(lambda: parts.scheduler.num_held_pages == 0, "pages are free")
         assert parts.runner.inner.num_steps < LONG_TOKENS, "it ran to its end"
 

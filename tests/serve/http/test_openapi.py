@@ -14,8 +14,10 @@ import pytest
 from http_parts import ToolTokenizer, browse, http_served
 from serve_parts import Served
 
+from jaxserve.engine import Reranker
+
 KEY = "sk-schemathesis"
-NUM_OPERATIONS = 13  # that are tested
+NUM_OPERATIONS = 18  # that are tested
 # What is right by the document may still be too long, or an id outside of the vocabulary: a 400 for it is no fault.
 # Hence no `positive_data_acceptance`.
 CHECKS = (
@@ -36,7 +38,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
     # Short contexts: `max_tokens` null means all that fits, and `n` may be a thousand.
-    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259, max_model_len=64, num_pages=512, max_rows=16)
+    judges = Reranker(template="{instruction}{query} {document}", instruction="", yes_id=ord("y"), no_id=ord("n"))
+    parts = Served(
+        tokenizer=ToolTokenizer(), vocab_size=259, max_model_len=64, num_pages=512, max_rows=16, reranker=judges
+    )
     with http_served(parts, api_keys_file=str(keys), max_body_bytes=200_000) as served:
         yield served
 
@@ -79,5 +84,6 @@ def test_the_document_names_every_route(server: Served) -> None:
         paths = set(client.get("/openapi.json").json()["paths"])
     assert len(paths - {"/events", "/debug/profile"}) == NUM_OPERATIONS
     wanted = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/embeddings"}
+    wanted |= {"/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"}
     wanted |= {"/tokenize", "/detokenize", "/health", "/live", "/ready", "/version", "/load", "/metrics"}
     assert wanted <= paths

@@ -23,6 +23,7 @@ from serve_parts import LONG_TOKENS, WAIT_S, Served, serve_bytes, serve_slowly, 
 
 from jaxserve.api import SamplingParams
 from jaxserve.config.schema import HttpConfig, ServeConfig
+from jaxserve.engine import Reranker
 from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -427,19 +428,21 @@ BOMBS = [
     ("/v1/completions", {"prompt": ["a"] * 1000, "n": 4}, 429, "sched.max_waiting"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 129}, 400, "serve.max_n"),
     ("/v1/embeddings", {"input": ["a"] * 4096}, 400, "serve.max_prompts"),
+    ("/v1/rerank", {"query": "a", "documents": ["a"] * 4096}, 400, "serve.max_prompts"),
 ]
 
 
 def test_few_bytes_that_ask_for_millions_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused by their numbers alone: no text is encoded, the engine never hears of them, and others are served."""
-    parts = Served(tokenizer=(tokenizer := CountingTokenizer()), max_rows=1)
+    judges = Reranker(template="{query} {document}", instruction="", yes_id=ord("y"), no_id=ord("n"))
+    parts = Served(tokenizer=(tokenizer := CountingTokenizer()), max_rows=1, reranker=judges)
     submitted: list[str] = []
     monkeypatch.setattr(parts.engine, "submit", lambda *given, **options: submitted.append("a bomb"))
     with http_served(parts) as parts, browse(parts) as client:
         hold = make_request("waits", range(3), sampling=SamplingParams(n=97))
         parts.engine._waiting.enter(hold)
         for path, body, code, setting in BOMBS:
-            response = client.post(path, json={**body, **({} if "input" in body else {"max_tokens": 1})})
+            response = client.post(path, json=body if {"input", "query"} & body.keys() else {**body, "max_tokens": 1})
             assert response.status_code == code, response.text
             assert setting in error_of(response)["message"]
         assert tokenizer.num_calls == 0

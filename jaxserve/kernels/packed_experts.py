@@ -1,0 +1,97 @@
+"""Experts in the order in which the CPU's own grouped product reads them, and that product.
+
+Each expert's matrix lies in panels, as `packed_weight` has those of dense layers. The machine code, in
+`cpu.grouped_matmul`, streams through the panels of the experts that have rows, and touches no others. A row's sum is
+one chain over the depth: its bits depend on its own numbers and its expert alone.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.kernels.cpu import machine_code, scratch
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul, GroupedMatmulUse
+from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.packed_weight import empty_panels, fill_panels, panel_width
+from jaxserve.kernels.xla_grouped_matmul import DenseExperts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedExperts:
+    """Experts [E, *out, in] of which [e, p, k, w] is what row p * W + w of [out, in] of expert e has in column k.
+
+    Attributes:
+      panels: W is the width of the processor's blocks; rows past the last are zeros.
+      out_shape: sizes of the axes of outputs.
+    """
+
+    panels: Float[Array, "E P K W"]
+    out_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def multiply(self, x: Float[Array, "M D"], group_sizes: Int[Array, " E"]) -> Float[Array, "M ..."]:
+        """`ExpertWeight.multiply`. A row's result does not depend on the other rows, to the last bit."""
+        experts, panels, _, width = self.panels.shape
+        results = (
+            jax.ShapeDtypeStruct((x.shape[0], panels * width), jnp.float32),
+            jax.ShapeDtypeStruct((scratch.BYTES + experts * scratch.RUN_BYTES,), jnp.uint8),
+        )
+        target = machine_code.provide("grouped_matmul", self.panels.dtype.name)
+        call = jax.ffi.ffi_call(target, results)
+        out, _ = call(x.astype(jnp.float32), self.panels, group_sizes.astype(jnp.int32))
+        return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
+
+    def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
+        """`ExpertWeight.leaf_axes`: devices may have different experts; the panels of one are never cut."""
+        return ((axes[0], None, None, None),)
+
+
+def make_grouped_matmul(device: Device) -> GroupedMatmul:
+    """The implementation for a device; it refuses all that are no CPUs."""
+
+    def refuses(use: GroupedMatmulUse) -> str | None:
+        if device.backend != "cpu":
+            return f"it runs on CPUs alone, and this is a {device.backend}"
+        if use.num_devices > 1:
+            return (
+                f"{use.num_devices} devices share each expert, and packed ones are never cut; set parallel.tensor to 1"
+            )
+        if use.dtype not in machine_code.DTYPES:
+            return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
+        return machine_code.missing()
+
+    return GroupedMatmul(
+        name="numba_cpu",
+        convert=lambda weight: pack_experts(weight, panel_width()),
+        shapes=lambda weight: packed_shape(weight, panel_width()),
+        refuses=refuses,
+        prepare=lambda use: machine_code.provide("grouped_matmul", use.dtype),
+        row_invariant=True,
+    )
+
+
+def pack_experts(weight: DenseExperts, width: int) -> ExpertWeight:
+    """The same experts in panels of `width`; on the host, one expert after the other, without compiling."""
+    shape = packed_shape(weight, width)
+    panels = empty_panels(shape.panels)
+    for own, matrix in zip(panels, np.asarray(weight.array), strict=True):
+        fill_panels(own, matrix.reshape(-1, matrix.shape[-1]))
+    sharding = weight.array.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    return dataclasses.replace(shape, panels=jax.device_put(panels, sharding))
+
+
+def packed_shape(weight: DenseExperts, width: int) -> PackedExperts:
+    """The result of `pack_experts`, with a shape in place of its numbers."""
+    experts, *out_shape, depth = weight.array.shape
+    panels = (experts, -(-math.prod(out_shape) // width), depth, width)
+    shape: Any = jax.ShapeDtypeStruct(panels, weight.array.dtype)
+    return PackedExperts(panels=shape, out_shape=tuple(out_shape))

@@ -1,0 +1,72 @@
+"""`QuantisedSlice`: the normal form that every format of a quantised checkpoint is read in.
+
+Formats differ in how they pack codes, in the order of axes, and in what they store for a zero. None of that leaves the
+module of a format. What takes slices today widens them (`widening`); kernels that multiply with codes would take the
+same slices.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.models.layout import Index
+from jaxserve.models.quantised.bits import to_float32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantisedSlice:
+    """A rectangle of one weight of N outputs and K inputs, in G groups of inputs: w = (codes - zeros) * scales.
+
+    Attributes:
+      codes: [..., N, K], whole numbers or float8 and float4 values. A stack of experts is a first axis.
+      scales: float32 [..., N, G], finite and at least 0.
+      zeros: int16 [..., N, G]; None: zero.
+      group_of: int32 [K], the index along G of each input. A slice may begin inside a group, and the groups of a GPTQ
+        checkpoint with `desc_act` lie in any order.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    group_of: np.ndarray
+
+    def dequantise(self, dtype: np.typing.DTypeLike) -> np.ndarray:
+        """The weights [..., N, K]: the difference and the product in float32, then rounded to `dtype`."""
+        dense = to_float32(self.codes)
+        if self.zeros is not None:
+            dense -= self._by_input(self.zeros.astype(np.float32))
+        with np.errstate(over="ignore"):  # what exceeds the dtype is infinite, and the caller's to judge
+            dense *= self._by_input(self.scales)
+            return dense.astype(dtype, copy=False)
+
+    def _by_input(self, values: np.ndarray) -> np.ndarray:
+        """[..., N, G] as [..., N, K], or as [..., N, 1] where all inputs are one group."""
+        return values if values.shape[-1] == 1 else np.take(values, self.group_of, axis=-1)
+
+
+class QuantisedTensor(Protocol):
+    """One weight of a checkpoint, by its sidecar tensors.
+
+    Attributes:
+      name: of the float tensor that it stands for, such as `X.weight`.
+      shape: [out, in], or [experts, out, in].
+      outer_axis: the axis of `shape` whose slices lie in the longest runs of the files.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def outer_axis(self) -> int: ...
+
+    def read(self, index: Index) -> QuantisedSlice:
+        """The slice at `index`: one slice of step 1 per axis of `shape`, with both ends given.
+
+        Cuts may lie anywhere, inside a packed word or a group, too. Raises CheckpointError for values that cannot be:
+        NaN codes, scales that are negative or not finite, groups that do not exist.
+        """
+        ...
