@@ -47,7 +47,8 @@ class Witness(PriorityPolicy):
         return True
 
     def victim_for_page(self, seq: Sequence, behind: Seq[Sequence]) -> Sequence | None:
-        assert behind and self.memory.pool.num_available == 0
+        num_wanted = max(len(self.memory.groups), self.memory.num_wanted(seq, len(seq.tokens)))
+        assert behind and self.memory.pool.num_available < num_wanted
         self._look_at_order([seq, *behind])
         self.num_taken["page"] += 1
         return behind[len(behind) // 2]
