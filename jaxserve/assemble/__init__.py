@@ -34,7 +34,7 @@ from jaxserve.models import (
 )
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.models.loading import describe_rounding
-from jaxserve.models.quantised import describe_quantisation
+from jaxserve.models.quantised import Quantisation, describe_quantisation
 from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
@@ -282,7 +282,8 @@ def build_devices(
     logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     if rounding := describe_rounding(config.model.dtype, stages[0].dtype, stages[0].checkpoint):
         logger.warning("%s: %s", config.model.path, rounding)
-    for line in describe_quantisation(stages[0].checkpoint, stages[0].dtype):
+    kept = {path: found for stage in stages for path, found in stage.kept.items()}
+    for line in describe_quantisation(stages[0].checkpoint, stages[0].dtype, kept):
         logger.info("%s: %s", config.model.path, line)
     for line in replicas[0].compile_report:
         logger.info(line)
@@ -317,7 +318,8 @@ def _namespace(config: Config, dtype: str) -> str:
     checkpoint = checkpoint_digest(resolve_model_path(model.path), model.random_weights)
     weights = f"random weights of seed {model.seed}" if model.random_weights else "its weights"
     read = f"read by {model.family}, with {sorted(model.overrides.items())}"
-    return f"checkpoint of {checkpoint} {read}, {weights} in {dtype}, pages in {config.cache.dtype}"
+    codes = f"quantised {model.quantization}, {list(model.quantization_rules.items())}"
+    return f"checkpoint of {checkpoint} {read}, {weights} in {dtype}, {codes}, pages in {config.cache.dtype}"
 
 
 def _describe_weights(stages: Sequence[LoadedModel]) -> str:
@@ -341,6 +343,7 @@ def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
             layers=layers,
             random_weights=config.model.random_weights,
             seed=config.model.seed,
+            quantisation=Quantisation(scheme=config.model.quantization, rules=config.model.quantization_rules),
         )
         for mesh, layers in zip(meshes, ranges, strict=True)
     ]

@@ -26,6 +26,7 @@ from jaxserve.kernels.paged_attention import (
     PagedAttention,
     stored,
 )
+from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 
 # (tokens in this step, tokens in the cache once the step has written its own); decode rows first.
 Rows = tuple[tuple[int, int], ...]
@@ -218,13 +219,15 @@ REAL: dict[str, Case] = _named(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulCase:
-    """Rows [rows, *in_shape] times one weight [*out_shape, *in_shape], both in `dtype`."""
+    """Rows [rows, *in_shape] times one weight [*out_shape, *in_shape], both in `dtype`, or the weight in codes."""
 
     name: str
     rows: int
     out_shape: tuple[int, ...]
     in_shape: tuple[int, ...]
     dtype: str
+    storage: Storage | None = None
+    arithmetic: Arithmetic = FLOAT
 
 
 _MATMUL_SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

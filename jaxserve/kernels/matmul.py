@@ -1,8 +1,8 @@
 """Contract of the product with a weight: what a weight can do, and what an implementation of the op must give.
 
 A layer multiplies with a weight or looks rows up in it, and asks nothing else. How its numbers lie in memory, in which
-type, and in how many arrays, is the weight's own affair: whole (`xla_matmul.DenseWeight`), in the order in which a CPU
-reads it (`packed_weight.PackedWeight`), or as codes beside their scales.
+type, and in how many arrays, is the weight's own affair: whole (`xla_matmul.DenseWeight`), as codes beside their scales
+(`coded_weight.CodedWeight`), or in the order in which a CPU reads it (`packed_weight.PackedWeight`).
 """
 
 import dataclasses
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxtyping import Array, Float, Int
+
+from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 
 Axes = tuple[str | None, ...]  # logical names of an array's axes; None: one that has none, and is never cut
 
@@ -41,24 +43,33 @@ class MatmulUse:
     """The facts about a model's products that are known before anything is compiled.
 
     Attributes:
-      dtype: of weights and activations as they are loaded.
+      dtype: of activations, and of weights that are no codes.
       num_devices: that share each weight.
+      storage: of weights that are codes; None: numbers of `dtype`.
+      arithmetic: of products with codes.
     """
 
     dtype: str
     num_devices: int
+    storage: Storage | None = None
+    arithmetic: Arithmetic = FLOAT
+
+    def __str__(self) -> str:
+        stored = self.dtype if self.storage is None else str(self.storage)
+        rounded = f", times {self.arithmetic.activations} activations" if self.arithmetic != FLOAT else ""
+        return f"{stored} weights{rounded} over {self.num_devices} devices"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matmul:
     """One implementation: the form in which it wants weights. The product itself is the weight's `multiply`.
 
-    `convert(weight)` is given a `DenseWeight` of arrays that lie on their devices, and returns a `Weight` of the same
-    numbers, or nearly so. `shapes(weight)` is what `convert` will return, with `jax.ShapeDtypeStruct` leaves, for a
-    `DenseWeight` of such: executables are compiled for it while weights are still read. `refuses(use)` says why the
+    `convert(weight)` is given a `DenseWeight` or a `CodedWeight` of arrays that lie on their devices, and returns a
+    `Weight` of the same numbers, or nearly so. `shapes(weight)` is what `convert` will return, with
+    `jax.ShapeDtypeStruct` leaves, for a weight of such: executables are compiled for it while weights are still read. `refuses(use)` says why the
     implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes ready what executables
     of that use call by name; it comes before any of them runs, those read from a disk included. `rounding` is the
-    largest relative error of a product that the form of the weights explains. `row_invariant`: the product of a row has
+    largest relative error of a product that the form of the weights explains, rounded activations left out. `row_invariant`: the product of a row has
     the same bits alone and beside any number of others (tested, not hoped).
     """
 

@@ -70,11 +70,11 @@ MATMUL: Op[Matmul, MatmulUse] = Op(
         {"xla": "jaxserve.kernels.xla_matmul:XLA_MATMUL", "numba_cpu": "jaxserve.kernels.packed_weight:make_matmul"},
     ),
     preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("xla",), "tpu": ("xla",)},
-    describe=lambda use: f"{use.dtype} weights over {use.num_devices} devices",
+    describe=str,
     cases=MATMUL_CASES,
     case_of=self_check.matmul_case,
     error=self_check.matmul_error,
-    limit=lambda implementation, use: implementation.rounding,
+    limit=self_check.matmul_limit,
 )
 
 GROUPED_MATMUL: Op[GroupedMatmul, GroupedMatmulUse] = Op(

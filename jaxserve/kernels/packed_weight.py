@@ -70,6 +70,8 @@ def make_matmul(device: Device) -> Matmul:
             return (
                 f"{use.num_devices} devices share each weight, and packed ones are never cut; set parallel.tensor to 1"
             )
+        if use.storage is not None:
+            return f"it has no products with {use.storage}; set kernels.matmul to xla, or model.quantization to none"
         if use.dtype not in machine_code.DTYPES:
             return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
         return machine_code.missing()

@@ -4,11 +4,14 @@ The small cases are run at each start, on the very device (`Op.check`). An imple
 other one takes its place.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.kernels.cases import Case, GroupedMatmulCase, MatmulCase, make_inputs
+from jaxserve.kernels.coded_weight import round_weight
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Matmul, MatmulUse
 from jaxserve.kernels.oracle import grouped_products, relative_error
@@ -17,6 +20,7 @@ from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from jaxserve.kernels.xla_matmul import DenseWeight
 
 # Queries and the weights of softmax are rounded, by each implementation in its own way.
+_ROUNDED_LIMIT = 2e-2  # of a product whose activations are rounded to 127 steps
 _ATTENTION_LIMIT = {"bfloat16": 1e-2, "float32": 1e-4}
 
 
@@ -57,7 +61,16 @@ def attention_limit(attention: PagedAttention, use: AttentionUse) -> float:
 
 def matmul_case(use: MatmulUse) -> MatmulCase:
     """Few rows, axes of several sizes, and no size that is a multiple of a vector's."""
-    return MatmulCase(name="self check", rows=9, out_shape=(3, 35), in_shape=(5, 13), dtype=use.dtype)
+    group = None if use.storage is None else use.storage.group
+    return MatmulCase(
+        name="self check",
+        rows=9,
+        out_shape=(3, 35),
+        in_shape=(5, 13) if group is None else (3, 2 * group),
+        dtype=use.dtype,
+        storage=None if use.storage is None else dataclasses.replace(use.storage, zeros=False),
+        arithmetic=use.arithmetic,
+    )
 
 
 def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
@@ -67,12 +80,20 @@ def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
         jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
         for shape in ((case.rows, *case.in_shape), (*case.out_shape, *case.in_shape))
     )
-    weight = matmul.convert(DenseWeight(array=array, num_in=len(case.in_shape)))
-    out = np.asarray(jax.jit(lambda weight, x: weight.multiply(x))(weight, x), np.float64)
     num_in, num_out = len(case.in_shape), len(case.out_shape)
+    given, numbers = DenseWeight(array=array, num_in=num_in), np.asarray(array, np.float64)
+    if case.storage is not None:
+        given = round_weight(np.asarray(array), num_in, case.storage, case.dtype, case.arithmetic)
+        numbers = given.numbers()
+    weight = matmul.convert(given)
+    out = np.asarray(jax.jit(lambda weight, x: weight.multiply(x))(weight, x), np.float64)
     axes = (range(1, 1 + num_in), range(num_out, num_out + num_in))
-    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(array, np.float64), axes)
-    return _relative(out, exact)
+    return _relative(out, np.tensordot(np.asarray(x, np.float64), numbers, axes))
+
+
+def matmul_limit(matmul: Matmul, use: MatmulUse) -> float:
+    """The error that rounding explains."""
+    return matmul.rounding if use.arithmetic.activations == "float" else _ROUNDED_LIMIT
 
 
 def grouped_matmul_case(use: GroupedMatmulUse) -> GroupedMatmulCase:

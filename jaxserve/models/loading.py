@@ -25,17 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.byte_budget import ByteBudget
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
+from jaxserve.models.coded_params import backend_of, draw_scales, load_coded, share_bytes, source_path, with_codes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, find_family
 from jaxserve.models.layout import Index
 from jaxserve.models.partition import Block, Partition, spread
 from jaxserve.models.quantised import read_scheme
+from jaxserve.models.quantised.coding import CODED, RoundedParam
+from jaxserve.models.quantised.storing import Kept, Quantisation, Sizes, choose_kept
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader
 from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, plan_weights
@@ -63,7 +66,8 @@ class LoadedModel:
       mesh: axes `sharding.MESH_AXES`.
       checkpoint: where it came from.
       dtype: of weights and activations.
-      num_params: numbers in its arrays as they are loaded, padding included, whatever form they take later.
+      num_params: numbers in its arrays, padding included, whatever form they take.
+      kept: parameters that are codes, by their paths in the whole model.
     """
 
     graphdef: nnx.GraphDef
@@ -75,6 +79,7 @@ class LoadedModel:
     checkpoint: Checkpoint
     dtype: np.dtype
     num_params: int
+    kept: Mapping[Path, Kept]
 
     @property
     def num_bytes(self) -> int:
@@ -107,10 +112,18 @@ def load_model(
     layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    quantisation: Quantisation = Quantisation(),  # noqa: B008 (frozen)
 ) -> LoadedModel:
     """`plan_model`, then its weights."""
-    planned = plan_model(source, dtype=dtype, mesh=mesh, layers=layers, random_weights=random_weights, seed=seed)
-    return planned.load()
+    return plan_model(
+        source,
+        dtype=dtype,
+        mesh=mesh,
+        layers=layers,
+        random_weights=random_weights,
+        seed=seed,
+        quantisation=quantisation,
+    ).load()
 
 
 def plan_model(
@@ -121,28 +134,35 @@ def plan_model(
     layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    quantisation: Quantisation = Quantisation(),  # noqa: B008 (frozen)
 ) -> PlannedModel:
     """A Hugging Face or Orbax directory (or 'demo') for the devices of `mesh` (None: the first local device).
 
     `dtype`: 'auto' is float32 on CPU and what the checkpoint states elsewhere. `layers`: those of one stage of a
     pipeline; None loads all. `random_weights` reads config.json alone and draws weights that depend on `seed` and the
-    sizes, not on the mesh.
+    sizes, not on the mesh. `quantisation`: which weights are kept as codes.
 
-    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights.
+    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights, and
+    ConfigError for a quantisation that cannot be had of it.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     family, config = decoder_config(checkpoint)
     mesh = one_device_mesh(jax.local_devices()[0]) if mesh is None else mesh
     chosen = choose_dtype(dtype, mesh.devices.flat[0].platform, checkpoint)
     partition = Partition.of(config, math.prod(mesh.shape[axis] for axis in LAYER_AXES), mesh.shape[EXPERT_AXIS])
-    graphdef, abstract = split_abstract(partition, chosen, layers)
+    graphdef, dense = split_abstract(partition, chosen, layers)
+    first_layer = 0 if layers is None else layers.start
+    kept = plan_kept(checkpoint, family, partition, quantisation, mesh)
+    abstract = with_codes(dense, kept, first_layer, mesh)
     filler = _Filler(
         checkpoint=checkpoint,
         family=family,
         partition=partition,
-        first_layer=0 if layers is None else layers.start,
+        first_layer=first_layer,
+        dense=dense,
         abstract=abstract,
         shardings=shardings_for(abstract, mesh),
+        kept=kept,
         is_whole=layers is None and partition == Partition.of(config, 1),
     )
     fill = functools.partial(filler.draw, seed) if random_weights else filler.reader()
@@ -155,7 +175,8 @@ def plan_model(
         mesh=mesh,
         checkpoint=checkpoint,
         dtype=chosen,
-        num_params=sum(leaf.size for leaf in jax.tree.leaves(abstract)),
+        num_params=sum(leaf.size for leaf in jax.tree.leaves(dense)),
+        kept=kept,
     )
     return PlannedModel(shapes=shapes, fill=fill)
 
@@ -178,6 +199,27 @@ def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
     read_scheme(checkpoint)  # refuses what is not known, before anything that takes long
     family = find_family(checkpoint.config, checkpoint.config_file, checkpoint.family)
     return family, family.decoder_config(checkpoint.config, checkpoint.config_file)
+
+
+def plan_kept(
+    checkpoint: Checkpoint, family: Family, partition: Partition, quantisation: Quantisation, mesh: Mesh | AbstractMesh
+) -> dict[Path, Kept]:
+    """What each parameter that is not kept in floats is kept as, of all layers. Reads config.json alone.
+
+    Raises ConfigError as `choose_kept` does.
+    """
+    scheme = read_scheme(checkpoint)
+    if quantisation.scheme in ("auto", "none") and not quantisation.rules and (
+        scheme is None or quantisation.scheme == "none"
+    ):
+        return {}
+    _, whole = split_abstract(Partition.of(partition.model, 1), np.dtype("float32"), None)
+    _, local = nnx.split(abstract_decoder(partition, np.dtype("float32"), None, local=True))
+    shapes, axes = {path: param.shape for path, param in arrays_of(whole).items()}, axes_of(whole)
+    of_device = arrays_of(local)
+    sizes = {path: Sizes(whole=shape[-1], local=of_device[path].shape[-1]) for path, shape in shapes.items()}
+    plan = plan_weights(family, partition.model, shapes, axes)
+    return choose_kept(quantisation, scheme, plan, axes, sizes, backend_of(mesh))
 
 
 def abstract_decoder(partition: Partition, dtype: np.dtype, layers: range | None, *, local: bool) -> Decoder:
@@ -219,36 +261,52 @@ def describe_rounding(name: str, dtype: np.dtype, checkpoint: Checkpoint) -> str
 class _Filler:
     """The common part of the ways of filling an abstract model.
 
-    `is_whole`: `abstract` has the shapes of the checkpoint, and all its layers.
+    Attributes:
+      dense: the model with all its weights as floats.
+      abstract: the model as it will be.
+      kept: parameters that are codes, by their paths in the whole model.
+      is_whole: `dense` has the shapes of the checkpoint, and all its layers.
     """
 
     checkpoint: Checkpoint
     family: Family
     partition: Partition
     first_layer: int
+    dense: nnx.State
     abstract: nnx.State
     shardings: nnx.State
+    kept: Mapping[Path, Kept]
     is_whole: bool
 
     def reader(self) -> Callable[[], nnx.State]:
         """Checks the names and shapes of the files. Returns a function that reads every parameter: a few at once, each
         device's share by itself."""
-        params, placed = arrays_of(self.abstract), arrays_of(self.shardings)
-        shapes = self._checkpoint_shapes()
+        params, placed = arrays_of(self.dense), dict(nnx.to_flat_state(self.shardings))
+        variables, shapes = dict(nnx.to_flat_state(self.abstract)), self._checkpoint_shapes()
         open_source = self._orbax_reader if self.checkpoint.kind is CheckpointKind.ORBAX else self._safetensors_reader
         reader_of = open_source(shapes)
 
-        share = {path: _share_bytes(param, placed[path]) for path, param in params.items()}
+        share = {path: share_bytes(variable, placed[path]) for path, variable in variables.items()}
         budget = ByteBudget(int(sum(share.values()) * _IN_FLIGHT))
 
-        def load(path: Path) -> jax.Array:
-            param, source = params[path], self._source_path(path)
-            reader = reader_of(source, param.dtype)
+        def load(path: Path) -> list[jax.Array]:
+            param, source = params[path], source_path(path, self.first_layer)
+            coded = self.kept.get(source)
+            dtype = param.dtype if coded is None or coded.rounded is not None else CODED
+            reader = reader_of(source, dtype)
+            if coded is not None and coded.rounded is not None:
+                num_in = max(1, variables[path].get_raw_value().num_in)
+                shape, dtype = shapes[source], CODED
+                reader = RoundedParam(read_floats=reader, shape=shape, num_in=num_in, storage=coded.rounded).read
             if param.shape != shapes[source]:
-                reader = block_reader(reader, self._blocks(path, shapes[source]), param.shape, param.dtype)
+                reader = block_reader(reader, self._blocks(path, shapes[source]), param.shape, dtype)
             with budget.of(share[path]):
-                array = jax.make_array_from_callback(param.shape, placed[path], reader)
-                return jax.block_until_ready(array)  # until then the host's copy is held
+                if coded is None:
+                    (sharding,) = jax.tree.leaves(placed[path])
+                    arrays = [jax.make_array_from_callback(param.shape, sharding, reader)]
+                else:
+                    arrays = load_coded(variables[path], placed[path], reader, ".".join(map(str, source)))
+                return jax.block_until_ready(arrays)  # until then the host's copy is held
 
         # Parameters in transit come on top of those already on the devices.
         largest_first = sorted(params, key=lambda path: -share[path])
@@ -257,44 +315,45 @@ class _Filler:
             # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
                 arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
-            return nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), self.abstract)
+            return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
 
         return read
 
     def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
         config = self.partition.model
         plan = plan_weights(self.family, config, shapes, axes_of(self._checkpoint_state()))
-        tensors = checked_tensors(self.checkpoint, self.family, config, plan)
+        tensors = checked_tensors(self.checkpoint, self.family, config, plan, self.kept)
         return lambda source, dtype: shard_reader(plan[source], tensors, shapes[source], dtype)
 
     def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
         from jaxserve.models.orbax_store import open_arrays  # Orbax takes a quarter of a second to import
 
-        wanted = {self._source_path(path) for path, _ in nnx.to_flat_state(self.abstract)}
+        wanted = {source_path(path, self.first_layer) for path, _ in nnx.to_flat_state(self.abstract)}
         stored = open_arrays(self.checkpoint.path, shapes, wanted)
         return lambda source, dtype: functools.partial(stored[source].read, dtype=dtype)
 
     def draw(self, seed: int) -> nnx.State:
         """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""
-        shapes, placed = self._checkpoint_shapes(), arrays_of(self.shardings)
+        shapes, params = self._checkpoint_shapes(), arrays_of(self.dense)
+        placed, variables = dict(nnx.to_flat_state(self.shardings)), dict(nnx.to_flat_state(self.abstract))
 
-        def drawn(path: Path, param: jax.ShapeDtypeStruct) -> jax.Array:
-            source, sharding = self._source_path(path), placed[path]
+        def drawn(path: Path, param: jax.ShapeDtypeStruct) -> list[jax.Array]:
+            source, sharding = source_path(path, self.first_layer), jax.tree.leaves(placed[path])[0]
             if path[-1] == "weight":
                 one = 0 if self.partition.model.norm.zero_centred else 1
-                return jnp.full(param.shape, one, param.dtype, device=sharding)
+                return [jnp.full(param.shape, one, param.dtype, device=sharding)]
             if path[-1] == "sinks" or path[-1].endswith("bias"):
-                return jnp.zeros(param.shape, param.dtype, device=sharding)
+                return [jnp.zeros(param.shape, param.dtype, device=sharding)]
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
-            blocks = tuple(self._blocks(path, shapes[source]))
-            return _drawer(shapes[source], blocks, param.shape, param.dtype, sharding)(key)
+            blocks, reach = tuple(self._blocks(path, shapes[source])), _RANDOM_STD * 3**0.5
+            if source not in self.kept:
+                return [_drawer(shapes[source], blocks, param.shape, param.dtype, reach, sharding)(key)]
+            most, scales = draw_scales(variables[path], placed[path], reach)
+            codes = _drawer(shapes[source], blocks, param.shape, jax.tree.leaves(variables[path])[0].dtype, most, sharding)
+            return [codes(key), *scales]
 
-        arrays = {path: drawn(path, param) for path, param in arrays_of(self.abstract).items()}
-        return nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), self.abstract)
-
-    def _source_path(self, path: Path) -> Path:
-        """The path of a stage's parameter in a decoder of all layers."""
-        return ("layers", path[1] + self.first_layer, *path[2:]) if path[0] == "layers" else path
+        arrays = {path: drawn(path, param) for path, param in params.items()}
+        return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
 
     def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
         """Shapes before padding and copying, of all layers: names are checked against the whole checkpoint."""
@@ -302,17 +361,11 @@ class _Filler:
 
     def _checkpoint_state(self) -> nnx.State:
         if self.is_whole:
-            return self.abstract
+            return self.dense
         return split_abstract(Partition.of(self.partition.model, 1), np.dtype("float32"), None)[1]
 
     def _blocks(self, path: Path, shape: tuple[int, ...]) -> list[Block]:
-        return self.partition.blocks(axes_of(self.abstract)[path], shape)
-
-
-def _share_bytes(param: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
-    """Bytes of a parameter that the devices of this process hold."""
-    shard = math.prod(sharding.shard_shape(param.shape)) * np.dtype(param.dtype).itemsize
-    return shard * len(sharding.addressable_devices)
+        return self.partition.blocks(axes_of(self.dense)[path], shape)
 
 
 @functools.cache
@@ -321,13 +374,13 @@ def _drawer(
     blocks: tuple[Block, ...],
     padded: tuple[int, ...],
     dtype: np.dtype,
+    reach: float,
     sharding: jax.sharding.Sharding,
 ) -> Callable[[jax.Array], jax.Array]:
     """Draws where the array will live, so that no device holds more than its share; one compilation per shape."""
 
     def draw(key: jax.Array) -> jax.Array:
-        # Uniform with that spread: the normal distribution costs several times as much on CPUs and shows nothing more.
-        reach = _RANDOM_STD * 3**0.5
+        # Uniform: the normal distribution costs several times as much on CPUs and shows nothing more.
         drawn = jax.random.uniform(key, shape, jnp.float32, -reach, reach).astype(dtype)
         return spread(drawn, list(blocks), padded)
 

@@ -4,18 +4,22 @@ Files are opened in `safetensors_files`, names matched in `weights`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
 from jaxserve.models.layout import Index, read_target
 from jaxserve.models.partition import Block
 from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
+from jaxserve.models.quantised.coding import CodedTensor
 from jaxserve.models.quantised.reading import read_scheme
 from jaxserve.models.quantised.scheme import Format
+from jaxserve.models.quantised.storing import Kept
 from jaxserve.models.quantised.widening import WidenedTensor
 from jaxserve.models.safetensors_files import FLOAT_DTYPES, ReadableTensor, TensorSource, open_tensors
 from jaxserve.models.weights import Path, Piece, check_names, fold_names
@@ -26,11 +30,16 @@ _BAND_BYTES = 4 * 2**20  # bytes that are read, rearranged and converted at once
 
 
 def checked_tensors(
-    checkpoint: Checkpoint, family: Family, config: DecoderConfig, plan: Mapping[Path, list[Piece]]
+    checkpoint: Checkpoint,
+    family: Family,
+    config: DecoderConfig,
+    plan: Mapping[Path, list[Piece]],
+    kept: Mapping[Path, Kept] = MappingProxyType({}),
 ) -> dict[str, ReadableTensor]:
     """The open tensors of a Hugging Face directory, all there and of the right shapes, still unread.
 
-    Quantised weights are there under the names of the float tensors that they would be, and widened as they are read.
+    Quantised weights are there under the names of the float tensors that they would be. Those of parameters that are
+    `kept` as the checkpoint's codes read as records (`quantised.coding`); others are widened as they are read.
 
     Raises CheckpointError with every missing and unknown name, or every wrong shape, and for quantised weights as
     `quantised` says.
@@ -53,12 +62,28 @@ def checked_tensors(
         optional |= zero_biases(formats, files, needed)
         check_names(family, config, files, origin, needed=needed, optional=optional, ignored=scheme.ignored)
         tensors = {name: _check_float(files[name]) for name in plain}
+        storages = _storages(plan, kept)
         for source, found in formats.items():
-            tensors[source] = WidenedTensor(source=found.open(source, files), in_major=found.in_major)
+            opened, storage = found.open(source, files), storages.get(source)
+            tensors[source] = (
+                WidenedTensor(source=opened, in_major=found.in_major)
+                if storage is None
+                else CodedTensor(source=opened, storage=storage, bits=found.bits, in_major=found.in_major)
+            )
     wrong = [p for p in pieces if tensors[p.source].shape != p.source_shape]
     if wrong:
         raise CheckpointError(_describe_shapes(wrong, len(pieces), tensors, checkpoint.config_file))
     return tensors
+
+
+def _storages(plan: Mapping[Path, list[Piece]], kept: Mapping[Path, Kept]) -> dict[str, Storage]:
+    """What the codes of each tensor are kept as."""
+    return {
+        piece.source: kept[path].storage
+        for path, pieces in plan.items()
+        if path in kept and kept[path].rounded is None
+        for piece in pieces
+    }
 
 
 def _check_float(tensor: TensorSource) -> TensorSource:

@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.cpu import machine_code
-from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
@@ -54,7 +53,7 @@ from jaxserve.runtime.executables import (
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, memory_share, plan_memory
 from jaxserve.runtime.mesh import replicated
-from jaxserve.runtime.resolve import attention_uses, backend_of, choose, choose_grouped_matmul, resolve_sizes
+from jaxserve.runtime.resolve import attention_uses, backend_of, choose, choose_grouped_matmul, matmul_uses, resolve_sizes
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.sched.plan import Bucket
@@ -119,8 +118,7 @@ def build_runners(
     if directory is not None and sizes.backend == "cpu" and machine_code.missing() is None:
         machine_code.keep_machine_code(directory)
     progress.begin(_kernels_phase(sizes, directory))
-    use = MatmulUse(dtype=dtype.name, num_devices=shapes[0].mesh.size)
-    matmul = choose(MATMUL, config, (use,), device)
+    matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept), device)
     grouped = choose_grouped_matmul(config, partition, dtype, device)
     models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]

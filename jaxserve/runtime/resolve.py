@@ -3,23 +3,28 @@
 None of them needs weights. The number of pages is decided in `memory`.
 """
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.chips import canonical_kind
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device, I, Op, U
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
+from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import GROUPED_MATMUL
 from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.layers import attention_use
 from jaxserve.models.partition import Partition
+from jaxserve.models.quantised import Kept
+from jaxserve.models.weights import Path
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
 from jaxserve.runtime.executables import Sizes
 from jaxserve.runtime.page_groups import PageGroups
@@ -64,6 +69,17 @@ def grouped_uses(partition: Partition, dtype: np.dtype) -> tuple[GroupedMatmulUs
         for layer in partition.local.layers
         if isinstance(layer.mlp, ExpertSpec)
     )
+
+
+def matmul_uses(
+    dtype: np.dtype, mesh: Mesh | AbstractMesh, kept: Mapping[Path, Kept]
+) -> tuple[MatmulUse, ...]:
+    """The uses of products: with float weights, and with each form of codes. `kept`: parameters that are codes."""
+    floats = MatmulUse(dtype=jnp.dtype(dtype).name, num_devices=mesh.size)
+    codes = (
+        dataclasses.replace(floats, storage=found.storage, arithmetic=found.arithmetic) for found in kept.values()
+    )
+    return tuple(dict.fromkeys((floats, *codes)))
 
 
 def choose_grouped_matmul(

@@ -9,22 +9,35 @@ import numpy as np
 import pytest
 import quantised_models as models
 import quantised_oracle as oracle
+from flax import nnx
 from test_loading import mesh_of
 
 from jaxserve.config.schema import ParallelConfig
+from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.models import load_model, read_checkpoint
-from jaxserve.models.quantised import describe_quantisation
+from jaxserve.models.quantised import Quantisation, describe_quantisation
 from jaxserve.models.safetensors_files import TensorSource
 from jaxserve.models.sharding import arrays_of
 from jaxserve.runtime.mesh import make_meshes
 
 
-def assert_same_parameters(pair: models.Pair, dtype: str, mesh: jax.sharding.Mesh) -> None:
-    found, wanted = (arrays_of(load_model(path, dtype=dtype, mesh=mesh).state) for path in (pair.quantised, pair.dense))
-    assert found.keys() == wanted.keys()
-    for path, array in wanted.items():
-        assert found[path].dtype == dtype, path
-        np.testing.assert_array_equal(np.asarray(found[path]), np.asarray(array), err_msg=str(path))
+def assert_same_parameters(pair: models.Pair, dtype: str, mesh: jax.sharding.Mesh) -> int:
+    """Widened, and as codes with their scales. Returns the number of parameters that are kept as codes."""
+    wanted = arrays_of(load_model(pair.dense, dtype=dtype, mesh=mesh).state)
+    widened = load_model(pair.quantised, dtype=dtype, mesh=mesh, quantisation=Quantisation(scheme="none"))
+    assert not widened.kept
+    coded = load_model(pair.quantised, dtype=dtype, mesh=mesh)
+    for state in (widened.state, coded.state):
+        found = dict(nnx.to_flat_state(state))
+        assert found.keys() == wanted.keys()
+        for path, array in wanted.items():
+            value = found[path].get_raw_value()
+            numbers = value.numbers() if isinstance(value, CodedWeight) else np.asarray(jax.tree.leaves(value)[0])
+            assert numbers.dtype == (np.float64 if isinstance(value, CodedWeight) else dtype), path
+            # Twice: the float weights are products rounded to float32 and then to their dtype.
+            rounded = numbers.astype(np.float32).astype(dtype)
+            np.testing.assert_array_equal(rounded, np.asarray(array), err_msg=str(path))
+    return len(coded.kept)
 
 
 @pytest.mark.parametrize("scheme", models.SCHEMES)
@@ -153,10 +166,14 @@ def test_a_start_says_what_becomes_of_codes_and_activations(tmp_path: Path) -> N
         "int-quantized", weights, config_groups={"g": group}, kv_cache_scheme={"num_bits": 8}
     )
     pair = models.llama_pair(tmp_path, table, oracle.int_quantized)
-    widened, activation, cache = describe_quantisation(read_checkpoint(pair.quantised), np.dtype("float32"))
+    widened, activation, cache = describe_quantisation(read_checkpoint(pair.quantised), np.dtype("float32"), {})
     assert "codes of 8 bits are widened to float32 at load" in widened
     assert "activations of 8 bits" in activation and "kv_cache_scheme" in cache
-    assert describe_quantisation(read_checkpoint(pair.dense), np.dtype("float32")) == ()
+    assert describe_quantisation(read_checkpoint(pair.dense), np.dtype("float32"), {}) == ()
+    kept, *_ = describe_quantisation(
+        read_checkpoint(pair.quantised), np.dtype("float32"), load_model(pair.quantised).kept
+    )
+    assert "kept as codes: 4 weights (int8, a scale for each row)" in kept
 
 
 def _args(**changes: object) -> dict[str, object]:
@@ -249,5 +266,5 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_understood(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(models.LLAMA | {"quantization_config": PUBLISHED[name]}))
-    widened, *_ = describe_quantisation(read_checkpoint(tmp_path), np.dtype("float32"))
+    widened, *_ = describe_quantisation(read_checkpoint(tmp_path), np.dtype("float32"), {})
     assert f"codes of {8 if '8' in name else 4} bits" in widened

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.bits import to_float32, words_of
 from jaxserve.models.quantised.checks import check_scales, expect, fail
@@ -34,6 +35,10 @@ class Awq(Format):
 
     group: int | None
     bits: int = 4
+
+    @property
+    def storage(self) -> Storage | None:
+        return Storage(code="int4", group=self.group, zeros=True)
 
     def required(self, name: str) -> tuple[str, ...]:
         return tuple(beside(name, suffix) for suffix in ("qweight", "qzeros", "scales"))

@@ -7,6 +7,7 @@ X.weight_scale  one number, [out, 1], or [ceil(out / 128), ceil(in / 128)] with 
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.quantised.group_args import GroupArgs
 from jaxserve.models.quantised.one_byte import Grid, OneByteTensor, open_one_byte
 from jaxserve.models.quantised.scheme import Format, beside
@@ -27,6 +28,10 @@ class FloatQuantized(Format):
         if not args.symmetric:
             args.fail("symmetric is false, but must be true")
         return cls(grid=args.grid)
+
+    @property
+    def storage(self) -> Storage | None:
+        return Storage(code="float8_e4m3fn", group=self.grid[1])
 
     def required(self, name: str) -> tuple[str, ...]:
         return name, beside(name, "weight_scale")

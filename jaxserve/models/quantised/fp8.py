@@ -10,6 +10,7 @@ All scales multiply, in spite of the name of the first. Blocks at the edges may 
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.quantised.checks import fail
 from jaxserve.models.quantised.matching import is_named
 from jaxserve.models.quantised.one_byte import OneByteTensor, open_one_byte
@@ -27,6 +28,10 @@ class Fp8(Format):
 
     block: tuple[int, int] | None
     bits: int = 8
+
+    @property
+    def storage(self) -> Storage | None:
+        return Storage(code="float8_e4m3fn", group=None if self.block is None else self.block[1])
 
     def required(self, name: str) -> tuple[str, ...]:
         return (name, beside(name, _BLOCK_SCALE)) if self.block else (name,)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.bits import to_float32, unpack_words, words_of
 from jaxserve.models.quantised.checks import check_scales, expect, fail
@@ -48,6 +49,12 @@ class Gptq(Format):
     desc_act: bool
     stored_less: int
     may_add_bias = True
+
+    @property
+    def storage(self) -> Storage | None:
+        if self.desc_act and self.group:
+            return None  # groups of inputs that do not follow one another
+        return Storage(code=f"int{self.bits}", group=self.group, zeros=not self.sym)
 
     def required(self, name: str) -> tuple[str, ...]:
         suffixes = ("qweight", "qzeros", "scales", *(("g_idx",) if self.desc_act and self.group else ()))

@@ -8,6 +8,7 @@ X.weight_zero_point  int8, of the same shape, where codes are not symmetric
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.quantised.group_args import GroupArgs
 from jaxserve.models.quantised.one_byte import Grid, OneByteTensor, open_one_byte
 from jaxserve.models.quantised.scheme import Format, beside
@@ -27,6 +28,10 @@ class IntQuantized(Format):
         """Raises CheckpointError for settings that the format does not have."""
         args.require(type="int", bits=(8,), strategy=("tensor", "channel", "group"))
         return cls(grid=args.grid, symmetric=args.symmetric)
+
+    @property
+    def storage(self) -> Storage | None:
+        return Storage(code="int8", group=self.grid[1], zeros=not self.symmetric)
 
     def required(self, name: str) -> tuple[str, ...]:
         return name, beside(name, "weight_scale"), *(() if self.symmetric else (beside(name, "weight_zero_point"),))

@@ -10,6 +10,7 @@ of gate and up lie by turns in both.
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.bits import unpack_fp4, words_of
 from jaxserve.models.quantised.checks import check_scales, expect, fail
@@ -29,6 +30,10 @@ class Mxfp4(Format):
 
     bits: int = 4
     in_major = True
+
+    @property
+    def storage(self) -> Storage | None:
+        return None  # experts have no products with codes yet
 
     def required(self, name: str) -> tuple[str, ...]:
         return f"{name}_blocks", f"{name}_scales"

@@ -7,6 +7,7 @@ X.weight_scale   uint8 [out, in / 32], the exponent plus 127
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.quantised.fp4 import Fp4Tensor, ScaleKind, decode_exponents, open_fp4
 from jaxserve.models.quantised.group_args import GroupArgs
 from jaxserve.models.quantised.scheme import Format, beside
@@ -27,6 +28,10 @@ class Mxfp4Packed(Format):
         """Raises CheckpointError for settings that the format does not have."""
         args.require(type="float", bits=(4,), strategy=("group",), group=_GROUP)
         return cls()
+
+    @property
+    def storage(self) -> Storage | None:
+        return Storage(code="int8", group=_GROUP)  # twice a float4 is a whole number
 
     def required(self, name: str) -> tuple[str, ...]:
         return tuple(beside(name, suffix) for suffix in ("weight_packed", "weight_scale"))

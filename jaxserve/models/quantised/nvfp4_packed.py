@@ -8,6 +8,7 @@ X.weight_global_scale  float32 [1], which divides the scales
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.quantised.bits import to_float32
 from jaxserve.models.quantised.fp4 import Fp4Tensor, ScaleKind, open_fp4
 from jaxserve.models.quantised.group_args import GroupArgs
@@ -29,6 +30,10 @@ class Nvfp4Packed(Format):
         """Raises CheckpointError for settings that the format does not have."""
         args.require(type="float", bits=(4,), strategy=("tensor_group",), group=_GROUP)
         return cls()
+
+    @property
+    def storage(self) -> Storage | None:
+        return Storage(code="int8", group=_GROUP)  # twice a float4 is a whole number
 
     def required(self, name: str) -> tuple[str, ...]:
         return tuple(beside(name, suffix) for suffix in ("weight_packed", "weight_scale", "weight_global_scale"))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.bits import unpack_words, words_of
 from jaxserve.models.quantised.checks import expect, fail
@@ -41,6 +42,12 @@ class PackQuantized(Format):
             args.fail("symmetric is false, which is not supported with strategy 'tensor'")
         by_activation = args.by_activation and args.strategy == "group"
         return cls(bits=args.bits, grid=args.grid, symmetric=args.symmetric, by_activation=by_activation)
+
+    @property
+    def storage(self) -> Storage | None:
+        if self.by_activation:
+            return None  # groups of inputs that do not follow one another
+        return Storage(code=f"int{self.bits}", group=self.grid[1], zeros=not self.symmetric)
 
     def required(self, name: str) -> tuple[str, ...]:
         suffixes = ["weight_packed", "weight_scale", "weight_shape"]

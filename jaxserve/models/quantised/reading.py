@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.kernels.storage import FLOAT
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_json
 from jaxserve.models.quantised.awq import AwqScheme
 from jaxserve.models.quantised.compressed_tensors import CompressedTensorsScheme
@@ -13,6 +14,8 @@ from jaxserve.models.quantised.fp8 import Fp8Scheme
 from jaxserve.models.quantised.gptq import GptqScheme
 from jaxserve.models.quantised.mxfp4 import Mxfp4Scheme
 from jaxserve.models.quantised.scheme import MethodConfig, Scheme
+from jaxserve.models.quantised.storing import Kept
+from jaxserve.models.weights import Path
 
 _FIELDS = {"quantization_config": None, "compression_config": "compressed-tensors"}  # with the method that it implies
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -76,14 +79,24 @@ def _find_table(checkpoint: Checkpoint) -> tuple[Any, str, str | None] | None:
     return None
 
 
-def describe_quantisation(checkpoint: Checkpoint, dtype: np.dtype) -> tuple[str, ...]:
-    """Sentences for the log of a start: what becomes of the codes, and what of the checkpoint is not used."""
+def describe_quantisation(checkpoint: Checkpoint, dtype: np.dtype, kept: Mapping[Path, Kept]) -> tuple[str, ...]:
+    """Sentences for the log of a start: what weights are kept as, and what of the checkpoint is not used.
+
+    `kept`: all parameters of the model that are codes.
+    """
     scheme = read_scheme(checkpoint)
-    if scheme is None:
+    if scheme is None and not kept:
         return ()
-    bits = " and ".join(str(bits) for bits in sorted({found.bits for found in scheme.formats}))
-    widened = (
-        f"{scheme.label}: codes of {bits} bits are widened to {dtype.name} at load; the model takes the memory and the "
-        f"time of {dtype.name} weights"
-    )
-    return (widened, *scheme.notes)
+    counts: dict[str, int] = {}
+    for found in kept.values():
+        rounded = ", times activations rounded to int8" if found.arithmetic != FLOAT else ""
+        counts[f"{found.storage}{rounded}"] = counts.get(f"{found.storage}{rounded}", 0) + 1
+    label = "rounded at load" if scheme is None else scheme.label
+    said = [f"{label}: kept as codes: {'; '.join(f'{count} weights ({name})' for name, count in counts.items())}"]
+    if scheme is not None and not kept:
+        bits = " and ".join(str(bits) for bits in sorted({found.bits for found in scheme.formats}))
+        said = [
+            f"{scheme.label}: codes of {bits} bits are widened to {dtype.name} at load; the model takes the memory and "
+            f"the time of {dtype.name} weights"
+        ]
+    return (*said, *(() if scheme is None else scheme.notes))

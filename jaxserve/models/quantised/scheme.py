@@ -9,6 +9,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxserve.kernels.storage import Storage
 from jaxserve.models.hf_config import INERT, HfConfig
 from jaxserve.models.quantised.slices import QuantisedTensor
 from jaxserve.models.safetensors_files import TensorSource
@@ -52,6 +53,11 @@ class Format(abc.ABC):
     bits: int
     in_major = False
     may_add_bias = False
+
+    @property
+    @abc.abstractmethod
+    def storage(self) -> Storage | None:
+        """What holds the same numbers in memory as codes; None: nothing does, and the weight is widened."""
 
     @abc.abstractmethod
     def required(self, name: str) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """`QuantisedSlice`: the normal form that every format of a quantised checkpoint is read in.
 
 Formats differ in how they pack codes, in the order of axes, and in what they store for a zero. None of that leaves the
-module of a format. What takes slices today widens them (`widening`); kernels that multiply with codes would take the
-same slices.
+module of a format. What takes slices keeps their codes (`coding`) or widens them (`widening`).
 """
 
 import dataclasses
@@ -35,12 +34,12 @@ class QuantisedSlice:
         """The weights [..., N, K]: the difference and the product in float32, then rounded to `dtype`."""
         dense = to_float32(self.codes)
         if self.zeros is not None:
-            dense -= self._by_input(self.zeros.astype(np.float32))
+            dense -= self.by_input(self.zeros.astype(np.float32))
         with np.errstate(over="ignore"):  # what exceeds the dtype is infinite, and the caller's to judge
-            dense *= self._by_input(self.scales)
+            dense *= self.by_input(self.scales)
             return dense.astype(dtype, copy=False)
 
-    def _by_input(self, values: np.ndarray) -> np.ndarray:
+    def by_input(self, values: np.ndarray) -> np.ndarray:
         """[..., N, G] as [..., N, K], or as [..., N, 1] where all inputs are one group."""
         return values if values.shape[-1] == 1 else np.take(values, self.group_of, axis=-1)
 
