@@ -34,7 +34,7 @@ from jaxserve.models import (
 )
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.models.loading import describe_rounding
-from jaxserve.models.quantised import Quantisation, describe_quantisation
+from jaxserve.models.quantised import configured_quantisation, describe_quantisation
 from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
@@ -343,7 +343,7 @@ def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
             layers=layers,
             random_weights=config.model.random_weights,
             seed=config.model.seed,
-            quantisation=Quantisation(scheme=config.model.quantization, rules=config.model.quantization_rules),
+            quantisation=configured_quantisation(config.model),
         )
         for mesh, layers in zip(meshes, ranges, strict=True)
     ]

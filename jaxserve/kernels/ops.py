@@ -67,9 +67,13 @@ MATMUL: Op[Matmul, MatmulUse] = Op(
     implementations=Registry(
         "matmul implementation",
         ENTRY_POINTS,
-        {"xla": "jaxserve.kernels.xla_matmul:XLA_MATMUL", "numba_cpu": "jaxserve.kernels.packed_weight:make_matmul"},
+        {
+            "xla": "jaxserve.kernels.xla_matmul:XLA_MATMUL",
+            "mosaic_tpu": "jaxserve.kernels.pallas.tpu_matmul:make_matmul",
+            "numba_cpu": "jaxserve.kernels.packed_weight:make_matmul",
+        },
     ),
-    preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("xla",), "tpu": ("xla",)},
+    preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")},
     describe=str,
     cases=MATMUL_CASES,
     case_of=self_check.matmul_case,

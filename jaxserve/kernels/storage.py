@@ -72,6 +72,11 @@ class Arithmetic:
 FLOAT = Arithmetic()
 
 
+def array_bytes(size: int, dtype: np.typing.DTypeLike) -> int:
+    """Bytes of `size` numbers on a device, where two of four bits share one; NumPy gives each a byte."""
+    return -(-size // 2) if np.dtype(dtype) == ml_dtypes.int4 else size * np.dtype(dtype).itemsize
+
+
 def largest_by_row(matrix: np.ndarray) -> np.ndarray:
     """float32 [N]: the largest magnitude of each row of [N, K]; NaN where a number is."""
     return np.abs(matrix).max(axis=1, initial=0).astype(np.float32)

@@ -105,12 +105,24 @@ class Assumptions:
 class Work:
     """The least that a step must do on one device, counted from the sizes that the device holds.
 
-    `model`: the part of it on one device; `weight_size` and `cache_size` are bytes of a number.
+    Attributes:
+      model: the part of it on one device.
+      weight_size: bytes of a number of the layers' matrices; of codes with their share of scales.
+      cache_size: bytes of a key's or value's number.
+      head_size: bytes of a number of the output projection; None: `weight_size`.
+      activation_size: bytes of a number of activations; None: `weight_size`.
     """
 
     model: ModelShape
-    weight_size: int
+    weight_size: float
     cache_size: int
+    head_size: float | None = None
+    activation_size: int | None = None
+
+    @property
+    def activation_bytes(self) -> float:
+        """Of one number."""
+        return self.weight_size if self.activation_size is None else self.activation_size
 
     @property
     def matrix_params(self) -> float:
@@ -146,14 +158,14 @@ class Work:
         """Bytes of weights, activations and logits: those outside of the kernels."""
         m = self.model
         table, logits = m.vocab_size * m.hidden_size, 4 * _LOGIT_PASSES * rows * m.vocab_size
-        return self.layer_bytes(tokens) + self.weight_size * table + logits
+        return self.layer_bytes(tokens) + (self.head_size or self.weight_size) * table + logits
 
     def layer_bytes(self, tokens: int) -> float:
         """Those of the layers: no embedding, no logits."""
         m = self.model
         of_d, of_f = _ACTIVATION_WIDTHS
         activations = tokens * (of_d * m.num_layers * m.hidden_size + of_f * sum(mlp.width for mlp in m.mlps))
-        return self.weight_size * (self.read_params(tokens) + activations)
+        return self.weight_size * self.read_params(tokens) + self.activation_bytes * activations
 
 
 class Seconds(NamedTuple):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.kernels.coded_weight import CodedWeight
-from jaxserve.kernels.storage import CODES
+from jaxserve.kernels.storage import CODES, array_bytes
 from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.coding import read_parts
@@ -62,7 +62,7 @@ def _coded_shape(dense: DenseWeight, axes: Axes, kept: Kept, mesh: Mesh | Abstra
 
 
 def backend_of(mesh: Mesh | AbstractMesh) -> str:
-    """'cpu', or what its devices are called; '' for a mesh without devices."""
+    """'cpu', or what its devices are called; '' for a mesh without devices, which no CPU has."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
 
 
@@ -106,6 +106,6 @@ def draw_scales(variable: nnx.Variable, placed: nnx.Variable, reach: float) -> t
 def share_bytes(variable: nnx.Variable, placed: nnx.Variable) -> int:
     """Bytes of the arrays of a parameter that the devices of this process hold."""
     return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize * len(sharding.addressable_devices)
+        array_bytes(math.prod(sharding.shard_shape(leaf.shape)), leaf.dtype) * len(sharding.addressable_devices)
         for leaf, sharding in zip(jax.tree.leaves(variable), jax.tree.leaves(placed), strict=True)
     )

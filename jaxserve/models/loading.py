@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
+from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.byte_budget import ByteBudget
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
 from jaxserve.models.coded_params import backend_of, draw_scales, load_coded, share_bytes, source_path, with_codes
@@ -84,7 +85,7 @@ class LoadedModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights, over all devices, replicas not counted."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
+        return sum(array_bytes(leaf.size, leaf.dtype) for leaf in jax.tree.leaves(self.state))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,7 @@ def plan_model(
     partition = Partition.of(config, math.prod(mesh.shape[axis] for axis in LAYER_AXES), mesh.shape[EXPERT_AXIS])
     graphdef, dense = split_abstract(partition, chosen, layers)
     first_layer = 0 if layers is None else layers.start
-    kept = plan_kept(checkpoint, family, partition, quantisation, mesh)
+    kept = plan_kept(checkpoint, family, partition, quantisation, backend_of(mesh))
     abstract = with_codes(dense, kept, first_layer, mesh)
     filler = _Filler(
         checkpoint=checkpoint,
@@ -202,15 +203,17 @@ def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
 
 
 def plan_kept(
-    checkpoint: Checkpoint, family: Family, partition: Partition, quantisation: Quantisation, mesh: Mesh | AbstractMesh
+    checkpoint: Checkpoint, family: Family, partition: Partition, quantisation: Quantisation, backend: str
 ) -> dict[Path, Kept]:
     """What each parameter that is not kept in floats is kept as, of all layers. Reads config.json alone.
 
     Raises ConfigError as `choose_kept` does.
     """
     scheme = read_scheme(checkpoint)
-    if quantisation.scheme in ("auto", "none") and not quantisation.rules and (
-        scheme is None or quantisation.scheme == "none"
+    if (
+        quantisation.scheme in ("auto", "none")
+        and not quantisation.rules
+        and (scheme is None or quantisation.scheme == "none")
     ):
         return {}
     _, whole = split_abstract(Partition.of(partition.model, 1), np.dtype("float32"), None)
@@ -219,7 +222,7 @@ def plan_kept(
     of_device = arrays_of(local)
     sizes = {path: Sizes(whole=shape[-1], local=of_device[path].shape[-1]) for path, shape in shapes.items()}
     plan = plan_weights(family, partition.model, shapes, axes)
-    return choose_kept(quantisation, scheme, plan, axes, sizes, backend_of(mesh))
+    return choose_kept(quantisation, scheme, plan, axes, sizes, backend)
 
 
 def abstract_decoder(partition: Partition, dtype: np.dtype, layers: range | None, *, local: bool) -> Decoder:
@@ -349,7 +352,9 @@ class _Filler:
             if source not in self.kept:
                 return [_drawer(shapes[source], blocks, param.shape, param.dtype, reach, sharding)(key)]
             most, scales = draw_scales(variables[path], placed[path], reach)
-            codes = _drawer(shapes[source], blocks, param.shape, jax.tree.leaves(variables[path])[0].dtype, most, sharding)
+            codes = _drawer(
+                shapes[source], blocks, param.shape, jax.tree.leaves(variables[path])[0].dtype, most, sharding
+            )
             return [codes(key), *scales]
 
         arrays = {path: drawn(path, param) for path, param in params.items()}

@@ -53,7 +53,14 @@ from jaxserve.runtime.executables import (
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, memory_share, plan_memory
 from jaxserve.runtime.mesh import replicated
-from jaxserve.runtime.resolve import attention_uses, backend_of, choose, choose_grouped_matmul, matmul_uses, resolve_sizes
+from jaxserve.runtime.resolve import (
+    attention_uses,
+    backend_of,
+    choose,
+    choose_grouped_matmul,
+    matmul_uses,
+    resolve_sizes,
+)
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.sched.plan import Bucket

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,9 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.storage import array_bytes
+from jaxserve.models.coded_params import with_codes
 from jaxserve.models.loading import split_abstract
 from jaxserve.models.partition import Partition
+from jaxserve.models.quantised import Kept
 from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
+from jaxserve.models.weights import Path
 from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.mesh import on_mesh, replicated
@@ -86,8 +91,17 @@ class AbstractStage:
     dtype: np.dtype
 
     @classmethod
-    def of(cls, partition: Partition, layers: range, mesh: Mesh, dtype: np.dtype) -> "AbstractStage":
+    def of(
+        cls,
+        partition: Partition,
+        layers: range,
+        mesh: Mesh,
+        dtype: np.dtype,
+        kept: Mapping[Path, Kept] = MappingProxyType({}),
+    ) -> "AbstractStage":
+        """`kept`: parameters that are codes, by their paths in the whole model."""
         graphdef, state = split_abstract(partition, dtype, layers)
+        state = with_codes(state, kept, layers.start, mesh)
         return cls(graphdef=graphdef, state=state, partition=partition, layers=layers, mesh=mesh, dtype=dtype)
 
     @property
@@ -274,6 +288,6 @@ def device_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:
         axes = [
             axis for entry in spec if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))
         ]
-        return shape.size * shape.dtype.itemsize // math.prod(mesh.shape[axis] for axis in axes)
+        return array_bytes(shape.size, shape.dtype) // math.prod(mesh.shape[axis] for axis in axes)
 
     return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs)))

@@ -4,7 +4,7 @@ The planner judges whether they fit and how fast they would be; `traffic` counts
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,37 +16,53 @@ from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.grouped_matmul import GroupedMatmul
-from jaxserve.kernels.ops import GROUPED_MATMUL, PAGED_ATTENTION
+from jaxserve.kernels.matmul import Matmul
+from jaxserve.kernels.ops import GROUPED_MATMUL, MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
-from jaxserve.kernels.xla_matmul import XLA_MATMUL
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.partition import Partition
+from jaxserve.models.quantised import Kept
+from jaxserve.models.weights import Path
 from jaxserve.runtime.compile import Compiled, compile_all
 from jaxserve.runtime.convert_weights import Forms
 from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
 from jaxserve.runtime.mesh import abstract_meshes, layer_ranges, make_meshes
-from jaxserve.runtime.resolve import attention_uses, grouped_uses, resolve_sizes
+from jaxserve.runtime.resolve import attention_uses, grouped_uses, matmul_uses, resolve_sizes
+
+Keep = Callable[[Partition, str], Mapping[Path, Kept]]  # which parameters of a model cut so are codes on a backend
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AbsentModel:
-    """One replica of a model on devices that are not here: all that is known before anything is compiled."""
+    """One replica of a model on devices that are not here: all that is known before anything is compiled.
+
+    `kept`: parameters that are codes, by their paths in the whole model.
+    """
 
     config: Config
     device: Device
     sizes: Sizes
     attention: PagedAttention
+    matmul: Matmul
     grouped_matmul: GroupedMatmul | None
+    kept: Mapping[Path, Kept]
     stages: tuple[AbstractStage, ...]
 
 
 def place_ahead(
-    config: Config, model: DecoderConfig, *, topology: str, dtype: str = "bfloat16", to_compile: bool = True
+    config: Config,
+    model: DecoderConfig,
+    *,
+    topology: str,
+    dtype: str = "bfloat16",
+    to_compile: bool = True,
+    keep: Keep = lambda partition, backend: {},
 ) -> AbsentModel:
     """The model that a server with `config` would put on the devices of `topology`; takes well under a second.
 
-    `to_compile` False only counts, and needs no compiler for these devices. Raises ConfigError for a topology that
+    `to_compile` False only counts, and needs no compiler for these devices. `keep` says which parameters are
+    codes. Raises ConfigError for a topology that
     cannot be compiled for here, or has too few devices, and what resolving the config raises.
     """
     device = device_of_topology(topology)
@@ -66,13 +82,24 @@ def place_ahead(
     uses = grouped_uses(partition, weights_dtype)
     choice = config.kernels.grouped_matmul
     grouped = GROUPED_MATMUL.resolve(device=device, choice=choice, uses=uses) if uses else None
+    kept = keep(partition, device.backend)
+    matmul = MATMUL.resolve(
+        device=device, choice=config.kernels.matmul, uses=matmul_uses(weights_dtype, meshes[0], kept)
+    )
     ranges = layer_ranges(model.num_layers, len(meshes))
     stages = tuple(
-        _in_forms(AbstractStage.of(partition, layers, mesh, weights_dtype), grouped)
+        _in_forms(AbstractStage.of(partition, layers, mesh, weights_dtype, kept), matmul, grouped)
         for layers, mesh in zip(ranges, meshes, strict=True)
     )
     return AbsentModel(
-        config=config, device=device, sizes=sizes, attention=attention, grouped_matmul=grouped, stages=stages
+        config=config,
+        device=device,
+        sizes=sizes,
+        attention=attention,
+        matmul=matmul,
+        grouped_matmul=grouped,
+        kept=kept,
+        stages=stages,
     )
 
 
@@ -90,13 +117,13 @@ def inner_layers(absent: AbsentModel) -> AbsentModel:
             f"{kinds} successive layers of {len(layers)}, neither first nor last, do not have all their {kinds} kinds; "
             "compile the whole model"
         )
-    stage = AbstractStage.of(whole.partition, range(1, 1 + kinds), whole.mesh, whole.dtype)
-    return dataclasses.replace(absent, stages=(_in_forms(stage, absent.grouped_matmul),))
+    stage = AbstractStage.of(whole.partition, range(1, 1 + kinds), whole.mesh, whole.dtype, absent.kept)
+    return dataclasses.replace(absent, stages=(_in_forms(stage, absent.matmul, absent.grouped_matmul),))
 
 
-def _in_forms(stage: AbstractStage, grouped: GroupedMatmul | None) -> AbstractStage:
-    """The stage with its weights as the products of accelerators want them."""
-    forms = Forms(matmul=XLA_MATMUL, grouped_matmul=grouped)
+def _in_forms(stage: AbstractStage, matmul: Matmul, grouped: GroupedMatmul | None) -> AbstractStage:
+    """The stage with its weights as the products want them."""
+    forms = Forms(matmul=matmul, grouped_matmul=grouped)
     return dataclasses.replace(stage, state=nnx.map_state(lambda _, variable: forms.shapes(variable), stage.state))
 
 

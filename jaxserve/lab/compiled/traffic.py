@@ -15,6 +15,7 @@ _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "consta
 _PICKS = frozenset(("gather", "dynamic-slice", "slice"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _GPU_PRODUCT = "multiply_tile"  # the kernel of `kernels.pallas.gpu_grouped_matmul`
+_CODES_PRODUCT = "grouped_codes"  # the kernel of `kernels.pallas.tpu_matmul`
 _PRODUCT_SCOPES = frozenset(("gate_up", "down"))  # of the products of `models.experts`
 
 
@@ -34,6 +35,16 @@ def memory_traffic(hlo: str | Module, computation: str | None = None, *, hit_sha
 def grouped_products(module: Module) -> frozenset[str]:
     """Instructions of the entry that run a kernel of grouped products."""
     return frozenset(i.name for i in module.computations[module.entry] if is_grouped_product(i))
+
+
+def weight_kernels(module: Module) -> frozenset[str]:
+    """Instructions of the entry that run a kernel which reads weights; other kernels read pages."""
+    return frozenset(i.name for i in module.computations[module.entry] if is_weight_kernel(i))
+
+
+def is_weight_kernel(i: Instruction) -> bool:
+    """Whether a kernel of products runs here, of experts or of codes."""
+    return is_grouped_product(i) or i.kernel == _CODES_PRODUCT
 
 
 def is_grouped_product(i: Instruction) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxserve.chips import Chip
 from jaxserve.lab.compiled.collectives import KINDS, Collective, collectives_by_instruction
-from jaxserve.lab.compiled.traffic import is_grouped_product, memory_traffic
+from jaxserve.lab.compiled.traffic import is_weight_kernel, memory_traffic
 from jaxserve.lab.ledger.estimates import estimated_cycles
 from jaxserve.lab.ledger.predict import KernelTime
 from jaxserve.runtime.hlo import Instruction, Module
@@ -196,7 +196,7 @@ class _StepWalk:
         clock.time.open_loops += i.op == "while" and i.turns is None
 
     def _part(self, i: Instruction, exchanges: Sequence[Collective]) -> str:
-        if is_grouped_product(i):
+        if is_weight_kernel(i):
             return "products"
         if i.kernel is not None:
             return "write" if i.kernel.endswith("write") else "attention"

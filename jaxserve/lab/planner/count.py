@@ -11,7 +11,7 @@ from jaxserve.chips import Topology
 from jaxserve.kernels.cases import Case, Room
 from jaxserve.lab.compiled.ahead import AbsentModel
 from jaxserve.lab.compiled.collectives import Collective
-from jaxserve.lab.compiled.traffic import is_grouped_product
+from jaxserve.lab.compiled.traffic import is_weight_kernel
 from jaxserve.lab.ledger import KernelTime, UnknownSchedule, time_of_step
 from jaxserve.lab.ledger.attention import Counting
 from jaxserve.lab.planner.report import CountedKernel, CountedStep
@@ -92,8 +92,8 @@ class StepCounter:
 
         def kernel_time(i: Instruction) -> KernelTime | None:
             assert i.kernel is not None
-            if is_grouped_product(i):
-                return None  # XLA's own kernel
+            if is_weight_kernel(i):
+                return None  # XLA's own kernel, or one that is bound by its bytes
             layer = next(int(found.group(1)) for scope in i.scopes if (found := _LAYER.fullmatch(scope)))
             return kernels[i.kernel, uses[layer]]
 

@@ -9,7 +9,7 @@ import dataclasses
 from jaxserve.chips import Chip, Topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError
-from jaxserve.lab.compiled.ahead import AbsentModel, place_ahead
+from jaxserve.lab.compiled.ahead import AbsentModel, Keep, place_ahead
 from jaxserve.lab.planner.report import MemoryUse, Suggestion
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.runtime.build import plan_stage_memory
@@ -78,11 +78,11 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
 
 
 def smallest_fitting(
-    config: Config, model: DecoderConfig, dtype: str, topology: Topology, weight_bytes: int
+    config: Config, model: DecoderConfig, dtype: str, topology: Topology, weight_bytes: int, keep: Keep
 ) -> Suggestion | None:
     """The smallest topology of the same chip, and the smallest parallel.tensor on it, that hold one replica.
 
-    `weight_bytes`: of the whole model. Sizes that could not even hold the weights are skipped.
+    `weight_bytes`: of the whole model; `keep`: see `place_ahead`. Sizes that could not even hold the weights are skipped.
     """
     chip = topology.chip
     budget = _total_bytes(config, chip) * memory_share(config.cache, chip.backend).fraction
@@ -93,7 +93,7 @@ def smallest_fitting(
         while tensor <= candidate.num_devices:
             if tensor > tried and weight_bytes / tensor < budget:
                 changed = with_settings(config, "parallel", tensor=tensor, data=1, pipeline=1)
-                absent = place_ahead(changed, model, topology=candidate.name, dtype=dtype, to_compile=False)
+                absent = place_ahead(changed, model, topology=candidate.name, dtype=dtype, to_compile=False, keep=keep)
                 if fit_memory(absent, candidate).plan is not None:
                     return Suggestion(topology=candidate.name, tensor=tensor)
             tensor *= 2

@@ -3,13 +3,16 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.kernels.storage import array_bytes
 from jaxserve.lab.compiled.ahead import AbsentModel, place_ahead
 from jaxserve.lab.ledger import counting_process
 from jaxserve.lab.planner.count import StepCounter
@@ -20,8 +23,11 @@ from jaxserve.lab.planner.steps import choose_buckets, compile_steps
 from jaxserve.lab.roofline import Assumptions, Work
 from jaxserve.models.checkpoint import configured_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.loading import choose_dtype, decoder_config, describe_rounding
-from jaxserve.models.quantised import describe_quantisation
+from jaxserve.models.loading import choose_dtype, decoder_config, describe_rounding, plan_kept
+from jaxserve.models.partition import Partition
+from jaxserve.models.quantised import Kept, configured_quantisation, describe_quantisation
+from jaxserve.models.sharding import WeightParameter
+from jaxserve.models.weights import Path
 from jaxserve.runtime.memory import longest_sequence
 from jaxserve.sched.plan import Limits
 
@@ -66,27 +72,27 @@ def make_plan(
     topology = parse_topology(topology_name)
     config = _settle(config, topology, options)
     checkpoint = configured_checkpoint(config.model)
-    model = decoder_config(checkpoint)[1]
+    family, model = decoder_config(checkpoint)
     chosen = choose_dtype(config.model.dtype, topology.chip.backend, checkpoint)
     if rounding := describe_rounding(config.model.dtype, chosen, checkpoint):
         say(rounding)
-    for line in describe_quantisation(checkpoint, chosen):
+    dtype, wanted = chosen.name, configured_quantisation(config.model)
+
+    def keep(partition: Partition, backend: str) -> Mapping[Path, Kept]:
+        return plan_kept(checkpoint, family, partition, wanted, backend)
+
+    absent = place_ahead(config, model, topology=topology.name, dtype=dtype, to_compile=options.compile, keep=keep)
+    for line in describe_quantisation(checkpoint, chosen, absent.kept):
         say(line)
-    dtype = chosen.name
-    absent = place_ahead(config, model, topology=topology.name, dtype=dtype, to_compile=options.compile)
     fit = fit_memory(absent, topology)
     context = min(options.context or _CONTEXT, absent.sizes.max_model_len)
-    work = Work(
-        model=absent.stages[0].partition.local,
-        weight_size=jnp.dtype(dtype).itemsize,
-        cache_size=jnp.dtype(absent.sizes.cache_dtype).itemsize,
-    )
+    work = _work(absent)
     problem, suggestion, steps, uncounted = fit.problem, None, (), None
     if problem is None and options.compile:
         steps, problem, uncounted = _compile(absent, model, topology, fit, options, context, work, say)
     if problem is not None:
         whole = fit.needs.weight_bytes * config.parallel.tensor
-        suggestion = smallest_fitting(config, model, dtype, topology, whole)
+        suggestion = smallest_fitting(config, model, dtype, topology, whole, keep)
     temporaries = max((step.temporary_bytes for step in steps), default=None)
     memory = memory_use(fit, temporaries)
     predictions = ()
@@ -114,6 +120,27 @@ def make_plan(
         notes=tuple(_notes(config, topology, absent, model, fit, steps, uncounted)),
         seconds=time.perf_counter() - start,
     )
+
+
+def _work(absent: AbsentModel) -> Work:
+    """The work of a step, with the bytes that each part of the weights has."""
+    stage = absent.stages[0]
+    weights = {path: v for path, v in nnx.to_flat_state(stage.state) if isinstance(v, WeightParameter)}
+    head = ("lm_head",) if ("lm_head",) in weights else ("embedding",)
+    return Work(
+        model=stage.partition.local,
+        weight_size=_number_bytes([variable for path, variable in weights.items() if path[0] == "layers"]),
+        head_size=_number_bytes([weights[head]]),
+        activation_size=stage.dtype.itemsize,
+        cache_size=jnp.dtype(absent.sizes.cache_dtype).itemsize,
+    )
+
+
+def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
+    """Bytes of a number of these weights on average, with its share of scales."""
+    leaves = [jax.tree.leaves(variable) for variable in weights]  # the codes of a weight come first
+    stored = sum(array_bytes(leaf.size, leaf.dtype) for found in leaves for leaf in found)
+    return stored / sum(found[0].size for found in leaves)
 
 
 def _settle(config: Config, topology: Topology, options: PlanOptions) -> Config:

@@ -18,10 +18,12 @@ from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.compiled.ahead import AbsentModel, compile_stage, place_ahead
 from jaxserve.lab.compiled.collectives import Collective, count_collectives
-from jaxserve.lab.compiled.traffic import grouped_products, kernel_calls, memory_traffic, names_in_scope
+from jaxserve.lab.compiled.traffic import kernel_calls, memory_traffic, names_in_scope, weight_kernels
 from jaxserve.lab.planner.count import StepCounter
 from jaxserve.lab.planner.report import CountedStep, StepFacts
-from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.decoder_config import DecoderConfig, LayerSpec
+from jaxserve.models.quantised import Kept
+from jaxserve.models.weights import Path
 from jaxserve.runtime.build import plan_stage_memory
 from jaxserve.runtime.compile import Compiled
 from jaxserve.runtime.executables import bucket_layouts, step_name
@@ -88,9 +90,27 @@ def few_layers(model: DecoderConfig) -> list[DecoderConfig]:
 
 def _placed(absent: AbsentModel, program: DecoderConfig, topology: str) -> AbsentModel:
     """A program of few layers, with the block tables of all."""
-    placed = place_ahead(absent.config, program, topology=topology, dtype=absent.stages[0].dtype.name)
+    kept = _kept_of(absent, program)
+    dtype = absent.stages[0].dtype.name
+    placed = place_ahead(absent.config, program, topology=topology, dtype=dtype, keep=lambda *_: kept)
     groups = absent.sizes.page_groups.of_layers(program.windows)
     return dataclasses.replace(placed, sizes=dataclasses.replace(placed.sizes, page_groups=groups))
+
+
+def _kept_of(absent: AbsentModel, program: DecoderConfig) -> dict[Path, Kept]:
+    """What parameters of few layers are kept as: each layer of a kind as the one of that kind in the whole model."""
+    places: dict[LayerSpec, list[int]] = {}
+    for place, kind in enumerate(absent.stages[0].partition.model.layers):
+        places.setdefault(kind, []).append(place)
+    left = {kind: iter(found) for kind, found in places.items()}
+    sources = {next(left[kind]): place for place, kind in enumerate(program.layers)}
+    kept = {}
+    for path, found in absent.kept.items():
+        if path[0] != "layers":
+            kept[path] = found
+        elif path[1] in sources:
+            kept["layers", sources[path[1]], *path[2:]] = found
+    return kept
 
 
 def _compile(
@@ -140,8 +160,8 @@ def _read(
     kernels = kernel_calls(module)
     sampling = names_in_scope(module, "sample")
     stage = absent.stages[0]
-    # Of the kernels, those of experts move weights, which are counted; the others move pages.
-    uncounted = kernels.keys() - grouped_products(module)
+    # Of the kernels, those of products move weights, which are counted; the others move pages.
+    uncounted = kernels.keys() - weight_kernels(module)
     traffic = memory_traffic(module, hit_share=stage.partition.model.hit_share(bucket.tokens))
     moved = {name: size for name, size in traffic.items() if name not in uncounted}
     return StepFacts(

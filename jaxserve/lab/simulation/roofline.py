@@ -223,7 +223,7 @@ class Roofline:
         """The cost of a bucket whose rows have no context."""
         work, model = self.work, self.work.model
         number = _SUMS_PER_LAYER * model.num_layers if self.tensor > 1 else 0
-        payload = number * bucket.tokens * model.hidden_size * work.weight_size
+        payload = number * bucket.tokens * model.hidden_size * work.activation_bytes
         return self._seconds(
             flops=work.flops(bucket.tokens, bucket.rows, 0.0),
             moved_bytes=work.cache_bytes(bucket.tokens, 0, 0.0) + work.other_bytes(bucket.tokens, bucket.rows),

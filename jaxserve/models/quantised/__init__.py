@@ -15,7 +15,7 @@ compressed-tensors', in `compressed_tensors`. Its test has an oracle that shares
 
 from jaxserve.models.quantised.reading import describe_quantisation, read_scheme
 from jaxserve.models.quantised.slices import QuantisedSlice, QuantisedTensor
-from jaxserve.models.quantised.storing import Kept, Quantisation, choose_kept
+from jaxserve.models.quantised.storing import Kept, Quantisation, choose_kept, configured_quantisation
 
 __all__ = [
     "Kept",
@@ -23,6 +23,7 @@ __all__ = [
     "QuantisedSlice",
     "QuantisedTensor",
     "choose_kept",
+    "configured_quantisation",
     "describe_quantisation",
     "read_scheme",
 ]

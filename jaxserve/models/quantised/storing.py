@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 from jaxserve.models.quantised.choosing import modules_of
@@ -55,6 +56,11 @@ class Quantisation:
 
     scheme: str = "auto"
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def configured_quantisation(config: ModelConfig) -> Quantisation:
+    """What a config asks for."""
+    return Quantisation(scheme=config.quantization, rules=config.quantization_rules)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
