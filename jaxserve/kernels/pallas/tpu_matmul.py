@@ -27,7 +27,7 @@ from jaxserve.kernels.storage import array_bytes
 
 NAME = "mosaic_tpu"
 
-_ROWS, _MAX_ROWS = 16, 256  # what rows are padded to, and the most of one block
+_ROWS, MAX_ROWS = 16, 256  # what rows are padded to, and the most of one block
 _COLUMNS = 512  # outputs of a block
 _LEAST_GROUP = 32
 _VMEM_BYTES = 48 * 2**20  # of every TPU since v5e
@@ -64,7 +64,7 @@ class GroupedCodes:
         num_rows = x.shape[0]
         groups, size, _ = self.parts[0].codes.shape
         by_group = jnp.swapaxes(x.reshape(num_rows, groups, size), 0, 1)
-        block = min(_MAX_ROWS, -(-num_rows // _ROWS) * _ROWS)
+        block = min(MAX_ROWS, -(-num_rows // _ROWS) * _ROWS)
         by_group = jnp.pad(by_group, ((0, 0), (0, -num_rows % block), (0, 0)))
         outs = [_multiply(by_group, part, block, self.interpret)[:num_rows] for part in self.parts]
         outs = [out.reshape(num_rows, out.shape[1] // math.prod(self.tail), *self.tail) for out in outs]

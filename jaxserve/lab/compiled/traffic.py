@@ -8,6 +8,7 @@ array. On decode, where bytes are time, that is more than twice the truth.
 import re
 from collections.abc import Mapping
 
+from jaxserve.kernels.pallas import tpu_matmul
 from jaxserve.runtime.hlo import Instruction, Module, all_bytes, arrays_of, dims_of, main_bytes, parse_hlo
 
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
@@ -16,6 +17,7 @@ _PICKS = frozenset(("gather", "dynamic-slice", "slice"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _GPU_PRODUCT = "multiply_tile"  # the kernel of `kernels.pallas.gpu_grouped_matmul`
 _CODES_PRODUCT = "grouped_codes"  # the kernel of `kernels.pallas.tpu_matmul`
+_ROW_BLOCK = tpu_matmul.MAX_ROWS
 _PRODUCT_SCOPES = frozenset(("gate_up", "down"))  # of the products of `models.experts`
 
 
@@ -76,6 +78,8 @@ class _Counter:
         if i.op in _FREE or i.op.endswith(("-done", "-update")):
             return 0
         if i.op == "custom-call":
+            if i.kernel == _CODES_PRODUCT:
+                return _codes_bytes(i, shapes)
             return _product_bytes(i, shapes, self.hit_share) if is_grouped_product(i) else _kernel_bytes(i, shapes)
         if i.op == "fusion":
             return self._fusion_bytes(i, shapes)
@@ -153,6 +157,16 @@ def _product_bytes(i: Instruction, shapes: Mapping[str, str], hit_share: float) 
     *others, weight = i.operands
     moved = main_bytes(i.shape) + sum(main_bytes(shapes[o]) for o in others)
     return moved + int(hit_share * main_bytes(shapes[weight]))
+
+
+def _codes_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
+    """A product with codes: rows [G, T, g] once, the codes and their scales once for each block of rows.
+
+    Its cost estimate knows nothing of codes that were copied into fast memory before, which then counted twice.
+    """
+    rows, *weights = (shapes[operand] for operand in i.operands)
+    turns = -(-dims_of(rows)[1] // _ROW_BLOCK)
+    return main_bytes(i.shape) + main_bytes(rows) + turns * sum(map(main_bytes, weights))
 
 
 def _moved_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
