@@ -13,6 +13,8 @@ QUICK = PlanOptions(compile=False)
 # Every config that ships for a deployment, and where it is meant to run.
 SHIPPED = {
     "llama3.1-8b-v5e-4": "v5e:2x2",
+    "llama3.1-8b-int8-v5e-1": "v5e:1",
+    "llama3.3-70b-int4-v5e-8": "v5e:2x4",
     "llama3.1-8b-v6e-1": "v6e:1",
     "llama3.1-8b-h200": "h200:1",
     "llama3.3-70b-v6e-8": "v6e:2x4",
@@ -28,6 +30,8 @@ SHIPPED = {
     "qwen3-30b-a3b-h200": "h200:1",
     "gpt-oss-20b-h200": "h200:1",
 }
+# Bytes of a number of the layers with its share of scales, and how far norms and the scales of rows may lead from it.
+CODED_SIZES = {"int8": (1.0, 0.001), "int4": (0.5 + 4 / 128, 0.005)}
 # Parameters as published, in millions.
 MILLIONS = {"llama3.1-8b": 8030, "llama3.3-70b": 70554, "qwen3-32b": 32762, "mistral-7b": 7248, "qwen3-0.6b": 596}
 MILLIONS |= {"falcon-7b": 6922, "gemma-2-9b": 9242, "mixtral-8x7b": 46703, "qwen3-30b-a3b": 30532}
@@ -45,6 +49,13 @@ def test_every_shipped_config_fits_where_it_is_meant_to_run(name):
     assert plan.memory.headroom_bytes == plan.memory.total_bytes - held > 0
     # The shape is the published one. Key/value heads on several devices, and norms on all of them, add a little.
     (size,) = [millions for model, millions in MILLIONS.items() if name.startswith(model)]
+    if config.model.quantization in CODED_SIZES:
+        bits, floats = CODED_SIZES[config.model.quantization]
+        table = 128256 * (4096 if size < 10_000 else 8192) / 1e6  # the embedding stays in bfloat16, the head has int8
+        expected = (size - 2 * table) * bits + table * (2 + 1)
+        assert plan.memory.weight_bytes * plan.tensor / 1e6 == pytest.approx(expected, rel=floats)
+        assert plan.weights == f"bfloat16 and {config.model.quantization}" + " and int8" * (bits < 1)
+        return
     whole = plan.memory.weight_bytes * plan.tensor / (4 if plan.dtype == "float32" else 2) / 1e6
     assert whole == pytest.approx(size, rel=0.03 if "v5e-16" in name or "falcon" in name else 0.002)
 

@@ -173,6 +173,8 @@ class Plan:
       devices_used: of the topology's `num_devices`.
       layers_compiled: None when nothing was compiled.
       assumptions: of the predictions, a sentence each.
+      dtype: of activations.
+      weights: the types that weights are kept in.
       notes: further facts for an operator.
       seconds: that planning took.
     """
@@ -185,6 +187,7 @@ class Plan:
     data: int
     model: str
     dtype: str
+    weights: str
     fits: bool
     problem: str | None
     suggestion: Suggestion | None

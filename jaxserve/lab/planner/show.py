@@ -150,7 +150,7 @@ def _memory_table(plan: Plan) -> rich.table.Table:
             memory.total_bytes,
             f"of which {memory.budget_bytes / _GIB:.2f} GiB may be used (cache.memory_fraction)",
         ),
-        ("weights", memory.weight_bytes, plan.dtype),
+        ("weights", memory.weight_bytes, plan.weights),
         (
             "KV pages",
             memory.kv_bytes,
