@@ -66,11 +66,12 @@ class Matmul:
 
     `convert(weight)` is given a `DenseWeight` or a `CodedWeight` of arrays that lie on their devices, and returns a
     `Weight` of the same numbers, or nearly so. `shapes(weight)` is what `convert` will return, with
-    `jax.ShapeDtypeStruct` leaves, for a weight of such: executables are compiled for it while weights are still read. `refuses(use)` says why the
-    implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)` makes ready what executables
-    of that use call by name; it comes before any of them runs, those read from a disk included. `rounding` is the
-    largest relative error of a product that the form of the weights explains, rounded activations left out. `row_invariant`: the product of a row has
-    the same bits alone and beside any number of others (tested, not hoped).
+    `jax.ShapeDtypeStruct` leaves, for a weight of such: executables are compiled for it while weights are still read.
+    `refuses(use)` says why the implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)`
+    makes ready what executables of that use call by name; it comes before any of them runs, those read from a disk
+    included. `rounding` is the largest relative error of a product that the form of the weights explains, rounded
+    activations left out. `row_invariant`: the product of a row has the same bits alone and beside any number of others
+    (tested, not hoped).
     """
 
     name: str

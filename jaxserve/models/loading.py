@@ -293,16 +293,16 @@ class _Filler:
         budget = ByteBudget(int(sum(share.values()) * _IN_FLIGHT))
 
         def load(path: Path) -> list[jax.Array]:
-            param, source = params[path], source_path(path, self.first_layer)
-            coded = self.kept.get(source)
-            dtype = param.dtype if coded is None or coded.rounded is not None else CODED
-            reader = reader_of(source, dtype)
+            source = source_path(path, self.first_layer)
+            param, shape, coded = params[path], shapes[source], self.kept.get(source)
+            is_rounded = coded is not None and coded.rounded is not None
+            dtype = param.dtype if coded is None else CODED
+            reader = reader_of(source, param.dtype if is_rounded else dtype)
             if coded is not None and coded.rounded is not None:
                 num_in = max(1, variables[path].get_raw_value().num_in)
-                shape, dtype = shapes[source], CODED
                 reader = RoundedParam(read_floats=reader, shape=shape, num_in=num_in, storage=coded.rounded).read
-            if param.shape != shapes[source]:
-                reader = block_reader(reader, self._blocks(path, shapes[source]), param.shape, dtype)
+            if param.shape != shape:
+                reader = block_reader(reader, self._blocks(path, shape), param.shape, dtype)
             with budget.of(share[path]):
                 if coded is None:
                     (sharding,) = jax.tree.leaves(placed[path])

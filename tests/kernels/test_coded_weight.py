@@ -46,7 +46,7 @@ def inputs(weight: CodedWeight, rows: int) -> jax.Array:
     return jnp.asarray(rng.standard_normal((rows, *weight.in_shape), np.float32), weight.dtype)
 
 
-def exact(weight: CodedWeight, x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+def exact(weight: CodedWeight, x: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The product in float64, and what bounds its rounding: the sum of |x| |w|."""
     numbers, num_in = weight.numbers(), len(weight.in_shape)
     axes = (range(1, 1 + num_in), range(numbers.ndim - num_in, numbers.ndim))
@@ -67,7 +67,11 @@ def test_products_are_exact_but_for_float32_sums(shape: str, storage: Storage) -
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_of_groups_for_tpus(shape: str) -> None:
-    for storage, dtype, rows in ((STORAGES[3], "bfloat16", 9), (STORAGES[4], "bfloat16", 33), (STORAGES[2], "float32", 1)):
+    for storage, dtype, rows in (
+        (STORAGES[3], "bfloat16", 9),
+        (STORAGES[4], "bfloat16", 33),
+        (STORAGES[2], "float32", 1),
+    ):
         weight = coded(shape, storage, dtype)
         converted, x = TPU.convert(weight), inputs(weight, rows)
         assert isinstance(converted, GroupedCodes)
@@ -143,9 +147,9 @@ def test_rounding_takes_the_nearest_code() -> None:
     scales = scales_for(np.abs(matrix).max(axis=1), int8)[:, None]
     np.testing.assert_array_equal(round_to_codes(matrix, scales, int8), [[127, -38, 0], [126, 63, -127], [0, 0, 0]])
     fp8 = Storage(code="float8_e4m3fn")
-    assert round_to_codes(np.float32([[1000.0, -1e9]]), np.float32([[1.0]]), fp8).astype(np.float32).tolist() == [
-        [448, -448]
-    ]
+    assert round_to_codes(np.array([[1000.0, -1e9]], np.float32), np.ones((1, 1), np.float32), fp8).astype(
+        np.float32
+    ).tolist() == [[448, -448]]
 
 
 @pytest.mark.parametrize("matmul", [XLA_MATMUL, TPU], ids=["xla", "mosaic_tpu"])

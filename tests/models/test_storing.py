@@ -1,6 +1,7 @@
 """What parameters are kept as: schemes and rules at load, on any number of devices, in every order of files."""
 
 from pathlib import Path
+from typing import Any
 
 import hf_oracle
 import jax
@@ -23,7 +24,7 @@ from jaxserve.models.sharding import arrays_of
 ROW_INT8 = Storage(code="int8")
 
 
-def numbers_of(model: LoadedModel) -> dict[tuple[object, ...], np.ndarray]:
+def numbers_of(model: LoadedModel) -> dict[tuple[Any, ...], np.ndarray]:
     """Every parameter in float64."""
     found = {}
     for path, variable in nnx.to_flat_state(model.state):
@@ -65,7 +66,7 @@ def test_rounding_is_near_and_the_same_on_any_number_of_devices(name: str, schem
             np.testing.assert_array_equal(array, found[path], err_msg=str(path))
 
 
-def one_num_in(model: LoadedModel, path: tuple[object, ...]) -> int:
+def one_num_in(model: LoadedModel, path: tuple[Any, ...]) -> int:
     return dict(nnx.to_flat_state(model.state))[path].get_raw_value().num_in
 
 
@@ -82,7 +83,7 @@ def test_what_is_rounded_and_what_is_not() -> None:
     assert four[("lm_head",)].storage == ROW_INT8
     assert ("layers", 0, "attention", "out", "kernel") not in four, "groups of 4: heads have 12 numbers"
     routed = load("qwen2_moe", "int8").kept
-    assert not any("router" in path or path[-1] in ("gate_up", "down") and "shared" not in path for path in routed)
+    assert not any("router" in path or (path[-1] in ("gate_up", "down") and "shared" not in path) for path in routed)
     assert all(found.arithmetic == FLOAT for found in kept.values())
     assert load("llama", "int8-a8").kept[("lm_head",)].arithmetic.activations == "int8"
 

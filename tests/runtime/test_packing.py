@@ -187,7 +187,8 @@ def test_packing_by_name_where_it_cannot_be_is_refused(device, use, reason) -> N
 
 def test_an_accelerator_takes_weights_as_they_are() -> None:
     """XLA's products are the best there."""
-    assert MATMUL.resolve(device=TPU, uses=[BFLOAT16]) is XLA_MATMUL
+    found, weight = MATMUL.resolve(device=TPU, uses=[BFLOAT16]), DenseWeight(array=jnp.ones((3, 5)), num_in=1)
+    assert found.convert(weight) is weight and found.shapes(weight) is weight
 
 
 def test_xla_by_name_packs_nothing() -> None:

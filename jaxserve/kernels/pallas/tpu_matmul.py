@@ -119,7 +119,7 @@ def _multiply(
     )(x, part.codes, part.scales, *zeros)
 
 
-def _kernel(has_zeros: bool, x_ref, codes_ref, scales_ref, *refs) -> None:  # noqa: ANN001, ANN002 (references of Pallas)
+def _kernel(has_zeros: bool, x_ref, codes_ref, scales_ref, *refs) -> None:
     (zeros_ref, out_ref) = refs if has_zeros else (None, refs[0])
     exact = x_ref.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
@@ -200,5 +200,3 @@ def make_matmul(device: Device, interpret: pltpu.InterpretParams | None = None) 
         shapes=lambda weight: jax.eval_shape(convert, weight) if is_grouped(weight) else weight,
         refuses=refuses,
     )
-
-

@@ -82,7 +82,8 @@ def smallest_fitting(
 ) -> Suggestion | None:
     """The smallest topology of the same chip, and the smallest parallel.tensor on it, that hold one replica.
 
-    `weight_bytes`: of the whole model; `keep`: see `place_ahead`. Sizes that could not even hold the weights are skipped.
+    `weight_bytes`: of the whole model; `keep`: see `place_ahead`. Sizes that could not even hold the weights are
+    skipped.
     """
     chip = topology.chip
     budget = _total_bytes(config, chip) * memory_share(config.cache, chip.backend).fraction

@@ -105,8 +105,9 @@ class RoundedParam:
     num_in: int
     storage: Storage
 
-    def read(self, index: Index) -> np.ndarray:
+    def read(self, index: Index | None) -> np.ndarray:
         """Records at `index`. Raises CheckpointError for numbers that are not finite."""
+        assert index is not None, self.shape
         group, last = self.storage.group, index[-1]
         wide = last if group is None else slice(last.start // group * group, -(-last.stop // group) * group)
         wide = slice(wide.start, min(wide.stop, self.shape[-1]))

@@ -176,7 +176,7 @@ def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> 
 
 def _common(storages: Iterable[Storage | None]) -> Storage | None:
     """What holds all of them exactly; None: nothing does."""
-    found = [storage for storage in storages]
+    found = list(storages)
     some = [storage for storage in found if storage is not None]
     codes = {storage.code for storage in some}
     if len(some) < len(found) or (len(codes) > 1 and not codes <= set(_INTEGERS)):
