@@ -13,6 +13,8 @@ BYTES = 8 * WORDS
 
 RUN_BYTES = 3 * 8  # after the words in a call of the grouped product: expert, first row and rows of each expert hit
 
+BLOCK = 128  # inputs of a row that are rounded with one scale
+
 _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, times tokens
 
 
@@ -51,3 +53,36 @@ class AttentionScratch:
     def num_bytes(self) -> int:
         """Size of the whole scratch array."""
         return self.buffers_begin + self.workers * self.buffer_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedRows:
+    """The part after the words in a product with codes whose rows are rounded to eight bits. All are bytes.
+
+    Attributes:
+      codes_begin, row_bytes: where the codes of the first row begin, int8 [in], and how far apart rows are.
+      scales_begin: of float32 [rows, blocks].
+      sums_begin: of the sums of the codes of each run, int32 [rows, runs].
+      num_bytes: size of the whole scratch array.
+    """
+
+    codes_begin: int
+    row_bytes: int
+    scales_begin: int
+    sums_begin: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, *, num_rows: int, depth: int, run: int) -> "RoundedRows":
+        """Sizes for rows of `depth` inputs, in runs of `run`."""
+        row_bytes = -(-depth // 128) * 128 + 64  # an odd number of cache lines: no two of a block's rows share a set
+        scales_begin = BYTES + num_rows * row_bytes
+        sums_begin = scales_begin + num_rows * -(-depth // BLOCK) * 4
+        num_bytes = sums_begin + num_rows * -(-depth // run) * 4
+        return cls(
+            codes_begin=BYTES,
+            row_bytes=row_bytes,
+            scales_begin=scales_begin,
+            sums_begin=sums_begin,
+            num_bytes=num_bytes,
+        )

@@ -15,10 +15,21 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic as _intrinsic
 
+from jaxserve.kernels.cpu.emit import (
+    FLOAT,
+    WORD,
+    declare,
+    element,
+    everywhere,
+    load,
+    load_floats,
+    size_of_kind,
+    store,
+    word,
+)
+
 intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
-_WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(16), ir.FloatType()
-_LANE = ir.IntType(32)
 
 
 def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
@@ -30,7 +41,7 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
     says: float32, or uint16 for bfloat16. `depth` is at least 1. Each number of c is one chain of fused multiply-adds
     over the depth: its bits depend on nothing else.
     """
-    vector = ir.VectorType(_FLOAT, lanes)
+    vector = ir.VectorType(FLOAT, lanes)
 
     @intrinsic
     def product(
@@ -48,41 +59,41 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
         del context, a, a_stride, b, b_stride, depth, c, c_stride, add
         signature = types.void(*[types.intp] * 7, types.boolean, kind)
         bfloat16 = kind == types.uint16
-        size = _bytes_of(kind)
+        size = size_of_kind(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature
             a, a_stride, b, b_stride, depth, c, c_stride, add, _ = args
-            fma = _function(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
-            a_rows = [_element(builder, a, builder.mul(_word(row), a_stride), 4) for row in range(rows)]
-            c_rows = [_element(builder, c, builder.mul(_word(row), c_stride), 4) for row in range(rows)]
+            fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
+            a_rows = [element(builder, a, builder.mul(word(row), a_stride), 4) for row in range(rows)]
+            c_rows = [element(builder, c, builder.mul(word(row), c_stride), 4) for row in range(rows)]
             places = [
-                _element(builder, start, _word(column * lanes), 4) for start in c_rows for column in range(vectors)
+                element(builder, start, word(column * lanes), 4) for start in c_rows for column in range(vectors)
             ]
 
             before = builder.block
             loop, after = builder.append_basic_block("depth"), builder.append_basic_block("sums")
             builder.branch(loop)
             builder.position_at_end(loop)
-            step = builder.phi(_WORD)
+            step = builder.phi(WORD)
             sums = [builder.phi(vector) for _ in places]
-            step.add_incoming(_word(0), before)
+            step.add_incoming(word(0), before)
             for held in sums:
                 held.add_incoming(ir.Constant(vector, None), before)
-            line = _element(builder, b, builder.mul(step, b_stride), size)
+            line = element(builder, b, builder.mul(step, b_stride), size)
             columns = [
-                _load_floats(builder, _element(builder, line, _word(column * lanes), size), vector, bfloat16)
+                load_floats(builder, element(builder, line, word(column * lanes), size), vector, bfloat16)
                 for column in range(vectors)
             ]
-            scalars = [_load(builder, _element(builder, start, step, 4), _FLOAT) for start in a_rows]
+            scalars = [load(builder, element(builder, start, step, 4), FLOAT) for start in a_rows]
             new = [
                 builder.call(
-                    fma, [_everywhere(builder, scalars[row], vector), columns[column], sums[row * vectors + column]]
+                    fma, [everywhere(builder, scalars[row], vector), columns[column], sums[row * vectors + column]]
                 )
                 for row in range(rows)
                 for column in range(vectors)
             ]
-            following = builder.add(step, _word(1))
+            following = builder.add(step, word(1))
             step.add_incoming(following, builder.block)
             for held, value in zip(sums, new, strict=True):
                 held.add_incoming(value, builder.block)
@@ -92,10 +103,10 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
             with builder.if_else(add) as (adding, setting):
                 with adding:
                     for place, value in zip(places, new, strict=True):
-                        _store(builder, place, builder.fadd(_load(builder, place, vector), value))
+                        store(builder, place, builder.fadd(load(builder, place, vector), value))
                 with setting:
                     for place, value in zip(places, new, strict=True):
-                        _store(builder, place, value)
+                        store(builder, place, value)
             return context.get_dummy_value()
 
         return signature, generate
@@ -148,7 +159,7 @@ def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable
 def largest(lanes: int) -> Callable[..., Any]:
     """A function for Numba: the largest of `count` float32 numbers at an address; `count` is a multiple of `lanes`.
     NaN counts as the least."""
-    vector = ir.VectorType(_FLOAT, lanes)
+    vector = ir.VectorType(FLOAT, lanes)
 
     @intrinsic
     def maximum(context: Any, address: Any, count: Any):
@@ -157,18 +168,18 @@ def largest(lanes: int) -> Callable[..., Any]:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del context, signature
             start, count = args
-            larger = _function(builder, f"llvm.maxnum.v{lanes}f32", vector, [vector] * 2)
-            across = _function(builder, f"llvm.vector.reduce.fmax.v{lanes}f32", _FLOAT, [vector])
-            first = _load(builder, start, vector)
+            larger = declare(builder, f"llvm.maxnum.v{lanes}f32", vector, [vector] * 2)
+            across = declare(builder, f"llvm.vector.reduce.fmax.v{lanes}f32", FLOAT, [vector])
+            first = load(builder, start, vector)
             before = builder.block
             loop, after = builder.append_basic_block("numbers"), builder.append_basic_block("largest")
             builder.branch(loop)
             builder.position_at_end(loop)
-            index, held = builder.phi(_WORD), builder.phi(vector)
-            index.add_incoming(_word(0), before)
+            index, held = builder.phi(WORD), builder.phi(vector)
+            index.add_incoming(word(0), before)
             held.add_incoming(first, before)
-            new = builder.call(larger, [held, _load(builder, _element(builder, start, index, 4), vector)])
-            following = builder.add(index, _word(lanes))
+            new = builder.call(larger, [held, load(builder, element(builder, start, index, 4), vector)])
+            following = builder.add(index, word(lanes))
             index.add_incoming(following, builder.block)
             held.add_incoming(new, builder.block)
             builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
@@ -187,7 +198,7 @@ def bytes_of(context: Any, kind: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, builder, args
-        return _word(_bytes_of(signature.args[0]))
+        return word(size_of_kind(signature.args[0]))
 
     return types.intp(kind), generate
 
@@ -199,7 +210,7 @@ def fetch_add(context: Any, address: Any, amount: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, signature
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "acq_rel")
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], WORD.as_pointer()), args[1], "acq_rel")
 
     return types.intp(types.intp, types.intp), generate
 
@@ -223,7 +234,7 @@ def address_of(context: Any, place: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, signature
-        return builder.ptrtoint(args[0], _WORD)
+        return builder.ptrtoint(args[0], WORD)
 
     return types.intp(types.voidptr), generate
 
@@ -235,7 +246,7 @@ def call_function(context: Any, function: Any, argument: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, signature
-        kind = ir.FunctionType(_WORD, [_WORD])
+        kind = ir.FunctionType(WORD, [WORD])
         return builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
 
     return types.intp(types.intp, types.intp), generate
@@ -253,7 +264,7 @@ def c_function(work: Any) -> Callable[[], int]:
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature, args
-            kind = ir.FunctionType(ir.VoidType(), [_WORD])
+            kind = ir.FunctionType(ir.VoidType(), [WORD])
             function = ir.Function(builder.module, kind, builder.module.get_unique_name("work"))
             function.linkage = "internal"
             inside = ir.IRBuilder(function.append_basic_block())
@@ -261,50 +272,8 @@ def c_function(work: Any) -> Callable[[], int]:
             compiled = context.compile_subroutine(inside, work.py_func, called)
             context.call_internal_no_propagate(inside, compiled.fndesc, called, function.args)
             inside.ret_void()
-            return builder.ptrtoint(function, _WORD)
+            return builder.ptrtoint(function, WORD)
 
         return types.intp(), generate
 
     return address
-
-
-def _bytes_of(kind: Any) -> int:
-    return kind.bitwidth // 8
-
-
-def _word(value: int) -> ir.Constant:
-    return ir.Constant(_WORD, value)
-
-
-def _function(builder: ir.IRBuilder, name: str, returned: Any, arguments: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(returned, arguments), name)
-
-
-def _element(builder: ir.IRBuilder, start: Any, index: Any, size: int) -> Any:
-    return builder.add(start, builder.mul(index, _word(size)))
-
-
-def _load(builder: ir.IRBuilder, address: Any, kind: Any) -> Any:
-    value: Any = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    value.align = 4  # of elements: rows may begin anywhere
-    return value
-
-
-def _store(builder: ir.IRBuilder, address: Any, value: Any) -> None:
-    stored: Any = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
-    stored.align = 4
-
-
-def _load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, bfloat16: bool) -> Any:
-    if not bfloat16:
-        return _load(builder, address, vector)
-    halves: Any = builder.load(builder.inttoptr(address, ir.VectorType(_HALF, vector.count).as_pointer()))
-    halves.align = 2
-    wide = ir.VectorType(_LANE, vector.count)  # a bfloat16 is the upper half of a float32
-    return builder.bitcast(builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * vector.count)), vector)
-
-
-def _everywhere(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_LANE, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_LANE, vector.count), None))
