@@ -44,8 +44,8 @@ class PackedCodes:
     smaller than the smallest normal one.
 
     Attributes:
-      panels: W is the width of the processor's blocks; outputs past the last have scales of 0, and inputs past the last,
-        up to a multiple of four, the code 128.
+      panels: W is the width of the processor's blocks; outputs past the last have scales of 0. Inputs past the last, up
+        to a multiple of four, have the code 128.
       scales: of each group of inputs and output.
       zeros: as unsigned codes; None: 128 everywhere.
       out_shape, in_shape: sizes of the weight's axes.

@@ -32,9 +32,10 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
     at `scales` and `zeros`. A second panel lies `panel_strides` bytes further: (codes, scales, zeros). Strides of x,
     its sums and scales are in bytes, that of c too. z is 128 where `zeros_kind` is none.
 
-    Where `x_kind` is int8, x are codes [rows, steps * 4], `sums` the int32 sum of each row's, and `x_scales` its float32
-    scale: sum and zeros are exact in 32 bits, and c is one fused multiply-add: sum * (s * x_scale) + c. Where it is
-    float32, the run is a chain of fused multiply-adds in the order of inputs, and c is one more: chain * s + c.
+    Where `x_kind` is int8, x are codes [rows, steps * 4], with the int32 sum of each row at `sums` and its float32
+    scale at `x_scales`. The product of codes is exact in 32 bits, and c is one fused multiply-add: product * (s *
+    x_scale) + c. Where it is float32, the run is a chain of fused multiply-adds in the order of inputs, and c is one
+    more: chain * s + c.
 
     Each step fetches the line of the cache at `ahead`, and the next one `ahead_step` bytes further.
     """
@@ -68,9 +69,7 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
         del context, x, x_stride, codes, steps, sums, sums_stride, zeros, x_scales, x_scales_stride, scales
         del c, c_stride, add, panel_strides, ahead, ahead_step
         strides = types.UniTuple(types.intp, 3)
-        signature = types.void(
-            *[types.intp] * 12, types.boolean, strides, types.intp, types.intp, x_kind, zeros_kind
-        )
+        signature = types.void(*[types.intp] * 12, types.boolean, strides, types.intp, types.intp, x_kind, zeros_kind)
         by_codes, has_zeros = x_kind == types.int8, zeros_kind == types.int16
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -90,6 +89,8 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                 kept = ir.VectorType(ir.IntType(16), lanes)
                 places = [place(zeros, panel, zero_stride, 2 * lanes * vector) for panel, vector in columns]
                 zero_codes = [builder.sext(load(builder, at, kept, 2), integers) for at in places]
+            above = ir.Constant(integers, [_TWO_23] * lanes)
+            zero_floats = [builder.bitcast(builder.add(above, zero), floats) for zero in zero_codes]
             if by_codes:
                 empty: list[Any] = []
                 for row in range(rows):
@@ -97,8 +98,6 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                     total = everywhere(builder, builder.neg(total), integers)
                     empty += [builder.mul(zero, total) for zero in zero_codes]
             else:
-                above = ir.Constant(integers, [_TWO_23] * lanes)
-                zero_floats = [builder.bitcast(builder.add(above, zero), floats) for zero in zero_codes]
                 empty = [ir.Constant(floats, None)] * (rows * len(columns))
 
             before = builder.block
@@ -124,7 +123,8 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                     new[begin : begin + len(columns)] = dot(new[begin : begin + len(columns)], four)
             else:
                 for code in range(_CODES):
-                    wide = [_float_of_code(builder, value, code, zero) for value, zero in zip(raw, zero_floats)]
+                    pairs = zip(raw, zero_floats, strict=True)
+                    wide = [_float_of_code(builder, value, code, zero) for value, zero in pairs]
                     for row, start in enumerate(x_rows):
                         at = builder.add(start, builder.mul(step, word(4 * _CODES)))
                         number = everywhere(builder, load(builder, builder.add(at, word(4 * code)), FLOAT), floats)
@@ -169,9 +169,7 @@ def make_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callabl
     integers = ir.VectorType(LANE, lanes)
     if target.dot_int8:
         kind = ir.VectorType(BYTE, _CODES * lanes) if llvm.llvm_version_info[0] >= _BYTE_OPERANDS else integers
-        instruction = declare(
-            builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", integers, [integers, kind, kind]
-        )
+        instruction = declare(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", integers, [integers, kind, kind])
         unsigned = [builder.bitcast(value, kind) for value in codes]
 
         def add_dots(sums: list[Any], four: Any) -> list[Any]:

@@ -39,10 +39,10 @@ def load(builder: ir.IRBuilder, address: Any, kind: Any, align: int = 4) -> Any:
     return value
 
 
-def store(builder: ir.IRBuilder, address: Any, value: Any) -> None:
-    """Writes numbers of four bytes to an address."""
+def store(builder: ir.IRBuilder, address: Any, value: Any, align: int = 4) -> None:
+    """Writes a value to an address, which is a multiple of `align` bytes."""
     stored: Any = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
-    stored.align = 4
+    stored.align = align
 
 
 def load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, bfloat16: bool) -> Any:

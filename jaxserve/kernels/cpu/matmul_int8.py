@@ -26,14 +26,16 @@ from jaxserve.kernels.cpu.call import (
     words,
 )
 from jaxserve.kernels.cpu.code_runs import run_product
+from jaxserve.kernels.cpu.rounding import largest_size, round_vectors
 from jaxserve.kernels.cpu.scratch import BLOCK, FIRST_WORD, MAX_WORKERS, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function, fetch_add, pointer
 from jaxserve.kernels.cpu.target import find_target
 
 _F, _I = np.float32, np.int32
 _TARGET = find_target()
-_WIDTH, _HEIGHT = _TARGET.width, _TARGET.row_steps[0]
-_SIZE, _INFINITY, _LEAST = _I(0x7FFFFFFF), _I(0x7F800000), _I(0x04000000)  # bits of |x|, infinity and 2^-119
+_WIDTH, _LANES, _HEIGHT = _TARGET.width, _TARGET.lanes, _TARGET.row_steps[0]
+_largest_size, _round_vectors = largest_size(_LANES), round_vectors(_LANES)
+_SIZE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, 0x04000000  # bits of |x|, infinity and 2^-119
 _LARGEST, _ZERO, _NAN = _F(127), _F(0), _F(np.nan)
 _PART = 8192  # numbers of the rows that a worker rounds at a time
 
@@ -71,35 +73,38 @@ def _codes(address: int, count: int) -> Any:
 
 @njit(error_model="numpy")
 def _round_row(shared: Any, row: int) -> None:
-    """Codes of one row, with the scales of their blocks and the sums of their runs."""
+    """Codes of one row, with the scales of its blocks and the sums of its runs."""
     depth, padded, run, runs = shared[_DEPTH], 4 * shared[_STEPS], shared[_RUN], shared[_RUNS]
     blocks = (padded + BLOCK - 1) // BLOCK
-    at = shared[_X] + row * depth * 4
-    numbers, bits = floats(at, depth), integers(at, depth)
-    codes = _codes(shared[_ROWS_AT] + row * shared[_ROW_BYTES], padded)
+    x, codes_at = shared[_X] + row * depth * 4, shared[_ROWS_AT] + row * shared[_ROW_BYTES]
+    numbers, bits, codes = floats(x, depth), integers(x, depth), _codes(codes_at, padded)
     scales = floats(shared[_X_SCALES] + row * blocks * 4, blocks)
     sums = integers(shared[_SUMS] + row * runs * 4, runs)
     for block in range(blocks):
         begin, end = block * BLOCK, min(block * BLOCK + BLOCK, depth)
-        largest = _I(0)  # as integers the sizes of floats are in order, NaN last
-        for index in range(begin, end):
-            largest = max(largest, _I(bits[index] & _SIZE))
-        if _LEAST <= largest < _INFINITY:
+        vectors = (end - begin) // _LANES
+        largest = _largest_size(x + begin * 4, vectors)
+        for index in range(begin + vectors * _LANES, end):
+            largest = max(largest, np.int64(bits[index] & _SIZE))
+        rounds = _LEAST <= largest < _INFINITY
+        scales[block], inverse = _ZERO if largest < _LEAST else _NAN, _ZERO
+        if rounds:
             top = _I(largest).view(np.float32)
             scales[block], inverse = top / _LARGEST, _LARGEST / top
-            for index in range(begin, end):
-                codes[index] = np.int8(np.rint(numbers[index] * inverse))
-        else:
-            scales[block] = _ZERO if largest < _LEAST else _NAN
-            for index in range(begin, end):
+        for first in range(begin, min(begin + BLOCK, padded), run):
+            last, total = min(first + run, end), 0
+            rest = first
+            if rounds:
+                vectors = (last - first) // _LANES
+                total = _round_vectors(x + first * 4, vectors, inverse, codes_at + first)
+                rest = first + vectors * _LANES
+                for index in range(rest, last):
+                    codes[index] = np.int8(np.rint(numbers[index] * inverse))
+                    total += codes[index]
+                rest = last
+            for index in range(rest, min(first + run, padded)):
                 codes[index] = np.int8(0)
-    for index in range(depth, padded):
-        codes[index] = np.int8(0)
-    for number in range(runs):
-        total = _I(0)
-        for index in range(number * run, min(number * run + run, padded)):
-            total = _I(total + _I(codes[index]))
-        sums[number] = total
+            sums[first // run] = total
 
 
 @njit

@@ -31,7 +31,6 @@ from jaxserve.kernels.cpu.emit import (
 intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
 
-
 def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
     """A function for Numba: c[rows, W] = a[rows, depth] b[depth, W], or += where `add`; W is vectors * lanes.
 
@@ -67,9 +66,7 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
             fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
             a_rows = [element(builder, a, builder.mul(word(row), a_stride), 4) for row in range(rows)]
             c_rows = [element(builder, c, builder.mul(word(row), c_stride), 4) for row in range(rows)]
-            places = [
-                element(builder, start, word(column * lanes), 4) for start in c_rows for column in range(vectors)
-            ]
+            places = [element(builder, start, word(column * lanes), 4) for start in c_rows for column in range(vectors)]
 
             before = builder.block
             loop, after = builder.append_basic_block("depth"), builder.append_basic_block("sums")
