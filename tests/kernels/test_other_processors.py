@@ -36,8 +36,8 @@ for rows in range(1, 20):
     x = rng.standard_normal((rows, 33), np.float32)
     found = pack(jnp.asarray(weight), 1, target.width).multiply(jnp.asarray(x))
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, atol=1e-4)
-for depth, group, zeros in ((160, None, False), (160, 32, True), (33, None, True)):
-    given = Given(50, depth, target.width, group=group, zeros=zeros)
+for depth, group, zeros, block in ((160, None, False, 128), (160, 32, True, 128), (33, 16, False, None)):
+    given = Given(50, depth, target.width, group=group, zeros=zeros, block=block)
     for rows in (1, 2, 7, 19):
         x = rng.standard_normal((rows, depth), np.float32)
         np.testing.assert_array_equal(given.packed.multiply(jnp.asarray(x)), given.product(x))

@@ -13,6 +13,7 @@ WIDTH = find_target().width
 ROWS = (1, 2, 7, 8, 9, 16, 17, 64)
 DEPTHS = (128, 160, 768, 33)  # of blocks alone, with part of one, of several, and no multiple of four
 GROUPS = (None, 32, 64, 128, 96, 256)
+BLOCKS = (BLOCK, None)  # rows are rounded, or multiplied as they are
 multiply = jax.jit(PackedCodes.multiply)
 
 
@@ -35,6 +36,15 @@ def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros):
             check(given, make_x(rows, depth))
 
 
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros):
+    for group in (None, 16, 128):
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None)
+        for rows in (1, 2, 7, 17) if group is None else (9,):
+            check(given, make_x(rows, depth))
+
+
 def test_many_rows():
     """More than one worker rounds them."""
     given = Given(3 * WIDTH, 160, WIDTH, group=32)
@@ -52,8 +62,10 @@ def test_rounding_costs_no_more_than_its_half_steps():
 
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_a_row_has_the_same_bits_alone_and_in_any_crowd(zeros, group):
-    given, x = Given(3 * WIDTH + 5, 160, WIDTH, group=group, zeros=zeros), make_x(130, 160)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_row_has_the_same_bits_alone_and_in_any_crowd(block, zeros, group):
+    given = Given(3 * WIDTH + 5, 160, WIDTH, group=group, zeros=zeros, block=block)
+    x = make_x(130, 160)
     crowd = np.asarray(multiply(given.packed, x))
     for first in (0, 64, 114):
         np.testing.assert_array_equal(multiply(given.packed, x[first : first + 16]), crowd[first : first + 16])
@@ -90,13 +102,15 @@ def test_the_largest_sums_are_exact():
 
 @pytest.mark.parametrize("rows", [1, 9, 17])
 @pytest.mark.parametrize("depth", [33, 160])
-def test_nan_and_infinity_stay_in_their_rows(rows, depth):
-    given, x = Given(70, depth, WIDTH), make_x(rows + 2, depth)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
+    given, x = Given(70, depth, WIDTH, block=block), make_x(rows + 2, depth)
     clean = np.asarray(multiply(given.packed, x))
     spoilt = x.copy()
     spoilt[0, 4], spoilt[rows, 32] = np.nan, -np.inf
     out = np.asarray(multiply(given.packed, spoilt))
-    assert np.isnan(out[[0, rows]]).all()
+    assert np.isnan(out[0]).all()
+    assert (np.isnan(out[rows]) if block else ~np.isfinite(out[rows])).all()
     others = [r for r in range(rows + 2) if r not in (0, rows)]
     np.testing.assert_array_equal(out[others], clean[others])
 

@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import types
 
-from jaxserve.kernels.cpu.emit import BYTE, FLOAT, LANE, WORD, declare, everywhere, load, prefetch, store, word
+from jaxserve.kernels.cpu.emit import BYTE, FLOAT, LANE, LINE, WORD, declare, everywhere, load, prefetch, store, word
 from jaxserve.kernels.cpu.simd import intrinsic
 from jaxserve.kernels.cpu.target import Target
 
@@ -37,7 +37,8 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
     x_scale) + c. Where it is float32, the run is a chain of fused multiply-adds in the order of inputs, and c is one
     more: chain * s + c.
 
-    Each step fetches the line of the cache at `ahead`, and the next one `ahead_step` bytes further.
+    Each step fetches the lines of the cache at `ahead`, as many as a step of a panel has, and the next step those
+    `ahead_step` bytes further.
     """
     lanes, vectors = target.lanes, target.vectors
     floats, integers = ir.VectorType(FLOAT, lanes), ir.VectorType(LANE, lanes)
@@ -131,7 +132,8 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                         for column, value in enumerate(wide):
                             n = row * len(columns) + column
                             new[n] = builder.call(fma, [number, value, new[n]])
-            prefetch(builder, builder.add(ahead, builder.mul(step, ahead_step)))
+            for begin in range(0, vectors * vector_bytes, LINE):
+                prefetch(builder, builder.add(builder.add(ahead, word(begin)), builder.mul(step, ahead_step)))
             following = builder.add(step, word(1))
             step.add_incoming(following, builder.block)
             for sum_, value in zip(held, new, strict=True):

@@ -10,6 +10,7 @@ from numba.core import cgutils
 
 WORD, FLOAT, BYTE, LANE = ir.IntType(64), ir.FloatType(), ir.IntType(8), ir.IntType(32)
 _HALF = ir.IntType(16)
+LINE = 64  # bytes that a cache brings at once
 
 
 def size_of_kind(kind: Any) -> int:

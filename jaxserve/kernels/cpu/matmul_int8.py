@@ -63,7 +63,7 @@ def _begin(frame: Any, shared: Any, rounded: bool, zeros: int) -> int:
         shared[_PARTS] = max(1, min(rows, rows * depth // _PART))
     else:
         shared[_ROWS_AT], shared[_ROW_BYTES] = shared[_X], depth * 4
-    return panels
+    return (panels + 1) // 2 if rows == 1 else panels
 
 
 @njit
@@ -185,15 +185,27 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
     return product_in_blocks
 
 
-_product = _rows_product(_TARGET.row_steps, 1)
+_product, _pair_product = _rows_product(_TARGET.row_steps, 1), _rows_product((1,), 2)
 
 
 @njit
 def _item(shared: Any, index: int, x_kind: Any, zeros_kind: Any) -> None:
-    """Panel `index`. Each block of rows fetches its share of the next one, from memory, while it computes."""
-    panel_bytes, blocks = shared[_STEPS] * 4 * _WIDTH, (shared[_ROWS] + _HEIGHT - 1) // _HEIGHT
-    ahead = shared[_PANELS] + (index + 1) * panel_bytes
-    _product(shared, index, 0, ahead, 4 * _WIDTH // blocks, x_kind, zeros_kind)
+    """Panel `index`. Each block of rows fetches its share of the next one, from memory, while it computes.
+
+    Of one row it is two panels: the sums of one would wait for each other, and not for the memory.
+    """
+    rows, panels, panel_bytes = shared[_ROWS], shared[_COLUMNS] // _WIDTH, shared[_STEPS] * 4 * _WIDTH
+    if rows == 1:
+        index *= 2
+        own = shared[_PANELS] + index * panel_bytes
+        if index + 1 < panels:
+            _pair_product(shared, index, 0, own, 4 * _WIDTH, x_kind, zeros_kind)
+        else:
+            _product(shared, index, 0, own, 4 * _WIDTH, x_kind, zeros_kind)
+    else:
+        blocks = (rows + _HEIGHT - 1) // _HEIGHT
+        ahead = shared[_PANELS] + (index + 1) * panel_bytes
+        _product(shared, index, 0, ahead, 4 * _WIDTH // blocks, x_kind, zeros_kind)
 
 
 @njit
@@ -217,12 +229,23 @@ def _work_int8_zeros(state: int) -> None:
     _work(state, np.int8(0), np.int16(0))
 
 
+@njit
+def _work_float32(state: int) -> None:
+    _work(state, np.float32(0), None)
+
+
+@njit
+def _work_float32_zeros(state: int) -> None:
+    _work(state, np.float32(0), np.int16(0))
+
+
 _int8_worker, _int8_zeros_worker = c_function(_work_int8), c_function(_work_int8_zeros)
+_float32_worker, _float32_zeros_worker = c_function(_work_float32), c_function(_work_float32_zeros)
 
 
 def matmul_int8_by_int8(frame: Any) -> int:
     """(x [T, in], codes [out / W, in / 4, W, 4], scales [out / W, G, W], sizes) -> (out [T, out], scratch); rows are
-    rounded. Sizes: inputs of a run, runs that share a scale, then the fields of `RoundedRows`."""
+    rounded. Sizes: inputs of a run, runs that share a scale, then four fields of `RoundedRows`."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS), True, 0), MAX_WORKERS, _int8_worker())
@@ -236,4 +259,23 @@ def matmul_int8_by_int8_zeros(frame: Any) -> int:
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS), True, 1), MAX_WORKERS, _int8_zeros_worker())
         _work_int8_zeros(state)
+    return 0
+
+
+def matmul_int8_by_float32(frame: Any) -> int:
+    """`matmul_int8_by_int8` with rows as they are, padded to a multiple of four inputs; of the sizes two are read."""
+    state = enter(frame)
+    if state != 0:
+        launch(frame, state, _begin(frame_of(frame), words(state, WORDS), False, 0), MAX_WORKERS, _float32_worker())
+        _work_float32(state)
+    return 0
+
+
+def matmul_int8_by_float32_zeros(frame: Any) -> int:
+    """`matmul_int8_by_float32` with zeros int16 [out / W, G, W] after the scales."""
+    state = enter(frame)
+    if state != 0:
+        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1)
+        launch(frame, state, num_items, MAX_WORKERS, _float32_zeros_worker())
+        _work_float32_zeros(state)
     return 0
