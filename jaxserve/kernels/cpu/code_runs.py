@@ -132,8 +132,10 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                         for column, value in enumerate(wide):
                             n = row * len(columns) + column
                             new[n] = builder.call(fma, [number, value, new[n]])
-            for begin in range(0, vectors * vector_bytes, LINE):
-                prefetch(builder, builder.add(builder.add(ahead, word(begin)), builder.mul(step, ahead_step)))
+            further = builder.add(ahead, builder.mul(step, ahead_step))
+            for panel in range(panels):
+                for begin in range(0, vectors * vector_bytes, LINE):
+                    prefetch(builder, place(further, panel, code_stride, begin))
             following = builder.add(step, word(1))
             step.add_incoming(following, builder.block)
             for sum_, value in zip(held, new, strict=True):

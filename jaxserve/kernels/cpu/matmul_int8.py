@@ -197,7 +197,7 @@ def _item(shared: Any, index: int, x_kind: Any, zeros_kind: Any) -> None:
     rows, panels, panel_bytes = shared[_ROWS], shared[_COLUMNS] // _WIDTH, shared[_STEPS] * 4 * _WIDTH
     if rows == 1:
         index *= 2
-        own = shared[_PANELS] + index * panel_bytes
+        own = shared[_PANELS] + (index + 2) * panel_bytes
         if index + 1 < panels:
             _pair_product(shared, index, 0, own, 4 * _WIDTH, x_kind, zeros_kind)
         else:
