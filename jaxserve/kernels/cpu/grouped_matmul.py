@@ -24,12 +24,12 @@ from jaxserve.kernels.cpu.call import (
     words,
 )
 from jaxserve.kernels.cpu.scratch import BYTES, FIRST_WORD, MAX_WORKERS, WORDS
-from jaxserve.kernels.cpu.simd import bytes_of, c_function, rows_product
+from jaxserve.kernels.cpu.simd import bytes_of, c_function, panel_product
 from jaxserve.kernels.cpu.target import find_target
 
 _TARGET = find_target()
 _WIDTH = _TARGET.width
-_product = rows_product(_TARGET.row_steps, _TARGET.vectors, _TARGET.lanes)
+_product = panel_product(_TARGET.row_steps, _TARGET.vectors, _TARGET.lanes)
 _X, _EXPERTS, _OUT, _RUNS, _DEPTH, _PANELS = range(FIRST_WORD, FIRST_WORD + 6)
 
 
@@ -64,7 +64,7 @@ def _item(shared: Any, index: int, kind: Any) -> None:
     weights = shared[_EXPERTS] + (expert * panels + panel) * depth * _WIDTH * bytes_of(kind)
     columns = panels * _WIDTH
     x, out = shared[_X] + row * depth * 4, shared[_OUT] + (row * columns + panel * _WIDTH) * 4
-    _product(x, depth, weights, _WIDTH, depth, out, columns, rows, False, kind)
+    _product(x, depth, weights, depth, out, columns, rows, kind)
 
 
 @njit

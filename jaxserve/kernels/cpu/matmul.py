@@ -11,12 +11,12 @@ from numba import njit
 
 from jaxserve.kernels.cpu.call import enter, frame_of, join, launch, leave, operand, result, size_of, take, words
 from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, WORDS
-from jaxserve.kernels.cpu.simd import bytes_of, c_function, rows_product
+from jaxserve.kernels.cpu.simd import bytes_of, c_function, panel_product
 from jaxserve.kernels.cpu.target import find_target
 
 _TARGET = find_target()
 _WIDTH = _TARGET.width
-_product = rows_product(_TARGET.row_steps, _TARGET.vectors, _TARGET.lanes)
+_product = panel_product(_TARGET.row_steps, _TARGET.vectors, _TARGET.lanes)
 _X, _PANELS, _OUT, _NUM_ROWS, _DEPTH, _NUM_COLUMNS = range(FIRST_WORD, FIRST_WORD + 6)
 
 
@@ -35,7 +35,7 @@ def _item(shared: Any, index: int, kind: Any) -> None:
     x, rows, depth, columns = shared[_X], shared[_NUM_ROWS], shared[_DEPTH], shared[_NUM_COLUMNS]
     panel = shared[_PANELS] + index * depth * _WIDTH * bytes_of(kind)
     out = shared[_OUT] + index * _WIDTH * 4
-    _product(x, depth, panel, _WIDTH, depth, out, columns, rows, False, kind)
+    _product(x, depth, panel, depth, out, columns, rows, kind)
 
 
 @njit

@@ -124,6 +124,13 @@ def _round_rows(state: int, shared: Any) -> None:
 
 def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]:
     """A function for Numba: some panels for the rows from `row` on, in blocks of `row_steps`, largest first, last 1."""
+    if not row_steps:
+
+        @njit
+        def no_rows(*arguments: Any) -> None:
+            pass
+
+        return no_rows
     size, one_run = row_steps[0], run_product(row_steps[0], panels, _TARGET)
 
     @njit
@@ -159,16 +166,6 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
                 zeros_kind,
             )
 
-    if size == 1:
-
-        @njit
-        def product(
-            shared: Any, panel: int, row: int, ahead: int, ahead_step: int, x_kind: Any, zeros_kind: Any
-        ) -> None:
-            for one in range(row, shared[_ROWS]):
-                block(shared, panel, one, ahead, ahead_step, x_kind, zeros_kind)
-
-        return product
     smaller = _rows_product(row_steps[1:], panels)
 
     @njit

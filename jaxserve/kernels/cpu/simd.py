@@ -17,12 +17,14 @@ from numba.extending import intrinsic as _intrinsic
 
 from jaxserve.kernels.cpu.emit import (
     FLOAT,
+    LINE,
     WORD,
     declare,
     element,
     everywhere,
     load,
     load_floats,
+    prefetch,
     size_of_kind,
     store,
     word,
@@ -31,14 +33,15 @@ from jaxserve.kernels.cpu.emit import (
 intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
 
-def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
+def block_product(rows: int, vectors: int, lanes: int, *, fetches: bool = False) -> Callable[..., Any]:
     """A function for Numba: c[rows, W] = a[rows, depth] b[depth, W], or += where `add`; W is vectors * lanes.
 
-        product(a, a_stride, b, b_stride, depth, c, c_stride, add, kind)
+        product(a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, kind)
 
     Matrices are addresses with strides between rows in elements. They hold float32, and `b` what the type of `kind`
     says: float32, or uint16 for bfloat16. `depth` is at least 1. Each number of c is one chain of fused multiply-adds
-    over the depth: its bits depend on nothing else.
+    over the depth: its bits depend on nothing else. With `fetches`, each step asks for the lines of the cache at
+    `ahead`, as many as a row of `b` has, and the next step for those `ahead_step` bytes further.
     """
     vector = ir.VectorType(FLOAT, lanes)
 
@@ -53,16 +56,18 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
         c: Any,
         c_stride: Any,
         add: Any,
+        ahead: Any,
+        ahead_step: Any,
         kind: Any,
     ):
-        del context, a, a_stride, b, b_stride, depth, c, c_stride, add
-        signature = types.void(*[types.intp] * 7, types.boolean, kind)
+        del context, a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step
+        signature = types.void(*[types.intp] * 7, types.boolean, types.intp, types.intp, kind)
         bfloat16 = kind == types.uint16
         size = size_of_kind(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature
-            a, a_stride, b, b_stride, depth, c, c_stride, add, _ = args
+            a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, _ = args
             fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
             a_rows = [element(builder, a, builder.mul(word(row), a_stride), 4) for row in range(rows)]
             c_rows = [element(builder, c, builder.mul(word(row), c_stride), 4) for row in range(rows)]
@@ -90,6 +95,9 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
                 for row in range(rows)
                 for column in range(vectors)
             ]
+            further = builder.add(ahead, builder.mul(step, ahead_step))
+            for begin in range(0, vectors * lanes * size if fetches else 0, LINE):
+                prefetch(builder, builder.add(further, word(begin)))
             following = builder.add(step, word(1))
             step.add_incoming(following, builder.block)
             for held, value in zip(sums, new, strict=True):
@@ -116,41 +124,74 @@ def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable
 
     product(a, a_stride, b, b_stride, depth, c, c_stride, rows, add, kind)
     """
-    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes)
-    if size == 1:
-
-        @njit
-        def product(
-            a: int,
-            a_stride: int,
-            b: int,
-            b_stride: int,
-            depth: int,
-            c: int,
-            c_stride: int,
-            rows: int,
-            add: bool,
-            kind: Any,
-        ) -> None:
-            for row in range(rows):
-                block(a + row * a_stride * 4, a_stride, b, b_stride, depth, c + row * c_stride * 4, c_stride, add, kind)
-
-        return product
-    smaller = rows_product(row_steps[1:], vectors, lanes)
+    in_blocks = _product_in_blocks(row_steps, vectors, lanes, fetches=False)
 
     @njit
-    def product_in_blocks(
+    def product(
         a: int, a_stride: int, b: int, b_stride: int, depth: int, c: int, c_stride: int, rows: int, add: bool, kind: Any
+    ) -> None:
+        in_blocks(a, a_stride, b, b_stride, depth, c, c_stride, rows, add, 0, 0, kind)
+
+    return product
+
+
+def panel_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable[..., Any]:
+    """A function for Numba: c[rows, W] = a[rows, depth] times a panel [depth, W], which lies in one piece.
+
+    product(a, a_stride, panel, depth, c, c_stride, rows, kind)
+
+    The next panel is expected behind this one. Each block of rows fetches its share of it from memory, while it
+    computes: without, the first block of each panel would wait for the memory, and the memory for the other blocks.
+    """
+    in_blocks, width, size = _product_in_blocks(row_steps, vectors, lanes, fetches=True), vectors * lanes, row_steps[0]
+
+    @njit
+    def product(a: int, a_stride: int, panel: int, depth: int, c: int, c_stride: int, rows: int, kind: Any) -> None:
+        line = width * bytes_of(kind)
+        share = line // max((rows + size - 1) // size, 1)
+        in_blocks(a, a_stride, panel, width, depth, c, c_stride, rows, False, panel + depth * line, share, kind)
+
+    return product
+
+
+def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, *, fetches: bool) -> Callable[..., Any]:
+    """Of `rows_product`, with the arguments of `block_product` for what is fetched."""
+    if not row_steps:
+
+        @njit
+        def no_rows(*arguments: Any) -> None:
+            pass
+
+        return no_rows
+    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes, fetches=fetches)
+    smaller = _product_in_blocks(row_steps[1:], vectors, lanes, fetches=fetches)
+
+    @njit
+    def product(
+        a: int,
+        a_stride: int,
+        b: int,
+        b_stride: int,
+        depth: int,
+        c: int,
+        c_stride: int,
+        rows: int,
+        add: bool,
+        ahead: int,
+        ahead_step: int,
+        kind: Any,
     ) -> None:
         row = 0
         while row + size <= rows:
-            block(a + row * a_stride * 4, a_stride, b, b_stride, depth, c + row * c_stride * 4, c_stride, add, kind)
+            own_a, own_c = a + row * a_stride * 4, c + row * c_stride * 4
+            block(own_a, a_stride, b, b_stride, depth, own_c, c_stride, add, ahead, ahead_step, kind)
             row += size
+            ahead += depth * ahead_step
         if row < rows:
-            left_a, left_c = a + row * a_stride * 4, c + row * c_stride * 4
-            smaller(left_a, a_stride, b, b_stride, depth, left_c, c_stride, rows - row, add, kind)
+            left_a, left_c, left = a + row * a_stride * 4, c + row * c_stride * 4, rows - row
+            smaller(left_a, a_stride, b, b_stride, depth, left_c, c_stride, left, add, ahead, ahead_step, kind)
 
-    return product_in_blocks
+    return product
 
 
 def largest(lanes: int) -> Callable[..., Any]:
