@@ -66,22 +66,19 @@ class PackedCodes:
         panels, _, width, _ = self.panels.shape
         depth = math.prod(self.in_shape)
         rows = x.reshape(-1, depth).astype(jnp.float32)
-        num_rows, num_bytes = rows.shape[0], scratch.BYTES
+        results = [jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)]
         if self.block is None:
             rows = jnp.pad(rows, ((0, 0), (0, -depth % 4)))
             sizes = [self.group or rows.shape[1], 1]
         else:
             run = math.gcd(self.group or self.block, self.block)
-            rounded = scratch.RoundedRows.of(num_rows=num_rows, depth=depth, run=run)
-            places = [rounded.codes_begin, rounded.row_bytes, rounded.scales_begin, rounded.sums_begin]
-            sizes, num_bytes = [run, -(-(self.group or depth) // run), *places], rounded.num_bytes
-        results = (
-            jax.ShapeDtypeStruct((num_rows, panels * width), jnp.float32),
-            jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),
-        )
+            rounded = scratch.RoundedRows.of(num_rows=rows.shape[0], depth=depth, run=run)
+            places = [rounded.row_bytes, rounded.scales_begin, rounded.sums_begin]
+            sizes = [run, -(-(self.group or depth) // run), *places]
+            results.append(jax.ShapeDtypeStruct((rounded.num_bytes,), jnp.uint8))
         zeros = () if self.zeros is None else (self.zeros,)
         target = prepare(zeros=self.zeros is not None, block=self.block)
-        out, _ = jax.ffi.ffi_call(target, results)(
+        out, *_ = jax.ffi.ffi_call(target, results)(
             rows, self.panels, self.scales, *zeros, jnp.asarray(sizes, jnp.int32)
         )
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)

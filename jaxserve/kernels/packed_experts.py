@@ -41,7 +41,7 @@ class PackedExperts:
         experts, panels, _, width = self.panels.shape
         results = (
             jax.ShapeDtypeStruct((x.shape[0], panels * width), jnp.float32),
-            jax.ShapeDtypeStruct((scratch.BYTES + experts * scratch.RUN_BYTES,), jnp.uint8),
+            jax.ShapeDtypeStruct((experts * scratch.RUN_BYTES,), jnp.uint8),
         )
         target = machine_code.provide("grouped_matmul", self.panels.dtype.name)
         call = jax.ffi.ffi_call(target, results)

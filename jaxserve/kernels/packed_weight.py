@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.cpu import machine_code, scratch
+from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
 from jaxserve.kernels.xla_matmul import DenseWeight
@@ -41,12 +41,8 @@ class PackedWeight:
         """x [T, *in] as [T, *out], in float32. A row's result does not depend on the other rows, to the last bit."""
         panels, depth, width = self.panels.shape
         rows = x.reshape(-1, depth).astype(jnp.float32)
-        results = (
-            jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32),
-            jax.ShapeDtypeStruct((scratch.BYTES,), jnp.uint8),
-        )
-        target = machine_code.provide("matmul", self.panels.dtype.name)
-        out, _ = jax.ffi.ffi_call(target, results)(rows, self.panels)
+        result = jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)
+        out = jax.ffi.ffi_call(machine_code.provide("matmul", self.panels.dtype.name), result)(rows, self.panels)
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:

@@ -23,7 +23,7 @@ from jaxserve.kernels.cpu.call import (
     take,
     words,
 )
-from jaxserve.kernels.cpu.scratch import BYTES, FIRST_WORD, MAX_WORKERS, WORDS
+from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function, panel_product
 from jaxserve.kernels.cpu.target import find_target
 
@@ -37,7 +37,7 @@ _X, _EXPERTS, _OUT, _RUNS, _DEPTH, _PANELS = range(FIRST_WORD, FIRST_WORD + 6)
 def _begin(frame: Any, shared: Any) -> int:
     """Lists the experts that have rows, and clears the output of the rows that have no expert."""
     shared[_X], shared[_EXPERTS], shared[_OUT] = operand(frame, 0), operand(frame, 1), result(frame, 0)
-    shared[_RUNS] = result(frame, 1) + BYTES
+    shared[_RUNS] = result(frame, 1)
     rows, experts, panels = size_of(frame, 0, 0), size_of(frame, 1, 0), size_of(frame, 1, 1)
     shared[_DEPTH], shared[_PANELS] = size_of(frame, 0, 1), panels
     sizes, runs = integers(operand(frame, 2), experts), words(shared[_RUNS], 3 * experts)

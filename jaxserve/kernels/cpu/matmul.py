@@ -62,7 +62,7 @@ _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_
 
 
 def matmul_float32(frame: Any) -> int:
-    """(x [T, in], panels [out / W, in, W]) -> (out [T, out], scratch)."""
+    """(x [T, in], panels [out / W, in, W]) -> out [T, out]."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())

@@ -50,16 +50,17 @@ _PARTS, _BEGUN_PARTS, _ENDED_PARTS = range(FIRST_WORD + 17, FIRST_WORD + 20)
 @njit
 def _begin(frame: Any, shared: Any, rounded: bool, zeros: int) -> int:
     shared[_X], shared[_PANELS], shared[_SCALES] = operand(frame, 0), operand(frame, 1), operand(frame, 2)
-    shared[_ZEROS], shared[_OUT], scratch = operand(frame, 2 + zeros), result(frame, 0), result(frame, 1)
+    shared[_ZEROS], shared[_OUT] = operand(frame, 2 + zeros), result(frame, 0)
     rows, depth, panels, steps = size_of(frame, 0, 0), size_of(frame, 0, 1), size_of(frame, 1, 0), size_of(frame, 1, 1)
-    given = integers(operand(frame, 3 + zeros), 6)
+    given = integers(operand(frame, 3 + zeros), 5)
     run = np.int64(given[0])
     shared[_ROWS], shared[_DEPTH], shared[_COLUMNS], shared[_STEPS] = rows, depth, panels * _WIDTH, steps
     shared[_GROUPS], shared[_RUN], shared[_RUNS_OF_SCALE] = size_of(frame, 2, 1), run, given[1]
     shared[_RUNS] = (4 * steps + run - 1) // run
     if rounded:
-        shared[_ROWS_AT], shared[_ROW_BYTES] = scratch + given[2], given[3]
-        shared[_X_SCALES], shared[_SUMS] = scratch + given[4], scratch + given[5]
+        scratch = result(frame, 1)
+        shared[_ROWS_AT], shared[_ROW_BYTES] = scratch, given[2]
+        shared[_X_SCALES], shared[_SUMS] = scratch + given[3], scratch + given[4]
         shared[_PARTS] = max(1, min(rows, rows * depth // _PART))
     else:
         shared[_ROWS_AT], shared[_ROW_BYTES] = shared[_X], depth * 4
@@ -242,7 +243,7 @@ _float32_worker, _float32_zeros_worker = c_function(_work_float32), c_function(_
 
 def matmul_int8_by_int8(frame: Any) -> int:
     """(x [T, in], codes [out / W, in / 4, W, 4], scales [out / W, G, W], sizes) -> (out [T, out], scratch); rows are
-    rounded. Sizes: inputs of a run, runs that share a scale, then four fields of `RoundedRows`."""
+    rounded. Sizes: inputs of a run, runs that share a scale, then three fields of `RoundedRows`."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS), True, 0), MAX_WORKERS, _int8_worker())
@@ -260,7 +261,7 @@ def matmul_int8_by_int8_zeros(frame: Any) -> int:
 
 
 def matmul_int8_by_float32(frame: Any) -> int:
-    """`matmul_int8_by_int8` with rows as they are, padded to a multiple of four inputs; of the sizes two are read."""
+    """`matmul_int8_by_int8` with rows as they are, padded to a multiple of four inputs; two sizes, and no scratch."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS), False, 0), MAX_WORKERS, _float32_worker())

@@ -254,6 +254,33 @@ def fetch_add(context: Any, address: Any, amount: Any):
 
 
 @intrinsic
+def allocate(context: Any, size: Any):
+    """The address of `size` bytes of zeros, from the C library."""
+    del context, size
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
+        del context, signature
+        calloc = declare(builder, "calloc", cgutils.voidptr_t, [WORD, WORD])
+        return builder.ptrtoint(builder.call(calloc, [word(1), args[0]]), WORD)
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def release(context: Any, address: Any):
+    """Gives back what `allocate` gave."""
+    del context, address
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
+        del signature
+        free = declare(builder, "free", ir.VoidType(), [cgutils.voidptr_t])
+        builder.call(free, [builder.inttoptr(args[0], cgutils.voidptr_t)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
 def pointer(context: Any, address: Any):
     """An address as the pointer that `numba.carray` takes."""
     del context, address
