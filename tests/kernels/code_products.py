@@ -20,6 +20,17 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where((lost != 0) & even, other, total).astype(np.float32)
 
 
+def chain(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [T, in] times [out, in] as `PackedWeight` defines it: bfloat16 in pairs, of which the second comes first."""
+    depth = x.shape[1]
+    order = np.arange(depth) if weight.dtype == np.float32 else np.arange(depth + depth % 2) ^ 1
+    x, wide = x.astype(weight.dtype).astype(np.float32), weight.astype(np.float32)
+    out = np.zeros((len(x), len(weight)), np.float32)
+    for k in order[order < depth]:
+        out = fma(x[:, k, None], wide[None, :, k], out)
+    return out
+
+
 def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes int64 [T, in] and scales float32 [T, blocks] of rows [T, in]."""
     codes, scales = np.zeros(x.shape, np.int64), np.zeros((len(x), -(-x.shape[1] // BLOCK)), np.float32)

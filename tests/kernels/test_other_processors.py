@@ -28,14 +28,16 @@ from jaxserve.kernels.packed_experts import make_grouped_matmul
 from jaxserve.kernels.packed_weight import pack
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse
-from tests.kernels.code_products import Given
+from tests.kernels.code_products import Given, chain
 
 rng = np.random.default_rng(0)
 weight = rng.standard_normal((100, 33), np.float32)
-for rows in range(1, 20):
-    x = rng.standard_normal((rows, 33), np.float32)
-    found = pack(jnp.asarray(weight), 1, target.width).multiply(jnp.asarray(x))
-    np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, atol=1e-4)
+for dtype, all_rows in (("float32", range(1, 20)), ("bfloat16", (1, 2, 9, 17))):
+    rounded = jnp.asarray(weight, dtype)
+    for rows in all_rows:
+        x = rng.standard_normal((rows, 33), np.float32)
+        found = pack(rounded, 1, target.width).multiply(jnp.asarray(x))
+        np.testing.assert_array_equal(found, chain(x, np.asarray(rounded)))
 for depth, group, zeros, block in ((160, None, False, 128), (160, 32, True, 128), (33, 16, False, None)):
     given = Given(50, depth, target.width, group=group, zeros=zeros, block=block)
     for rows in (1, 2, 7, 19):

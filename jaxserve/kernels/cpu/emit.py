@@ -10,6 +10,22 @@ from numba.core import cgutils
 
 WORD, FLOAT, BYTE, LANE = ir.IntType(64), ir.FloatType(), ir.IntType(8), ir.IntType(32)
 _HALF = ir.IntType(16)
+
+
+class _BFloat(ir.Type):
+    """LLVM's type of bfloat16 numbers, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
 LINE = 64  # bytes that a cache brings at once
 
 

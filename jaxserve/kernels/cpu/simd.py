@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
+from llvmlite.binding import llvm_version_info
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic as _intrinsic
 
 from jaxserve.kernels.cpu.emit import (
+    BFLOAT,
     FLOAT,
+    LANE,
     LINE,
     WORD,
     declare,
@@ -29,19 +32,26 @@ from jaxserve.kernels.cpu.emit import (
     store,
     word,
 )
+from jaxserve.kernels.cpu.target import Target
+
+_BFLOAT_OPERANDS = 16  # version of LLVM since which its dot instruction takes vectors of bfloat16
 
 intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
 
-def block_product(rows: int, vectors: int, lanes: int, *, fetches: bool = False) -> Callable[..., Any]:
+def block_product(
+    rows: int, vectors: int, lanes: int, *, fetches: bool = False, dot_bfloat16: bool = False
+) -> Callable[..., Any]:
     """A function for Numba: c[rows, W] = a[rows, depth] b[depth, W], or += where `add`; W is vectors * lanes.
 
         product(a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, kind)
 
     Matrices are addresses with strides between rows in elements. They hold float32, and `b` what the type of `kind`
     says: float32, or uint16 for bfloat16. `depth` is at least 1. Each number of c is one chain of fused multiply-adds
-    over the depth: its bits depend on nothing else. With `fetches`, each step asks for the lines of the cache at
-    `ahead`, as many as a row of `b` has, and the next step for those `ahead_step` bytes further.
+    over the depth: its bits depend on nothing else. Where `kind` is uint32, an element of both matrices is a pair
+    of bfloat16 numbers, of which the chain takes the second first, as x86's instruction does (`dot_bfloat16`). With
+    `fetches`, each step asks for the lines of the cache at `ahead`, as many as a row of `b` has, and the next step
+    for those `ahead_step` bytes further.
     """
     vector = ir.VectorType(FLOAT, lanes)
 
@@ -62,7 +72,7 @@ def block_product(rows: int, vectors: int, lanes: int, *, fetches: bool = False)
     ):
         del context, a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step
         signature = types.void(*[types.intp] * 7, types.boolean, types.intp, types.intp, kind)
-        bfloat16 = kind == types.uint16
+        bfloat16, pairs = kind == types.uint16, kind == types.uint32
         size = size_of_kind(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -83,18 +93,20 @@ def block_product(rows: int, vectors: int, lanes: int, *, fetches: bool = False)
             for held in sums:
                 held.add_incoming(ir.Constant(vector, None), before)
             line = element(builder, b, builder.mul(step, b_stride), size)
+            held_in = ir.VectorType(LANE, lanes) if pairs else vector
             columns = [
-                load_floats(builder, element(builder, line, word(column * lanes), size), vector, bfloat16)
+                load_floats(builder, element(builder, line, word(column * lanes), size), held_in, bfloat16)
                 for column in range(vectors)
             ]
-            scalars = [load(builder, element(builder, start, step, 4), FLOAT) for start in a_rows]
-            new = [
-                builder.call(
-                    fma, [everywhere(builder, scalars[row], vector), columns[column], sums[row * vectors + column]]
-                )
-                for row in range(rows)
-                for column in range(vectors)
-            ]
+            add_products = _make_pair_dot(builder, vector, columns, dot_bfloat16) if pairs else None
+            scalars = [load(builder, element(builder, start, step, 4), held_in.element) for start in a_rows]
+            new: list[Any] = []
+            for row, scalar in enumerate(scalars):
+                number, own = everywhere(builder, scalar, held_in), sums[row * vectors : (row + 1) * vectors]
+                if add_products is not None:
+                    new += add_products(own, number)
+                else:
+                    new += [builder.call(fma, [number, *pair]) for pair in zip(columns, own, strict=True)]
             further = builder.add(ahead, builder.mul(step, ahead_step))
             for begin in range(0, vectors * lanes * size if fetches else 0, LINE):
                 prefetch(builder, builder.add(further, word(begin)))
@@ -119,6 +131,42 @@ def block_product(rows: int, vectors: int, lanes: int, *, fetches: bool = False)
     return product
 
 
+def _make_pair_dot(
+    builder: ir.IRBuilder, vector: ir.VectorType, columns: list[Any], dot_bfloat16: bool
+) -> Callable[[list[Any], Any], list[Any]]:
+    """What adds to sums of each vector of pairs of bfloat16 numbers their products with one pair in all lanes."""
+    lanes = vector.count
+    if dot_bfloat16:
+        kind = ir.VectorType(BFLOAT, 2 * lanes) if llvm_version_info[0] >= _BFLOAT_OPERANDS else columns[0].type
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+        instruction = declare(builder, name, vector, [vector, kind, kind])
+        operands = [builder.bitcast(column, kind) for column in columns]
+
+        def add_dots(sums: list[Any], pair: Any) -> list[Any]:
+            pair = builder.bitcast(pair, kind)
+            return [builder.call(instruction, [sum_, pair, own]) for sum_, own in zip(sums, operands, strict=True)]
+
+        return add_dots
+    fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
+    upper, half = (ir.Constant(columns[0].type, [value] * lanes) for value in (-(2**16), 16))
+
+    def widen(pair: Any) -> list[Any]:
+        """The second and the first number: a bfloat16 is the upper half of a float32."""
+        return [builder.bitcast(bits, vector) for bits in (builder.and_(pair, upper), builder.shl(pair, half))]
+
+    wide = [widen(column) for column in columns]
+
+    def add_widened(sums: list[Any], pair: Any) -> list[Any]:
+        numbers, new = widen(pair), []
+        for sum_, column in zip(sums, wide, strict=True):
+            for number, own in zip(numbers, column, strict=True):
+                sum_ = builder.call(fma, [number, own, sum_])
+            new.append(sum_)
+        return new
+
+    return add_widened
+
+
 def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable[..., Any]:
     """A function for Numba: `block_product` for any number of rows, in blocks of `row_steps`, largest first, last 1.
 
@@ -135,15 +183,20 @@ def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable
     return product
 
 
-def panel_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable[..., Any]:
+def panel_product(target: Target) -> Callable[..., Any]:
     """A function for Numba: c[rows, W] = a[rows, depth] times a panel [depth, W], which lies in one piece.
+
+    Both are float32, or pairs of bfloat16 numbers (`kind` is uint32).
 
     product(a, a_stride, panel, depth, c, c_stride, rows, kind)
 
     The next panel is expected behind this one. Each block of rows fetches its share of it from memory, while it
     computes: without, the first block of each panel would wait for the memory, and the memory for the other blocks.
     """
-    in_blocks, width, size = _product_in_blocks(row_steps, vectors, lanes, fetches=True), vectors * lanes, row_steps[0]
+    in_blocks = _product_in_blocks(
+        target.row_steps, target.vectors, target.lanes, fetches=True, dot_bfloat16=target.dot_bfloat16
+    )
+    width, size = target.width, target.row_steps[0]
 
     @njit
     def product(a: int, a_stride: int, panel: int, depth: int, c: int, c_stride: int, rows: int, kind: Any) -> None:
@@ -154,8 +207,8 @@ def panel_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callabl
     return product
 
 
-def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, *, fetches: bool) -> Callable[..., Any]:
-    """Of `rows_product`, with the arguments of `block_product` for what is fetched."""
+def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, **options: bool) -> Callable[..., Any]:
+    """Of `rows_product`, with the arguments and options of `block_product` for what is fetched."""
     if not row_steps:
 
         @njit
@@ -163,8 +216,8 @@ def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, *, fe
             pass
 
         return no_rows
-    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes, fetches=fetches)
-    smaller = _product_in_blocks(row_steps[1:], vectors, lanes, fetches=fetches)
+    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes, **options)
+    smaller = _product_in_blocks(row_steps[1:], vectors, lanes, **options)
 
     @njit
     def product(
