@@ -19,7 +19,7 @@ from jaxserve.kernels.cpu import machine_code, scratch
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Axes
-from jaxserve.kernels.packed_weight import empty_panels, fill_panels, panel_width
+from jaxserve.kernels.packed_weight import as_elements, empty_panels, fill_panels, panel_width, panels_shape
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 
 
@@ -28,29 +28,34 @@ from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 class PackedExperts:
     """Experts [E, *out, in] of which [e, p, k, w] is what row p * W + w of [out, in] of expert e has in column k.
 
+    Of bfloat16, two columns lie side by side: [e, p, k // 2, w, k % 2].
+
     Attributes:
-      panels: W is the width of the processor's blocks; rows past the last are zeros.
+      panels: W is the width of the processor's blocks; rows and columns past the last are zeros.
       out_shape: sizes of the axes of outputs.
     """
 
-    panels: Float[Array, "E P K W"]
+    panels: Float[Array, "E P K W"] | Float[Array, "E P K/2 W 2"]
     out_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def multiply(self, x: Float[Array, "M D"], group_sizes: Int[Array, " E"]) -> Float[Array, "M ..."]:
-        """`ExpertWeight.multiply`. A row's result does not depend on the other rows, to the last bit."""
-        experts, panels, _, width = self.panels.shape
+        """`ExpertWeight.multiply`, of rows rounded to the dtype of the weights.
+
+        A row's result does not depend on the other rows, to the last bit.
+        """
+        experts, panels, _, width = self.panels.shape[:4]
         results = (
             jax.ShapeDtypeStruct((x.shape[0], panels * width), jnp.float32),
-            jax.ShapeDtypeStruct((scratch.BYTES + experts * scratch.RUN_BYTES,), jnp.uint8),
+            jax.ShapeDtypeStruct((experts * scratch.RUN_BYTES,), jnp.uint8),
         )
         target = machine_code.provide("grouped_matmul", self.panels.dtype.name)
         call = jax.ffi.ffi_call(target, results)
-        out, _ = call(x.astype(jnp.float32), self.panels, group_sizes.astype(jnp.int32))
+        out, _ = call(as_elements(x.astype(self.panels.dtype)), self.panels, group_sizes.astype(jnp.int32))
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
 
     def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
         """`ExpertWeight.leaf_axes`: devices may have different experts; the panels of one are never cut."""
-        return ((axes[0], None, None, None),)
+        return ((axes[0], *(None,) * (self.panels.ndim - 1)),)
 
 
 def make_grouped_matmul(device: Device) -> GroupedMatmul:
@@ -92,6 +97,6 @@ def pack_experts(weight: DenseExperts, width: int) -> ExpertWeight:
 def packed_shape(weight: DenseExperts, width: int) -> PackedExperts:
     """The result of `pack_experts`, with a shape in place of its numbers."""
     experts, *out_shape, depth = weight.array.shape
-    panels = (experts, -(-math.prod(out_shape) // width), depth, width)
-    shape: Any = jax.ShapeDtypeStruct(panels, weight.array.dtype)
+    panels = panels_shape(tuple(out_shape), depth, width, weight.array.dtype)
+    shape: Any = jax.ShapeDtypeStruct((experts, *panels), weight.array.dtype)
     return PackedExperts(panels=shape, out_shape=tuple(out_shape))

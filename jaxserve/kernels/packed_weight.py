@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.cpu import machine_code, scratch
+from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
 from jaxserve.kernels.xla_matmul import DenseWeight
@@ -28,36 +28,39 @@ _ALIGNMENT = 64  # bytes, of buffers of XLA:CPU
 class PackedWeight:
     """A weight [*out, *in] of which [p, k, w] is what row p * W + w of [out, in] has in column k.
 
+    Of bfloat16, two columns lie side by side, as the instructions of processors take them: [p, k // 2, w, k % 2].
+
     Attributes:
-      panels: W is the width of the processor's blocks; rows past the last are zeros.
+      panels: W is the width of the processor's blocks; rows and columns past the last are zeros.
       out_shape, in_shape: sizes of the weight's axes.
     """
 
-    panels: Float[Array, "P K W"]
+    panels: Float[Array, "P K W"] | Float[Array, "P K/2 W 2"]
     out_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     in_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
-        """x [T, *in] as [T, *out], in float32. A row's result does not depend on the other rows, to the last bit."""
-        panels, depth, width = self.panels.shape
-        rows = x.reshape(-1, depth).astype(jnp.float32)
-        results = (
-            jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32),
-            jax.ShapeDtypeStruct((scratch.BYTES,), jnp.uint8),
-        )
-        target = machine_code.provide("matmul", self.panels.dtype.name)
-        out, _ = jax.ffi.ffi_call(target, results)(rows, self.panels)
+        """x [T, *in], rounded to the dtype of the weight, as [T, *out] in float32.
+
+        An output is one chain of fused multiply-adds in float32, in the order of inputs; of bfloat16 in the order 1, 0,
+        3, 2, and so on. So a row's result does not depend on the other rows, to the last bit.
+        """
+        panels, _, width = self.panels.shape[:3]
+        rows = as_elements(x.reshape(-1, math.prod(self.in_shape)).astype(self.panels.dtype))
+        result = jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)
+        out = jax.ffi.ffi_call(machine_code.provide("matmul", self.panels.dtype.name), result)(rows, self.panels)
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
         """`Weight.take`."""
         width = self.panels.shape[2]
-        return self.panels.at[rows // width, :, rows % width].get(mode="fill", fill_value=0)
+        taken = self.panels.at[rows // width, :, rows % width].get(mode="fill", fill_value=0)
+        return taken.reshape(rows.shape[0], -1)[:, : math.prod(self.in_shape)]
 
     def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
         """`Weight.leaf_axes`: panels are never cut."""
         del axes
-        return ((None, None, None),)
+        return ((None,) * self.panels.ndim,)
 
 
 def make_matmul(device: Device) -> Matmul:
@@ -126,7 +129,11 @@ def empty_panels(shape: Any) -> np.ndarray:
 
 
 def fill_panels(panels: np.ndarray, matrix: np.ndarray) -> None:
-    """Writes a matrix [out, in] into panels [P, in, W] of zeros."""
+    """Writes a matrix [out, in] into panels [P, in, W] of zeros, or of bfloat16 into [P, in / 2, W, 2]."""
+    if panels.ndim == 4:  # pairs are numbers of 32 bits
+        if matrix.shape[1] % 2:
+            matrix = np.pad(matrix, ((0, 0), (0, 1)))
+        panels, matrix = panels.view(np.uint32)[..., 0], np.ascontiguousarray(matrix).view(np.uint32)
     _, depth, width = panels.shape
     whole, rest = divmod(len(matrix), width)
     panels[:whole] = matrix[: whole * width].reshape(whole, width, depth).transpose(0, 2, 1)
@@ -137,6 +144,16 @@ def fill_panels(panels: np.ndarray, matrix: np.ndarray) -> None:
 def packed_shape(weight: jax.ShapeDtypeStruct | Array, num_in: int, width: int) -> PackedWeight:
     """The result of `pack`, with a shape in place of its numbers."""
     out_shape, in_shape = weight.shape[: weight.ndim - num_in], weight.shape[weight.ndim - num_in :]
-    panels = (-(-math.prod(out_shape) // width), math.prod(in_shape), width)
-    shape: Any = jax.ShapeDtypeStruct(panels, weight.dtype)
+    shape: Any = jax.ShapeDtypeStruct(panels_shape(out_shape, math.prod(in_shape), width, weight.dtype), weight.dtype)
     return PackedWeight(panels=shape, out_shape=out_shape, in_shape=in_shape)
+
+
+def panels_shape(out_shape: tuple[int, ...], depth: int, width: int, dtype: Any) -> tuple[int, ...]:
+    """Axes of the panels of one matrix."""
+    num_panels = -(-math.prod(out_shape) // width)
+    return (num_panels, -(-depth // 2), width, 2) if dtype == jnp.bfloat16 else (num_panels, depth, width)
+
+
+def as_elements(rows: Float[Array, "T K"]) -> Float[Array, "T ..."]:
+    """Rows whose inputs are whole elements of panels: of bfloat16 an even number."""
+    return jnp.pad(rows, ((0, 0), (0, rows.shape[1] % 2))) if rows.dtype == jnp.bfloat16 else rows

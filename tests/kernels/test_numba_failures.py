@@ -12,18 +12,17 @@ from numba.core.errors import TypingError
 
 import jaxserve.kernels.cpu.machine_code as machine_code
 from jaxserve.errors import ConfigError
-from jaxserve.kernels.cpu.call import frame_of, join, launch, leave, take
-from jaxserve.kernels.cpu.scratch import WORDS
+from jaxserve.kernels.cpu.call import enter, join, launch, leave, take
 
 ITEMS = 8
-_STATE, _FUTURE = 15, 21  # words of the frame: one that no call uses, and the call's future
+_FUTURE = 21  # word of the frame
 _C_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 @cfunc(types.intp(types.voidptr))
 def alone(frame_pointer):
     """One call as a kernel makes it: launches, then works until no item is free. Returns the items that it took."""
-    state = frame_of(frame_pointer)[_STATE]
+    state = enter(frame_pointer)
     launch(frame_pointer, state, ITEMS, 4, 0)
     worker, taken = join(state), 0
     while take(state, worker) >= 0:
@@ -32,10 +31,21 @@ def alone(frame_pointer):
     return taken
 
 
-def call_with(*, future: int, schedule: int) -> tuple[int, int, list[str]]:
-    """(items taken by the caller, the future it returned, XLA's functions that were called) where those two functions
-    return these values: anything but 0 is an error."""
+@cfunc(types.intp(types.intp))
+def late(state):
+    """A worker of a call. Returns the items that it took."""
+    worker, taken = join(state), 0
+    while take(state, worker) >= 0:
+        taken += 1
+    leave(state)
+    return taken
+
+
+def call_with(*, future: int, schedule: int) -> tuple[int, int, list[str], list[int]]:
+    """(items taken by the caller, the future it returned, XLA's functions that were called, states of the workers that
+    XLA has not run yet) where those two functions return these values: anything but 0 is an error."""
     called: list[str] = []
+    states: list[int] = []
 
     def function(name: str, result: int, word: int = 0, value: int = 0) -> Any:
         def answer(arguments: int) -> int:
@@ -43,6 +53,8 @@ def call_with(*, future: int, schedule: int) -> tuple[int, int, list[str]]:
             given = (ctypes.c_int64 * 6).from_address(arguments)
             if word:
                 given[word] = value
+            if name == "schedule" and result == 0:
+                states.append(given[4])
             return result
 
         return _C_FUNCTION(answer)
@@ -53,22 +65,32 @@ def call_with(*, future: int, schedule: int) -> tuple[int, int, list[str]]:
         19: function("create_future", future, 2, 77),
         20: function("set_available", 0),
     }
-    frame, api, state = (np.zeros(n, np.int64) for n in (32, 32, WORDS))
+    frame, api = np.zeros(32, np.int64), np.zeros(32, np.int64)
     for index, entry in functions.items():
         api[index] = ctypes.cast(entry, ctypes.c_void_p).value
-    frame[2], frame[_STATE] = api.ctypes.data, state.ctypes.data
+    frame[2] = api.ctypes.data
     taken = alone.ctypes(frame.ctypes.data)
-    return taken, int(frame[_FUTURE]), called
+    return taken, int(frame[_FUTURE]), called, states
 
 
 def test_without_a_future_the_caller_works_alone() -> None:
-    assert call_with(future=1, schedule=0) == (ITEMS, 0, ["num_threads", "create_future"])
+    assert call_with(future=1, schedule=0) == (ITEMS, 0, ["num_threads", "create_future"], [])
 
 
 def test_items_of_workers_that_did_not_start_are_taken_and_the_result_is_reported() -> None:
-    taken, future, called = call_with(future=0, schedule=1)
+    taken, future, called, states = call_with(future=0, schedule=1)
+    assert (taken, future, states) == (ITEMS, 77, [])
+    assert called == ["num_threads", "create_future", *["schedule"] * 3, "set_available"]
+
+
+def test_workers_that_start_late_delay_nothing() -> None:
+    """The result is reported when all items are complete. Workers that come later find their state, and no item."""
+    taken, future, called, states = call_with(future=0, schedule=0)
     assert (taken, future) == (ITEMS, 77)
     assert called == ["num_threads", "create_future", *["schedule"] * 3, "set_available"]
+    assert len(states) == 3
+    assert [late.ctypes(state) for state in states] == [0, 0, 0]
+    assert called[-2:] == ["schedule", "set_available"], "and it is reported once"
 
 
 def test_a_numba_without_the_parts_that_are_used_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

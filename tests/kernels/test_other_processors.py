@@ -2,13 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from numba import njit
+
+from jaxserve.kernels.cpu.code_runs import run_product
+from jaxserve.kernels.cpu.target import Target, find_target
+
+WITH_DOT = pytest.mark.skipif(not find_target().dot_int8, reason="this processor has no vpdpbusd")
 
 SCRIPT = """
 import sys
 import jaxserve.kernels.cpu.target as targets
-target = targets.Target(lanes=int(sys.argv[1]), vectors=int(sys.argv[2]), row_steps=(6, 4, 2, 1))
+lanes, vectors, dot = (int(word) for word in sys.argv[1:])
+target = targets.Target(lanes=lanes, vectors=vectors, row_steps=(6, 4, 2, 1), dot_int8=bool(dot))
 targets.find_target = lambda: target
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +28,21 @@ from jaxserve.kernels.packed_experts import make_grouped_matmul
 from jaxserve.kernels.packed_weight import pack
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse
+from tests.kernels.code_products import Given, chain
 
 rng = np.random.default_rng(0)
 weight = rng.standard_normal((100, 33), np.float32)
-for rows in range(1, 20):
-    x = rng.standard_normal((rows, 33), np.float32)
-    found = pack(jnp.asarray(weight), 1, target.width).multiply(jnp.asarray(x))
-    np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, atol=1e-4)
+for dtype, all_rows in (("float32", range(1, 20)), ("bfloat16", (1, 2, 9, 17))):
+    rounded = jnp.asarray(weight, dtype)
+    for rows in all_rows:
+        x = rng.standard_normal((rows, 33), np.float32)
+        found = pack(rounded, 1, target.width).multiply(jnp.asarray(x))
+        np.testing.assert_array_equal(found, chain(x, np.asarray(rounded)))
+for depth, group, zeros, block in ((160, None, False, 128), (160, 32, True, 128), (33, 16, False, None)):
+    given = Given(50, depth, target.width, group=group, zeros=zeros, block=block)
+    for rows in (1, 2, 7, 19):
+        x = rng.standard_normal((rows, depth), np.float32)
+        np.testing.assert_array_equal(given.packed.multiply(jnp.asarray(x)), given.product(x))
 device = Device(backend="cpu", kind="cpu")
 experts = GroupedMatmulUse(dtype="float32", num_experts=4, hidden_size=33, size=50, num_devices=1)
 assert GROUPED_MATMUL.check(make_grouped_matmul(device), experts, device) < 1e-6
@@ -40,9 +57,39 @@ print("right")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lanes", "vectors"), [(8, 2), (4, 4)], ids=["avx2", "neon"])
-def test_other_vectors_give_right_results(lanes: int, vectors: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(lanes), str(vectors)], capture_output=True, text=True, timeout=300
-    )
+@pytest.mark.parametrize(
+    ("lanes", "vectors", "dot"),
+    [(8, 2, 0), pytest.param(8, 2, 1, marks=WITH_DOT), (4, 4, 0)],
+    ids=["avx2", "avx-vnni", "neon"],
+)
+def test_other_vectors_give_right_results(lanes: int, vectors: int, dot: int) -> None:
+    command = [sys.executable, "-c", SCRIPT, *(str(word) for word in (lanes, vectors, dot))]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lanes", "vectors", "dot"),
+    [(16, 2, False), (8, 2, False), pytest.param(8, 2, True, marks=WITH_DOT), (4, 4, False)],
+    ids=["avx512f", "avx2", "avx-vnni", "neon"],
+)
+def test_a_run_is_the_same_integers_with_and_without_the_instruction(lanes: int, vectors: int, dot: bool) -> None:
+    """The extremes of codes and rows are among them."""
+    target = Target(lanes=lanes, vectors=vectors, row_steps=(1,), dot_int8=dot)
+    one_run, width, steps = run_product(1, 1, target), target.width, 32
+
+    @njit
+    def multiply(x: int, codes: int, total: int, x_scale: int, scales: int, c: int) -> None:
+        add, strides = False, (0, 0, 0)
+        one_run(
+            *(x, 0, codes, steps, total, 0, 0, x_scale, 0, scales, c, 0),
+            *(add, strides, codes, 0, np.int8(0), None),
+        )
+
+    rng = np.random.default_rng(0)
+    codes = rng.choice(np.asarray([0, 1, 127, 128, 254, 255], np.uint8), (steps, width, 4))
+    x = rng.choice(np.asarray([-127, -1, 0, 1, 127], np.int8), (steps, 4))
+    total, one, c = np.asarray([x.sum(dtype=np.int32)]), np.ones(width, np.float32), np.zeros(width, np.float32)
+    multiply(*(array.ctypes.data for array in (x, codes, total, one, one, c)))
+    assert list(c) == list(np.einsum("sc,swc->w", x.astype(np.int64), codes.astype(np.int64) - 128))

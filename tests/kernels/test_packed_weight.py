@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.kernels.cpu.target import find_target
 from jaxserve.kernels.packed_weight import PackedWeight, empty_panels, pack
+from tests.kernels.code_products import chain
 
 WIDTH = find_target().width
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 64, 130)  # every mix of the heights of blocks
@@ -45,7 +46,7 @@ def make_x(rows: int, in_shape, seed=1) -> np.ndarray:
 
 def check(out: np.ndarray, x: np.ndarray, weight: jax.Array, num_in: int) -> None:
     """Against NumPy in float64, within what a sum of that many rounded products can be off at most."""
-    wide, x = np.asarray(weight).astype(np.float64), x.astype(np.float64)
+    wide, x = np.asarray(weight).astype(np.float64), x.astype(weight.dtype).astype(np.float64)
     depth = int(np.prod(wide.shape[wide.ndim - num_in :]))
     product = functools.partial(np.tensordot, axes=(range(1, num_in + 1), range(wide.ndim - num_in, wide.ndim)))
     limit = depth * 2.0**-24 * product(np.abs(x), np.abs(wide))
@@ -64,14 +65,12 @@ def test_a_product_is_right_for_every_number_of_rows(out_shape, in_shape, dtype)
         check(np.asarray(multiply(packed, x)), x, weight, len(in_shape))
 
 
-@pytest.mark.parametrize(("out_shape", "in_shape"), SHAPES)
-def test_bfloat16_weights_are_widened_exactly(out_shape, in_shape):
-    weight = make(out_shape, in_shape, jnp.bfloat16)
-    widened = pack(weight.astype(jnp.float32), len(in_shape), WIDTH)
-    for rows in (1, 9, 17):
-        x = make_x(rows, in_shape)
-        low = multiply(pack(weight, len(in_shape), WIDTH), x)
-        np.testing.assert_array_equal(low, multiply(widened, x))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("depth", [5, 160])
+def test_an_output_is_one_chain_of_multiply_adds(depth, dtype):
+    weight, x = make((WIDTH + 7,), (depth,), dtype), make_x(17, (depth,))
+    found = np.asarray(multiply(pack(weight, 1, WIDTH), x))
+    np.testing.assert_array_equal(found.view(np.uint32), chain(x, np.asarray(weight)).view(np.uint32))
 
 
 def test_bfloat16_rows_are_multiplied_as_they_are():

@@ -5,8 +5,10 @@ work items that threads of XLA's own pool take one by one; a kernel says what an
 
 A call returns a future and never waits: the pool may have one thread, or all of its threads may be in calls like this
 one; a call that waited for others of the pool could wait for ever. So a call starts workers, works itself, and returns;
-the worker that ends last reports that the result is there. Workers share the last result of the call, a scratch array,
-which XLA keeps until then.
+the worker that completes the last item reports that the result is there. A worker that the system wakes too late for
+any item delays nothing. It finds the state of its call, which lies in memory of its own until the last worker has
+ended; operands, results and scratch arrays are XLA's again as soon as the result is reported, and such a worker does
+not touch them.
 """
 
 from typing import Any
@@ -15,11 +17,11 @@ import numpy as np
 from numba import njit
 from numba.np.numpy_support import carray
 
-from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, SHARES, TURNS, WORDS
-from jaxserve.kernels.cpu.simd import address_of, call_function, fetch_add, pointer
+from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, SHARES, TAKEN, TURNS, WORDS
+from jaxserve.kernels.cpu.simd import address_of, allocate, call_function, fetch_add, pointer, release
 
-# Words of the scratch array that this module uses.
-_ENDED, _WORKERS, _ITEMS, _FUTURE, _SET_AVAILABLE, _TICKETS = range(6)
+# Words of the state that this module uses.
+_ENDED, _WORKERS, _ITEMS, _FUTURE, _SET_AVAILABLE, _TICKETS, _COMPLETED = range(7)
 _BEGIN_CALL, _END_CALL = 8, 16  # arguments of calls back into XLA
 assert _END_CALL + 3 <= FIRST_WORD
 
@@ -74,36 +76,28 @@ def result(frame: Any, index: int) -> int:
 
 @njit
 def enter(frame_pointer: Any) -> int:
-    """Begins every call. Returns the address of its scratch array (result 1), cleared, or 0 if nothing is to be run."""
+    """Begins every call. Returns the address of its state, zeros, or 0 if nothing is to be run."""
     frame = frame_of(frame_pointer)
     if frame[_FRAME_EXTENSION] != 0:  # XLA asks for the version of the interface: it is the caller's
         metadata = words(words(frame[_FRAME_EXTENSION], 4)[_EXTENSION_METADATA], 4)
         metadata[_METADATA_VERSION] = words(frame[_FRAME_API], _API_VERSION + 1)[_API_VERSION]
         return 0
-    state = result(frame, 1)
-    shared = words(state, WORDS)
-    for index in range(WORDS):
-        shared[index] = 0
-    return state
+    return allocate(8 * WORDS)
 
 
 @njit
 def leave(state: int) -> None:
-    """Ends a worker. The last one tells XLA that the result is there; the scratch array is not read from then on."""
-    shared = words(state, WORDS)
-    workers, future, set_available = shared[_WORKERS], shared[_FUTURE], shared[_SET_AVAILABLE]
-    if fetch_add(state + 8 * _ENDED, 1) + 1 == workers and future != 0:
-        arguments = state + 8 * _END_CALL
-        call = words(arguments, 3)
-        call[0], call[2] = 24, future
-        call_function(set_available, arguments)
+    """Ends a worker. The state is not read from then on: the last one gives it back."""
+    workers = words(state, WORDS)[_WORKERS]
+    if fetch_add(state + 8 * _ENDED, 1) + 1 == workers:
+        release(state)
 
 
 @njit
 def launch(frame_pointer: Any, state: int, num_items: int, most_workers: int, worker_address: int) -> None:
     """Starts all workers but the one that the caller is to be; `worker_address` is of a C function of `state`.
 
-    XLA's pool may have more threads than the machine has cores: `most_workers`: for which the scratch array has room.
+    XLA's pool may have more threads than the machine has cores: `most_workers`: for which a scratch array has room.
     What XLA refuses (its functions then return an error, else 0) costs time alone: without a future the caller works
     alone, and the items of a worker that did not start are taken by the others.
     """
@@ -137,13 +131,29 @@ def join(state: int) -> int:
 
 @njit
 def take(state: int, worker: int) -> int:
-    """Takes a free item, or -1. The worker's own share comes first: its items are adjacent, for the prefetcher."""
+    """Takes a free item, or -1. The worker has completed the items that it took before.
+
+    Its own share comes first: its items are adjacent, for the prefetcher.
+    """
     shared = words(state, WORDS)
     count, workers = shared[_ITEMS], shared[_WORKERS]
     while shared[TURNS + worker] < workers:
         owner = (worker + shared[TURNS + worker]) % workers
         index = owner * count // workers + fetch_add(state + 8 * (SHARES + owner), 1)
         if index < (owner + 1) * count // workers:
+            shared[TAKEN + worker] += 1
             return index
         shared[TURNS + worker] += 1
+    _complete(state, shared[TAKEN + worker])
     return -1
+
+
+@njit
+def _complete(state: int, items: int) -> None:
+    """Counts items of a worker that finds no more. With the last ones, XLA is told that the result is there."""
+    shared = words(state, WORDS)
+    if items > 0 and fetch_add(state + 8 * _COMPLETED, items) + items == shared[_ITEMS] and shared[_FUTURE] != 0:
+        arguments = state + 8 * _END_CALL
+        call = words(arguments, 3)
+        call[0], call[2] = 24, shared[_FUTURE]
+        call_function(shared[_SET_AVAILABLE], arguments)

@@ -23,13 +23,13 @@ from jaxserve.kernels.cpu.call import (
     take,
     words,
 )
-from jaxserve.kernels.cpu.scratch import BYTES, FIRST_WORD, MAX_WORKERS, WORDS
-from jaxserve.kernels.cpu.simd import bytes_of, c_function, rows_product
+from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, WORDS
+from jaxserve.kernels.cpu.simd import bytes_of, c_function, panel_product
 from jaxserve.kernels.cpu.target import find_target
 
 _TARGET = find_target()
 _WIDTH = _TARGET.width
-_product = rows_product(_TARGET.row_steps, _TARGET.vectors, _TARGET.lanes)
+_product = panel_product(_TARGET)
 _X, _EXPERTS, _OUT, _RUNS, _DEPTH, _PANELS = range(FIRST_WORD, FIRST_WORD + 6)
 
 
@@ -37,9 +37,9 @@ _X, _EXPERTS, _OUT, _RUNS, _DEPTH, _PANELS = range(FIRST_WORD, FIRST_WORD + 6)
 def _begin(frame: Any, shared: Any) -> int:
     """Lists the experts that have rows, and clears the output of the rows that have no expert."""
     shared[_X], shared[_EXPERTS], shared[_OUT] = operand(frame, 0), operand(frame, 1), result(frame, 0)
-    shared[_RUNS] = result(frame, 1) + BYTES
+    shared[_RUNS] = result(frame, 1)
     rows, experts, panels = size_of(frame, 0, 0), size_of(frame, 1, 0), size_of(frame, 1, 1)
-    shared[_DEPTH], shared[_PANELS] = size_of(frame, 0, 1), panels
+    shared[_DEPTH], shared[_PANELS] = size_of(frame, 1, 2), panels
     sizes, runs = integers(operand(frame, 2), experts), words(shared[_RUNS], 3 * experts)
     count, row = 0, 0
     for expert in range(experts):
@@ -56,7 +56,7 @@ def _begin(frame: Any, shared: Any) -> int:
 
 @njit
 def _item(shared: Any, index: int, kind: Any) -> None:
-    """Panel `index % panels` of the expert of run `index // panels`, of numbers like `kind`."""
+    """Panel `index % panels` of the expert of run `index // panels`, of elements like `kind`."""
     depth, panels = shared[_DEPTH], shared[_PANELS]
     number, panel = index // panels, index % panels
     run = words(shared[_RUNS] + number * 24, 3)
@@ -64,7 +64,7 @@ def _item(shared: Any, index: int, kind: Any) -> None:
     weights = shared[_EXPERTS] + (expert * panels + panel) * depth * _WIDTH * bytes_of(kind)
     columns = panels * _WIDTH
     x, out = shared[_X] + row * depth * 4, shared[_OUT] + (row * columns + panel * _WIDTH) * 4
-    _product(x, depth, weights, _WIDTH, depth, out, columns, rows, False, kind)
+    _product(x, depth, weights, depth, out, columns, rows, kind)
 
 
 @njit
@@ -84,7 +84,7 @@ def _work_float32(state: int) -> None:
 
 @njit
 def _work_bfloat16(state: int) -> None:
-    _work(state, np.uint16(0))
+    _work(state, np.uint32(0))
 
 
 _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_bfloat16)
@@ -100,7 +100,7 @@ def grouped_matmul_float32(frame: Any) -> int:
 
 
 def grouped_matmul_bfloat16(frame: Any) -> int:
-    """`grouped_matmul_float32` with weights in bfloat16."""
+    """`grouped_matmul_float32` of bfloat16: x, and panels [E, out / W, in / 2, W, 2]."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())

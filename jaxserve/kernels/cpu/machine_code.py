@@ -101,17 +101,21 @@ def is_kept() -> bool:
     return bool(kept) and any(Path(kept).rglob("*.nbi"))
 
 
-def provide(kernel: str, dtype: str) -> str:
-    """The name of a kernel's target for XLA. The first call compiles it (seconds), or reads it from its file."""
+def provide(kernel: str, form: str) -> str:
+    """The name of a kernel's target for XLA. The first call compiles it (seconds), or reads it from its file.
+
+    The kernel is the function `<kernel>_<form>` of the module `<kernel>`. The form is the dtype of weights or of the
+    cache, or what the module names its functions by.
+    """
     with _LOCK:
-        return _register(kernel, dtype)[0]
+        return _register(kernel, form)[0]
 
 
 @functools.cache  # XLA keeps only addresses: a registered function must live as long as the process
-def _register(kernel: str, dtype: str) -> tuple[str, Any]:
+def _register(kernel: str, form: str) -> tuple[str, Any]:
     from numba.core import config
 
-    name = f"{kernel}_{dtype}"
+    name = f"{kernel}_{form}"
     function = getattr(importlib.import_module(f"jaxserve.kernels.cpu.{kernel}"), name)
     kept = getattr(config, "CACHE_DIR", "")
     compiled = _compile_kept(function, kept) if kept else _compile(function, keep=False)

@@ -11,19 +11,19 @@ from numba import njit
 
 from jaxserve.kernels.cpu.call import enter, frame_of, join, launch, leave, operand, result, size_of, take, words
 from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, WORDS
-from jaxserve.kernels.cpu.simd import bytes_of, c_function, rows_product
+from jaxserve.kernels.cpu.simd import bytes_of, c_function, panel_product
 from jaxserve.kernels.cpu.target import find_target
 
 _TARGET = find_target()
 _WIDTH = _TARGET.width
-_product = rows_product(_TARGET.row_steps, _TARGET.vectors, _TARGET.lanes)
+_product = panel_product(_TARGET)
 _X, _PANELS, _OUT, _NUM_ROWS, _DEPTH, _NUM_COLUMNS = range(FIRST_WORD, FIRST_WORD + 6)
 
 
 @njit
 def _begin(frame: Any, shared: Any) -> int:
     shared[_X], shared[_PANELS], shared[_OUT] = operand(frame, 0), operand(frame, 1), result(frame, 0)
-    shared[_NUM_ROWS], shared[_DEPTH] = size_of(frame, 0, 0), size_of(frame, 0, 1)
+    shared[_NUM_ROWS], shared[_DEPTH] = size_of(frame, 0, 0), size_of(frame, 1, 1)
     panels = size_of(frame, 1, 0)
     shared[_NUM_COLUMNS] = panels * _WIDTH
     return panels
@@ -31,11 +31,11 @@ def _begin(frame: Any, shared: Any) -> int:
 
 @njit
 def _item(shared: Any, index: int, kind: Any) -> None:
-    """Panel `index`, of numbers like `kind`."""
+    """Panel `index`, of elements like `kind`."""
     x, rows, depth, columns = shared[_X], shared[_NUM_ROWS], shared[_DEPTH], shared[_NUM_COLUMNS]
     panel = shared[_PANELS] + index * depth * _WIDTH * bytes_of(kind)
     out = shared[_OUT] + index * _WIDTH * 4
-    _product(x, depth, panel, _WIDTH, depth, out, columns, rows, False, kind)
+    _product(x, depth, panel, depth, out, columns, rows, kind)
 
 
 @njit
@@ -55,14 +55,14 @@ def _work_float32(state: int) -> None:
 
 @njit
 def _work_bfloat16(state: int) -> None:
-    _work(state, np.uint16(0))
+    _work(state, np.uint32(0))
 
 
 _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_bfloat16)
 
 
 def matmul_float32(frame: Any) -> int:
-    """(x [T, in], panels [out / W, in, W]) -> (out [T, out], scratch)."""
+    """(x [T, in], panels [out / W, in, W]) -> out [T, out]."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
@@ -71,7 +71,7 @@ def matmul_float32(frame: Any) -> int:
 
 
 def matmul_bfloat16(frame: Any) -> int:
-    """`matmul_float32` with weights in bfloat16."""
+    """(x [T, in], panels [out / W, in / 2, W, 2]) -> out [T, out]; x and panels are bfloat16."""
     state = enter(frame)
     if state != 0:
         launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())

@@ -1,24 +1,26 @@
-"""Sizes of the scratch array that the workers of one call share, known when XLA allocates it.
+"""Sizes of what the workers of one call share: the words of its state, and scratch arrays, which XLA allocates.
 
 Both sides need them: the Python code that allocates, and the machine code. So this module does not import Numba.
 """
 
 import dataclasses
 
-# 64-bit words: some that `call` uses, then a kernel's own, then of each worker how much of its share is taken, and
-# whose share it takes from.
+# 64-bit words of a state: some that `call` uses, then a kernel's own, then of each worker how much of its share is
+# taken, whose share it takes from, and how many items it has taken.
 MAX_WORKERS = 64
-FIRST_WORD, SHARES, TURNS, WORDS = 20, 64, 64 + MAX_WORKERS, 64 + 2 * MAX_WORKERS
-BYTES = 8 * WORDS
+FIRST_WORD, SHARES, TURNS, TAKEN, WORDS = 20, *(64 + n * MAX_WORKERS for n in range(4))
 
-RUN_BYTES = 3 * 8  # after the words in a call of the grouped product: expert, first row and rows of each expert hit
+BYTES = 0  # of a scratch array, before what attention keeps there
+RUN_BYTES = 3 * 8  # of the scratch array of the grouped product: expert, first row and rows of each expert hit
+
+BLOCK = 128  # inputs of a row that are rounded with one scale
 
 _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, times tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionScratch:
-    """The part after the words in a call of attention: the list of tiles, then buffers of each worker.
+    """Of a call of attention: the list of tiles, then buffers of each worker.
 
     Attributes:
       tile_tokens: tokens of one tile.
@@ -51,3 +53,29 @@ class AttentionScratch:
     def num_bytes(self) -> int:
         """Size of the whole scratch array."""
         return self.buffers_begin + self.workers * self.buffer_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedRows:
+    """Of a product with codes whose rows are rounded to eight bits. All are bytes.
+
+    Attributes:
+      row_bytes: how far apart the codes of two rows are, int8 [in]; those of the first are at the beginning.
+      scales_begin: of float32 [rows, blocks].
+      sums_begin: of the sums of the codes of each run, int32 [rows, runs].
+      num_bytes: size of the whole scratch array.
+    """
+
+    row_bytes: int
+    scales_begin: int
+    sums_begin: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, *, num_rows: int, depth: int, run: int) -> "RoundedRows":
+        """Sizes for rows of `depth` inputs, in runs of `run`."""
+        row_bytes = -(-depth // 128) * 128 + 64  # an odd number of cache lines: no two of a block's rows share a set
+        scales_begin = num_rows * row_bytes
+        sums_begin = scales_begin + num_rows * -(-depth // BLOCK) * 4
+        num_bytes = sums_begin + num_rows * -(-depth // run) * 4
+        return cls(row_bytes=row_bytes, scales_begin=scales_begin, sums_begin=sums_begin, num_bytes=num_bytes)

@@ -11,26 +11,49 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
+from llvmlite.binding import llvm_version_info
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic as _intrinsic
 
+from jaxserve.kernels.cpu.emit import (
+    BFLOAT,
+    FLOAT,
+    LANE,
+    LINE,
+    WORD,
+    declare,
+    element,
+    everywhere,
+    load,
+    load_floats,
+    prefetch,
+    size_of_kind,
+    store,
+    word,
+)
+from jaxserve.kernels.cpu.target import Target
+
+_BFLOAT_OPERANDS = 16  # version of LLVM since which its dot instruction takes vectors of bfloat16
+
 intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
-_WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(16), ir.FloatType()
-_LANE = ir.IntType(32)
 
-
-def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
+def block_product(
+    rows: int, vectors: int, lanes: int, *, fetches: bool = False, dot_bfloat16: bool = False
+) -> Callable[..., Any]:
     """A function for Numba: c[rows, W] = a[rows, depth] b[depth, W], or += where `add`; W is vectors * lanes.
 
-        product(a, a_stride, b, b_stride, depth, c, c_stride, add, kind)
+        product(a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, kind)
 
     Matrices are addresses with strides between rows in elements. They hold float32, and `b` what the type of `kind`
     says: float32, or uint16 for bfloat16. `depth` is at least 1. Each number of c is one chain of fused multiply-adds
-    over the depth: its bits depend on nothing else.
+    over the depth: its bits depend on nothing else. Where `kind` is uint32, an element of both matrices is a pair
+    of bfloat16 numbers, of which the chain takes the second first, as x86's instruction does (`dot_bfloat16`). With
+    `fetches`, each step asks for the lines of the cache at `ahead`, as many as a row of `b` has, and the next step
+    for those `ahead_step` bytes further.
     """
-    vector = ir.VectorType(_FLOAT, lanes)
+    vector = ir.VectorType(FLOAT, lanes)
 
     @intrinsic
     def product(
@@ -43,46 +66,51 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
         c: Any,
         c_stride: Any,
         add: Any,
+        ahead: Any,
+        ahead_step: Any,
         kind: Any,
     ):
-        del context, a, a_stride, b, b_stride, depth, c, c_stride, add
-        signature = types.void(*[types.intp] * 7, types.boolean, kind)
-        bfloat16 = kind == types.uint16
-        size = _bytes_of(kind)
+        del context, a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step
+        signature = types.void(*[types.intp] * 7, types.boolean, types.intp, types.intp, kind)
+        bfloat16, pairs = kind == types.uint16, kind == types.uint32
+        size = size_of_kind(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature
-            a, a_stride, b, b_stride, depth, c, c_stride, add, _ = args
-            fma = _function(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
-            a_rows = [_element(builder, a, builder.mul(_word(row), a_stride), 4) for row in range(rows)]
-            c_rows = [_element(builder, c, builder.mul(_word(row), c_stride), 4) for row in range(rows)]
-            places = [
-                _element(builder, start, _word(column * lanes), 4) for start in c_rows for column in range(vectors)
-            ]
+            a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, _ = args
+            fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
+            a_rows = [element(builder, a, builder.mul(word(row), a_stride), 4) for row in range(rows)]
+            c_rows = [element(builder, c, builder.mul(word(row), c_stride), 4) for row in range(rows)]
+            places = [element(builder, start, word(column * lanes), 4) for start in c_rows for column in range(vectors)]
 
             before = builder.block
             loop, after = builder.append_basic_block("depth"), builder.append_basic_block("sums")
             builder.branch(loop)
             builder.position_at_end(loop)
-            step = builder.phi(_WORD)
+            step = builder.phi(WORD)
             sums = [builder.phi(vector) for _ in places]
-            step.add_incoming(_word(0), before)
+            step.add_incoming(word(0), before)
             for held in sums:
                 held.add_incoming(ir.Constant(vector, None), before)
-            line = _element(builder, b, builder.mul(step, b_stride), size)
+            line = element(builder, b, builder.mul(step, b_stride), size)
+            held_in = ir.VectorType(LANE, lanes) if pairs else vector
             columns = [
-                _load_floats(builder, _element(builder, line, _word(column * lanes), size), vector, bfloat16)
+                load_floats(builder, element(builder, line, word(column * lanes), size), held_in, bfloat16)
                 for column in range(vectors)
             ]
-            scalars = [_load(builder, _element(builder, start, step, 4), _FLOAT) for start in a_rows]
-            new = [
-                builder.call(
-                    fma, [_everywhere(builder, scalars[row], vector), columns[column], sums[row * vectors + column]]
-                )
-                for row in range(rows)
-                for column in range(vectors)
-            ]
-            following = builder.add(step, _word(1))
+            add_products = _make_pair_dot(builder, vector, columns, dot_bfloat16) if pairs else None
+            scalars = [load(builder, element(builder, start, step, 4), held_in.element) for start in a_rows]
+            new: list[Any] = []
+            for row, scalar in enumerate(scalars):
+                number, own = everywhere(builder, scalar, held_in), sums[row * vectors : (row + 1) * vectors]
+                if add_products is not None:
+                    new += add_products(own, number)
+                else:
+                    new += [builder.call(fma, [number, *pair]) for pair in zip(columns, own, strict=True)]
+            further = builder.add(ahead, builder.mul(step, ahead_step))
+            for begin in range(0, vectors * lanes * size if fetches else 0, LINE):
+                prefetch(builder, builder.add(further, word(begin)))
+            following = builder.add(step, word(1))
             step.add_incoming(following, builder.block)
             for held, value in zip(sums, new, strict=True):
                 held.add_incoming(value, builder.block)
@@ -92,10 +120,10 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
             with builder.if_else(add) as (adding, setting):
                 with adding:
                     for place, value in zip(places, new, strict=True):
-                        _store(builder, place, builder.fadd(_load(builder, place, vector), value))
+                        store(builder, place, builder.fadd(load(builder, place, vector), value))
                 with setting:
                     for place, value in zip(places, new, strict=True):
-                        _store(builder, place, value)
+                        store(builder, place, value)
             return context.get_dummy_value()
 
         return signature, generate
@@ -103,52 +131,126 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
     return product
 
 
+def _make_pair_dot(
+    builder: ir.IRBuilder, vector: ir.VectorType, columns: list[Any], dot_bfloat16: bool
+) -> Callable[[list[Any], Any], list[Any]]:
+    """What adds to sums of each vector of pairs of bfloat16 numbers their products with one pair in all lanes."""
+    lanes = vector.count
+    if dot_bfloat16:
+        kind = ir.VectorType(BFLOAT, 2 * lanes) if llvm_version_info[0] >= _BFLOAT_OPERANDS else columns[0].type
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+        instruction = declare(builder, name, vector, [vector, kind, kind])
+        operands = [builder.bitcast(column, kind) for column in columns]
+
+        def add_dots(sums: list[Any], pair: Any) -> list[Any]:
+            pair = builder.bitcast(pair, kind)
+            return [builder.call(instruction, [sum_, pair, own]) for sum_, own in zip(sums, operands, strict=True)]
+
+        return add_dots
+    fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
+    upper, half = (ir.Constant(columns[0].type, [value] * lanes) for value in (-(2**16), 16))
+
+    def widen(pair: Any) -> list[Any]:
+        """The second and the first number: a bfloat16 is the upper half of a float32."""
+        return [builder.bitcast(bits, vector) for bits in (builder.and_(pair, upper), builder.shl(pair, half))]
+
+    wide = [widen(column) for column in columns]
+
+    def add_widened(sums: list[Any], pair: Any) -> list[Any]:
+        numbers, new = widen(pair), []
+        for sum_, column in zip(sums, wide, strict=True):
+            for number, own in zip(numbers, column, strict=True):
+                sum_ = builder.call(fma, [number, own, sum_])
+            new.append(sum_)
+        return new
+
+    return add_widened
+
+
 def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable[..., Any]:
     """A function for Numba: `block_product` for any number of rows, in blocks of `row_steps`, largest first, last 1.
 
     product(a, a_stride, b, b_stride, depth, c, c_stride, rows, add, kind)
     """
-    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes)
-    if size == 1:
-
-        @njit
-        def product(
-            a: int,
-            a_stride: int,
-            b: int,
-            b_stride: int,
-            depth: int,
-            c: int,
-            c_stride: int,
-            rows: int,
-            add: bool,
-            kind: Any,
-        ) -> None:
-            for row in range(rows):
-                block(a + row * a_stride * 4, a_stride, b, b_stride, depth, c + row * c_stride * 4, c_stride, add, kind)
-
-        return product
-    smaller = rows_product(row_steps[1:], vectors, lanes)
+    in_blocks = _product_in_blocks(row_steps, vectors, lanes, fetches=False)
 
     @njit
-    def product_in_blocks(
+    def product(
         a: int, a_stride: int, b: int, b_stride: int, depth: int, c: int, c_stride: int, rows: int, add: bool, kind: Any
+    ) -> None:
+        in_blocks(a, a_stride, b, b_stride, depth, c, c_stride, rows, add, 0, 0, kind)
+
+    return product
+
+
+def panel_product(target: Target) -> Callable[..., Any]:
+    """A function for Numba: c[rows, W] = a[rows, depth] times a panel [depth, W], which lies in one piece.
+
+    Both are float32, or pairs of bfloat16 numbers (`kind` is uint32).
+
+    product(a, a_stride, panel, depth, c, c_stride, rows, kind)
+
+    The next panel is expected behind this one. Each block of rows fetches its share of it from memory, while it
+    computes: without, the first block of each panel would wait for the memory, and the memory for the other blocks.
+    """
+    in_blocks = _product_in_blocks(
+        target.row_steps, target.vectors, target.lanes, fetches=True, dot_bfloat16=target.dot_bfloat16
+    )
+    width, size = target.width, target.row_steps[0]
+
+    @njit
+    def product(a: int, a_stride: int, panel: int, depth: int, c: int, c_stride: int, rows: int, kind: Any) -> None:
+        line = width * bytes_of(kind)
+        share = line // max((rows + size - 1) // size, 1)
+        in_blocks(a, a_stride, panel, width, depth, c, c_stride, rows, False, panel + depth * line, share, kind)
+
+    return product
+
+
+def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, **options: bool) -> Callable[..., Any]:
+    """Of `rows_product`, with the arguments and options of `block_product` for what is fetched."""
+    if not row_steps:
+
+        @njit
+        def no_rows(*arguments: Any) -> None:
+            pass
+
+        return no_rows
+    size, block = row_steps[0], block_product(row_steps[0], vectors, lanes, **options)
+    smaller = _product_in_blocks(row_steps[1:], vectors, lanes, **options)
+
+    @njit
+    def product(
+        a: int,
+        a_stride: int,
+        b: int,
+        b_stride: int,
+        depth: int,
+        c: int,
+        c_stride: int,
+        rows: int,
+        add: bool,
+        ahead: int,
+        ahead_step: int,
+        kind: Any,
     ) -> None:
         row = 0
         while row + size <= rows:
-            block(a + row * a_stride * 4, a_stride, b, b_stride, depth, c + row * c_stride * 4, c_stride, add, kind)
+            own_a, own_c = a + row * a_stride * 4, c + row * c_stride * 4
+            block(own_a, a_stride, b, b_stride, depth, own_c, c_stride, add, ahead, ahead_step, kind)
             row += size
+            ahead += depth * ahead_step
         if row < rows:
-            left_a, left_c = a + row * a_stride * 4, c + row * c_stride * 4
-            smaller(left_a, a_stride, b, b_stride, depth, left_c, c_stride, rows - row, add, kind)
+            left_a, left_c, left = a + row * a_stride * 4, c + row * c_stride * 4, rows - row
+            smaller(left_a, a_stride, b, b_stride, depth, left_c, c_stride, left, add, ahead, ahead_step, kind)
 
-    return product_in_blocks
+    return product
 
 
 def largest(lanes: int) -> Callable[..., Any]:
     """A function for Numba: the largest of `count` float32 numbers at an address; `count` is a multiple of `lanes`.
     NaN counts as the least."""
-    vector = ir.VectorType(_FLOAT, lanes)
+    vector = ir.VectorType(FLOAT, lanes)
 
     @intrinsic
     def maximum(context: Any, address: Any, count: Any):
@@ -157,18 +259,18 @@ def largest(lanes: int) -> Callable[..., Any]:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del context, signature
             start, count = args
-            larger = _function(builder, f"llvm.maxnum.v{lanes}f32", vector, [vector] * 2)
-            across = _function(builder, f"llvm.vector.reduce.fmax.v{lanes}f32", _FLOAT, [vector])
-            first = _load(builder, start, vector)
+            larger = declare(builder, f"llvm.maxnum.v{lanes}f32", vector, [vector] * 2)
+            across = declare(builder, f"llvm.vector.reduce.fmax.v{lanes}f32", FLOAT, [vector])
+            first = load(builder, start, vector)
             before = builder.block
             loop, after = builder.append_basic_block("numbers"), builder.append_basic_block("largest")
             builder.branch(loop)
             builder.position_at_end(loop)
-            index, held = builder.phi(_WORD), builder.phi(vector)
-            index.add_incoming(_word(0), before)
+            index, held = builder.phi(WORD), builder.phi(vector)
+            index.add_incoming(word(0), before)
             held.add_incoming(first, before)
-            new = builder.call(larger, [held, _load(builder, _element(builder, start, index, 4), vector)])
-            following = builder.add(index, _word(lanes))
+            new = builder.call(larger, [held, load(builder, element(builder, start, index, 4), vector)])
+            following = builder.add(index, word(lanes))
             index.add_incoming(following, builder.block)
             held.add_incoming(new, builder.block)
             builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
@@ -187,7 +289,7 @@ def bytes_of(context: Any, kind: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, builder, args
-        return _word(_bytes_of(signature.args[0]))
+        return word(size_of_kind(signature.args[0]))
 
     return types.intp(kind), generate
 
@@ -199,9 +301,36 @@ def fetch_add(context: Any, address: Any, amount: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, signature
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "acq_rel")
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], WORD.as_pointer()), args[1], "acq_rel")
 
     return types.intp(types.intp, types.intp), generate
+
+
+@intrinsic
+def allocate(context: Any, size: Any):
+    """The address of `size` bytes of zeros, from the C library."""
+    del context, size
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
+        del context, signature
+        calloc = declare(builder, "calloc", cgutils.voidptr_t, [WORD, WORD])
+        return builder.ptrtoint(builder.call(calloc, [word(1), args[0]]), WORD)
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def release(context: Any, address: Any):
+    """Gives back what `allocate` gave."""
+    del context, address
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
+        del signature
+        free = declare(builder, "free", ir.VoidType(), [cgutils.voidptr_t])
+        builder.call(free, [builder.inttoptr(args[0], cgutils.voidptr_t)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
 
 
 @intrinsic
@@ -223,7 +352,7 @@ def address_of(context: Any, place: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, signature
-        return builder.ptrtoint(args[0], _WORD)
+        return builder.ptrtoint(args[0], WORD)
 
     return types.intp(types.voidptr), generate
 
@@ -235,7 +364,7 @@ def call_function(context: Any, function: Any, argument: Any):
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
         del context, signature
-        kind = ir.FunctionType(_WORD, [_WORD])
+        kind = ir.FunctionType(WORD, [WORD])
         return builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
 
     return types.intp(types.intp, types.intp), generate
@@ -253,7 +382,7 @@ def c_function(work: Any) -> Callable[[], int]:
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature, args
-            kind = ir.FunctionType(ir.VoidType(), [_WORD])
+            kind = ir.FunctionType(ir.VoidType(), [WORD])
             function = ir.Function(builder.module, kind, builder.module.get_unique_name("work"))
             function.linkage = "internal"
             inside = ir.IRBuilder(function.append_basic_block())
@@ -261,50 +390,8 @@ def c_function(work: Any) -> Callable[[], int]:
             compiled = context.compile_subroutine(inside, work.py_func, called)
             context.call_internal_no_propagate(inside, compiled.fndesc, called, function.args)
             inside.ret_void()
-            return builder.ptrtoint(function, _WORD)
+            return builder.ptrtoint(function, WORD)
 
         return types.intp(), generate
 
     return address
-
-
-def _bytes_of(kind: Any) -> int:
-    return kind.bitwidth // 8
-
-
-def _word(value: int) -> ir.Constant:
-    return ir.Constant(_WORD, value)
-
-
-def _function(builder: ir.IRBuilder, name: str, returned: Any, arguments: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(returned, arguments), name)
-
-
-def _element(builder: ir.IRBuilder, start: Any, index: Any, size: int) -> Any:
-    return builder.add(start, builder.mul(index, _word(size)))
-
-
-def _load(builder: ir.IRBuilder, address: Any, kind: Any) -> Any:
-    value: Any = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    value.align = 4  # of elements: rows may begin anywhere
-    return value
-
-
-def _store(builder: ir.IRBuilder, address: Any, value: Any) -> None:
-    stored: Any = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
-    stored.align = 4
-
-
-def _load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, bfloat16: bool) -> Any:
-    if not bfloat16:
-        return _load(builder, address, vector)
-    halves: Any = builder.load(builder.inttoptr(address, ir.VectorType(_HALF, vector.count).as_pointer()))
-    halves.align = 2
-    wide = ir.VectorType(_LANE, vector.count)  # a bfloat16 is the upper half of a float32
-    return builder.bitcast(builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * vector.count)), vector)
-
-
-def _everywhere(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_LANE, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_LANE, vector.count), None))

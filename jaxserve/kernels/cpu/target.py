@@ -15,11 +15,17 @@ class Target:
     vectors: number of vectors that make the width of a block.
     row_steps: rows of a block, largest first; the last is 1. All sums of the largest, its columns and a scalar fit in
       the registers.
+    dot_bfloat16: whether one instruction adds two products of bfloat16 numbers to each number of such a vector (x86's
+      `vdpbf16ps`).
+    dot_int8: whether one instruction adds four products of bytes to each 32-bit number of such a vector (x86's
+      `vpdpbusd`).
     """
 
     lanes: int
     vectors: int
     row_steps: tuple[int, ...]
+    dot_bfloat16: bool = False
+    dot_int8: bool = False
 
     @property
     def width(self) -> int:
@@ -31,7 +37,13 @@ def find_target() -> Target:
     """The target of the processor that runs this."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
-        return Target(lanes=16, vectors=2, row_steps=(8, 4, 2, 1))  # 32 registers
+        return Target(
+            lanes=16,
+            vectors=2,
+            row_steps=(8, 4, 2, 1),
+            dot_bfloat16=bool(features.get("avx512bf16")),
+            dot_int8=bool(features.get("avx512vnni")),
+        )
     if features.get("avx2"):
-        return Target(lanes=8, vectors=2, row_steps=(6, 4, 2, 1))  # 16 registers
+        return Target(lanes=8, vectors=2, row_steps=(6, 4, 2, 1), dot_int8=bool(features.get("avxvnni")))
     return Target(lanes=4, vectors=4, row_steps=(6, 4, 2, 1))  # Arm: 32 registers of four

@@ -1,0 +1,220 @@
+"""Products of rows with a run of eight-bit codes, held in vector registers: the inside of `matmul_int8`.
+
+A run is a piece of the inputs whose codes share their scales. Four codes of one output lie side by side, which is what
+the dot instructions of processors take: `vpdpbusd` multiplies four unsigned bytes with four signed ones and adds all to
+a 32-bit sum. Processors without it add the same integers after widening them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+from numba.core import types
+
+from jaxserve.kernels.cpu.emit import BYTE, FLOAT, LANE, LINE, WORD, declare, everywhere, load, prefetch, store, word
+from jaxserve.kernels.cpu.simd import intrinsic
+from jaxserve.kernels.cpu.target import Target
+
+_CODES = 4  # that lie side by side, and are one step of a loop
+_SYMMETRIC = 128  # the zero of codes without zeros
+_BYTE_OPERANDS = 22  # version of LLVM since which its dot instruction takes vectors of bytes
+_TWO_23 = 0x4B000000  # bits of 2^23 in float32: its last bits count ones
+
+
+def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
+    """A function for Numba: c[rows, panels * W] = s * (x (u - z)) over one run, or c + that where `add`.
+
+        product(x, x_stride, codes, steps, sums, sums_stride, zeros, x_scales, x_scales_stride, scales,
+                c, c_stride, add, panel_strides, ahead, ahead_step, x_kind, zeros_kind)
+
+    u are `steps` * 4 unsigned codes of each output, [steps, W, 4] at `codes`; s float32 and z int16 of each output lie
+    at `scales` and `zeros`. A second panel lies `panel_strides` bytes further: (codes, scales, zeros). Strides of x,
+    its sums and scales are in bytes, that of c too. z is 128 where `zeros_kind` is none.
+
+    Where `x_kind` is int8, x are codes [rows, steps * 4], with the int32 sum of each row at `sums` and its float32
+    scale at `x_scales`. The product of codes is exact in 32 bits, and c is one fused multiply-add: product * (s *
+    x_scale) + c. Where it is float32, the run is a chain of fused multiply-adds in the order of inputs, and c is one
+    more: chain * s + c.
+
+    Each step fetches the lines of the cache at `ahead`, as many as a step of a panel has, and the next step those
+    `ahead_step` bytes further.
+    """
+    lanes, vectors = target.lanes, target.vectors
+    floats, integers = ir.VectorType(FLOAT, lanes), ir.VectorType(LANE, lanes)
+    vector_bytes = _CODES * lanes
+    columns = [(panel, vector) for panel in range(panels) for vector in range(vectors)]
+
+    @intrinsic
+    def product(
+        context: Any,
+        x: Any,
+        x_stride: Any,
+        codes: Any,
+        steps: Any,
+        sums: Any,
+        sums_stride: Any,
+        zeros: Any,
+        x_scales: Any,
+        x_scales_stride: Any,
+        scales: Any,
+        c: Any,
+        c_stride: Any,
+        add: Any,
+        panel_strides: Any,
+        ahead: Any,
+        ahead_step: Any,
+        x_kind: Any,
+        zeros_kind: Any,
+    ):
+        del context, x, x_stride, codes, steps, sums, sums_stride, zeros, x_scales, x_scales_stride, scales
+        del c, c_stride, add, panel_strides, ahead, ahead_step
+        strides = types.UniTuple(types.intp, 3)
+        signature = types.void(*[types.intp] * 12, types.boolean, strides, types.intp, types.intp, x_kind, zeros_kind)
+        by_codes, has_zeros = x_kind == types.int8, zeros_kind == types.int16
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
+            del signature
+            x, x_stride, codes, steps, sums, sums_stride, zeros, x_scales, x_scales_stride, scales = args[:10]
+            c, c_stride, add, panel_strides, ahead, ahead_step = args[10:16]
+            code_stride, scale_stride, zero_stride = (builder.extract_value(panel_strides, n) for n in range(3))
+            fma = declare(builder, f"llvm.fma.v{lanes}f32", floats, [floats] * 3)
+
+            def place(start: Any, number: int, stride: Any, offset: int = 0) -> Any:
+                """The address that is `offset` bytes into row, or panel, `number`."""
+                return builder.add(builder.add(start, builder.mul(word(number), stride)), word(offset))
+
+            x_rows = [place(x, row, x_stride) for row in range(rows)]
+            zero_codes = [ir.Constant(integers, [_SYMMETRIC] * lanes)] * len(columns)
+            if has_zeros:
+                kept = ir.VectorType(ir.IntType(16), lanes)
+                places = [place(zeros, panel, zero_stride, 2 * lanes * vector) for panel, vector in columns]
+                zero_codes = [builder.sext(load(builder, at, kept, 2), integers) for at in places]
+            above = ir.Constant(integers, [_TWO_23] * lanes)
+            zero_floats = [builder.bitcast(builder.add(above, zero), floats) for zero in zero_codes]
+            if by_codes:
+                empty: list[Any] = []
+                for row in range(rows):
+                    total = load(builder, place(sums, row, sums_stride), LANE)
+                    total = everywhere(builder, builder.neg(total), integers)
+                    empty += [builder.mul(zero, total) for zero in zero_codes]
+            else:
+                empty = [ir.Constant(floats, None)] * (rows * len(columns))
+
+            before = builder.block
+            loop, after = builder.append_basic_block("run"), builder.append_basic_block("scales")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            step = builder.phi(WORD)
+            held = [builder.phi(value.type) for value in empty]
+            step.add_incoming(word(0), before)
+            for sum_, value in zip(held, empty, strict=True):
+                sum_.add_incoming(value, before)
+            line = builder.add(codes, builder.mul(step, word(vectors * vector_bytes)))
+            raw = [
+                load(builder, place(line, panel, code_stride, vector * vector_bytes), integers)
+                for panel, vector in columns
+            ]
+            new: list[Any] = list(held)
+            if by_codes:
+                dot = make_dot(builder, target, raw)
+                for row, start in enumerate(x_rows):
+                    four = load(builder, builder.add(start, builder.mul(step, word(_CODES))), LANE, 1)
+                    begin = row * len(columns)
+                    new[begin : begin + len(columns)] = dot(new[begin : begin + len(columns)], four)
+            else:
+                for code in range(_CODES):
+                    pairs = zip(raw, zero_floats, strict=True)
+                    wide = [_float_of_code(builder, value, code, zero) for value, zero in pairs]
+                    for row, start in enumerate(x_rows):
+                        at = builder.add(start, builder.mul(step, word(4 * _CODES)))
+                        number = everywhere(builder, load(builder, builder.add(at, word(4 * code)), FLOAT), floats)
+                        for column, value in enumerate(wide):
+                            n = row * len(columns) + column
+                            new[n] = builder.call(fma, [number, value, new[n]])
+            further = builder.add(ahead, builder.mul(step, ahead_step))
+            for panel in range(panels):
+                for begin in range(0, vectors * vector_bytes, LINE):
+                    prefetch(builder, place(further, panel, code_stride, begin))
+            following = builder.add(step, word(1))
+            step.add_incoming(following, builder.block)
+            for sum_, value in zip(held, new, strict=True):
+                sum_.add_incoming(value, builder.block)
+            builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
+
+            builder.position_at_end(after)
+            own = [
+                load(builder, place(scales, panel, scale_stride, 4 * lanes * vector), floats)
+                for panel, vector in columns
+            ]
+            for row in range(rows):
+                if by_codes:
+                    x_scale = load(builder, place(x_scales, row, x_scales_stride), FLOAT)
+                    row_scales = [builder.fmul(everywhere(builder, x_scale, floats), scale) for scale in own]
+                else:
+                    row_scales = own
+                start = place(c, row, c_stride)
+                for column, scale in enumerate(row_scales):
+                    value = new[row * len(columns) + column]
+                    at = builder.add(start, word(4 * lanes * column))
+                    old = builder.select(add, load(builder, at, floats), ir.Constant(floats, None))
+                    value = builder.sitofp(value, floats) if by_codes else value
+                    store(builder, at, builder.call(fma, [value, scale, old]))
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return product
+
+
+def make_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callable[[list[Any], Any], list[Any]]:
+    """What adds to sums [lanes] of each vector of unsigned codes their products with the same four signed ones."""
+    lanes = target.lanes
+    integers = ir.VectorType(LANE, lanes)
+    if target.dot_int8:
+        kind = ir.VectorType(BYTE, _CODES * lanes) if llvm.llvm_version_info[0] >= _BYTE_OPERANDS else integers
+        instruction = declare(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", integers, [integers, kind, kind])
+        unsigned = [builder.bitcast(value, kind) for value in codes]
+
+        def add_dots(sums: list[Any], four: Any) -> list[Any]:
+            signed = builder.bitcast(everywhere(builder, four, integers), kind)
+            return [
+                builder.call(instruction, [sum_, value, signed]) for sum_, value in zip(sums, unsigned, strict=True)
+            ]
+
+        return add_dots
+
+    # 16 bits each: the even codes of all groups of four, and the odd ones. Neighbours are multiplied and added in
+    # pairs, which is an instruction of its own on most processors.
+    halves, wide = ir.VectorType(ir.IntType(16), 2 * lanes), ir.VectorType(LANE, 2 * lanes)
+    mask, byte = ir.Constant(integers, [0x00FF00FF] * lanes), ir.Constant(halves, [8] * (2 * lanes))
+    eight = ir.Constant(integers, [8] * lanes)
+    pairs = [
+        [builder.bitcast(builder.and_(value, mask), halves) for value in (given, builder.lshr(given, eight))]
+        for given in codes
+    ]
+    undefined = ir.Constant(wide, ir.Undefined)
+    chosen = [ir.Constant(integers, list(range(first, 2 * lanes, 2))) for first in (0, 1)]
+
+    def add_widened(sums: list[Any], four: Any) -> list[Any]:
+        signed = builder.bitcast(everywhere(builder, four, integers), halves)
+        parts = [builder.ashr(builder.shl(signed, byte), byte), builder.ashr(signed, byte)]
+        new = []
+        for sum_, given in zip(sums, pairs, strict=True):
+            for value, part in zip(given, parts, strict=True):
+                products = builder.mul(builder.sext(value, wide), builder.sext(part, wide))
+                first, second = (builder.shuffle_vector(products, undefined, mask) for mask in chosen)
+                sum_ = builder.add(sum_, builder.add(first, second))
+            new.append(sum_)
+        return new
+
+    return add_widened
+
+
+def _float_of_code(builder: ir.IRBuilder, codes: Any, number: int, zero: Any) -> Any:
+    """Code `number` of each group of four less its zero, as float32: 2^23 + u and 2^23 + z are both exact."""
+    lanes = codes.type.count
+    shifted = builder.lshr(codes, ir.Constant(codes.type, [8 * number] * lanes)) if number else codes
+    low = builder.and_(shifted, ir.Constant(codes.type, [0xFF] * lanes))
+    above = builder.or_(low, ir.Constant(codes.type, [_TWO_23] * lanes))
+    return builder.fsub(builder.bitcast(above, zero.type), zero)

@@ -1,0 +1,146 @@
+"""Products with codes: the bits that their definition says, for every number of rows, alone and in any crowd."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels.cpu.target import find_target
+from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes, packed_codes_shape
+from tests.kernels.code_products import Given, rounded
+
+WIDTH = find_target().width
+ROWS = (1, 2, 7, 8, 9, 16, 17, 64)
+DEPTHS = (128, 160, 768, 33)  # of blocks alone, with part of one, of several, and no multiple of four
+GROUPS = (None, 32, 64, 128, 96, 256)
+BLOCKS = (BLOCK, None)  # rows are rounded, or multiplied as they are
+multiply = jax.jit(PackedCodes.multiply)
+
+
+def make_x(rows: int, depth: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, depth), np.float32)
+
+
+def check(given: Given, x: np.ndarray) -> None:
+    out = np.asarray(multiply(given.packed, x))
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out.view(np.uint32), given.product(x).view(np.uint32))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros):
+    for group in GROUPS:
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros)
+        for rows in ROWS if group in (None, 64) else (9,):
+            check(given, make_x(rows, depth))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros):
+    for group in (None, 16, 128):
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None)
+        for rows in (1, 2, 7, 17) if group is None else (9,):
+            check(given, make_x(rows, depth))
+
+
+def test_many_rows():
+    """More than one worker rounds them."""
+    given = Given(3 * WIDTH, 160, WIDTH, group=32)
+    check(given, make_x(513, 160))
+
+
+def test_rounding_costs_no_more_than_its_half_steps():
+    """Of the weights alone nothing is lost: |error| <= half a step of each input times its weight."""
+    given, x = Given(70, 768, WIDTH, group=64), make_x(9, 768)
+    _, scales = rounded(x)
+    limit = np.repeat(scales, BLOCK, axis=1)[:, :768] / 2 @ np.abs(given.weight()).T
+    error = np.abs(np.asarray(multiply(given.packed, x)) - x.astype(np.float64) @ given.weight().T)
+    assert (error <= limit * (1 + 1e-5)).all() and error.mean() < limit.mean() / 10
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_row_has_the_same_bits_alone_and_in_any_crowd(block, zeros, group):
+    given = Given(3 * WIDTH + 5, 160, WIDTH, group=group, zeros=zeros, block=block)
+    x = make_x(130, 160)
+    crowd = np.asarray(multiply(given.packed, x))
+    for first in (0, 64, 114):
+        np.testing.assert_array_equal(multiply(given.packed, x[first : first + 16]), crowd[first : first + 16])
+    for row in (0, 7, 8, 125, 129):
+        np.testing.assert_array_equal(np.asarray(multiply(given.packed, x[row : row + 1]))[0], crowd[row])
+
+
+def test_large_small_and_no_numbers_in_one_batch():
+    """Each block has a scale of its own: 1e4 beside 1e-4 costs nothing; zeros, and what counts as zeros, give zeros."""
+    given, x = Given(70, 384, WIDTH), make_x(9, 384)
+    x[0] = 0
+    x[1, :BLOCK], x[1, BLOCK:] = 1e4, 1e-4
+    x[2, BLOCK : 2 * BLOCK] = 0
+    x[3] = np.float32(2.0**-120) * np.sign(x[3])
+    x[4] *= np.float32(2.0**-110)
+    x[5] *= np.float32(1e30)
+    out = np.asarray(multiply(given.packed, x))
+    assert (out[[0, 3]] == 0).all() and np.isfinite(out).all()
+    np.testing.assert_array_equal(out, given.product(x))
+
+
+def test_the_largest_sums_are_exact():
+    """Codes of -128 times rows of -127, with zeros at the other end: no sum of 16 bits would hold even two of them."""
+    depth = 256
+    codes, scales = np.full((WIDTH, depth), -128, np.int8), np.ones((WIDTH, 2), np.float32)
+    x = np.full((2, depth), -1, np.float32)
+    x[1, ::2] = 1
+    for zero in (None, 128):
+        zeros = None if zero is None else np.full((WIDTH, 2), zero)
+        out = multiply(pack_codes(codes, scales, (WIDTH,), (depth,), 128, WIDTH, zeros=zeros), x)
+        np.testing.assert_allclose(out[0], (128 + (zero or 0)) * depth, rtol=1e-6)
+        assert (np.asarray(out[1]) == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 17])
+@pytest.mark.parametrize("depth", [33, 160])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
+    given, x = Given(70, depth, WIDTH, block=block), make_x(rows + 2, depth)
+    clean = np.asarray(multiply(given.packed, x))
+    spoilt = x.copy()
+    spoilt[0, 4], spoilt[rows, 32] = np.nan, -np.inf
+    out = np.asarray(multiply(given.packed, spoilt))
+    assert np.isnan(out[0]).all()
+    assert (np.isnan(out[rows]) if block else ~np.isfinite(out[rows])).all()
+    others = [r for r in range(rows + 2) if r not in (0, rows)]
+    np.testing.assert_array_equal(out[others], clean[others])
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("group", [None, 16])
+def test_take_gives_the_rows_of_the_weight(group, zeros):
+    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros)
+    size = len(given.codes)
+    taken = jax.jit(PackedCodes.take)(given.packed, np.asarray([0, size - 1, 5, 4 * WIDTH]))
+    weight = given.weight().astype(np.float32)
+    np.testing.assert_array_equal(taken, [weight[0], weight[-1], weight[5], np.zeros(33)])
+
+
+def test_axes_of_several_sizes_and_rows_of_bfloat16():
+    given = Given(30, 33, WIDTH)
+    shaped = pack_codes(given.codes, given.scales, (2, 15), (3, 11), None, WIDTH)
+    x = jnp.asarray(make_x(9, 33), jnp.bfloat16)
+    out = multiply(shaped, x.reshape(9, 3, 11))
+    assert out.shape == (9, 2, 15)
+    np.testing.assert_array_equal(out.reshape(9, 30), multiply(given.packed, x.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_shapes_are_known_before_the_numbers(zeros):
+    given = Given(70, 160, WIDTH, group=64, zeros=zeros)
+    shape = packed_codes_shape((70,), (160,), 64, WIDTH, zeros=zeros)
+    assert jax.tree.structure(shape) == jax.tree.structure(given.packed)
+    leaves = jax.tree.leaves(given.packed)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(shape)] == [(a.shape, a.dtype) for a in leaves]
+    assert [len(axes) for axes in given.packed.leaf_axes(("out", "in"))] == [a.ndim for a in leaves]
+    panels, scales = np.asarray(given.packed.panels), np.asarray(given.packed.scales)
+    assert (panels[2, :, 70 - 2 * WIDTH :] == 128).all() and (scales[2, :, 70 - 2 * WIDTH :] == 0).all()
