@@ -70,7 +70,7 @@ MATMUL: Op[Matmul, MatmulUse] = Op(
         {
             "xla": "jaxserve.kernels.xla_matmul:XLA_MATMUL",
             "mosaic_tpu": "jaxserve.kernels.pallas.tpu_matmul:make_matmul",
-            "numba_cpu": "jaxserve.kernels.packed_weight:make_matmul",
+            "numba_cpu": "jaxserve.kernels.numba_matmul:make_matmul",
         },
     ),
     preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")},

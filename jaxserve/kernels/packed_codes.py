@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, Int, Int16, UInt8
 
+from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.kernels.cpu import machine_code, scratch
 from jaxserve.kernels.matmul import Axes
 from jaxserve.kernels.packed_weight import empty_panels
 
+STORED = ("int8", "int4")  # both in a byte each
 BLOCK = scratch.BLOCK
 _SYMMETRIC = 128  # the unsigned code of zero, where there are no zeros
 _LEAST_RUN = 16  # inputs
@@ -51,6 +53,7 @@ class PackedCodes:
       out_shape, in_shape: sizes of the weight's axes.
       group: inputs that share a scale, a multiple of 16; None: all of an output.
       block: 128 or None, as above.
+      dtype: of rows that are looked up.
     """
 
     panels: UInt8[Array, "P K/4 W 4"]
@@ -60,6 +63,7 @@ class PackedCodes:
     in_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     group: int | None = dataclasses.field(metadata={"static": True})
     block: int | None = dataclasses.field(default=BLOCK, metadata={"static": True})
+    dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         """`Weight.multiply`, as the class says."""
@@ -84,7 +88,7 @@ class PackedCodes:
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
-        """`Weight.take`, in float32."""
+        """`Weight.take`."""
         width, depth = self.panels.shape[2], math.prod(self.in_shape)
         panel, column = rows // width, rows % width
         codes = self.panels.at[panel, :, column].get(mode="fill", fill_value=_SYMMETRIC)
@@ -92,9 +96,9 @@ class PackedCodes:
         group_of = np.arange(depth) // (self.group or depth)
         scales = self.scales.at[panel, :, column].get(mode="fill", fill_value=0)[:, group_of]
         if self.zeros is None:
-            return (codes - _SYMMETRIC).astype(jnp.float32) * scales
+            return ((codes - _SYMMETRIC).astype(jnp.float32) * scales).astype(self.dtype)
         zeros = self.zeros.at[panel, :, column].get(mode="fill", fill_value=_SYMMETRIC)[:, group_of]
-        return (codes - zeros).astype(jnp.float32) * scales
+        return ((codes - zeros).astype(jnp.float32) * scales).astype(self.dtype)
 
     def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
         """`Weight.leaf_axes`: panels are never cut."""
@@ -107,6 +111,31 @@ def prepare(*, zeros: bool, block: int | None) -> str:
     """Makes ready what products of such weights call by name (`Matmul.prepare`). Returns the name."""
     form = "by_float32" if block is None else "by_int8"
     return machine_code.provide("matmul_int8", f"{form}_zeros" if zeros else form)
+
+
+def pack(weight: CodedWeight, width: int) -> PackedCodes:
+    """A weight of integer codes in panels of `width`; on the host, without compiling."""
+    num_out = math.prod(weight.out_shape)
+    codes, scales, zeros = (
+        None if leaf is None else np.asarray(leaf).reshape(num_out, -1)
+        for leaf in (weight.codes, weight.scales, weight.zeros)
+    )
+    assert codes is not None and scales is not None
+    sharding = weight.codes.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    storage, block = weight.storage, weight.arithmetic.block
+    shapes = (weight.out_shape, weight.in_shape, storage.group, width)
+    packed = pack_codes(codes, scales, *shapes, zeros=zeros, block=block, sharding=sharding)
+    return dataclasses.replace(packed, dtype=weight.dtype)
+
+
+def shape_of(weight: CodedWeight, width: int) -> PackedCodes:
+    """The result of `pack`, with shapes in place of its numbers, for a weight of shapes."""
+    storage, block = weight.storage, weight.arithmetic.block
+    shapes = (weight.out_shape, weight.in_shape, storage.group, width)
+    packed = packed_codes_shape(*shapes, zeros=storage.zeros, block=block)
+    return dataclasses.replace(packed, dtype=weight.dtype)
 
 
 def pack_codes(

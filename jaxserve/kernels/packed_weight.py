@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.cpu import machine_code
-from jaxserve.kernels.dispatch import Device
-from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
-from jaxserve.kernels.xla_matmul import DenseWeight
+from jaxserve.kernels.matmul import Axes
 
 _ALIGNMENT = 64  # bytes, of buffers of XLA:CPU
 
@@ -61,38 +59,6 @@ class PackedWeight:
         """`Weight.leaf_axes`: panels are never cut."""
         del axes
         return ((None,) * self.panels.ndim,)
-
-
-def make_matmul(device: Device) -> Matmul:
-    """The implementation for a device; it refuses all that are no CPUs."""
-
-    def refuses(use: MatmulUse) -> str | None:
-        if device.backend != "cpu":
-            return f"it runs on CPUs alone, and this is a {device.backend}"
-        if use.num_devices > 1:
-            return (
-                f"{use.num_devices} devices share each weight, and packed ones are never cut; set parallel.tensor to 1"
-            )
-        if use.storage is not None:
-            return f"it has no products with {use.storage}; set kernels.matmul to xla, or model.quantization to none"
-        if use.dtype not in machine_code.DTYPES:
-            return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
-        return machine_code.missing()
-
-    def convert(weight: DenseWeight) -> Weight:
-        return pack(weight.array, weight.num_in, panel_width()) if weight.num_in else weight
-
-    def shapes(weight: DenseWeight) -> Weight:
-        return packed_shape(weight.array, weight.num_in, panel_width()) if weight.num_in else weight
-
-    return Matmul(
-        name="numba_cpu",
-        convert=convert,
-        shapes=shapes,
-        refuses=refuses,
-        prepare=lambda use: machine_code.provide("matmul", use.dtype),
-        row_invariant=True,
-    )
 
 
 def panel_width() -> int:

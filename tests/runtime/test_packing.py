@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,8 +21,9 @@ from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.cpu.target import find_target
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import MatmulUse, Weight
+from jaxserve.kernels.numba_matmul import make_matmul
 from jaxserve.kernels.ops import MATMUL
-from jaxserve.kernels.packed_weight import PackedWeight, make_matmul
+from jaxserve.kernels.packed_weight import PackedWeight
 from jaxserve.kernels.xla_matmul import XLA_MATMUL, DenseWeight
 from jaxserve.models.loading import PlannedModel, one_device_mesh, plan_model
 from jaxserve.models.sharding import shardings_for, specs_for
