@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.kernels.coded_weight import CodedWeight
-from jaxserve.kernels.storage import CODES, array_bytes
+from jaxserve.kernels.storage import CODES, Arithmetic, Storage, array_bytes
 from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.coding import read_parts
@@ -30,17 +30,20 @@ def with_codes(state: nnx.State, kept: Mapping[Path, Kept], first_layer: int, me
 
     def one(path: Path, variable: nnx.Variable) -> nnx.Variable:
         found = kept.get(source_path(path, first_layer))
-        if found is None:
+        if found is None or found.storage is None:
             return variable
         dense = variable.get_raw_value()
         assert isinstance(dense, DenseWeight), path
-        return variable.replace(_coded_shape(dense, variable.get_metadata()["logical_axes"], found, mesh))
+        axes = variable.get_metadata()["logical_axes"]
+        return variable.replace(_coded_shape(dense, axes, found.storage, found.arithmetic, mesh))
 
     return nnx.map_state(one, state)
 
 
-def _coded_shape(dense: DenseWeight, axes: Axes, kept: Kept, mesh: Mesh | AbstractMesh) -> CodedWeight:
-    shape, num_coded, storage = dense.array.shape, max(1, dense.num_in), kept.storage
+def _coded_shape(
+    dense: DenseWeight, axes: Axes, storage: Storage, arithmetic: Arithmetic, mesh: Mesh | AbstractMesh
+) -> CodedWeight:
+    shape, num_coded = dense.array.shape, max(1, dense.num_in)
     by_scale = (*shape[:-1], shape[-1] // storage.group) if storage.group else (*shape[:-num_coded], *(1,) * num_coded)
     cut_over = [
         name
@@ -55,7 +58,7 @@ def _coded_shape(dense: DenseWeight, axes: Axes, kept: Kept, mesh: Mesh | Abstra
         zeros=leaf(by_scale, np.int16) if storage.zeros else None,
         num_in=dense.num_in,
         storage=storage,
-        arithmetic=kept.arithmetic,
+        arithmetic=arithmetic,
         dtype=np.dtype(dense.array.dtype).name,
         cut_over=tuple(cut_over),
     )

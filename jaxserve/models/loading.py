@@ -295,16 +295,22 @@ class _Filler:
         def load(path: Path) -> list[jax.Array]:
             source = source_path(path, self.first_layer)
             param, shape, coded = params[path], shapes[source], self.kept.get(source)
-            is_rounded = coded is not None and coded.rounded is not None
-            dtype = param.dtype if coded is None else CODED
-            reader = reader_of(source, param.dtype if is_rounded else dtype)
-            if coded is not None and coded.rounded is not None:
-                num_in = max(1, variables[path].get_raw_value().num_in)
-                reader = RoundedParam(read_floats=reader, shape=shape, num_in=num_in, storage=coded.rounded).read
+            is_coded = coded is not None and coded.storage is not None
+            dtype = CODED if is_coded else param.dtype
+            if coded is None or coded.rounded is None:
+                reader = reader_of(source, dtype)
+            else:
+                rounded = RoundedParam(
+                    read_floats=reader_of(source, np.dtype(np.float32)),
+                    shape=shape,
+                    num_in=max(1, variables[path].get_raw_value().num_in),
+                    storage=coded.rounded,
+                )
+                reader = rounded.read if is_coded else functools.partial(rounded.read_numbers, dtype=param.dtype)
             if param.shape != shape:
                 reader = block_reader(reader, self._blocks(path, shape), param.shape, dtype)
             with budget.of(share[path]):
-                if coded is None:
+                if not is_coded:
                     (sharding,) = jax.tree.leaves(placed[path])
                     arrays = [jax.make_array_from_callback(param.shape, sharding, reader)]
                 else:
@@ -349,7 +355,8 @@ class _Filler:
                 return [jnp.zeros(param.shape, param.dtype, device=sharding)]
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
             blocks, reach = tuple(self._blocks(path, shapes[source])), _RANDOM_STD * 3**0.5
-            if source not in self.kept:
+            storage = self.kept[source].storage if source in self.kept else None
+            if storage is None:
                 return [_drawer(shapes[source], blocks, param.shape, param.dtype, reach, sharding)(key)]
             most, scales = draw_scales(variables[path], placed[path], reach)
             codes = _drawer(

@@ -79,9 +79,9 @@ def checked_tensors(
 def _storages(plan: Mapping[Path, list[Piece]], kept: Mapping[Path, Kept]) -> dict[str, Storage]:
     """What the codes of each tensor are kept as."""
     return {
-        piece.source: kept[path].storage
+        piece.source: storage
         for path, pieces in plan.items()
-        if path in kept and kept[path].rounded is None
+        if path in kept and kept[path].rounded is None and (storage := kept[path].storage) is not None
         for piece in pieces
     }
 

@@ -74,7 +74,11 @@ def grouped_uses(partition: Partition, dtype: np.dtype) -> tuple[GroupedMatmulUs
 def matmul_uses(dtype: np.dtype, mesh: Mesh | AbstractMesh, kept: Mapping[Path, Kept]) -> tuple[MatmulUse, ...]:
     """The uses of products: with float weights, and with each form of codes. `kept`: parameters that are codes."""
     floats = MatmulUse(dtype=jnp.dtype(dtype).name, num_devices=mesh.size)
-    codes = (dataclasses.replace(floats, storage=found.storage, arithmetic=found.arithmetic) for found in kept.values())
+    codes = (
+        dataclasses.replace(floats, storage=found.storage, arithmetic=found.arithmetic)
+        for found in kept.values()
+        if found.storage is not None
+    )
     return tuple(dict.fromkeys((floats, *codes)))
 
 

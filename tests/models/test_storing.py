@@ -63,7 +63,10 @@ def test_rounding_is_near_and_the_same_on_any_number_of_devices(name: str, schem
     cut = load(name, scheme, devices=2)
     for path, array in numbers_of(cut).items():
         if path in one.kept and path in cut.kept and array.shape == found[path].shape:
-            np.testing.assert_array_equal(array, found[path], err_msg=str(path))
+            # Groups that are too small on a device are kept as float32 numbers.
+            as_floats = cut.kept[path].storage is None
+            same = found[path].astype(np.float32) if as_floats else found[path]
+            np.testing.assert_array_equal(array, same, err_msg=str(path))
 
 
 def one_num_in(model: LoadedModel, path: tuple[Any, ...]) -> int:

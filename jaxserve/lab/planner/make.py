@@ -108,7 +108,7 @@ def make_plan(
         data=config.parallel.data,
         model=config.model.name or checkpoint.path.name,
         dtype=dtype,
-        weights=" and ".join(sorted({found.storage.code for found in absent.kept.values()} | {dtype})),
+        weights=" and ".join(sorted({found.storage.code for found in absent.kept.values() if found.storage} | {dtype})),
         fits=problem is None,
         problem=problem,
         suggestion=suggestion,

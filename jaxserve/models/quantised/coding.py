@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.kernels.storage import Storage, largest_by_row, round_to_codes, scales_for
 from jaxserve.models.layout import Index
+from jaxserve.models.quantised.bits import to_float32
 from jaxserve.models.quantised.slices import QuantisedSlice, QuantisedTensor
 from jaxserve.models.quantised.widening import check_range, turned
 
@@ -123,6 +124,12 @@ class RoundedParam:
         records["code"] = round_to_codes(floats, scales, self.storage).view(np.int8)
         records["scale"] = scales
         return records[..., last.start - wide.start : last.stop - wide.start]
+
+    def read_numbers(self, index: Index | None, *, dtype: np.dtype) -> np.ndarray:
+        """The rounded numbers at `index`."""
+        records = self.read(index)
+        codes = to_float32(records["code"].copy().view(self.storage.dtype("cpu")))
+        return (codes * records["scale"]).astype(dtype)
 
     @functools.cached_property
     def _row_scales(self) -> np.ndarray:

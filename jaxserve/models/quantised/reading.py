@@ -90,7 +90,8 @@ def describe_quantisation(checkpoint: Checkpoint, dtype: np.dtype, kept: Mapping
     counts: dict[str, int] = {}
     for found in kept.values():
         rounded = ", times activations rounded to int8" if found.arithmetic != FLOAT else ""
-        counts[f"{found.storage}{rounded}"] = counts.get(f"{found.storage}{rounded}", 0) + 1
+        name = f"rounded to {found.rounded}, as floats" if found.storage is None else f"{found.storage}{rounded}"
+        counts[name] = counts.get(name, 0) + 1
     label = "rounded at load" if scheme is None else scheme.label
     said = [f"{label}: kept as codes: {'; '.join(f'{count} weights ({name})' for name, count in counts.items())}"]
     if scheme is not None and not kept:

@@ -69,12 +69,13 @@ class Kept:
 
     Attributes:
       rounded: of the whole parameter, whose floats are rounded at load; None: the checkpoint has codes.
-      storage: of the arrays on devices: the same numbers, in groups that divide a device's share.
+      storage: of the arrays on devices: the same numbers, in groups that divide a device's share. None: such groups
+        would be too small, and the rounded numbers are kept as floats.
       arithmetic: of products.
     """
 
     rounded: Storage | None
-    storage: Storage
+    storage: Storage | None
     arithmetic: Arithmetic
 
 
@@ -120,7 +121,9 @@ def choose_kept(
             rounded = common = common.refined(sizes[path].whole)
         storage = common.refined(math.gcd(sizes[path].whole, sizes[path].local))
         if storage.group is not None and storage.group < _LEAST_GROUP:
-            continue
+            if rounded is None or (rounded.group or _LEAST_GROUP) < _LEAST_GROUP:
+                continue
+            storage = None
         kept[path] = Kept(rounded=rounded, storage=storage, arithmetic=_arithmetic(chosen, backend))
     return kept
 
