@@ -312,9 +312,12 @@ class _Header:
         return tensor
 
     def read_values(self, kind: ValueType, count: int) -> list[Any]:
-        if kind is ValueType.STRING:
-            return [self._text() for _ in range(count)]
-        return [*self._numbers(f"{count}{_FORMATS[kind]}")]
+        if kind is not ValueType.STRING:
+            return [*self._numbers(f"{count}{_FORMATS[kind]}")]
+        try:
+            return [self._map[start:end].decode() for start, end in self._texts(count)]
+        except UnicodeDecodeError as error:
+            self.fail(f"a text in its metadata is not UTF-8: {error}")
 
     def _value(self, kind: ValueType, key: str) -> Any:
         if kind is ValueType.STRING:
@@ -329,26 +332,37 @@ class _Header:
         if count > self.size:
             self._truncated()
         if kind is ValueType.STRING:
-            for _ in range(count):
-                self.at += self._number("Q")
+            for _ in self._texts(count):
+                pass
         else:
             self.at += count * struct.calcsize(f"<{_FORMATS[kind]}")
         if self.at > self.size:
             self._truncated()
         return array
 
+    def _texts(self, count: int) -> Iterator[tuple[int, int]]:
+        """Where each of `count` texts begins and ends."""
+        length_at, at, size = struct.Struct("<Q").unpack_from, self.at, self.size
+        for _ in range(count):
+            if at + 8 > size:
+                self._truncated()
+            start = at + 8
+            at = start + length_at(self._map, at)[0]
+            yield start, at
+        if at > size:
+            self._truncated()
+        self.at = at
+
     def _type(self, key: str) -> ValueType:
         number = self._number("I")
-        if number not in ValueType:
+        try:
+            return ValueType(number)
+        except ValueError:
             self.fail(f"{key} has values of type {number}, which GGUF does not have")
-        return ValueType(number)
 
     def _text(self) -> str:
-        length = self._number("Q")
-        end = self.at + length
-        if end > self.size:
-            self._truncated()
-        text, self.at = self._map[self.at : end], end
+        [(start, end)] = self._texts(1)
+        text = self._map[start:end]
         try:
             return text.decode()
         except UnicodeDecodeError as error:
@@ -358,11 +372,11 @@ class _Header:
         return next(self._numbers(form))
 
     def _numbers(self, form: str) -> Iterator[Any]:
-        try:
-            found = struct.unpack_from(f"<{form}", self._map, self.at)
-        except struct.error:
+        end = self.at + struct.calcsize(f"<{form}")
+        if end > self.size:
             self._truncated()
-        self.at += struct.calcsize(f"<{form}")
+        found = struct.unpack_from(f"<{form}", self._map, self.at)
+        self.at = end
         return iter(found)
 
     def _truncated(self) -> NoReturn:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.checkpoint import Checkpoint, CheckpointKind
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
+from jaxserve.models.gguf.tensors import open_gguf
 from jaxserve.models.layout import Index, read_target
 from jaxserve.models.partition import Block
 from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
@@ -28,7 +29,7 @@ _BAND_BYTES = 4 * 2**20  # bytes that are read, rearranged and converted at once
 def checked_tensors(
     checkpoint: Checkpoint, family: Family, config: DecoderConfig, plan: Mapping[Path, list[Piece]]
 ) -> dict[str, ReadableTensor]:
-    """The open tensors of a Hugging Face directory, all there and of the right shapes, still unread.
+    """The open tensors of a Hugging Face directory or a GGUF file, all there and of the right shapes, still unread.
 
     Quantised weights are there under the names of the float tensors that they would be, and widened as they are read.
 
@@ -37,7 +38,8 @@ def checked_tensors(
     """
     pieces = [piece for pieces in plan.values() for piece in pieces]
     names = {piece.source for piece in pieces}
-    scheme, files, origin = read_scheme(checkpoint), open_tensors(checkpoint.path), str(checkpoint.path)
+    scheme, origin = read_scheme(checkpoint), str(checkpoint.path)
+    files = open_gguf(checkpoint) if checkpoint.kind is CheckpointKind.GGUF else open_tensors(checkpoint.path)
     if scheme is None:
         files = _with_prefix(files, family.prefix, names)
         check_names(family, config, files, origin, needed=names, hint=hint_of(files))
