@@ -14,6 +14,8 @@ from jaxserve.gguf_file import GgufArray, GgufFile, ValueType
 from jaxserve.models.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture
 
 _REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+# Sizes that others follow from here.
+_SIZES = ("embedding_length", "block_count", "attention.head_count", "attention.key_length", "rope.dimension_count")
 _INERT = ("tensor_data_layout", "rope.scaling.finetuned")
 # Options of sampling by the names of generation_config.json.
 _SAMPLING = {
@@ -56,6 +58,12 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     for key in (*_REQUIRED, *norms, *architecture.required):
         if reader.get(key) is None:
             reader.fail(key, "it is missing; convert the model again with a converter of today")
+    for key in _SIZES:
+        size = reader.take(key)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            reader.fail(key, f"it is {size!r:.80}, but must be a whole number of at least 1")
+    if reader.get("block_count") > len(file.tensors):
+        reader.fail("block_count", f"it is {reader.get('block_count')}, but there are {len(file.tensors)} tensors in all")
     config: dict[str, Any] = {
         "architectures": [architecture.hf],
         "model_type": architecture.model_type,
@@ -69,8 +77,6 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         if (value := reader.take(key)) is not None:
             config[field] = value
     heads = config["num_attention_heads"]
-    if not isinstance(heads, int) or heads < 1:
-        reader.fail("attention.head_count", f"it is {heads!r}, but must be a whole number of at least 1")
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
     if (length := reader.take("attention.value_length")) not in (None, config["head_dim"]):
