@@ -233,7 +233,7 @@ def read_gguf(first: Path) -> GgufFile:
 
 
 class _Header:
-    """A cursor over the bytes before the data of one file. The map is of the header's pages alone: no other is touched."""
+    """A cursor over the bytes before the data of one file. The file is mapped, but no page of the data is touched."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.at = file, 0
@@ -295,7 +295,9 @@ class _Header:
     ) -> GgufTensor:
         kind, block, block_bytes = _TYPES.get(number, (f"type {number}", 1, 0))
         if shape and shape[-1] % block:
-            self.fail(f"tensor {name} is {kind} of shape {list(shape)}, but its last axis must be a multiple of {block}")
+            self.fail(
+                f"tensor {name} is {kind} of shape {list(shape)}, but its last axis must be a multiple of {block}"
+            )
         if offset % alignment:
             self.fail(f"tensor {name} begins at byte {offset} of the data, which is no multiple of {alignment}")
         tensor = GgufTensor(

@@ -161,8 +161,7 @@ def names_of(architecture: str, fixture: str) -> dict[str, str]:
     found = {name: table.get_name(to, try_suffixes=(".weight", ".bias")) for name, to in sorted(asked.items())}
     # Qwen 3's fixture has a layer without experts, whose maps GGUF has no name for.
     assert all(given for name, given in found.items() if architecture != "qwen3moe" or "_proj" not in name), found
-    found = {name: given for name, given in found.items() if given is not None}
-    return found
+    return {name: given for name, given in found.items() if given is not None}
 
 
 if __name__ == "__main__":

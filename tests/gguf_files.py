@@ -1,12 +1,14 @@
 """GGUF files for tests, byte by byte after the specification; it shares no code with the reader."""
 
 import dataclasses
+import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sentencepiece
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q4_K": 12}
 NUMBERS |= {"Q5_K": 13, "Q6_K": 14, "BF16": 30, "MXFP4": 39}
@@ -75,3 +77,66 @@ def _kind(value: Any) -> tuple[int, str]:
     """The number of a type of values, and how `struct` calls it."""
     kinds = {str: (8, ""), bool: (7, "?"), int: (4, "I"), float: (6, "f")}
     return kinds[type(value)]
+
+
+def sentencepiece_metadata(directory: Path) -> dict[str, Any]:
+    """What a converter writes of a tokenizer.model: its pieces with their scores and types, and the special tokens that
+    tokenizer_config.json names."""
+    model = (directory / "tokenizer.model").read_bytes()
+    found = sentencepiece.SentencePieceProcessor(model_proto=model)
+    kinds = {2: found.is_unknown, 3: found.is_control, 5: found.is_unused, 6: found.is_byte}
+    ids = range(found.get_piece_size())
+    trainer = next(value for number, value in fields(model) if number == 2)
+    normalizer = dict(fields(next(value for number, value in fields(model) if number == 3)))
+    user_defined = {value.decode() for number, value in fields(trainer) if number == 31}
+    options = json.loads((directory / "tokenizer_config.json").read_text())
+    special = {int(i) for i, token in options.get("added_tokens_decoder", {}).items() if token["special"]} - {0}
+    is_unigram = dict(fields(trainer)).get(3, 1) == 1
+    metadata = {
+        "tokenizer.ggml.model": "t5" if is_unigram else "llama",
+        "tokenizer.ggml.tokens": [found.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [found.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": [
+            3
+            if i in special
+            else 4
+            if found.id_to_piece(i) in user_defined
+            else next((k for k, test in kinds.items() if test(i)), 1)
+            for i in ids
+        ],
+        "tokenizer.ggml.bos_token_id": found.bos_id(),
+        "tokenizer.ggml.eos_token_id": found.eos_id(),
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+        "tokenizer.ggml.remove_extra_whitespaces": bool(normalizer.get(4, 1)),
+    }
+    if normalizer.get(2):
+        metadata["tokenizer.ggml.precompiled_charsmap"] = [*normalizer[2]]
+    return metadata
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a serialised protobuf message."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        tag = varint()
+        if tag & 7 == 0:
+            yield tag >> 3, varint()
+        elif tag & 7 == 5:
+            yield tag >> 3, struct.unpack_from("<f", message, at)[0]
+            at += 4
+        else:
+            size = varint()
+            yield tag >> 3, message[at : at + size]
+            at += size

@@ -18,8 +18,12 @@ class Section(pydantic.BaseModel):
 class ModelConfig(Section):
     """The model to load."""
 
-    path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo'.")
-    tokenizer: str | None = pydantic.Field(default=None, description="Directory or GGUF file of the tokenizer; default: model.path.")
+    path: str = pydantic.Field(
+        default="demo", description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo'."
+    )
+    tokenizer: str | None = pydantic.Field(
+        default=None, description="Directory or GGUF file of the tokenizer; default: model.path."
+    )
     encode_cache_bytes: int = pydantic.Field(
         default=2**25,
         ge=0,

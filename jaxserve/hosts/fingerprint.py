@@ -30,7 +30,8 @@ _SAMPLE_BYTES = 64 * 1024
 def config_facts(config: Config, checkpoint: Path, version_here: str) -> dict[str, str]:
     """Versions, settings and the checkpoint.
 
-    `checkpoint` is a directory or a GGUF file, of which samples are read; `version_here` is jaxserve's, installed or not.
+    `checkpoint` is a directory or a GGUF file, of which samples are read; `version_here` is jaxserve's, installed or
+    not.
     """
     facts = {"version of jaxserve": version_here}
     facts |= {f"version of {name}": version(name) for name in _PACKAGES}

@@ -30,8 +30,8 @@ from jaxserve.text.tokenizer_files import TokenizerFiles
 
 _KEY = "tokenizer.ggml."
 _REMEDY = (
-    "point model.tokenizer at a directory with the tokenizer.json of the original model, or set model.skip_tokenizer to "
-    "serve ids only"
+    "point model.tokenizer at a directory with the tokenizer.json of the original model, or set model.skip_tokenizer "
+    "to serve ids only"
 )
 # Types of tokens, which are sentencepiece's.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -103,9 +103,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     model = vocabulary.get("model", str)
     if model == "gpt2":
         return _byte_level(vocabulary)
-    if model in _MODELS:
-        return _sentencepiece(vocabulary, _MODELS[model])
-    vocabulary.fail("model", f"it is {model!r}, which is not supported; known: {', '.join(('gpt2', *_MODELS))}")
+    if model not in _MODELS:
+        vocabulary.fail("model", f"it is {model!r}, which is not supported; known: {', '.join(('gpt2', *_MODELS))}")
+    return _sentencepiece(vocabulary, _MODELS[model])
 
 
 class _Vocabulary:
@@ -213,7 +213,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _pre_tokenizer(pre: _Pre) -> pre_tokenizers.PreTokenizer:
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
     if pre.pattern is not None:
         steps.append(pre_tokenizers.Split(tokenizers.Regex(pre.pattern), "isolated"))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None)

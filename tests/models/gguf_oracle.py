@@ -43,7 +43,9 @@ def random_weight(rng: np.random.Generator, kind: str, shape: tuple[int, ...], s
     block, size, halves = SIZES[kind]
     octets = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
     for start in halves:
-        scales = (rng.uniform(0.2, 1, octets.shape[:-1]) * rng.choice((-1, 1), octets.shape[:-1]) * spread).astype("<f2")
+        scales = (rng.uniform(0.2, 1, octets.shape[:-1]) * rng.choice((-1, 1), octets.shape[:-1]) * spread).astype(
+            "<f2"
+        )
         octets[..., start : start + 2] = scales[..., None].view(np.uint8)
     if kind == "MXFP4":
         octets[..., 0] = rng.integers(118, 123, octets.shape[:-1])
@@ -57,9 +59,7 @@ def described(kind: str, shape: tuple[int, ...], octets: np.ndarray) -> Stored:
         data = octets[row].tobytes()
         for k in range(shape[-1]):
             out[(slice(None), *row, k)] = element(kind, data[k // block * size :][:size], k % block)
-    return Stored(
-        packed=Packed(kind=kind, shape=shape, octets=octets), codes=out[0], scales=out[1], offsets=out[2]
-    )
+    return Stored(packed=Packed(kind=kind, shape=shape, octets=octets), codes=out[0], scales=out[1], offsets=out[2])
 
 
 def element(kind: str, block: bytes, i: int) -> tuple[float, float, float]:

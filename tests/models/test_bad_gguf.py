@@ -17,7 +17,12 @@ from jaxserve.models import configured_checkpoint, decoder_config, load_model, r
 from jaxserve.models.gguf.architectures import ARCHITECTURES
 from jaxserve.models.gguf.blocks import BLOCKS
 
-HEAD = {"llama.context_length": 8, "llama.embedding_length": 64, "llama.block_count": 1, "llama.feed_forward_length": 64}
+HEAD = {
+    "llama.context_length": 8,
+    "llama.embedding_length": 64,
+    "llama.block_count": 1,
+    "llama.feed_forward_length": 64,
+}
 HEAD |= {"general.architecture": "llama", "llama.attention.head_count": 2}
 HEAD |= {"llama.attention.layer_norm_rms_epsilon": 1e-5}
 TABLE = {"token_embd.weight": np.zeros((8, 64), np.float32)}
@@ -41,14 +46,18 @@ def test_no_gguf_file_and_other_versions(tmp_path: Path) -> None:
     path = model(tmp_path)
     assert read_gguf(gguf_files.write(tmp_path / "two.gguf", HEAD, TABLE, version=2)).metadata == HEAD
     for version, said in ((1, "version is 1 "), (4, "version is 4 "), (3 << 24, "version is 3, big-endian, ")):
-        with pytest.raises(CheckpointError, match=rf"model.gguf: its {said}which is not supported; known: 2 and 3.*conv"):
+        with pytest.raises(
+            CheckpointError, match=rf"model.gguf: its {said}which is not supported; known: 2 and 3.*conv"
+        ):
             read_checkpoint(edited(path, 4, struct.pack("<I", version)))
     with pytest.raises(CheckpointError, match=r"begins with b'GGML' and not b'GGUF'; fetch the file again"):
         read_checkpoint(edited(path, 0, b"GGML"))
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="it is no GGUF file"):
         read_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"nothing.gguf does not exist; give one with config.json, a file that ends"):
+    with pytest.raises(
+        CheckpointError, match=r"nothing.gguf does not exist; give one with config.json, a file that ends"
+    ):
         read_checkpoint(tmp_path / "nothing.gguf")
 
 
@@ -82,7 +91,10 @@ def test_a_damaged_header_is_a_typed_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, f"'mamba', which is not supported in GGUF; known: {', '.join(ARCHITECTURES)}"),
+        (
+            {"general.architecture": "mamba"},
+            f"'mamba', which is not supported in GGUF; known: {', '.join(ARCHITECTURES)}",
+        ),
         ({"general.type": "mmproj"}, "general.type is 'mmproj', which is no model"),
         ({"general.alignment": 24}, "general.alignment is 24, but must be a power of two"),
         ({"llama.block_count": None}, "llama.block_count: it is missing; convert the model again"),
@@ -113,13 +125,17 @@ def test_element_types(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"Q2_K \(as blk.0.x.weight\), type 99 \(as y\); {known}; take a file"):
         decoder_config(read_checkpoint(model(tmp_path, None, **{"blk.0.x.weight": unread, "y": strange})))
     ragged = gguf_files.Packed(kind="Q8_0", shape=(1, 40), octets=np.zeros(68, np.uint8))
-    with pytest.raises(CheckpointError, match=r"x is Q8_0 of shape \[1, 40\], but its last axis must be a multiple of 32"):
+    with pytest.raises(
+        CheckpointError, match=r"x is Q8_0 of shape \[1, 40\], but its last axis must be a multiple of 32"
+    ):
         read_checkpoint(model(tmp_path, None, x=ragged))
 
 
 def test_names_and_shapes_are_those_of_the_file(tmp_path: Path) -> None:
     path = model(tmp_path, None, **{"blk.0.attn_q.weight": np.zeros((64, 64), np.float32), "blk.0.y": np.zeros(1, "f")})
-    with pytest.raises(CheckpointError, match=r"weights are missing: blk.0.attn_k.weight.*1 weights are unknown.*blk.0.y"):
+    with pytest.raises(
+        CheckpointError, match=r"weights are missing: blk.0.attn_k.weight.*1 weights are unknown.*blk.0.y"
+    ):
         load_model(path)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     tensors["blk.0.ffn_up.weight"] = np.zeros((32, 64), np.float32)
@@ -129,14 +145,19 @@ def test_names_and_shapes_are_those_of_the_file(tmp_path: Path) -> None:
 
 SHAPES = {f"blk.0.{name}.weight": (64, 64) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
 SHAPES |= {f"blk.0.ffn_{name}.weight": (64, 64) for name in ("gate", "up", "down")}
-SHAPES |= {name: (64,) for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")}
+SHAPES |= dict.fromkeys(("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"), (64,))
 
 
 @pytest.mark.parametrize(
     ("kind", "at", "octets", "said"),
     [
         ("Q8_0", 34 * 5, b"\x00\x7e", r"1 scales are NaN or infinite, the first is nan at row \[2\], inputs 32 to 63"),
-        ("Q4_1", 20 * 6 + 2, b"\x00\xfc", r"1 minima are NaN or infinite, the first is inf at row \[3\], inputs 0 to 31"),
+        (
+            "Q4_1",
+            20 * 6 + 2,
+            b"\x00\xfc",
+            r"1 minima are NaN or infinite, the first is inf at row \[3\], inputs 0 to 31",
+        ),
         ("MXFP4", 0, b"\xff", r"1 scales are NaN or infinite, the first is nan at row \[0\], inputs 0 to 31"),
     ],
 )
@@ -162,7 +183,9 @@ def test_longrope_and_two_scalings(tmp_path: Path) -> None:
 
 def test_a_plain_file_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="model.bin is a file, but must be a directory; give one .* ends in .gguf"):
+    with pytest.raises(
+        CheckpointError, match="model.bin is a file, but must be a directory; give one .* ends in .gguf"
+    ):
         read_checkpoint(tmp_path / "model.bin")
 
 

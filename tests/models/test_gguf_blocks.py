@@ -1,4 +1,4 @@
-"""Element types of GGUF: any slice has the codes, scales and offsets of a loop over elements, and gguf's own weights."""
+"""Element types of GGUF: any slice is that of a loop over elements, and the weights are those that gguf reads."""
 
 from pathlib import Path
 
@@ -58,9 +58,9 @@ def test_weights_are_those_that_gguf_reads(kind: str) -> None:
     expected, tensor = (file.tensors[f"{kind}.{end}"] for end in ("expected", "weight"))
     assert file.metadata["general.alignment"] == 64 and expected.shape == tensor.shape
     whole = tuple(slice(0, size) for size in tensor.shape)
-    numbers = TensorSource(
-        name="", file=tensor.file, shape=expected.shape, dtype="float32", start=expected.start
-    ).read(whole)
+    numbers = TensorSource(name="", file=tensor.file, shape=expected.shape, dtype="float32", start=expected.start).read(
+        whole
+    )
     if kind in BLOCKS:
         found = opened(FIXTURES / "blocks.gguf", f"{kind}.weight").read(whole).dequantise(np.float32)
     else:

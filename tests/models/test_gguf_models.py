@@ -191,7 +191,10 @@ def test_a_directory_with_one_file_and_a_file_in_parts(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     file = read_gguf(whole)
     names = [*file.tensors]
-    arrays = {name: np.fromfile(t.file, "<f4", np.prod(t.shape, dtype=int), offset=t.start) for name, t in file.tensors.items()}
+    arrays = {
+        name: np.fromfile(t.file, "<f4", np.prod(t.shape, dtype=int), offset=t.start)
+        for name, t in file.tensors.items()
+    }
     for number, share in enumerate((names[:9], names[9:])):
         split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
         tensors = {name: arrays[name].reshape(file.tensors[name].shape) for name in share}
@@ -209,7 +212,9 @@ def test_a_directory_with_one_file_and_a_file_in_parts(tmp_path: Path) -> None:
     shutil.copy(second, whole.parent / "model-00001-of-00001.gguf")
     with pytest.raises(CheckpointError, match="split.no is 1 and split.count 2"):
         read_checkpoint(whole.parent / "model-00001-of-00001.gguf")
-    with pytest.raises(CheckpointError, match="has 2 GGUF files: model-00001-of-00001.gguf, model.gguf; set model.path"):
+    with pytest.raises(
+        CheckpointError, match="has 2 GGUF files: model-00001-of-00001.gguf, model.gguf; set model.path"
+    ):
         read_checkpoint(whole.parent)
 
 

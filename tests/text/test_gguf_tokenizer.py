@@ -1,14 +1,12 @@
-"""Tokenizers from the metadata of GGUF files give the ids of the tokenizer.json or tokenizer.model they were made of."""
+"""Tokenizers from the metadata of GGUF give the ids of the tokenizer.json or tokenizer.model they were made of."""
 
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
 import gguf_files
 import pytest
-import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -34,7 +32,8 @@ TEXTS = (
 )
 # Regular expressions as the published tokenizer.json of one model of each has them.
 CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = CL100K.replace("{1,3}", "")
 O200K = (
@@ -63,65 +62,8 @@ def from_json(path: Path, directory: Path, pre: str, **more: Any) -> Path:
 
 
 def from_sentencepiece(path: Path, directory: Path, **more: Any) -> Path:
-    """The same of a tokenizer.model: its pieces with their scores and types, and the special tokens beside it."""
-    model = (directory / "tokenizer.model").read_bytes()
-    found = sentencepiece.SentencePieceProcessor(model_proto=model)
-    kinds = {2: found.is_unknown, 3: found.is_control, 5: found.is_unused, 6: found.is_byte}
-    ids = range(found.get_piece_size())
-    trainer = next(value for number, value in fields(model) if number == 2)
-    normalizer = dict(fields(next(value for number, value in fields(model) if number == 3)))
-    user_defined = {value.decode() for number, value in fields(trainer) if number == 31}
-    options = json.loads((directory / "tokenizer_config.json").read_text())
-    special = {int(i) for i, token in options.get("added_tokens_decoder", {}).items() if token["special"]} - {0}
-    is_unigram = dict(fields(trainer)).get(3, 1) == 1
-    metadata = {
-        "tokenizer.ggml.model": "t5" if is_unigram else "llama",
-        "tokenizer.ggml.tokens": [found.id_to_piece(i) for i in ids],
-        "tokenizer.ggml.scores": [found.get_score(i) for i in ids],
-        "tokenizer.ggml.token_type": [
-            3
-            if i in special
-            else 4
-            if found.id_to_piece(i) in user_defined
-            else next((k for k, test in kinds.items() if test(i)), 1)
-            for i in ids
-        ],
-        "tokenizer.ggml.bos_token_id": found.bos_id(),
-        "tokenizer.ggml.eos_token_id": found.eos_id(),
-        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
-        "tokenizer.ggml.remove_extra_whitespaces": bool(normalizer.get(4, 1)),
-    }
-    if normalizer.get(2):
-        metadata["tokenizer.ggml.precompiled_charsmap"] = [*normalizer[2]]
+    metadata = gguf_files.sentencepiece_metadata(directory)
     return gguf_files.write(path, metadata | {f"tokenizer.{key}": value for key, value in more.items()}, {})
-
-
-def fields(message: bytes):
-    """Numbers and values of a serialised protobuf message."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        tag = varint()
-        if tag & 7 == 0:
-            yield tag >> 3, varint()
-        elif tag & 7 == 5:
-            yield tag >> 3, struct.unpack_from("<f", message, at)[0]
-            at += 4
-        else:
-            size = varint()
-            yield tag >> 3, message[at : at + size]
-            at += size
 
 
 def assert_same(found: Tokenizer, wanted: Tokenizer, texts: tuple[str, ...] = TEXTS) -> None:
@@ -226,7 +168,10 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
         ({"ggml.model": "bert"}, "model: it is 'bert', which is not supported; known: gpt2, llama, t5"),
         ({"ggml.merges": ["h e", "he"]}, "merges: 'he' are not two tokens with a space between"),
         ({"ggml.merges": ["nothing such"]}, "ggml.merges: .*nothing"),
-        ({"ggml.token_type": [1, 1]}, r"token_type: it is <2 values of type INT32>, but must be an array of \d+ values"),
+        (
+            {"ggml.token_type": [1, 1]},
+            r"token_type: it is <2 values of type INT32>, but must be an array of \d+ values",
+        ),
         ({"ggml.bos_token_id": 9999, "ggml.add_bos_token": True}, "bos_token_id: it is 9999, but there are"),
     ):
         with pytest.raises(CheckpointError, match=said):

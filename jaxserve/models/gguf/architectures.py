@@ -38,8 +38,8 @@ class Architecture:
       turned: names of the tensors of a layer whose rows the converter has reordered, as Llama's q and k: the two halves
         of each head are there by turns.
       shifted_norms: weights of norms are stored with 1 added.
-      scalar_by_heads: numbers of layers at which the scale of scores is by hidden_size over heads and not by the size of
-        a head, as llama.cpp tells them (the largest Gemma of each version).
+      scalar_by_heads: numbers of layers at which the scale of scores is by hidden_size over heads and not by the size
+        of a head, as llama.cpp tells them (the largest Gemma of each version); None: config.json has no such field.
     """
 
     hf: str
@@ -121,9 +121,7 @@ ARCHITECTURES = {
         required=("attention.sliding_window", "expert_count", "expert_used_count", "expert_feed_forward_length"),
     ),
     "llama": _LLAMA,
-    "olmo2": Architecture(
-        hf="Olmo2ForCausalLM", model_type="olmo2", family="OLMO2", keys={**_COMMON, **_RMS}
-    ),
+    "olmo2": Architecture(hf="Olmo2ForCausalLM", model_type="olmo2", family="OLMO2", keys={**_COMMON, **_RMS}),
     "phi3": Architecture(
         hf="Phi3ForCausalLM",
         model_type="phi3",

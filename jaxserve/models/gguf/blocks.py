@@ -79,7 +79,7 @@ class BlockTensor:
         decoded = self.format.decode(raw)
         groups = group_range(slice(inputs.start - first, inputs.stop - first), group)
         origin = [cut.start for cut in outer]
-        found = QuantisedSlice(
+        return QuantisedSlice(
             codes=_joined(decoded.codes)[..., inputs.start - first : inputs.stop - first],
             scales=self._checked("scales", _joined(decoded.scales)[..., groups], origin, groups, first),
             zeros=None,
@@ -88,7 +88,6 @@ class BlockTensor:
             else self._checked("minima", _joined(decoded.offsets)[..., groups], origin, groups, first),
             group_of=groups_of(inputs, group),
         )
-        return found
 
     def _checked(self, what: str, values: np.ndarray, origin: list[int], groups: slice, first: int) -> np.ndarray:
         bad = ~np.isfinite(values)

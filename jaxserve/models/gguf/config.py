@@ -63,7 +63,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             reader.fail(key, f"it is {size!r:.80}, but must be a whole number of at least 1")
     if reader.get("block_count") > len(file.tensors):
-        reader.fail("block_count", f"it is {reader.get('block_count')}, but there are {len(file.tensors)} tensors in all")
+        reader.fail(
+            "block_count", f"it is {reader.get('block_count')}, but there are {len(file.tensors)} tensors in all"
+        )
     config: dict[str, Any] = {
         "architectures": [architecture.hf],
         "model_type": architecture.model_type,

@@ -16,14 +16,16 @@ from jaxserve.models.quantised.bits import to_float32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantisedSlice:
-    """A rectangle of one weight of N outputs and K inputs, in G groups of inputs: w = (codes - zeros) * scales - offsets.
+    """A rectangle of one weight of N outputs and K inputs, which are in G groups.
+
+    w = (codes - zeros) * scales - offsets
 
     Attributes:
       codes: [..., N, K], whole numbers or float8 and float4 values. A stack of experts is a first axis.
-      scales: float32 [..., N, G], finite; below 0 in GGUF alone, whose blocks have the sign of their largest weight.
+      scales: float32 [..., N, G], finite; below 0 in GGUF alone, where a scale has the sign of its largest weight.
       zeros: int16 [..., N, G]; None: zero.
-      offsets: float32 [..., N, G], finite, beside which there are no zeros; None: zero. GGUF's types with a minimum have
-        them, and the minimum is no multiple of the scale.
+      offsets: float32 [..., N, G], finite, beside which there are no zeros; None: zero. GGUF's types with a minimum
+        have them, and the minimum is no multiple of the scale.
       group_of: int32 [K], the index along G of each input. A slice may begin inside a group, and the groups of a GPTQ
         checkpoint with `desc_act` lie in any order.
     """
