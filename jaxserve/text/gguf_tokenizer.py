@@ -197,11 +197,13 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
-    for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind == _USER_DEFINED:
-            backend.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False)])
-        elif kind == _CONTROL:
-            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+    cut_out = [
+        tokenizers.AddedToken(text, special=kind == _CONTROL, normalized=False)
+        for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    backend.add_special_tokens([token for token in cut_out if token.special])
+    backend.add_tokens([token for token in cut_out if not token.special])
     before = _added(vocabulary, "bos", pre.adds_bos)
     after = _added(vocabulary, "eos", False)
     if before or after:

@@ -144,9 +144,11 @@ def quantised_pair(directory: Path) -> models.Pair:
     """A Llama of two layers with a type of its own for each map; and with float weights as safetensors."""
     rng, config = np.random.default_rng(0), QUANTISED
     dense = models.plain_tensors(rng, config)
-    stored: dict[str, Any] = {gguf_name("llama", name): array for name, array in dense.items() if "lm_head" not in name}
-    table = oracle.random_weight(rng, "Q8_0", (config["vocab_size"], config["hidden_size"]), 2e-3)
-    dense["lm_head.weight"], stored["output.weight"] = table.weights, table.packed
+    stored: dict[str, Any] = {gguf_name("llama", name): array for name, array in dense.items()}
+    for name, kind, spread in (("model.embed_tokens", "Q5_1", 0.05), ("lm_head", "Q8_0", 2e-3)):
+        table = oracle.random_weight(rng, kind, (config["vocab_size"], config["hidden_size"]), spread)
+        dense[f"{name}.weight"] = table.weights
+        stored[gguf_name("llama", f"{name}.weight")] = table.packed
     for name, shape in models.module_shapes(config).items():
         leaf, layer = name.split(".")[-1], int(name.split(".")[2])
         kind = DOWN[layer] if leaf == "down_proj" else KINDS[leaf]

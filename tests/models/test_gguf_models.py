@@ -127,7 +127,7 @@ def test_quantised_weights_on_any_number_of_devices(tmp_path: Path) -> None:
         for path, array in wanted.items():
             np.testing.assert_array_equal(np.asarray(found[path]), np.asarray(array), err_msg=str(path))
     widened, *notes = describe_quantisation(read_checkpoint(pair.quantised), np.dtype("float32"))
-    assert "GGUF with Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K, MXFP4" in widened and not notes
+    assert "GGUF with Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, MXFP4" in widened and not notes
 
 
 def test_logits_are_those_of_the_float_weights(tmp_path: Path) -> None:

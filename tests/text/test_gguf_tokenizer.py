@@ -145,6 +145,16 @@ def test_sentencepiece(kind: str, tmp_path: Path) -> None:
         assert found.decode(case["ids"]) == case["decoded"], case
 
 
+def test_a_token_of_spaces_is_cut_out(tmp_path: Path) -> None:
+    """Gemma has such tokens; converters write them with spaces, sentencepiece with its mark."""
+    metadata = gguf_files.sentencepiece_metadata(FIXTURES / "spm_bpe")
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
+    metadata["tokenizer.ggml.tokens"][last], metadata["tokenizer.ggml.token_type"][last] = "   ", 4
+    tokenizer = load_tokenizer(gguf_files.write(tmp_path / "a.gguf", metadata, {}))
+    ids = tokenizer.encode("a   b", add_special_tokens=False)
+    assert last in ids and tokenizer.token_bytes(last) == b"   " and tokenizer.decode(ids) == "a   b"
+
+
 def test_the_demo_model(tmp_path: Path) -> None:
     """Its tokenizer.json is the original, its tokenizer.model what a converter reads; it has a chat template."""
     directory = resolve_model_path("demo")

@@ -10,7 +10,7 @@ from jaxserve.gguf_file import GgufFile, GgufTensor, read_gguf
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.gguf.architectures import Architecture
 from jaxserve.models.gguf.blocks import BLOCKS, FLOATS, BlockFormat
-from jaxserve.models.gguf.config import architecture_of
+from jaxserve.models.gguf.config import architecture_of, read_config
 from jaxserve.models.quantised.scheme import Format, Module, Scheme, module_name
 from jaxserve.models.safetensors_files import TensorSource
 
@@ -52,7 +52,7 @@ def open_gguf(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     """Every tensor that could be a weight. Quantised ones are bytes: uint8 [..., blocks, bytes of a block]."""
     file = _file_of(checkpoint)
     _, architecture = architecture_of(file)
-    head_dim = checkpoint.config["head_dim"]
+    head_dim = read_config(file)["head_dim"]  # the file's own: model.overrides may have another
     return {name: _source(tensor, architecture, head_dim) for name, tensor in file.tensors.items()}
 
 

@@ -8,6 +8,8 @@ Rules of families go on naming `X.weight`. A format names the tensors that are t
 and unknown names stay exact, and reads any slice of the weight as codes, scales and zeros (`slices`), which is all that
 other modules see of it. `widening` makes it a float tensor, slice by slice.
 
+The element types of GGUF files are read in the same form (`models.gguf.blocks`).
+
 To add a format: a module with a `Format` and a tensor that reads slices, and its name in `reading` or, for one of
 compressed-tensors', in `compressed_tensors`. Its test has an oracle that shares no code with it.
 """
