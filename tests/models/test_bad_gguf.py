@@ -97,6 +97,7 @@ def test_a_damaged_header_is_a_typed_error(tmp_path: Path) -> None:
         ),
         ({"general.type": "mmproj"}, "general.type is 'mmproj', which is no model"),
         ({"general.alignment": 24}, "general.alignment is 24, but must be a power of two"),
+        ({"llama.block_count": 2}, "llama.block_count: it is 2, but there are 1 tensors in all"),
         ({"llama.block_count": None}, "llama.block_count: it is missing; convert the model again"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon: it is missing"),
         ({"llama.attention.value_length": 16}, "value_length: it is 16, but keys have 32: both must be the same"),
@@ -114,6 +115,8 @@ def test_metadata(changes: dict[str, Any], message: str, tmp_path: Path) -> None
 
 
 def test_a_key_that_changes_nothing_can_be_overridden(tmp_path: Path) -> None:
+    """One that says what a Llama is anyway needs no override."""
+    decoder_config(read_checkpoint(model(tmp_path, {"llama.expert_count": 0, "llama.expert_used_count": 0})))
     path = model(tmp_path, {"llama.new_thing": 2.0})
     decoder_config(configured_checkpoint(ModelConfig(path=str(path), overrides={"llama.new_thing": None})))
 

@@ -16,6 +16,8 @@ from jaxserve.models.gguf.architectures import ARCHITECTURES, MIXTRAL, Architect
 _REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 # Sizes that others follow from here.
 _SIZES = ("embedding_length", "block_count", "attention.head_count", "attention.key_length", "rope.dimension_count")
+# Values that mean what the families do anyway: no experts in a model without, and a softmax over their logits.
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "expert_gating_func": 1}
 _INERT = ("tensor_data_layout", "rope.scaling.finetuned")
 # Options of sampling by the names of generation_config.json.
 _SAMPLING = {
@@ -50,7 +52,7 @@ def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
 def read_config(file: GgufFile) -> dict[str, Any]:
     """The fields of config.json. Keys that nothing here knows are fields of their own name.
 
-    Raises CheckpointError for an architecture, an element type or a value that is not supported, naming the key.
+    Raises CheckpointError for an architecture or a value that is not supported, naming the key.
     """
     name, architecture = architecture_of(file)
     reader = _Reader(file, name)
@@ -62,10 +64,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         size = reader.take(key)
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             reader.fail(key, f"it is {size!r:.80}, but must be a whole number of at least 1")
-    if reader.get("block_count") > len(file.tensors):
-        reader.fail(
-            "block_count", f"it is {reader.get('block_count')}, but there are {len(file.tensors)} tensors in all"
-        )
+    if (layers := reader.take("block_count")) > len(file.tensors):
+        reader.fail("block_count", f"it is {layers}, but there are {len(file.tensors)} tensors in all")
     config: dict[str, Any] = {
         "architectures": [architecture.hf],
         "model_type": architecture.model_type,
@@ -85,8 +85,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         reader.fail(
             "attention.value_length", f"it is {length}, but keys have {config['head_dim']}: both must be the same"
         )
-    if reader.get("expert_gating_func") == 1:  # softmax, as all families here
-        reader.take("expert_gating_func")
+    for key, neutral in _NEUTRAL.items():
+        if reader.get(key) == neutral:
+            reader.take(key)
     _read_rope(file, reader, config)
     _ADAPTED.get(name, lambda *_: None)(file, config)
     if architecture.scalar_by_heads is not None:
