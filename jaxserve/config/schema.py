@@ -18,8 +18,12 @@ class Section(pydantic.BaseModel):
 class ModelConfig(Section):
     """The model to load."""
 
-    path: str = pydantic.Field(default="demo", description="Hugging Face style directory, Orbax directory, or 'demo'.")
-    tokenizer: str | None = pydantic.Field(default=None, description="Directory of the tokenizer; default: model.path.")
+    path: str = pydantic.Field(
+        default="demo", description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo'."
+    )
+    tokenizer: str | None = pydantic.Field(
+        default=None, description="Directory or GGUF file of the tokenizer; default: model.path."
+    )
     encode_cache_bytes: int = pydantic.Field(
         default=2**25,
         ge=0,
@@ -27,7 +31,7 @@ class ModelConfig(Section):
     )
     skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
     name: str | None = pydantic.Field(
-        default=None, description="Name for logs, clients and LLM.model_name; default: that of the directory."
+        default=None, description="Name for logs, clients and LLM.model_name; default: that of the directory or file."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
         default="auto",

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jaxserve.config.schema import Config
+from jaxserve.gguf_file import find_gguf, parts_of
 from jaxserve.sched import Limits
 
 # Settings that may differ between hosts: paths, and settings that only the front door or the scheduler of process 0
@@ -29,7 +30,8 @@ _SAMPLE_BYTES = 64 * 1024
 def config_facts(config: Config, checkpoint: Path, version_here: str) -> dict[str, str]:
     """Versions, settings and the checkpoint.
 
-    `checkpoint` is a directory, of which samples are read; `version_here` is jaxserve's, installed or not.
+    `checkpoint` is a directory or a GGUF file, of which samples are read; `version_here` is jaxserve's, installed or
+    not.
     """
     facts = {"version of jaxserve": version_here}
     facts |= {f"version of {name}": version(name) for name in _PACKAGES}
@@ -67,13 +69,21 @@ def _short(value: str | None) -> str:
     return "absent" if value is None else value if len(value) <= 120 else f"{value[:120]}…"
 
 
-def checkpoint_digest(directory: Path, config_only: bool) -> str:
-    """Names, sizes and samples of the files: enough to tell two trainings of one model apart, in milliseconds."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(directory)))
+def checkpoint_digest(checkpoint: Path, config_only: bool) -> str:
+    """Names, sizes and samples of the files: enough to tell two trainings of one model apart, in milliseconds.
+
+    `checkpoint` is a directory or a GGUF file, whose metadata are its config.
+    """
+    gguf = find_gguf(checkpoint) if checkpoint.is_file() else None
+    directory = checkpoint if gguf is None else gguf.parent
+    if gguf is not None:
+        files = [*parts_of(gguf)]
+    else:
+        files = sorted(p for p in directory.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(directory)))
     checksum, total = 0, 0
     for file in files:
         name, size = file.relative_to(directory).as_posix(), file.stat().st_size
-        if config_only and name != "config.json":
+        if config_only and gguf is None and name != "config.json":
             continue
         checksum = zlib.crc32(f"{name} {size}".encode(), checksum)
         total += size

@@ -1,7 +1,8 @@
-"""A checkpoint directory on disk, before any weight is read: its JSON files and the values in them.
+"""A checkpoint on disk, before any weight is read: the JSON files of its directory and the values in them.
 
 These are the config, the ids that end a sequence and default sampling options; the name 'demo' stands for the packaged
-model. Weights are read in `safetensors_files` and `orbax_io`, tokenizers in `text`.
+model. A GGUF file has all of them in its metadata. Weights are read in `safetensors_files`, `gguf` and `orbax_io`,
+tokenizers in `text`.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ from typing import Any
 
 from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import CheckpointError
+from jaxserve.gguf_file import SUFFIX, find_gguf, read_gguf
+from jaxserve.models.gguf.config import architecture_of, read_config, read_generation
 
 DEMO_NAME = "demo"
 ORBAX_MARKER = "jaxserve_orbax.json"
@@ -30,18 +33,20 @@ class CheckpointKind(enum.StrEnum):
 
     HUGGING_FACE = "hugging_face"
     ORBAX = "orbax"
+    GGUF = "gguf"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A readable checkpoint directory.
+    """A readable checkpoint.
 
     Attributes:
-      path: the directory.
+      path: the directory, or the GGUF file that was named.
       kind: how the weights are stored.
-      config: parsed config.json.
+      config: parsed config.json, or the same fields from the metadata of a GGUF file.
       generation: parsed generation_config.json, empty when there is none.
       family: name, path or entry point of the `Family` that reads it; None: that of its architecture.
+      gguf: the GGUF file, or the first of its parts; None for the other kinds.
     """
 
     path: Path
@@ -49,22 +54,24 @@ class Checkpoint:
     config: dict[str, Any]
     generation: dict[str, Any]
     family: str | None = None
+    gguf: Path | None = None
 
     @property
     def config_file(self) -> str:
-        """The path of config.json, for messages about a field."""
-        return str(self.path / CONFIG_NAME)
+        """The path of config.json, or of the GGUF file, for messages about a field."""
+        return str(self.path / CONFIG_NAME if self.gguf is None else self.gguf)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence: those of generation_config.json and of config.json together, ascending."""
         found: set[int] = set()
-        for name, values in ((GENERATION_NAME, self.generation), (CONFIG_NAME, self.config)):
+        generation_file = self.config_file if self.gguf is not None else self.path / GENERATION_NAME
+        for name, values in ((generation_file, self.generation), (self.config_file, self.config)):
             ids = values.get("eos_token_id")
             ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
             for token_id in ids:
                 if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                    raise CheckpointError(f"{self.path / name}: eos_token_id holds {token_id!r}, which is no token id")
+                    raise CheckpointError(f"{name}: eos_token_id holds {token_id!r}, which is no token id")
                 found.add(token_id)
         return tuple(sorted(found))
 
@@ -82,7 +89,10 @@ class Checkpoint:
 
 
 def resolve_model_path(path: str | Path) -> Path:
-    """The directory that `model.path` names; 'demo' is the packaged model. Raises CheckpointError if there is none."""
+    """The directory or GGUF file that `model.path` names; 'demo' is the packaged model.
+
+    Raises CheckpointError if there is none.
+    """
     if str(path) == DEMO_NAME:
         directory = Path(str(importlib.resources.files("jaxserve"))) / "demo_model"
         if not (directory / CONFIG_NAME).is_file():
@@ -91,18 +101,22 @@ def resolve_model_path(path: str | Path) -> Path:
             )
         return directory
     directory = Path(path).expanduser()
-    if not directory.is_dir():
+    if not directory.is_dir() and not (directory.suffix == SUFFIX and directory.is_file()):
         what = "is a file, but must be a directory" if directory.exists() else "does not exist"
-        raise CheckpointError(f"model directory {directory} {what}; give one with config.json, or 'demo'")
+        raise CheckpointError(
+            f"model directory {directory} {what}; give one with config.json, a file that ends in {SUFFIX}, or 'demo'"
+        )
     return directory
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Reads the JSON files of a checkpoint directory (or 'demo').
+    """Reads the JSON files of a checkpoint directory (or 'demo'), or the metadata of a GGUF file.
 
-    Raises CheckpointError when the directory or config.json is missing, or JSON is malformed.
+    Raises CheckpointError when the directory or config.json is missing, JSON is malformed, or the metadata of GGUF are.
     """
     directory = resolve_model_path(path)
+    if (gguf := find_gguf(directory)) is not None:
+        return _read_gguf_checkpoint(directory, gguf)
     kind = CheckpointKind.ORBAX if (directory / ORBAX_MARKER).is_file() else CheckpointKind.HUGGING_FACE
     generation_file = directory / GENERATION_NAME
     return Checkpoint(
@@ -113,6 +127,19 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
+def _read_gguf_checkpoint(path: Path, first: Path) -> Checkpoint:
+    file = read_gguf(first)
+    _, architecture = architecture_of(file)
+    return Checkpoint(
+        path=path,
+        kind=CheckpointKind.GGUF,
+        config=read_config(file),
+        generation=read_generation(file),
+        family=f"jaxserve.models.gguf.families:{architecture.family}",
+        gguf=first,
+    )
+
+
 def configured_checkpoint(model: ModelConfig) -> Checkpoint:
     """The checkpoint of `model.path`, with `model.overrides` in its config, to be read by `model.family`.
 
@@ -120,7 +147,7 @@ def configured_checkpoint(model: ModelConfig) -> Checkpoint:
     """
     checkpoint = read_checkpoint(model.path)
     config = checkpoint.config | model.overrides
-    return dataclasses.replace(checkpoint, config=config, family=model.family)
+    return dataclasses.replace(checkpoint, config=config, family=model.family or checkpoint.family)
 
 
 def check_described(checkpoint: Checkpoint, *, random_weights: bool) -> None:

@@ -48,6 +48,7 @@ class RopeScaling(enum.StrEnum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    FACTORS = "factors"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class RopeConfig:
       factor: stretch (all but none).
       original_max_position: trained length (dynamic, llama3, yarn).
       low_freq_factor, high_freq_factor: llama3.
+      factors: what divides the frequency of each pair (factors).
       beta_fast, beta_slow, truncate: yarn's correction range, in turns; truncate rounds it to whole dimensions.
       attention_factor: yarn's multiplier of cos and sin, already resolved from mscale and mscale_all_dim.
     """
@@ -72,6 +74,7 @@ class RopeConfig:
     original_max_position: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    factors: tuple[float, ...] = ()
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True

@@ -66,7 +66,7 @@ INERT = frozenset(_INERT_NAMES.split())
 
 _ROPE_FIELD_NAMES = """
     rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast
-    beta_slow truncate attention_factor mscale mscale_all_dim partial_rotary_factor finetuned
+    beta_slow truncate attention_factor mscale mscale_all_dim partial_rotary_factor finetuned factors
 """
 _ROPE_FIELDS = frozenset(_ROPE_FIELD_NAMES.split())
 _ROPE_KINDS = {"default": RopeScaling.NONE} | {kind.value: kind for kind in RopeScaling if kind is not RopeScaling.NONE}
@@ -221,6 +221,8 @@ def rope_of(
     base = {"theta": theta, "rotary_dim": rotary_dim, "scaling": kind}
     if kind is RopeScaling.NONE:
         return RopeConfig(**base)
+    if kind is RopeScaling.FACTORS:
+        return RopeConfig(**base, factors=_rope_factors(config, scaling, rotary_dim))
 
     max_position = config.integer("max_position_embeddings", 2048)
     original = max_position  # the dynamic scaling has no field of its own for the trained length
@@ -241,6 +243,14 @@ def rope_of(
     if kind is RopeScaling.YARN:
         base |= _yarn_fields(config, scaling, base["factor"])
     return RopeConfig(**base)
+
+
+def _rope_factors(config: HfConfig, scaling: Mapping[str, Any], rotary_dim: int) -> tuple[float, ...]:
+    """A list that divides each frequency, which GGUF has in place of llama3's fields."""
+    factors = scaling.get("factors")
+    if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+        config.fail(f"rope factors are {factors!r:.80}, but must be a list of {rotary_dim // 2} numbers")
+    return tuple(config.check_number("rope factors", factor) for factor in factors)
 
 
 def _yarn_fields(config: HfConfig, scaling: Mapping[str, Any], factor: float) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def convert(
     The target appears when all of it is there.
     """
     checkpoint = read_checkpoint(source)
+    if checkpoint.kind is CheckpointKind.GGUF:
+        raise CheckpointError(
+            f"{checkpoint.config_file} is a GGUF file, which is not converted; serve it as it is, or convert the "
+            "safetensors checkpoint that it was made of"
+        )
     with new_directory(FilePath(target).expanduser()) as directory:
         if checkpoint.kind is CheckpointKind.HUGGING_FACE:
             _to_orbax(checkpoint, directory, progress)

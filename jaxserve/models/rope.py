@@ -29,6 +29,8 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
     base = np.float32(1.0) / powers
     if rope.scaling is RopeScaling.LINEAR:
         return base / np.float32(rope.factor)
+    if rope.scaling is RopeScaling.FACTORS:
+        return base / np.asarray(rope.factors, np.float32)
     if rope.scaling is RopeScaling.LLAMA3:
         return _llama3(base, rope)
     if rope.scaling is RopeScaling.YARN:

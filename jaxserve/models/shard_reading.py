@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.kernels.storage import Storage
-from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.checkpoint import Checkpoint, CheckpointKind
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
+from jaxserve.models.gguf.tensors import open_gguf
 from jaxserve.models.layout import Index, read_target
 from jaxserve.models.partition import Block
 from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
@@ -36,7 +37,7 @@ def checked_tensors(
     plan: Mapping[Path, list[Piece]],
     kept: Mapping[Path, Kept] = MappingProxyType({}),
 ) -> dict[str, ReadableTensor]:
-    """The open tensors of a Hugging Face directory, all there and of the right shapes, still unread.
+    """The open tensors of a Hugging Face directory or a GGUF file, all there and of the right shapes, still unread.
 
     Quantised weights are there under the names of the float tensors that they would be. Those of parameters that are
     `kept` as the checkpoint's codes read as records (`quantised.coding`); others are widened as they are read.
@@ -46,7 +47,8 @@ def checked_tensors(
     """
     pieces = [piece for pieces in plan.values() for piece in pieces]
     names = {piece.source for piece in pieces}
-    scheme, files, origin = read_scheme(checkpoint), open_tensors(checkpoint.path), str(checkpoint.path)
+    scheme, origin = read_scheme(checkpoint), str(checkpoint.path)
+    files = open_gguf(checkpoint) if checkpoint.kind is CheckpointKind.GGUF else open_tensors(checkpoint.path)
     if scheme is None:
         files = _with_prefix(files, family.prefix, names)
         check_names(family, config, files, origin, needed=names, hint=hint_of(files))

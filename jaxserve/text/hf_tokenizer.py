@@ -30,18 +30,14 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i,
 
 
 class HfTokenizer:
-    """A `Tokenizer` over one tokenizer.json. Immutable after construction.
+    """A `Tokenizer` over one tokenizer.json, or over a `backend` made of other files. Immutable after construction.
 
     Raises CheckpointError when the file cannot be read, or when tokenizer_config.json gives an added token an id
     that does not fit.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
-        path = files.directory / "tokenizer.json"
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the binding raises bare Exception for every fault of the file
-            raise read_failure(path, error) from error
+    def __init__(self, files: TokenizerFiles, backend: tokenizers.Tokenizer | None = None) -> None:
+        backend = _read_backend(files) if backend is None else backend
         backend.no_truncation()
         backend.no_padding()
         _add_missing_tokens(backend, files)
@@ -95,6 +91,14 @@ class HfTokenizer:
             "structured output needs tokens with bytes of their own, but this tokenizer.json decodes by "
             f"{', '.join(self._decoded_by) or 'nothing'}; serve a model with a byte-level or sentencepiece tokenizer"
         )
+
+
+def _read_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    path = files.directory / "tokenizer.json"
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception for every fault of the file
+        raise read_failure(path, error) from error
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:

@@ -33,15 +33,16 @@ _MAX_ID_GAP = 100_000  # an added token may leave holes for reserved ids; a wild
 
 
 class SentencePieceTokenizer:
-    """A `Tokenizer` over one sentencepiece model. Immutable after construction.
+    """A `Tokenizer` over one sentencepiece model, serialised: `model`, or that of the directory. Immutable after
+    construction.
 
     Raises CheckpointError when the model file cannot be read or an added token has an impossible id.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
-        model_path = files.directory / "tokenizer.model"
+    def __init__(self, files: TokenizerFiles, model: bytes | None = None) -> None:
+        model_path = files.directory / "tokenizer.model" if model is None else files.directory
         try:
-            model = model_path.read_bytes()
+            model = model_path.read_bytes() if model is None else model
             if not model:  # the library would leave itself unloaded, and say so only when used
                 raise ValueError("it is empty")
             processor = sentencepiece.SentencePieceProcessor(model_proto=model)

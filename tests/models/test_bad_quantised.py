@@ -74,7 +74,7 @@ def config_of(directory: Path, table: Any, **fields: Any) -> Path:
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             ("'bitsandbytes' is not supported", "gptq, awq", "take"),
         ),
-        ({"quant_method": "gguf"}, ("'gguf'", "safetensors checkpoint that the GGUF file was made of")),
+        ({"quant_method": "gguf"}, ("'gguf'", "set model.path to the GGUF file itself")),
         ({"quant_method": "aqlm"}, ("'aqlm'", "or without quantisation")),
         ({"quant_method": "auto-round"}, ("'auto-round'", "auto_gptq")),
         ({"quant_method": "fbgemm_fp8"}, ("'fbgemm_fp8'", "float-quantized")),

@@ -9,6 +9,8 @@ and unknown names stay exact, and reads any slice of the weight as codes, scales
 other modules see of it. `storing` says which parameters of the model are kept as codes, `coding` reads those, and
 rounds floats to codes; `widening` makes a float tensor of the others. Both work slice by slice.
 
+The element types of GGUF files are read in the same form (`models.gguf.blocks`).
+
 To add a format: a module with a `Format` and a tensor that reads slices, and its name in `reading` or, for one of
 compressed-tensors', in `compressed_tensors`. Its test has an oracle that shares no code with it.
 """

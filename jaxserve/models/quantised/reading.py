@@ -32,7 +32,7 @@ _REFUSED = {
     "auto-round": "export it again in the format auto_gptq or auto_awq",
     "bitsandbytes": _TAKE_ANOTHER,
     "fbgemm_fp8": "take the checkpoint as fp8 or compressed-tensors (float-quantized)",
-    "gguf": "take the safetensors checkpoint that the GGUF file was made of",
+    "gguf": "set model.path to the GGUF file itself",
     "modelopt": "take the checkpoint as compressed-tensors (float-quantized, nvfp4-pack-quantized)",
     "torchao": _TAKE_ANOTHER,
 }
@@ -43,6 +43,10 @@ def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
 
     Raises CheckpointError for a method, a format or a field that is not known.
     """
+    if checkpoint.kind is CheckpointKind.GGUF:
+        from jaxserve.models.gguf.tensors import gguf_scheme  # its formats are those of this package
+
+        return gguf_scheme(checkpoint)
     found = _find_table(checkpoint)
     if found is None:
         return None

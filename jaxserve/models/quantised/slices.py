@@ -15,12 +15,16 @@ from jaxserve.models.quantised.bits import to_float32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantisedSlice:
-    """A rectangle of one weight of N outputs and K inputs, in G groups of inputs: w = (codes - zeros) * scales.
+    """A rectangle of one weight of N outputs and K inputs, which are in G groups.
+
+    w = (codes - zeros) * scales - offsets
 
     Attributes:
       codes: [..., N, K], whole numbers or float8 and float4 values. A stack of experts is a first axis.
-      scales: float32 [..., N, G], finite and at least 0.
+      scales: float32 [..., N, G], finite; below 0 in GGUF alone, where a scale has the sign of its largest weight.
       zeros: int16 [..., N, G]; None: zero.
+      offsets: float32 [..., N, G], finite, beside which there are no zeros; None: zero. GGUF's types with a minimum
+        have them, and the minimum is no multiple of the scale.
       group_of: int32 [K], the index along G of each input. A slice may begin inside a group, and the groups of a GPTQ
         checkpoint with `desc_act` lie in any order.
     """
@@ -29,14 +33,17 @@ class QuantisedSlice:
     scales: np.ndarray
     zeros: np.ndarray | None
     group_of: np.ndarray
+    offsets: np.ndarray | None = None
 
     def dequantise(self, dtype: np.typing.DTypeLike) -> np.ndarray:
-        """The weights [..., N, K]: the difference and the product in float32, then rounded to `dtype`."""
+        """The weights [..., N, K]: the differences and the product in float32, then rounded to `dtype`."""
         dense = to_float32(self.codes)
         if self.zeros is not None:
             dense -= self.by_input(self.zeros.astype(np.float32))
         with np.errstate(over="ignore"):  # what exceeds the dtype is infinite, and the caller's to judge
             dense *= self.by_input(self.scales)
+            if self.offsets is not None:
+                dense -= self.by_input(self.offsets)
             return dense.astype(dtype, copy=False)
 
     def by_input(self, values: np.ndarray) -> np.ndarray:

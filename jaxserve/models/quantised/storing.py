@@ -169,7 +169,10 @@ def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> 
         return None, FLOAT
     if scheme is not None:
         found = scheme.format_of(module)
-        return (None if found is None else found.storage), arithmetic
+        storage = None if found is None else found.storage
+        if module.kind is ModuleKind.EMBEDDING and storage is not None and storage.group is not None:
+            storage = None  # rows of a table are looked up with one scale each
+        return storage, arithmetic
     if recipe is None:
         return None, FLOAT
     if module.kind is ModuleKind.EMBEDDING:

@@ -1,0 +1,235 @@
+"""From the metadata of a GGUF file to the fields of config.json and generation_config.json that families read.
+
+What the metadata leave out is what the architecture means by its absence, or is told by the tensors: whether the output
+projection is the table of embeddings, and which projections have biases.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jaxserve.errors import CheckpointError
+from jaxserve.gguf_file import GgufArray, GgufFile, ValueType
+from jaxserve.models.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture
+
+_REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+# Sizes that others follow from here.
+_SIZES = ("embedding_length", "block_count", "attention.head_count", "attention.key_length", "rope.dimension_count")
+# Values that mean what the families do anyway: no experts in a model without, and a softmax over their logits.
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "expert_gating_func": 1}
+_INERT = ("tensor_data_layout", "rope.scaling.finetuned")
+# Options of sampling by the names of generation_config.json.
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+# Keys of ids that end a turn, and texts of control tokens that do, since converters often write the first key alone.
+_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+_NOT_AN_END = {"gpt-oss": ("<|end|>",)}  # it ends a message there, after which the model goes on
+_CONTROL = 3  # type of tokens
+
+
+def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
+    """The name of the architecture and its row of the table. Raises CheckpointError for one that is not known."""
+    kind = file.get("general.type", str) or "model"
+    if kind != "model":
+        raise CheckpointError(f"{file.path}: general.type is {kind!r}, which is no model; set model.path to the model")
+    name = file.get("general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: general.architecture is {name!r}, which is not supported in GGUF; known: "
+            f"{', '.join(ARCHITECTURES)}; take the safetensors checkpoint that the file was made of"
+        )
+    is_mixtral = name == "llama" and file.metadata.get("llama.expert_count", 0)
+    return name, MIXTRAL if is_mixtral else ARCHITECTURES[name]
+
+
+def read_config(file: GgufFile) -> dict[str, Any]:
+    """The fields of config.json. Keys that nothing here knows are fields of their own name.
+
+    Raises CheckpointError for an architecture or a value that is not supported, naming the key.
+    """
+    name, architecture = architecture_of(file)
+    reader = _Reader(file, name)
+    norms = [key for key in architecture.keys if key.endswith("_epsilon")]
+    for key in (*_REQUIRED, *norms, *architecture.required):
+        if reader.get(key) is None:
+            reader.fail(key, "it is missing; convert the model again with a converter of today")
+    for key in _SIZES:
+        size = reader.take(key)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            reader.fail(key, f"it is {size!r:.80}, but must be a whole number of at least 1")
+    if (layers := reader.take("block_count")) > len(file.tensors):
+        reader.fail("block_count", f"it is {layers}, but there are {len(file.tensors)} tensors in all")
+    config: dict[str, Any] = {
+        "architectures": [architecture.hf],
+        "model_type": architecture.model_type,
+        "dtype": _dtype(file),
+        "vocab_size": _vocab_size(file, reader),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **_ids(file, name),
+        **architecture.fixed,
+    }
+    for key, field in architecture.keys.items():
+        if (value := reader.take(key)) is not None:
+            config[field] = value
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    config.setdefault("head_dim", config["hidden_size"] // heads)
+    if (length := reader.take("attention.value_length")) not in (None, config["head_dim"]):
+        reader.fail(
+            "attention.value_length", f"it is {length}, but keys have {config['head_dim']}: both must be the same"
+        )
+    for key, neutral in _NEUTRAL.items():
+        if reader.get(key) == neutral:
+            reader.take(key)
+    _read_rope(file, reader, config)
+    _ADAPTED.get(name, lambda *_: None)(file, config)
+    if architecture.scalar_by_heads is not None:
+        by_heads = config["num_hidden_layers"] in architecture.scalar_by_heads
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if by_heads else config["head_dim"]
+    return config | reader.untaken()
+
+
+def read_generation(file: GgufFile) -> dict[str, Any]:
+    """The fields of generation_config.json."""
+    return {field: value for key, field in _SAMPLING.items() if (value := file.get(key, int, float)) is not None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reader:
+    """The keys of one architecture, of which each is taken once."""
+
+    file: GgufFile
+    name: str
+    taken: set[str] = dataclasses.field(default_factory=lambda: set(_INERT))
+
+    def get(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.name}.{key}")
+
+    def take(self, key: str) -> Any:
+        """The value, None where it is absent. Of a value for each layer, the one that all of them have."""
+        self.taken.add(key)
+        value = self.get(key)
+        if not isinstance(value, GgufArray):
+            return value
+        values = value.read()
+        if not values or any(other != values[0] for other in values):
+            self.fail(key, f"it is {values!r:.80}, but must be the same in all layers")
+        return values[0]
+
+    def untaken(self) -> dict[str, Any]:
+        start = f"{self.name}."
+        return {
+            key: value.read() if isinstance(value, GgufArray) else value
+            for key, value in self.file.metadata.items()
+            if key.startswith(start) and key.removeprefix(start) not in self.taken
+        }
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self.file.path}: {self.name}.{key}: {problem}")
+
+
+def _dtype(file: GgufFile) -> str:
+    """The type that matrices are meant for. Codes are: bfloat16, which engines compute them in."""
+    kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    if kinds <= {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def _vocab_size(file: GgufFile, reader: _Reader) -> int:
+    stated = reader.take("vocab_size")
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise CheckpointError(
+            f"{file.path} has no tensor token_embd.weight of two axes, the table of embeddings; fetch the whole model"
+        )
+    if stated not in (None, table.shape[0]):
+        reader.fail("vocab_size", f"it is {stated}, but token_embd.weight has {table.shape[0]} rows")
+    return table.shape[0]
+
+
+def _ids(file: GgufFile, name: str) -> dict[str, Any]:
+    """The ids that begin and end a text."""
+    ends = [file.get(key, int) for key in _END_KEYS]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if isinstance(tokens, GgufArray) and isinstance(types, GgufArray) and tokens.type is ValueType.STRING:
+        wanted = set(_END_TEXTS) - set(_NOT_AN_END.get(name, ()))
+        kinds = zip(tokens.read(), types.read(), strict=False)
+        ends += [i for i, (text, kind) in enumerate(kinds) if kind == _CONTROL and text in wanted]
+    found = {"bos_token_id": file.get("tokenizer.ggml.bos_token_id", int)}
+    found["eos_token_id"] = sorted({token_id for token_id in ends if token_id is not None}) or None
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _read_rope(file: GgufFile, reader: _Reader, config: dict[str, Any]) -> None:
+    kind = reader.take("rope.scaling.type")
+    table: dict[str, Any] = {}
+    if kind not in (None, "none"):
+        table["rope_type"] = kind
+        for key, field in _ROPE_SCALING.items():
+            if (value := reader.take(f"rope.scaling.{key}")) is not None:
+                table[field] = value
+    else:
+        reader.take("rope.scaling.original_context_length")  # it matters to a scaling alone
+    dimensions = reader.take("rope.dimension_count")
+    if dimensions is not None and dimensions != config["head_dim"]:
+        config["partial_rotary_factor"] = dimensions / config["head_dim"]
+    if "rope_freqs.weight" in file.tensors:
+        if table:
+            reader.fail("rope.scaling.type", f"it is {kind!r}, but rope_freqs.weight scales each frequency, too")
+        table = {"rope_type": "factors", "factors": _read_floats(file, "rope_freqs.weight")}
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        if name in file.tensors:
+            raise CheckpointError(
+                f"{file.path}: tensor {name}: rope scaling by two tables (longrope) is not supported; take the same "
+                "model with the short context"
+            )
+    if table:
+        config["rope_scaling"] = table
+
+
+_ROPE_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
+def _read_floats(file: GgufFile, name: str) -> list[float]:
+    tensor = file.tensors[name]
+    if tensor.type != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(
+            f"{file.path}: tensor {name} is {tensor.type} of shape {list(tensor.shape)}, but must be F32 of one axis; "
+            "convert the model again"
+        )
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.start)
+        return [*struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.num_bytes))]
+
+
+def _llama(file: GgufFile, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if config["model_type"] == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+
+
+def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> None:
+    del file
+    # The published config does not round the range of yarn, which GGUF has no key for.
+    config.get("rope_scaling", {})["truncate"] = False
+
+
+def _phi3(file: GgufFile, config: dict[str, Any]) -> None:
+    del file
+    config["sliding_window"] = config["sliding_window"] or None  # 0: none
+
+
+_ADAPTED: Mapping[str, Any] = {"llama": _llama, "gpt-oss": _gpt_oss, "phi3": _phi3}
