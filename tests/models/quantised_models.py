@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import quantised_oracle as oracle
+from flax import nnx
 from safetensors.numpy import save_file
+
+from jaxserve.kernels.coded_weight import CodedWeight
+from jaxserve.models.loading import LoadedModel
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -221,3 +226,13 @@ SCHEMES: dict[str, tuple[dict[str, Any], Make]] = {
         ),
     ),
 }
+
+
+def numbers_of(model: LoadedModel) -> dict[tuple[Any, ...], np.ndarray]:
+    """Every parameter in float64."""
+    found = {}
+    for path, variable in nnx.to_flat_state(model.state):
+        value = variable.get_raw_value()
+        is_coded = isinstance(value, CodedWeight)
+        found[path] = value.numbers() if is_coded else np.asarray(jax.tree.leaves(value)[0], np.float64)
+    return found

@@ -11,6 +11,7 @@ import hf_oracle
 import jax
 import numpy as np
 import pytest
+from quantised_models import numbers_of
 from test_loading import mesh_of
 
 from jaxserve.config.schema import ModelConfig, ParallelConfig
@@ -21,7 +22,7 @@ from jaxserve.models import configured_checkpoint, decoder_config, load_model, o
 from jaxserve.models.checkpoint import CheckpointKind
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.models.gguf.architectures import ARCHITECTURES
-from jaxserve.models.quantised import describe_quantisation
+from jaxserve.models.quantised import Quantisation, describe_quantisation
 from jaxserve.models.rope import inverse_frequencies
 from jaxserve.models.sharding import arrays_of
 from jaxserve.runtime.mesh import make_meshes
@@ -113,7 +114,7 @@ def test_rows_of_grouped_heads_are_in_their_order_again() -> None:
     """A file that gguf itself has written, in the order of llama.cpp, and its rows as they were before."""
     model = load_model(gguf_models.FIXTURES / "gguf" / "llama.gguf", dtype="float32")
     original = np.load(gguf_models.FIXTURES / "gguf" / "llama.npz")
-    kernel = np.asarray(arrays_of(model.state)["layers", 0, "attention", "qkv", "kernel"])
+    kernel = numbers_of(model)["layers", 0, "attention", "qkv", "kernel"]
     by_head = kernel.reshape(2, 4, 12, 32)  # of each key/value head two queries, the key and the value
     np.testing.assert_array_equal(by_head[:, :2].reshape(-1, 32), original["attn_q"])
     np.testing.assert_array_equal(by_head[:, 2].reshape(-1, 32), original["attn_k"])
@@ -123,11 +124,16 @@ def test_quantised_weights_on_any_number_of_devices(tmp_path: Path) -> None:
     pair = gguf_models.quantised_pair(tmp_path)
     for dtype, devices in (("float32", 1), ("bfloat16", 1), ("float32", 2), ("float32", 4)):
         mesh = mesh_of(devices)
-        found, wanted = (arrays_of(load_model(p, dtype=dtype, mesh=mesh).state) for p in (pair.quantised, pair.dense))
-        for path, array in wanted.items():
-            np.testing.assert_array_equal(np.asarray(found[path]), np.asarray(array), err_msg=str(path))
-    widened, *notes = describe_quantisation(read_checkpoint(pair.quantised), np.dtype("float32"))
-    assert "GGUF with Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, MXFP4" in widened and not notes
+        coded = load_model(pair.quantised, dtype=dtype, mesh=mesh)
+        widened = load_model(pair.quantised, dtype=dtype, mesh=mesh, quantisation=Quantisation(scheme="none"))
+        wanted = arrays_of(load_model(pair.dense, dtype=dtype, mesh=mesh).state)
+        for found in (numbers_of(coded), numbers_of(widened)):
+            for path, array in wanted.items():
+                same = found[path].astype(np.float32).astype(dtype)
+                np.testing.assert_array_equal(same, np.asarray(array), err_msg=str(path))
+        assert coded.kept, "Q4_0, Q5_0, Q6_K, Q8_0 and MXFP4 are codes"
+    said, *notes = describe_quantisation(read_checkpoint(pair.quantised), np.dtype("float32"), {})
+    assert "GGUF with Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, MXFP4" in said and not notes
 
 
 def test_logits_are_those_of_the_float_weights(tmp_path: Path) -> None:

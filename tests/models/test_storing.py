@@ -4,16 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import hf_oracle
-import jax
 import numpy as np
 import pytest
 import quantised_models as models
 import quantised_oracle as oracle
 from flax import nnx
+from quantised_models import numbers_of
 from test_loading import mesh_of
 
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.kernels.storage import FLOAT, Storage
 from jaxserve.models import load_model
 from jaxserve.models.loading import LoadedModel
@@ -22,16 +21,6 @@ from jaxserve.models.quantised import Quantisation
 from jaxserve.models.sharding import arrays_of
 
 ROW_INT8 = Storage(code="int8")
-
-
-def numbers_of(model: LoadedModel) -> dict[tuple[Any, ...], np.ndarray]:
-    """Every parameter in float64."""
-    found = {}
-    for path, variable in nnx.to_flat_state(model.state):
-        value = variable.get_raw_value()
-        is_coded = isinstance(value, CodedWeight)
-        found[path] = value.numbers() if is_coded else np.asarray(jax.tree.leaves(value)[0], np.float64)
-    return found
 
 
 def load(name: str, scheme: str, devices: int = 1, rules: dict[str, str] | None = None) -> LoadedModel:
