@@ -138,10 +138,13 @@ def _work(absent: AbsentModel) -> Work:
 
 
 def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
-    """Bytes of a number of these weights on average, with its share of scales."""
-    leaves = [jax.tree.leaves(variable) for variable in weights]  # the codes of a weight come first
-    stored = sum(array_bytes(leaf.size, leaf.dtype) for found in leaves for leaf in found)
-    return stored / sum(found[0].size for found in leaves)
+    """Bytes of a number of these weights on average, with its share of scales and zeros."""
+    stored = numbers = 0
+    for variable in weights:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variable.get_raw_value()):
+            stored += array_bytes(leaf.size, leaf.dtype)
+            numbers += 0 if getattr(path[-1], "name", "") in ("scales", "zeros") else leaf.size
+    return stored / numbers
 
 
 def _settle(config: Config, topology: Topology, options: PlanOptions) -> Config:
