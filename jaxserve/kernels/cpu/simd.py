@@ -17,8 +17,14 @@ from numba.extending import intrinsic as _intrinsic
 
 intrinsic: Any = _intrinsic  # its own types describe its arguments, not its result
 
-_WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(16), ir.FloatType()
+_WORD, _HALF, _BYTE, _FLOAT = ir.IntType(64), ir.IntType(16), ir.IntType(8), ir.FloatType()
 _LANE = ir.IntType(32)
+
+# Bytes of a number by the type of `kind`. Numba knows no short floats, so other types stand for them: uint16 for
+# bfloat16, uint8 for float8_e4m3fn, int16 for float8_e5m2.
+_BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.uint8: 1, types.int16: 1}
+# Of these float8: bits of the mantissa, bias of the exponent, and the first magnitude that is no finite number.
+_FLOAT8 = {types.uint8: (3, 7, 0x7F), types.int16: (2, 15, 0x7C)}
 
 
 def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
@@ -27,8 +33,8 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
         product(a, a_stride, b, b_stride, depth, c, c_stride, add, kind)
 
     Matrices are addresses with strides between rows in elements. They hold float32, and `b` what the type of `kind`
-    says: float32, or uint16 for bfloat16. `depth` is at least 1. Each number of c is one chain of fused multiply-adds
-    over the depth: its bits depend on nothing else.
+    stands for (`_BYTES`), widened to float32 in registers, which is exact. `depth` is at least 1. Each number of c is
+    one chain of fused multiply-adds over the depth: its bits depend on nothing else.
     """
     vector = ir.VectorType(_FLOAT, lanes)
 
@@ -47,7 +53,6 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
     ):
         del context, a, a_stride, b, b_stride, depth, c, c_stride, add
         signature = types.void(*[types.intp] * 7, types.boolean, kind)
-        bfloat16 = kind == types.uint16
         size = _bytes_of(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -71,7 +76,7 @@ def block_product(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
                 held.add_incoming(ir.Constant(vector, None), before)
             line = _element(builder, b, builder.mul(step, b_stride), size)
             columns = [
-                _load_floats(builder, _element(builder, line, _word(column * lanes), size), vector, bfloat16)
+                _load_floats(builder, _element(builder, line, _word(column * lanes), size), vector, kind)
                 for column in range(vectors)
             ]
             scalars = [_load(builder, _element(builder, start, step, 4), _FLOAT) for start in a_rows]
@@ -269,7 +274,7 @@ def c_function(work: Any) -> Callable[[], int]:
 
 
 def _bytes_of(kind: Any) -> int:
-    return kind.bitwidth // 8
+    return _BYTES[kind]
 
 
 def _word(value: int) -> ir.Constant:
@@ -295,13 +300,48 @@ def _store(builder: ir.IRBuilder, address: Any, value: Any) -> None:
     stored.align = 4
 
 
-def _load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, bfloat16: bool) -> Any:
-    if not bfloat16:
+def _load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, kind: Any) -> Any:
+    """Numbers of `kind` at an address as a vector of float32."""
+    if kind == types.float32:
         return _load(builder, address, vector)
-    halves: Any = builder.load(builder.inttoptr(address, ir.VectorType(_HALF, vector.count).as_pointer()))
-    halves.align = 2
-    wide = ir.VectorType(_LANE, vector.count)  # a bfloat16 is the upper half of a float32
-    return builder.bitcast(builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * vector.count)), vector)
+    wide = ir.VectorType(_LANE, vector.count)
+    narrow = ir.VectorType(_HALF if _BYTES[kind] == 2 else _BYTE, vector.count)
+    codes: Any = builder.load(builder.inttoptr(address, narrow.as_pointer()))
+    codes.align = _BYTES[kind]
+    if kind == types.int8:
+        return builder.sitofp(codes, vector)
+    bits = builder.zext(codes, wide)
+    if kind == types.uint16:  # a bfloat16 is the upper half of a float32
+        return builder.bitcast(builder.shl(bits, _splat(wide, 16)), vector)
+    return _float8_to_float32(builder, bits, vector, *_FLOAT8[kind])
+
+
+def _float8_to_float32(
+    builder: ir.IRBuilder, bits: Any, vector: ir.VectorType, mantissa: int, bias: int, special: int
+) -> Any:
+    """Codes in the low bytes of int32 lanes as their values: NaN and infinity too, and numbers below the smallest
+    normal one, which no float32 arithmetic here ever sees as such: threads of XLA take those for 0."""
+    wide = bits.type
+
+    def constant(value: int) -> ir.Constant:
+        return _splat(wide, value)
+
+    magnitude = builder.and_(bits, constant(0x7F))
+    fraction = builder.shl(magnitude, constant(23 - mantissa))
+    normal = builder.add(fraction, constant((127 - bias) << 23))
+    # With one more in the exponent a code of exponent 0 is the smallest normal number and its own value beside it.
+    lifted = builder.bitcast(builder.add(fraction, constant((128 - bias) << 23)), vector)
+    small = builder.bitcast(builder.fsub(lifted, _splat(vector, 2.0 ** (1 - bias))), wide)
+    is_small = builder.icmp_unsigned("<", magnitude, constant(1 << mantissa))
+    is_special = builder.icmp_unsigned(">=", magnitude, constant(special))
+    finite = builder.select(is_small, small, normal)
+    value = builder.select(is_special, builder.or_(fraction, constant(0x7F800000)), finite)
+    sign = builder.shl(builder.and_(bits, constant(0x80)), constant(24))
+    return builder.bitcast(builder.or_(value, sign), vector)
+
+
+def _splat(vector: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(vector, [value] * vector.count)
 
 
 def _everywhere(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:
