@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.byte_budget import ByteBudget
+from jaxserve.models.cache_scales import CacheScales, find_scales, is_scale, with_cache
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
@@ -64,6 +65,7 @@ class LoadedModel:
       checkpoint: where it came from.
       dtype: of weights and activations.
       num_params: numbers in its arrays as they are loaded, padding included, whatever form they take later.
+      cache_scales: those in its arrays, for a cache of eight bits; None: the cache has others.
     """
 
     graphdef: nnx.GraphDef
@@ -75,6 +77,7 @@ class LoadedModel:
     checkpoint: Checkpoint
     dtype: np.dtype
     num_params: int
+    cache_scales: CacheScales | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -107,9 +110,20 @@ def load_model(
     layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    cache_dtype: str = "auto",
+    cache_scales: FilePath | None = None,
 ) -> LoadedModel:
     """`plan_model`, then its weights."""
-    planned = plan_model(source, dtype=dtype, mesh=mesh, layers=layers, random_weights=random_weights, seed=seed)
+    planned = plan_model(
+        source,
+        dtype=dtype,
+        mesh=mesh,
+        layers=layers,
+        random_weights=random_weights,
+        seed=seed,
+        cache_dtype=cache_dtype,
+        cache_scales=cache_scales,
+    )
     return planned.load()
 
 
@@ -121,17 +135,23 @@ def plan_model(
     layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    cache_dtype: str = "auto",
+    cache_scales: FilePath | None = None,
 ) -> PlannedModel:
     """A Hugging Face or Orbax directory (or 'demo') for the devices of `mesh` (None: the first local device).
 
     `dtype`: 'auto' is float32 on CPU and what the checkpoint states elsewhere. `layers`: those of one stage of a
     pipeline; None loads all. `random_weights` reads config.json alone and draws weights that depend on `seed` and the
-    sizes, not on the mesh.
+    sizes, not on the mesh. `cache_dtype`: of keys and values; with eight bits the model has their scales
+    (`cache_scales.find_scales`), from the file `cache_scales` where that is given.
 
-    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights.
+    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights, ConfigError
+    for a cache without the scales that it needs.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     family, config = decoder_config(checkpoint)
+    scales = find_scales(checkpoint, family, config, cache_dtype, cache_scales, random_weights=random_weights)
+    config = with_cache(config, cache_dtype)
     mesh = one_device_mesh(jax.local_devices()[0]) if mesh is None else mesh
     chosen = choose_dtype(dtype, mesh.devices.flat[0].platform, checkpoint)
     partition = Partition.of(config, math.prod(mesh.shape[axis] for axis in LAYER_AXES), mesh.shape[EXPERT_AXIS])
@@ -144,6 +164,7 @@ def plan_model(
         abstract=abstract,
         shardings=shardings_for(abstract, mesh),
         is_whole=layers is None and partition == Partition.of(config, 1),
+        scales=scales,
     )
     fill = functools.partial(filler.draw, seed) if random_weights else filler.reader()
     shapes = LoadedModel(
@@ -156,6 +177,7 @@ def plan_model(
         checkpoint=checkpoint,
         dtype=chosen,
         num_params=sum(leaf.size for leaf in jax.tree.leaves(abstract)),
+        cache_scales=scales,
     )
     return PlannedModel(shapes=shapes, fill=fill)
 
@@ -219,7 +241,8 @@ def describe_rounding(name: str, dtype: np.dtype, checkpoint: Checkpoint) -> str
 class _Filler:
     """The common part of the ways of filling an abstract model.
 
-    `is_whole`: `abstract` has the shapes of the checkpoint, and all its layers.
+    `is_whole`: `abstract` has the shapes of the checkpoint, and all its layers. `scales`: of a cache of eight bits, in
+    parameters that are in no checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -229,11 +252,12 @@ class _Filler:
     abstract: nnx.State
     shardings: nnx.State
     is_whole: bool
+    scales: CacheScales | None
 
     def reader(self) -> Callable[[], nnx.State]:
         """Checks the names and shapes of the files. Returns a function that reads every parameter: a few at once, each
         device's share by itself."""
-        params, placed = arrays_of(self.abstract), arrays_of(self.shardings)
+        params, placed = self._weights(), arrays_of(self.shardings)
         shapes = self._checkpoint_shapes()
         open_source = self._orbax_reader if self.checkpoint.kind is CheckpointKind.ORBAX else self._safetensors_reader
         reader_of = open_source(shapes)
@@ -256,7 +280,7 @@ class _Filler:
         def read() -> nnx.State:
             # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
+                arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True)) | self._scale_arrays()
             return nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), self.abstract)
 
         return read
@@ -270,7 +294,7 @@ class _Filler:
     def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
         from jaxserve.models.orbax_store import open_arrays  # Orbax takes a quarter of a second to import
 
-        wanted = {self._source_path(path) for path, _ in nnx.to_flat_state(self.abstract)}
+        wanted = {self._source_path(path) for path in self._weights()}
         stored = open_arrays(self.checkpoint.path, shapes, wanted)
         return lambda source, dtype: functools.partial(stored[source].read, dtype=dtype)
 
@@ -289,8 +313,27 @@ class _Filler:
             blocks = tuple(self._blocks(path, shapes[source]))
             return _drawer(shapes[source], blocks, param.shape, param.dtype, sharding)(key)
 
-        arrays = {path: drawn(path, param) for path, param in arrays_of(self.abstract).items()}
+        arrays = {path: drawn(path, param) for path, param in self._weights().items()} | self._scale_arrays()
         return nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), self.abstract)
+
+    def _weights(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The parameters that come from a checkpoint."""
+        return {path: param for path, param in arrays_of(self.abstract).items() if not is_scale(path)}
+
+    def _scale_arrays(self) -> dict[Path, jax.Array]:
+        """The scales of the cache, copied with their heads; 1 for heads of padding, whose keys and values are 0."""
+        found = {}
+        for path, param in arrays_of(self.abstract).items():
+            if not is_scale(path):
+                continue
+            assert self.scales is not None, path
+            scales, padded = self.scales.of(self._source_path(path)), np.ones(param.shape, param.dtype)
+            for ((to, start, size),) in self._blocks(path, scales.shape):
+                padded[to : to + size] = scales[start : start + size]
+            found[path] = jax.make_array_from_callback(
+                param.shape, arrays_of(self.shardings)[path], lambda index, padded=padded: padded[index]
+            )
+        return found
 
     def _source_path(self, path: Path) -> Path:
         """The path of a stage's parameter in a decoder of all layers."""
@@ -298,7 +341,8 @@ class _Filler:
 
     def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
         """Shapes before padding and copying, of all layers: names are checked against the whole checkpoint."""
-        return {path: param.shape for path, param in arrays_of(self._checkpoint_state()).items()}
+        state = arrays_of(self._checkpoint_state())
+        return {path: param.shape for path, param in state.items() if not is_scale(path)}
 
     def _checkpoint_state(self) -> nnx.State:
         if self.is_whole:

@@ -81,6 +81,8 @@ def describe_quantisation(checkpoint: Checkpoint, dtype: np.dtype) -> tuple[str,
     scheme = read_scheme(checkpoint)
     if scheme is None:
         return ()
+    if not scheme.formats:
+        return scheme.notes
     bits = " and ".join(str(bits) for bits in sorted({found.bits for found in scheme.formats}))
     widened = (
         f"{scheme.label}: codes of {bits} bits are widened to {dtype.name} at load; the model takes the memory and the "
