@@ -132,9 +132,7 @@ def find_scales(
     return CacheScales(keys=ones, values=ones, origin="no file", is_one=True)
 
 
-def _of_checkpoint(
-    checkpoint: Checkpoint, family: Family, config: DecoderConfig, dtype: str
-) -> CacheScales | None:
+def _of_checkpoint(checkpoint: Checkpoint, family: Family, config: DecoderConfig, dtype: str) -> CacheScales | None:
     scheme = read_scheme(checkpoint)
     if scheme is None or scheme.kv_dtype is None or checkpoint.kind is not CheckpointKind.HUGGING_FACE:
         return None

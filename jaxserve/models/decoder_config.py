@@ -298,7 +298,7 @@ class DecoderConfig:
       logit_soft_cap: logits x become cap * tanh(x / cap); None is off.
       tied_embeddings: the output projection is the transposed embedding table.
       lm_head_bias: it adds a bias.
-      cache_scales: attention has scales of keys and values, since the cache has eight bits; not the checkpoint's matter.
+      cache_scales: attention has scales of keys and values, since the cache has eight bits; no matter of a checkpoint.
       module: the class of the decoder, made and called as `decoder.Decoder` is; None: that one.
     """
 

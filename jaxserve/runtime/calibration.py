@@ -89,7 +89,14 @@ def measure_ranges(
     return CacheRanges(keys=keys, values=values)
 
 
-def _forward(graphdef: nnx.GraphDef, attention: PagedAttention, state: nnx.State, largest: Any, tokens: Array, batch: AttentionBatch):
+def _forward(
+    graphdef: nnx.GraphDef,
+    attention: PagedAttention,
+    state: nnx.State,
+    largest: Any,
+    tokens: Array,
+    batch: AttentionBatch,
+):
     decoder = nnx.merge(graphdef, state)
     places = [CachePlace(group=0, slot=layer) for layer in range(len(decoder.layers))]
     return decoder(tokens, largest, (batch,), places, attention)[1]

@@ -117,7 +117,7 @@ def test_bfloat16_queries_come_back_as_bfloat16(implementation, case):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @every_implementation(quick=False)
 def test_scales_are_exact_factors(implementation, dtype):
-    """By powers of two nothing is rounded: the same bits as of a float32 cache that holds stored numbers times scale."""
+    """By powers of two nothing is rounded: the bits are those of a float32 cache with stored numbers times scales."""
     narrow = dataclasses.replace(OPTIONS, cache_dtype=dtype)
     inputs = make_inputs(narrow, implementation)
     scales = KVScales(keys=jnp.asarray([0.5, 0.03125]), values=jnp.asarray([0.0625, 2.0]))
@@ -128,12 +128,12 @@ def test_scales_are_exact_factors(implementation, dtype):
     whole = tuple((n, n) for n, _ in narrow.rows)  # nothing is in the cache before
     batch, num_pages = make_batch(dataclasses.replace(narrow, rows=whole), np.random.default_rng(0))
     outs = []
-    for kind, k, v, given in (
+    for kind, k, v, used in (
         (dtype, inputs.k, inputs.v, scales),
         ("float32", held(inputs.k, scales.keys), held(inputs.v, scales.values), None),
     ):
         cache = implementation.init_cache(num_pages, narrow.page_size, 2, narrow.spec.head_dim, jnp.dtype(kind))
-        case = dataclasses.replace(inputs, k=jnp.asarray(k), v=jnp.asarray(v), cache=cache, batch=batch, scales=given)
+        case = dataclasses.replace(inputs, k=jnp.asarray(k), v=jnp.asarray(v), cache=cache, batch=batch, scales=used)
         outs.append(run(implementation, case, narrow.spec))
     np.testing.assert_array_equal(*outs)
 

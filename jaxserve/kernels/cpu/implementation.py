@@ -61,8 +61,8 @@ def _refusal(head_dim: int, page_size: int) -> str | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CpuPages:
-    """The cache of one layer, laid out as `PageArrays`. Floats of two bytes and one are kept as their bits: XLA:CPU would scatter them by way of
-    float32, and the whole cache with them.
+    """The cache of one layer, laid out as `PageArrays`. Floats of two bytes and one are kept as their bits, since
+    XLA:CPU would scatter them by way of float32, and the whole cache with them.
 
     `dtype`: name of the type of the numbers.
     """
@@ -82,10 +82,11 @@ def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
 def write(k: Array, v: Array, cache: CpuPages, batch: AttentionBatch, scales: KVScales | None = None) -> CpuPages:
     """`PagedAttention.write`."""
     key_scale, value_scale = (None, None) if scales is None else (scales.keys, scales.values)
-    kept = [stored(x, scale, jnp.dtype(cache.dtype)) for x, scale in ((k, key_scale), (v, value_scale))]
+    dtype = jnp.dtype(cache.dtype)
+    keys, values = stored(k, key_scale, dtype), stored(v, value_scale, dtype)
     if cache.dtype in _KEPT:
-        kept = [jax.lax.bitcast_convert_type(x, _KEPT[cache.dtype]) for x in kept]
-    pages = xla_attention.put(*kept, PageArrays(keys=cache.keys, values=cache.values), batch)
+        keys, values = (jax.lax.bitcast_convert_type(x, _KEPT[cache.dtype]) for x in (keys, values))
+    pages = xla_attention.put(keys, values, PageArrays(keys=cache.keys, values=cache.values), batch)
     return CpuPages(keys=pages.keys, values=pages.values, dtype=cache.dtype)
 
 

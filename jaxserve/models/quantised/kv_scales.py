@@ -41,8 +41,12 @@ def read_kv_scales(
     Raises CheckpointError for layers without, for other shapes, and for scales that are not finite or not above 0.
     """
     found = [[_find(tensors, names, side) for names in modules] for side in "kv"]
-    missing = [_names(names[0], side)[0] for side, row in zip("kv", found, strict=True)
-               for names, tensor in zip(modules, row, strict=True) if tensor is None]
+    missing = [
+        _names(names[0], side)[0]
+        for side, row in zip("kv", found, strict=True)
+        for names, tensor in zip(modules, row, strict=True)
+        if tensor is None
+    ]
     if len(missing) == 2 * len(modules):
         return None
     if missing:
