@@ -488,6 +488,7 @@ def export(params: Params, shape: Shape, tokenizer: Path, target: Path) -> None:
     save_file(data, part, metadata={"format": "pt"})
     part.chmod(0o644)
     part.replace(target / "model.safetensors")
+    (target / "cache_scales.json").unlink(missing_ok=True)  # of the former weights; the README says how to make it
     if tokenizer.resolve() != (target / "tokenizer.model").resolve():
         shutil.copyfile(tokenizer, target / "tokenizer.model")
     convert(tokenizer, target / "tokenizer.json")

@@ -9,6 +9,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -282,6 +283,9 @@ def build_devices(
     logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     if rounding := describe_rounding(config.model.dtype, stages[0].dtype, stages[0].checkpoint):
         logger.warning("%s: %s", config.model.path, rounding)
+    if (scales := stages[0].cache_scales) is not None:
+        level = logging.WARNING if scales.is_one else logging.INFO
+        logger.log(level, "%s: %s", config.model.path, scales.describe(config.cache.dtype))
     kept = {path: found for stage in stages for path, found in stage.kept.items()}
     for line in describe_quantisation(stages[0].checkpoint, stages[0].dtype, kept):
         logger.info("%s: %s", config.model.path, line)
@@ -307,19 +311,21 @@ def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
             "device": jax.devices()[0].device_kind,
             "model": repr(loaded.config),
             "weights": _describe_weights(stages),
+            "cache scales": "none" if loaded.cache_scales is None else loaded.cache_scales.digest,
         },
-        namespace=_namespace(config, str(loaded.dtype)),
+        namespace=_namespace(config, loaded),
     )
 
 
-def _namespace(config: Config, dtype: str) -> str:
+def _namespace(config: Config, loaded: LoadedModel) -> str:
     """See `Device.namespace`."""
     model = config.model
     checkpoint = checkpoint_digest(resolve_model_path(model.path), model.random_weights)
     weights = f"random weights of seed {model.seed}" if model.random_weights else "its weights"
     read = f"read by {model.family}, with {sorted(model.overrides.items())}"
     codes = f"quantised {model.quantization}, {list(model.quantization_rules.items())}"
-    return f"checkpoint of {checkpoint} {read}, {weights} in {dtype}, {codes}, pages in {config.cache.dtype}"
+    pages = config.cache.dtype + ("" if loaded.cache_scales is None else f" with scales {loaded.cache_scales.digest}")
+    return f"checkpoint of {checkpoint} {read}, {weights} in {loaded.dtype}, {codes}, pages in {pages}"
 
 
 def _describe_weights(stages: Sequence[LoadedModel]) -> str:
@@ -344,6 +350,8 @@ def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
             random_weights=config.model.random_weights,
             seed=config.model.seed,
             quantisation=configured_quantisation(config.model),
+            cache_dtype=config.cache.dtype,
+            cache_scales=None if config.cache.scales is None else Path(config.cache.scales),
         )
         for mesh, layers in zip(meshes, ranges, strict=True)
     ]

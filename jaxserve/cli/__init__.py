@@ -35,6 +35,10 @@ COMMANDS = {
     "convert": Command(
         "jaxserve.cli.commands:convert_command", "Convert a checkpoint: Hugging Face to Orbax, or back."
     ),
+    "calibrate-cache": Command(
+        "jaxserve.cli.commands:calibrate_cache_command",
+        "Measure the keys and values of a model on a text, for caches of eight bits.",
+    ),
     "plan": Command(
         "jaxserve.cli.commands:plan_command",
         "Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit.",

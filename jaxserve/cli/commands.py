@@ -48,6 +48,25 @@ def convert_command(
     return 0
 
 
+def calibrate_cache_command(
+    source: Annotated[Path, typer.Argument(help="Directory of the model, or demo.")],
+    target: Annotated[Path, typer.Argument(help="New file, for cache.scales.")],
+    data: Annotated[Path, typer.Option(help="Text, or JSONL with text, prompt or messages in each line.")],
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Measure the keys and values of a model on a text, for caches of eight bits."""
+    resolved = load_config(config, with_model(set_, source))
+    set_up_logging(resolved.config.runtime)
+    with show_progress(write=complain) as progress:
+        progress.begin("importing JAX")
+        from jaxserve.assemble.calibrate import calibrate_cache  # JAX takes seconds to import
+
+        num_tokens = calibrate_cache(resolved.config, data, target.expanduser(), progress=progress)
+    print(f"wrote {target}, measured on {num_tokens:,} tokens")
+    return 0
+
+
 def _convert_apart(source: Path, target: Path) -> int:
     """Converts in a process of its own: Orbax's threads end with it at any moment, and leave nothing of their work."""
 

@@ -36,6 +36,7 @@ ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this packa
 }
 _PATHS = (
     "model.path",
+    "cache.scales",
     "model.tokenizer",
     "hosts.secret_file",
     "hosts.tls_cert",

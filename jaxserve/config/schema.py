@@ -91,9 +91,14 @@ class CacheConfig(Section):
         description="Share of the device's memory that weights and pages may use, when neither is set; on a GPU, what "
         "JAX reserves of the card. Default: 0.9; on a CPU, pages take at most a quarter of the free memory instead.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = pydantic.Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"] = pydantic.Field(
         default="auto",
-        description="Type of keys and values; the last two take half of bfloat16's bytes and are stored unscaled.",
+        description="Type of keys and values. The last three take half of bfloat16's bytes, with a scale for each "
+        "key/value head: of cache.scales, of cache_scales.json in the checkpoint's directory, or of its tensors; "
+        "without any, float8 has 1, and int8 is refused.",
+    )
+    scales: str | None = pydantic.Field(
+        default=None, description="File of ranges for a cache of eight bits, as `jaxserve calibrate-cache` writes it."
     )
     prefix_caching: bool = pydantic.Field(default=True, description="Share the pages of prompts that begin alike.")
 

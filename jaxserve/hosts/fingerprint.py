@@ -19,6 +19,7 @@ from jaxserve.sched import Limits
 _LOCAL_FIELDS = {
     "hosts": {"coordinator", "process_id", "secret_file", "tls_cert", "tls_key", "tls_ca"},
     "model": {"path", "tokenizer", "name", "pooling"},
+    "cache": {"scales"},  # a path: the scales themselves are a fact of the built device
     "sched": {"max_mixed_tokens"},
     "runtime": {"compile_cache", "compile_cache_bytes", "compile_threads", "log_level", "step_log"},
 }

@@ -196,6 +196,7 @@ CASES: dict[str, Case] = _named(
     *(case("demo", mix, 24) for mix in ("short", "decode1")),
     *(case("qwen3-0.6b", mix, 64, "bfloat16") for mix in ("decode16", "short")),
     *(case("demo", mix, 16, dtype) for mix in ("short", "decode1") for dtype in ("int8", "float8_e4m3fn")),
+    case("demo", "short", 16, "float8_e5m2"),
 )
 _REAL_MODELS = (
     *(f"llama3-{size}-tp{degree}" for size in ("8b", "70b") for degree in (1, 4, 8)),

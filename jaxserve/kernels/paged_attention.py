@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Types of numbers that a cache may hold; the last three need scales that fit the model, or 1.
+# Types of numbers that a cache may hold.
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+# The largest number of each type of eight bits; int8 leaves -128 out, so that x and -x are kept alike.
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 # Tokens of a page by backend, where the config gives none. The CPU's is measured: docs/attention-cpu.md.
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
 
@@ -74,23 +76,25 @@ LayerCache = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVScales:
-    """The factors of stored numbers, one for each key/value head, for caches of eight bits. Float32."""
+    """The factors of stored numbers, one for each key/value head, for caches of eight bits. Float32, above 0."""
 
     keys: Float[Array, " K"]
     values: Float[Array, " K"]
 
 
 def stored(x: Float[Array, "T K H"], scale: Float[Array, " K"] | None, dtype: jnp.dtype) -> Array:
-    """`x / scale` as the cache keeps it: the nearest number of `dtype`; what is too large becomes the largest."""
+    """`x / scale` as the cache keeps it: the nearest number of `dtype`, ties to even; what is too large becomes the
+    largest. int8 has no NaN, and keeps 0 in its place."""
     if scale is not None:
         x = x.astype(jnp.float32) / scale[:, None]
     dtype = jnp.dtype(dtype)
+    if dtype.name not in LARGEST:
+        return x.astype(dtype)
+    largest = LARGEST[dtype.name]
+    held = jnp.clip(x.astype(jnp.float32), -largest, largest)
     if dtype == jnp.int8:
-        return jnp.clip(jnp.round(x.astype(jnp.float32)), -127, 127).astype(dtype)
-    if dtype.itemsize == 1:
-        largest = float(jnp.finfo(dtype).max)
-        return jnp.clip(x.astype(jnp.float32), -largest, largest).astype(dtype)
-    return x.astype(dtype)
+        held = jnp.round(jnp.where(jnp.isnan(held), 0.0, held))
+    return held.astype(dtype)
 
 
 def attend_by_kind(
@@ -148,6 +152,11 @@ class PagedAttention:
     over positions s <= p of the same row (and within the window); softmax in float32; a sink adds exp(sink[n]) to the
     denominator only; K and V are what `stored` left of k and v, times `scales`. The caller donates the cache; an
     implementation must update it in place (no copy of its size).
+
+    Scales are numbers of a head, so no implementation multiplies what it reads: stored numbers are widened, which is
+    exact, and `scales.keys` is a factor of the queries or of the scores, before the cap and the slopes, `scales.values`
+    one of the sum over positions or of the share that divides it. Both are float32 and the same for all rows: a row's
+    numbers follow from its own numbers alone, with scales as without.
 
     `write(k, v, cache, batch, scales=None) -> cache` is the first half of `attend` alone.
     `init_cache(num_pages, page_size, num_kv_heads, head_dim, dtype)` gives zeros for num_pages + 1 pages (page 0 is

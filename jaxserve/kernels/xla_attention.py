@@ -71,11 +71,17 @@ def attend(
 
 def write(k: Array, v: Array, cache: PageArrays, batch: AttentionBatch, scales: KVScales | None = None) -> PageArrays:
     """`PagedAttention.write`: a scatter."""
-    page_ids, slots = slots_of(batch)
     key_scale, value_scale = (None, None) if scales is None else (scales.keys, scales.values)
+    kept_keys, kept_values = stored(k, key_scale, cache.keys.dtype), stored(v, value_scale, cache.values.dtype)
+    return put(kept_keys, kept_values, cache, batch)
+
+
+def put(kept_keys: Array, kept_values: Array, cache: PageArrays, batch: AttentionBatch) -> PageArrays:
+    """Scatters numbers [T, K, H] that are as the cache keeps them."""
+    page_ids, slots = slots_of(batch)
     return PageArrays(
-        keys=cache.keys.at[page_ids, :, :, slots].set(stored(k, key_scale, cache.keys.dtype)),
-        values=cache.values.at[page_ids, :, slots].set(stored(v, value_scale, cache.values.dtype)),
+        keys=cache.keys.at[page_ids, :, :, slots].set(kept_keys),
+        values=cache.values.at[page_ids, :, slots].set(kept_values),
     )
 
 

@@ -301,6 +301,7 @@ class DecoderConfig:
       logit_soft_cap: logits x become cap * tanh(x / cap); None is off.
       tied_embeddings: the output projection is the transposed embedding table.
       lm_head_bias: it adds a bias.
+      cache_scales: attention has scales of keys and values, since the cache has eight bits; no matter of a checkpoint.
       module: the class of the decoder, made and called as `decoder.Decoder` is; None: that one.
     """
 
@@ -317,6 +318,7 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     tied_embeddings: bool = False
     lm_head_bias: bool = False
+    cache_scales: bool = False
     module: type | None = None
 
     def __post_init__(self) -> None:

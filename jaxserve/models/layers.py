@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, AttentionUse, LayerCache, PagedAttention
+from jaxserve.kernels.paged_attention import (
+    AttentionBatch,
+    AttentionSpec,
+    AttentionUse,
+    KVScales,
+    LayerCache,
+    PagedAttention,
+)
 from jaxserve.kernels.row_sum import row_sum
 from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, NormKind, NormSpec, QkNorm, RopeConfig
 from jaxserve.models.rope import RopeTable, rotate
@@ -163,6 +170,7 @@ class Attention(nnx.Module):
     """Grouped-query attention over the paged cache of one layer.
 
     `qkv.kernel` is [K, G + 2, H, D]: for each key/value head its G query heads, then its key, then its value.
+    `k_scale`, `v_scale` are float32 [K], of a cache of eight bits: it keeps keys and values divided by them.
     """
 
     def __init__(self, config: DecoderConfig, layer: LayerSpec, dtype: DTypeLike, placement: Placement) -> None:
@@ -183,6 +191,9 @@ class Attention(nnx.Module):
         self.q_norm = self._qk_norm(config, "heads", heads, placement.num_query_heads, dtype)
         self.k_norm = self._qk_norm(config, "kv_heads", kv_heads, placement.num_kv_heads, dtype)
         self.sinks = param(jnp.zeros(heads, dtype), ("heads",)) if layer.sinks else None
+        self.k_scale, self.v_scale = (
+            param(jnp.ones(kv_heads, jnp.float32), ("kv_heads",)) if config.cache_scales else None for _ in range(2)
+        )
 
     def _qk_norm(self, config: DecoderConfig, axis: str, local: int, whole: int, dtype: DTypeLike) -> Norm | None:
         """Of queries or of keys: `local` heads of this device, of `whole` in all."""
@@ -216,7 +227,10 @@ class Attention(nnx.Module):
                 q, k = rotate(q, tables[self.layer.rope]), rotate(k, tables[self.layer.rope])
         with jax.named_scope("attend"):
             sinks = None if self.sinks is None else self.sinks[...]
-            out, cache = attention.attend(q, k, v, cache, batch, self.spec, sinks, self._slopes())
+            scales = None
+            if self.k_scale is not None and self.v_scale is not None:
+                scales = KVScales(keys=self.k_scale[...], values=self.v_scale[...])
+            out, cache = attention.attend(q, k, v, cache, batch, self.spec, sinks, self._slopes(), scales)
         with jax.named_scope("out"):
             return self.out.summand(out), cache
 

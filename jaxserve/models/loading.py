@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import CheckpointError
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.byte_budget import ByteBudget
+from jaxserve.models.cache_scales import CacheScales, find_scales, is_scale, with_cache
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
 from jaxserve.models.coded_params import backend_of, draw_scales, load_coded, share_bytes, source_path, with_codes
 from jaxserve.models.decoder import Decoder
@@ -69,6 +70,7 @@ class LoadedModel:
       dtype: of weights and activations.
       num_params: numbers in its arrays, padding included, whatever form they take.
       kept: parameters that are codes, by their paths in the whole model.
+      cache_scales: those in its arrays, for a cache of eight bits; None: the cache has others.
     """
 
     graphdef: nnx.GraphDef
@@ -81,6 +83,7 @@ class LoadedModel:
     dtype: np.dtype
     num_params: int
     kept: Mapping[Path, Kept]
+    cache_scales: CacheScales | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -113,6 +116,8 @@ def load_model(
     layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    cache_dtype: str = "auto",
+    cache_scales: FilePath | None = None,
     quantisation: Quantisation = Quantisation(),  # noqa: B008 (frozen)
 ) -> LoadedModel:
     """`plan_model`, then its weights."""
@@ -123,6 +128,8 @@ def load_model(
         layers=layers,
         random_weights=random_weights,
         seed=seed,
+        cache_dtype=cache_dtype,
+        cache_scales=cache_scales,
         quantisation=quantisation,
     ).load()
 
@@ -135,19 +142,25 @@ def plan_model(
     layers: range | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    cache_dtype: str = "auto",
+    cache_scales: FilePath | None = None,
     quantisation: Quantisation = Quantisation(),  # noqa: B008 (frozen)
 ) -> PlannedModel:
     """A Hugging Face or Orbax directory (or 'demo') for the devices of `mesh` (None: the first local device).
 
     `dtype`: 'auto' is float32 on CPU and what the checkpoint states elsewhere. `layers`: those of one stage of a
     pipeline; None loads all. `random_weights` reads config.json alone and draws weights that depend on `seed` and the
-    sizes, not on the mesh. `quantisation`: which weights are kept as codes.
+    sizes, not on the mesh. `cache_dtype`: of keys and values; with eight bits the model has their scales
+    (`cache_scales.find_scales`), from the file `cache_scales` where that is given. `quantisation`: which weights are
+    kept as codes.
 
-    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights, and
-    ConfigError for a quantisation that cannot be had of it.
+    Raises CheckpointError for anything wrong with the directory that can be seen without reading weights, ConfigError
+    for a cache without the scales that it needs, or a quantisation that cannot be had.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     family, config = decoder_config(checkpoint)
+    scales = find_scales(checkpoint, family, config, cache_dtype, cache_scales, random_weights=random_weights)
+    config = with_cache(config, cache_dtype)
     mesh = one_device_mesh(jax.local_devices()[0]) if mesh is None else mesh
     chosen = choose_dtype(dtype, mesh.devices.flat[0].platform, checkpoint)
     partition = Partition.of(config, math.prod(mesh.shape[axis] for axis in LAYER_AXES), mesh.shape[EXPERT_AXIS])
@@ -165,6 +178,7 @@ def plan_model(
         shardings=shardings_for(abstract, mesh),
         kept=kept,
         is_whole=layers is None and partition == Partition.of(config, 1),
+        scales=scales,
     )
     fill = functools.partial(filler.draw, seed) if random_weights else filler.reader()
     shapes = LoadedModel(
@@ -178,6 +192,7 @@ def plan_model(
         dtype=chosen,
         num_params=sum(leaf.size for leaf in jax.tree.leaves(dense)),
         kept=kept,
+        cache_scales=scales,
     )
     return PlannedModel(shapes=shapes, fill=fill)
 
@@ -218,7 +233,8 @@ def plan_kept(
         return {}
     _, whole = split_abstract(Partition.of(partition.model, 1), np.dtype("float32"), None)
     _, local = nnx.split(abstract_decoder(partition, np.dtype("float32"), None, local=True))
-    shapes, axes = {path: param.shape for path, param in arrays_of(whole).items()}, axes_of(whole)
+    axes = axes_of(whole)
+    shapes = {path: param.shape for path, param in arrays_of(whole).items() if not is_scale(path)}
     of_device = arrays_of(local)
     sizes = {path: Sizes(whole=shape[-1], local=of_device[path].shape[-1]) for path, shape in shapes.items()}
     plan = plan_weights(family, partition.model, shapes, axes)
@@ -269,6 +285,7 @@ class _Filler:
       abstract: the model as it will be.
       kept: parameters that are codes, by their paths in the whole model.
       is_whole: `dense` has the shapes of the checkpoint, and all its layers.
+      scales: of a cache of eight bits, in parameters that are in no checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -280,11 +297,12 @@ class _Filler:
     shardings: nnx.State
     kept: Mapping[Path, Kept]
     is_whole: bool
+    scales: CacheScales | None
 
     def reader(self) -> Callable[[], nnx.State]:
         """Checks the names and shapes of the files. Returns a function that reads every parameter: a few at once, each
         device's share by itself."""
-        params, placed = arrays_of(self.dense), dict(nnx.to_flat_state(self.shardings))
+        params, placed = self._weights(), dict(nnx.to_flat_state(self.shardings))
         variables, shapes = dict(nnx.to_flat_state(self.abstract)), self._checkpoint_shapes()
         open_source = self._orbax_reader if self.checkpoint.kind is CheckpointKind.ORBAX else self._safetensors_reader
         reader_of = open_source(shapes)
@@ -323,7 +341,7 @@ class _Filler:
         def read() -> nnx.State:
             # Copies and transpositions release the interpreter lock, so threads keep all cores and the disk busy.
             with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True))
+                arrays = dict(zip(largest_first, pool.map(load, largest_first), strict=True)) | self._scale_arrays()
             return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
 
         return read
@@ -337,13 +355,13 @@ class _Filler:
     def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
         from jaxserve.models.orbax_store import open_arrays  # Orbax takes a quarter of a second to import
 
-        wanted = {source_path(path, self.first_layer) for path, _ in nnx.to_flat_state(self.abstract)}
+        wanted = {source_path(path, self.first_layer) for path in self._weights()}
         stored = open_arrays(self.checkpoint.path, shapes, wanted)
         return lambda source, dtype: functools.partial(stored[source].read, dtype=dtype)
 
     def draw(self, seed: int) -> nnx.State:
         """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""
-        shapes, params = self._checkpoint_shapes(), arrays_of(self.dense)
+        shapes, params = self._checkpoint_shapes(), self._weights()
         placed, variables = dict(nnx.to_flat_state(self.shardings)), dict(nnx.to_flat_state(self.abstract))
 
         def drawn(path: Path, param: jax.ShapeDtypeStruct) -> list[jax.Array]:
@@ -364,12 +382,34 @@ class _Filler:
             )
             return [codes(key), *scales]
 
-        arrays = {path: drawn(path, param) for path, param in params.items()}
+        arrays = {path: drawn(path, param) for path, param in params.items()} | self._scale_arrays()
         return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
+
+    def _weights(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The parameters that come from a checkpoint, as floats."""
+        return {path: param for path, param in arrays_of(self.dense).items() if not is_scale(path)}
+
+    def _scale_arrays(self) -> dict[Path, list[jax.Array]]:
+        """The scales of the cache, copied with their heads; 1 for heads of padding, whose keys and values are 0."""
+        found, placed = {}, dict(nnx.to_flat_state(self.shardings))
+        for path, param in arrays_of(self.dense).items():
+            if not is_scale(path):
+                continue
+            assert self.scales is not None, path
+            scales = self.scales.of(source_path(path, self.first_layer))
+            padded = np.ones(param.shape, param.dtype)
+            for ((to, start, size),) in self._blocks(path, scales.shape):
+                padded[to : to + size] = scales[start : start + size]
+            (sharding,) = jax.tree.leaves(placed[path])
+            found[path] = [
+                jax.make_array_from_callback(param.shape, sharding, lambda index, padded=padded: padded[index])
+            ]
+        return found
 
     def _checkpoint_shapes(self) -> dict[Path, tuple[int, ...]]:
         """Shapes before padding and copying, of all layers: names are checked against the whole checkpoint."""
-        return {path: param.shape for path, param in arrays_of(self._checkpoint_state()).items()}
+        state = arrays_of(self._checkpoint_state())
+        return {path: param.shape for path, param in state.items() if not is_scale(path)}
 
     def _checkpoint_state(self) -> nnx.State:
         if self.is_whole:

@@ -25,19 +25,16 @@ def answers(**settings: object) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-def test_the_tpu_kernels_give_the_tokens_of_the_xla_implementation():
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_the_tpu_kernels_give_the_tokens_of_the_xla_implementation(cache_dtype):
     implementation = {"kernels.paged_attention": "tests.kernels.tpu_interpreter:IMPLEMENTATION"}
-    dtype = {"model.dtype": "bfloat16"}
-    assert answers(**dtype, **implementation) == answers(**dtype)
+    dtypes = {"model.dtype": "bfloat16", "cache.dtype": cache_dtype}
+    assert answers(**dtypes, **implementation) == answers(**dtypes)
 
 
 @pytest.mark.slow
-def test_the_batched_loops_for_gpus_give_the_tokens_of_those_for_cpus():
-    answer = answers(**{"kernels.paged_attention": "xla"})
-    assert answers(**{"kernels.paged_attention": "xla_batched"}) == answer
-
-
-@pytest.mark.slow
-def test_caches_of_eight_bits_answer_too():
-    """The demo model's answers survive two bits of mantissa in its keys and values."""
-    assert answers(**{"cache.dtype": "float8_e5m2"}) == answers()
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "float8_e4m3fn"])
+def test_the_batched_loops_for_gpus_give_the_tokens_of_those_for_cpus(cache_dtype):
+    dtype = {"cache.dtype": cache_dtype}
+    answer = answers(**dtype, **{"kernels.paged_attention": "xla"})
+    assert answers(**dtype, **{"kernels.paged_attention": "xla_batched"}) == answer

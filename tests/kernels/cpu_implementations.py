@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.kernels import xla_attention, xla_batched
 from jaxserve.kernels.cases import Case, Inputs
-from jaxserve.kernels.cpu.implementation import make_attention
+from jaxserve.kernels.cpu.implementation import CpuPages, make_attention
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.oracle import attend_row
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse, LayerCache, PagedAttention
@@ -28,6 +28,8 @@ def cache_of(implementation: PagedAttention, keys: np.ndarray, values: np.ndarra
     keys, values = (jnp.asarray(x, jnp.float32) for x in (keys, values))
     if implementation is XLA_BATCHED:
         return KVPages(keys=keys, values=values)
+    if implementation is NUMBA:
+        return CpuPages(keys=keys.swapaxes(2, 3), values=values, dtype="float32")
     return PageArrays(keys=keys.swapaxes(2, 3), values=values)
 
 

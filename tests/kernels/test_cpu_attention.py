@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.kernels.cases import CASES, Case, Inputs, Room, case, make_batch, make_inputs
 from jaxserve.kernels.oracle import TOLERANCE, relative_error
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, KVScales, stored
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from tests.kernels.cpu_implementations import (
     IMPLEMENTATIONS,
@@ -50,6 +50,9 @@ QUICK = {
     ),
     "xla_batched": (OPTIONS.name,),
     "numba_cpu": (
+        OPTIONS.name,
+        "demo/short/16/float8_e4m3fn",
+        "demo/short/16/float8_e5m2",
         "bench125m/ragged16/64",
         "bench125m/mixed/64",
         "gemma2/mixed/16",
@@ -109,6 +112,30 @@ def test_bfloat16_queries_come_back_as_bfloat16(implementation, case):
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)} == {2}, "bfloat16 numbers, or their bits"
     assert relative_error(case, low, np.asarray(out)) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@every_implementation(quick=False)
+def test_scales_are_exact_factors(implementation, dtype):
+    """By powers of two nothing is rounded: the bits are those of a float32 cache with stored numbers times scales."""
+    narrow = dataclasses.replace(OPTIONS, cache_dtype=dtype)
+    inputs = make_inputs(narrow, implementation)
+    scales = KVScales(keys=jnp.asarray([0.5, 0.03125]), values=jnp.asarray([0.0625, 2.0]))
+
+    def held(x, scale) -> np.ndarray:
+        return np.asarray(stored(jnp.asarray(x), scale, jnp.dtype(dtype)).astype(jnp.float32) * scale[:, None])
+
+    whole = tuple((n, n) for n, _ in narrow.rows)  # nothing is in the cache before
+    batch, num_pages = make_batch(dataclasses.replace(narrow, rows=whole), np.random.default_rng(0))
+    outs = []
+    for kind, k, v, used in (
+        (dtype, inputs.k, inputs.v, scales),
+        ("float32", held(inputs.k, scales.keys), held(inputs.v, scales.values), None),
+    ):
+        cache = implementation.init_cache(num_pages, narrow.page_size, 2, narrow.spec.head_dim, jnp.dtype(kind))
+        case = dataclasses.replace(inputs, k=jnp.asarray(k), v=jnp.asarray(v), cache=cache, batch=batch, scales=used)
+        outs.append(run(implementation, case, narrow.spec))
+    np.testing.assert_array_equal(*outs)
 
 
 # --- random ragged batches ------------------------------------------------------------------------------------------
@@ -240,8 +267,11 @@ def rows_of(inputs: Inputs, rows: list[int], bucket: int) -> Inputs:
     ("implementation", "case"),
     pairs(
         (
-            CASES[f"{model}/ragged16/{page}"]
-            for model, page in (("bench125m", 16), ("bench125m", 64), ("phi-odd", 32), ("gpt-oss", 32))
+            *(
+                CASES[f"{model}/ragged16/{page}"]
+                for model, page in (("bench125m", 16), ("bench125m", 64), ("phi-odd", 32), ("gpt-oss", 32))
+            ),
+            case("demo", "ragged16", 32, "int8"),
         ),
         slow=lambda implementation, case: (
             case.page_size == 16 or (implementation is XLA_ATTENTION and case.sinks) or implementation is XLA_BATCHED
@@ -313,13 +343,17 @@ def shapes_copied(hlo: str) -> list[str]:
     return re.findall(r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(", hlo)
 
 
-# XLA's implementations copy caches in bfloat16: XLA:CPU scatters those by way of float32.
+# XLA's implementations copy caches of short floats: XLA:CPU scatters those by way of float32.
 IN_PLACE = [
     *pairs(
         (CASES[f"bench125m/{mix}/64"] for mix in ("decode1", "decode16", "mixed")),
         slow=lambda implementation, case: implementation is XLA_BATCHED and "decode" in case.name,
     ),
-    *(p for p in pairs([case("bench125m", "mixed", 64, "bfloat16")]) if p.values[0] is NUMBA),
+    *(
+        p
+        for p in pairs(case("bench125m", "mixed", 64, dtype) for dtype in ("bfloat16", "float8_e4m3fn", "int8"))
+        if p.values[0] is NUMBA
+    ),
 ]
 
 

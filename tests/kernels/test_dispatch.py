@@ -103,10 +103,6 @@ def test_without_numba_its_implementation_by_name_is_refused_with_the_remedy():
         ({"device": CPU, "choice": "jaxserve.kernels.cases:CASES"}, "needs a PagedAttention"),
         ({"device": H200, "choice": "numba_cpu", "uses": [LLAMA]}, "it runs on CPUs alone"),
         ({"device": CPU, "choice": "numba_cpu", "uses": [ODD_PAGES]}, "the page size is 17"),
-        (
-            {"device": CPU, "choice": "numba_cpu", "uses": [dataclasses.replace(LLAMA, cache_dtype="int8")]},
-            "the cache holds int8, and can be read as float32 or bfloat16 alone",
-        ),
         ({"device": A100, "choice": "mosaic_gpu", "uses": [LLAMA]}, "names 'mosaic_gpu', which cannot run this model"),
         (
             {

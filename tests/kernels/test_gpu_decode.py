@@ -87,6 +87,7 @@ def test_any_group_and_head_dim(group, head_dim, watch):
         (8, "bfloat16", 64),
         (16, "float8_e5m2", 96),
         (64, "float8_e4m3fn", 256),
+        (32, "int8", 128),
         (192, "bfloat16", 128),
     ],
 )

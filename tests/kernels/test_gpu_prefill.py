@@ -92,6 +92,7 @@ def test_one_head_of_a_named_case_matches_the_oracle(name, watch):
         (16, "float8_e5m2", 128),
         (32, "bfloat16", 96),
         (192, "float8_e4m3fn", 64),
+        (32, "int8", 128),
     ],
 )
 def test_page_sizes_dtypes_and_head_dims(page_size, cache_dtype, head_dim, watch):

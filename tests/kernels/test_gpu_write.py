@@ -48,6 +48,7 @@ def make_case(kv_heads: int, head_dim: int, page_size: int, dtype: str, rows=ROW
         (1, 64, 16, "float8_e4m3fn"),
         (3, 192, 64, "float8_e5m2"),
         (2, 40, 128, "float8_e4m3fn"),
+        (2, 128, 32, "int8"),
     ],
 )
 def test_the_write_stores_what_a_scatter_stores_and_nothing_else(kv_heads, head_dim, page_size, dtype, watch):

@@ -11,7 +11,7 @@ from numba import njit
 from jaxserve.kernels.cases import REAL, Case, make_inputs, small
 from jaxserve.kernels.cpu.attention import exp
 from jaxserve.kernels.oracle import TOLERANCE, relative_error
-from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec
+from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, KVScales
 from tests.kernels.cpu_implementations import NUMBA, check, run, runs
 
 # --- the exponential ------------------------------------------------------------------------------------------------
@@ -176,3 +176,22 @@ def test_a_step_without_any_row():
     assert (np.asarray(out) == 0).all()
     for leaf, before in zip(jax.tree.leaves(cache), jax.tree.leaves(i.cache), strict=True):
         np.testing.assert_array_equal(leaf[1:], before[1:])
+
+
+# --- numbers of eight bits -------------------------------------------------------------------------------------------
+
+
+@numba_runs
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_every_code_is_widened_exactly(dtype):
+    """A row of one token gives its value back: the weight of the only key is 1."""
+    codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
+    case = dataclasses.replace(_sized(2, 2, 128, 16), rows=((1, 1),), cache_dtype=dtype, padding_rows=0)
+    inputs = make_inputs(case, NUMBA)
+    scales = KVScales(keys=jnp.ones(2), values=jnp.asarray([1.0, 0.25]))
+    v = jnp.asarray(codes.reshape(1, 2, 128)) * scales.values[:, None]
+    out = run(NUMBA, dataclasses.replace(inputs, v=v, scales=scales), case.spec)
+    is_kept = codes > -128 if dtype == "int8" else np.isfinite(codes)
+    np.testing.assert_array_equal(out.reshape(-1)[is_kept], np.asarray(v).reshape(-1)[is_kept])
+    if dtype != "int8":
+        np.testing.assert_array_equal(np.isnan(out.reshape(-1)), np.isnan(codes))

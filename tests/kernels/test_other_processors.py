@@ -47,9 +47,11 @@ device = Device(backend="cpu", kind="cpu")
 experts = GroupedMatmulUse(dtype="float32", num_experts=4, hidden_size=33, size=50, num_devices=1)
 assert GROUPED_MATMUL.check(make_grouped_matmul(device), experts, device) < 1e-6
 implementation = make_attention(device)
-for head_dim, page in ((64, 16), (8, 24), (80, 64)):
+for head_dim, page, dtype in (
+    (64, 16, "float32"), (8, 24, "float32"), (80, 64, "int8"), (8, 24, "float8_e4m3fn"), (64, 16, "float8_e5m2")
+):
     spec = AttentionSpec(num_query_heads=6, num_kv_heads=2, head_dim=head_dim, scale=0.1)
-    use = AttentionUse(spec=spec, page_size=page, query_dtype="float32", cache_dtype="float32")
+    use = AttentionUse(spec=spec, page_size=page, query_dtype="float32", cache_dtype=dtype)
     assert implementation.refuses(use) is None
     assert PAGED_ATTENTION.check(implementation, use, device) < 1e-6
 print("right")

@@ -86,9 +86,15 @@ class Chunk:
 
 
 class Driver:
-    """Owns the caches of a few rows of at most `max_len` tokens; each row has its own scattered pages."""
+    """Owns the caches of a few rows of at most `max_len` tokens; each row has its own scattered pages.
 
-    def __init__(self, model: LoadedModel, *, num_rows: int, max_len: int, page_size: int) -> None:
+    `cache_dtype`: the one that the model was loaded for; None: that of its weights.
+    """
+
+    def __init__(
+        self, model: LoadedModel, *, num_rows: int, max_len: int, page_size: int, cache_dtype: str | None = None
+    ) -> None:
+        kept = model.dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.model, self.num_rows, self.page_size = model, num_rows, page_size
         pages = -(-max_len // page_size)
         ids = np.random.default_rng(page_size).permutation(num_rows * pages) + 1
@@ -97,7 +103,7 @@ class Driver:
         attention = PAGED_ATTENTION.resolve(
             device=Device(backend="cpu", kind="cpu"),
             uses=[
-                attention_use(config, layer, page_size=page_size, query_dtype=model.dtype, cache_dtype=model.dtype)
+                attention_use(config, layer, page_size=page_size, query_dtype=model.dtype, cache_dtype=kept)
                 for layer in dict.fromkeys(config.layers)
             ],
         )
@@ -105,7 +111,7 @@ class Driver:
         by_heads = spec_for((None, "kv_heads"), TENSOR_PARALLEL)
         self.caches = tuple(
             jax.device_put(
-                attention.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, model.dtype),
+                attention.init_cache(num_rows * pages, page_size, config.num_kv_heads, config.head_dim, kept),
                 NamedSharding(model.mesh, by_heads),
             )
             for _ in range(config.num_layers)

@@ -1,6 +1,7 @@
 """The key of kept executables: all that a program follows from, and nothing else."""
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,22 @@ def digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(build, "ExecutableStore", stop)
 
-    def find(path: Path | None, *, batches: bool = False, free_bytes: int = 16 * 2**30, **settings: object) -> str:
+    def find(
+        path: Path | None,
+        *,
+        batches: bool = False,
+        free_bytes: int = 16 * 2**30,
+        scaled: bool = True,
+        **settings: object,
+    ) -> str:
         monkeypatch.setattr(build, "device_memory_bytes", lambda device: free_bytes)
         overrides = {name.replace("__", "."): value for name, value in settings.items()}
         plain = {"kernels.matmul": "xla", "kernels.paged_attention": "xla", "runtime.compile_cache": str(tmp_path)}
         resolved = load_config(path, {"model.path": "demo", **plain, **overrides}, environ={})
         config = (for_batches(resolved) if batches else resolved).config
-        planned = plan_model("demo", dtype=config.model.dtype)
+        file = None if config.cache.scales is None else Path(config.cache.scales)
+        kept = config.cache.dtype if scaled else "auto"
+        planned = plan_model("demo", dtype=config.model.dtype, cache_dtype=kept, cache_scales=file)
         with pytest.raises(_Found) as found:
             build.build_runners(config, [planned], say=lambda line: None)
         return found.value.digest
@@ -125,12 +135,23 @@ def test_all_doors_of_the_demo_share_executables(digest) -> None:
         {"cache__page_size": 32},
         {"cache__num_pages": 24},
         {"cache__dtype": "bfloat16"},
+        {"cache__dtype": "int8"},
         {"model__dtype": "bfloat16"},
         {"model__max_len": 512},
     ],
 )
 def test_what_changes_a_program_changes_the_key(digest, settings: dict[str, object]) -> None:
     assert digest(DEMO, **settings) != digest(DEMO)
+
+
+def test_scales_of_the_cache_are_in_the_key_and_their_values_are_not(digest, tmp_path: Path) -> None:
+    int8 = digest(DEMO, cache__dtype="int8")
+    assert digest(DEMO, cache__dtype="int8", scaled=False) != int8
+    assert digest(DEMO, cache__dtype="float8_e4m3fn") != int8
+    table = json.loads((PACKAGE / "demo_model" / "cache_scales.json").read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(table | {"keys": table["values"]}))
+    assert digest(DEMO, cache__dtype="int8", cache__scales=str(other)) == int8
 
 
 def test_settings_of_jax_and_versions_change_the_key(digest, monkeypatch: pytest.MonkeyPatch) -> None:

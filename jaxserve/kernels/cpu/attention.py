@@ -159,9 +159,10 @@ def _item(shared: Any, index: int, worker: int, kind: Any) -> None:
     scores_at = q_at + most * head_dim * 4
     mix_at = scores_at + most * page * 4
     top, total = floats(mix_at + most * head_dim * 4, most), floats(mix_at + most * (head_dim + 1) * 4, most)
-    numbers, flags = floats(shared[_NUMBERS], 2 + 2 * heads), integers(shared[_INTEGERS], 4)
+    numbers, flags = floats(shared[_NUMBERS], 2 + 2 * (heads + kv_heads)), integers(shared[_INTEGERS], 4)
     window, has_cap, has_sinks, has_slopes = np.int64(flags[0]), flags[1] != 0, flags[2] != 0, flags[3] != 0
-    scale, cap = numbers[0], numbers[1]
+    scale, cap = numbers[0] * numbers[2 + 2 * heads + kv_head], numbers[1]  # scores are linear in keys
+    value_scale = numbers[2 + 2 * heads + kv_heads + kv_head]
 
     vectors, mix = floats(q_at, queries * head_dim), floats(mix_at, queries * head_dim)
     for t in range(tokens):
@@ -202,7 +203,7 @@ def _item(shared: Any, index: int, worker: int, kind: Any) -> None:
         whole = total[m]
         if has_sinks:
             whole += exp(numbers[2 + kv_head * group + m % group] - top[m])
-        share = _F(0) if whole == _F(0) else _F(1) / whole
+        share = _F(0) if whole == _F(0) else value_scale / whole
         n = (token + m // group) * heads + kv_head * group + m % group
         out = floats(shared[_OUT] + n * head_dim * 4, head_dim)
         for h in range(head_dim):
@@ -229,7 +230,24 @@ def _work_bfloat16(state: int) -> None:
     _work(state, np.uint16(0))
 
 
+@njit
+def _work_int8(state: int) -> None:
+    _work(state, np.int8(0))
+
+
+@njit
+def _work_float8_e4m3fn(state: int) -> None:
+    _work(state, np.uint8(0))
+
+
+@njit
+def _work_float8_e5m2(state: int) -> None:
+    _work(state, np.int16(0))
+
+
 _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_bfloat16)
+_int8_worker = c_function(_work_int8)
+_float8_e4m3fn_worker, _float8_e5m2_worker = c_function(_work_float8_e4m3fn), c_function(_work_float8_e5m2)
 
 
 def attention_float32(frame: Any) -> int:
@@ -237,7 +255,7 @@ def attention_float32(frame: Any) -> int:
     (out [T, N, H], scratch), of a cache in float32.
 
     Integers: window or 0, whether there are a cap, sinks, slopes, then the fields of `AttentionScratch`. Numbers:
-    scale, cap, sinks [N], slopes [N].
+    scale, cap, sinks [N], slopes [N], and the scales of keys [K] and of values [K], which are 1 in a cache without.
     """
     state = enter(frame)
     if state != 0:
@@ -256,4 +274,37 @@ def attention_bfloat16(frame: Any) -> int:
         num_items = _begin(frame_of(frame), shared)
         launch(frame, state, num_items, shared[_ROOMS], _bfloat16_worker())
         _work_bfloat16(state)
+    return 0
+
+
+def attention_int8(frame: Any) -> int:
+    """`attention_float32` of a cache in int8."""
+    state = enter(frame)
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        launch(frame, state, num_items, shared[_ROOMS], _int8_worker())
+        _work_int8(state)
+    return 0
+
+
+def attention_float8_e4m3fn(frame: Any) -> int:
+    """`attention_float32` of a cache in float8_e4m3fn."""
+    state = enter(frame)
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        launch(frame, state, num_items, shared[_ROOMS], _float8_e4m3fn_worker())
+        _work_float8_e4m3fn(state)
+    return 0
+
+
+def attention_float8_e5m2(frame: Any) -> int:
+    """`attention_float32` of a cache in float8_e5m2."""
+    state = enter(frame)
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        launch(frame, state, num_items, shared[_ROOMS], _float8_e5m2_worker())
+        _work_float8_e5m2(state)
     return 0

@@ -6,7 +6,7 @@ Addresses are 64-bit integers. What `simd` and `code_runs` write with these word
 from typing import Any
 
 import llvmlite.ir as ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 
 WORD, FLOAT, BYTE, LANE = ir.IntType(64), ir.FloatType(), ir.IntType(8), ir.IntType(32)
 _HALF = ir.IntType(16)
@@ -28,10 +28,16 @@ class _BFloat(ir.Type):
 BFLOAT = _BFloat()
 LINE = 64  # bytes that a cache brings at once
 
+# Bytes of a number by the type that stands for it. Numba knows no short floats: uint16 is bfloat16, uint32 a pair of
+# such, uint8 float8_e4m3fn, and int16 float8_e5m2.
+_BYTES = {types.float32: 4, types.uint32: 4, types.uint16: 2, types.int8: 1, types.uint8: 1, types.int16: 1}
+# Of these float8: bits of the mantissa, bias of the exponent, and the first magnitude that is no finite number.
+_FLOAT8 = {types.uint8: (3, 7, 0x7F), types.int16: (2, 15, 0x7C)}
+
 
 def size_of_kind(kind: Any) -> int:
-    """Bytes of one number of a Numba type."""
-    return kind.bitwidth // 8
+    """Bytes of one number of the type that a Numba type stands for."""
+    return _BYTES[kind]
 
 
 def word(value: int) -> ir.Constant:
@@ -62,13 +68,47 @@ def store(builder: ir.IRBuilder, address: Any, value: Any, align: int = 4) -> No
     stored.align = align
 
 
-def load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, bfloat16: bool) -> Any:
-    """A vector of float32 numbers, widened where memory holds bfloat16."""
-    if not bfloat16:
+def load_floats(builder: ir.IRBuilder, address: Any, vector: ir.VectorType, kind: Any) -> Any:
+    """Numbers of the type that `kind` stands for as a vector of float32, which is exact; pairs as they are."""
+    if kind in (types.float32, types.uint32):
         return load(builder, address, vector)
-    halves = load(builder, address, ir.VectorType(_HALF, vector.count), 2)
-    wide = ir.VectorType(LANE, vector.count)  # a bfloat16 is the upper half of a float32
-    return builder.bitcast(builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * vector.count)), vector)
+    wide = ir.VectorType(LANE, vector.count)
+    size = size_of_kind(kind)
+    codes = load(builder, address, ir.VectorType(_HALF if size == 2 else BYTE, vector.count), size)
+    if kind == types.int8:
+        return builder.sitofp(codes, vector)
+    bits = builder.zext(codes, wide)
+    if kind == types.uint16:  # a bfloat16 is the upper half of a float32
+        return builder.bitcast(builder.shl(bits, _splat(wide, 16)), vector)
+    return _float8_to_float32(builder, bits, vector, *_FLOAT8[kind])
+
+
+def _float8_to_float32(
+    builder: ir.IRBuilder, bits: Any, vector: ir.VectorType, mantissa: int, bias: int, special: int
+) -> Any:
+    """Codes in the low bytes of int32 lanes as their values: NaN and infinity too, and numbers below the smallest
+    normal one, which no float32 arithmetic here ever sees as such: threads of XLA take those for 0."""
+    wide = bits.type
+
+    def constant(value: int) -> ir.Constant:
+        return _splat(wide, value)
+
+    magnitude = builder.and_(bits, constant(0x7F))
+    fraction = builder.shl(magnitude, constant(23 - mantissa))
+    normal = builder.add(fraction, constant((127 - bias) << 23))
+    # With one more in the exponent a code of exponent 0 is the smallest normal number and its own value beside it.
+    lifted = builder.bitcast(builder.add(fraction, constant((128 - bias) << 23)), vector)
+    small = builder.bitcast(builder.fsub(lifted, _splat(vector, 2.0 ** (1 - bias))), wide)
+    is_small = builder.icmp_unsigned("<", magnitude, constant(1 << mantissa))
+    is_special = builder.icmp_unsigned(">=", magnitude, constant(special))
+    finite = builder.select(is_small, small, normal)
+    value = builder.select(is_special, builder.or_(fraction, constant(0x7F800000)), finite)
+    sign = builder.shl(builder.and_(bits, constant(0x80)), constant(24))
+    return builder.bitcast(builder.or_(value, sign), vector)
+
+
+def _splat(vector: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(vector, [value] * vector.count)
 
 
 def everywhere(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:

@@ -72,7 +72,7 @@ def block_product(
     ):
         del context, a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step
         signature = types.void(*[types.intp] * 7, types.boolean, types.intp, types.intp, kind)
-        bfloat16, pairs = kind == types.uint16, kind == types.uint32
+        pairs = kind == types.uint32
         size = size_of_kind(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -95,7 +95,7 @@ def block_product(
             line = element(builder, b, builder.mul(step, b_stride), size)
             held_in = ir.VectorType(LANE, lanes) if pairs else vector
             columns = [
-                load_floats(builder, element(builder, line, word(column * lanes), size), held_in, bfloat16)
+                load_floats(builder, element(builder, line, word(column * lanes), size), held_in, kind)
                 for column in range(vectors)
             ]
             add_products = _make_pair_dot(builder, vector, columns, dot_bfloat16) if pairs else None

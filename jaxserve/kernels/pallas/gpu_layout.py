@@ -33,7 +33,7 @@ TILE = 64  # tokens: the rows of one wgmma
 SHARED_MEMORY_BYTES = 232448  # one block's limit on Hopper, 227 KB (CUDA programming guide, compute capability 9.0)
 MAX_HEAD_DIM = 256
 _COMPUTE_CAPABILITY = 9
-CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 LOG2E = 1.4426950408889634
 # Scores that are not seen, and where a running maximum starts. The gap makes exp2 of their difference exactly 0.
 HIDDEN = -1e30

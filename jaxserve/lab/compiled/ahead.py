@@ -20,6 +20,7 @@ from jaxserve.kernels.matmul import Matmul
 from jaxserve.kernels.ops import GROUPED_MATMUL, MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
+from jaxserve.models.cache_scales import with_cache
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
@@ -72,8 +73,9 @@ def place_ahead(
         meshes = make_meshes(config.parallel, absent_devices(topology))[0]
     else:
         meshes = abstract_meshes(config.parallel, parse_topology(topology).num_devices)
-    partition = Partition.of(model, config.parallel.tensor, config.parallel.expert)
     sizes = resolve_sizes(config, model, weights_dtype, device.backend)
+    model = with_cache(model, sizes.cache_dtype.name)  # scales have no place in plans but their bytes
+    partition = Partition.of(model, config.parallel.tensor, config.parallel.expert)
     attention = PAGED_ATTENTION.resolve(
         device=device,
         choice=config.kernels.paged_attention,

@@ -62,7 +62,7 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
         model,
         tensor=tensor,
         dtype=dtype.name,
-        cache_dtype="float8" if sizes.cache_dtype.itemsize == 1 else sizes.cache_dtype.name,
+        cache_dtype="float8" if sizes.cache_dtype.name.startswith("float8") else sizes.cache_dtype.name,
     )
     pages = config.cache.num_pages
     if config.cache.memory_bytes is not None and pages is None:

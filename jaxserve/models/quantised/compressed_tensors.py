@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxserve.models.quantised.float_quantized import FloatQuantized
-from jaxserve.models.quantised.fp8 import KV_SCALES
 from jaxserve.models.quantised.group_args import GroupArgs
 from jaxserve.models.quantised.int_quantized import IntQuantized
+from jaxserve.models.quantised.kv_scales import KV_SCALES
 from jaxserve.models.quantised.matching import target_rank
 from jaxserve.models.quantised.mxfp4_packed import Mxfp4Packed
 from jaxserve.models.quantised.nvfp4_packed import Nvfp4Packed
@@ -46,14 +46,17 @@ class CompressedTensorsScheme(Scheme):
                 "transform_config is set: weights are rotated, which is not supported; take a checkpoint without it"
             )
         self._ignore = config.strings("ignore")
-        has_kv = config.get("kv_cache_scheme") is not None
-        self._groups, activations = self._read_groups(config)
+        cache = config.get("kv_cache_scheme")
+        self._groups, activations = self._read_groups(config, cache is not None)
         config.check_all_read("compressed-tensors", _INERT)
         notes = [f"activations of {a} are not quantised here, and their scales are not read" for a in activations]
-        if has_kv:
-            notes.append("kv_cache_scheme is not used: the KV cache is what cache.dtype says")
+        kv_dtype = None
+        if cache is not None:
+            kv_dtype, note = _read_cache_scheme(config, cache)
+            notes.append(note)
         labels = dict.fromkeys(f"{name}, codes of {found.bits} bits" for name, _, found in self._groups)
-        super().__init__(f"compressed-tensors: {', '.join(labels)}", notes, [KV_SCALES] if has_kv else [])
+        label = f"compressed-tensors: {', '.join(labels) or 'the KV cache alone'}"
+        super().__init__(label, notes, [KV_SCALES] if cache is not None else [], kv_dtype)
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -85,12 +88,19 @@ class CompressedTensorsScheme(Scheme):
     def _fail(self, message: str) -> None:
         MethodConfig({}, self._origin).fail(message)
 
-    def _read_groups(self, config: MethodConfig) -> tuple[list[tuple[str, tuple[str, ...], Format]], list[str]]:
-        """Format name, targets and format of each group; and what activations they would have, in words."""
+    def _read_groups(
+        self, config: MethodConfig, cache_alone: bool
+    ) -> tuple[list[tuple[str, tuple[str, ...], Format]], list[str]]:
+        """Format name, targets and format of each group; and what activations they would have, in words.
+
+        `cache_alone`: there may be no group, where the KV cache alone is quantised.
+        """
         tables = config.get("config_groups")
+        stated = config.get("format")
+        if cache_alone and tables in (None, {}):
+            return [], []
         if not isinstance(tables, Mapping) or not tables or not all(isinstance(t, Mapping) for t in tables.values()):
             config.fail(f"config_groups is {tables!r}, but must map names to groups of modules")
-        stated = config.get("format")
         groups, activations = [], []
         for key, table in tables.items():
             group = MethodConfig(table, f"{config.origin}: config_groups {key!r}")
@@ -110,6 +120,23 @@ class CompressedTensorsScheme(Scheme):
                     activations.append(said)
             group.check_all_read("compressed-tensors", ())
         return groups, list(dict.fromkeys(activations))
+
+
+def _read_cache_scheme(config: MethodConfig, table: Any) -> tuple[str | None, str]:
+    """The type of cache that the scales of `kv_cache_scheme` are made for, if they are used; and a note about them."""
+    if not isinstance(table, Mapping):
+        config.fail(f"kv_cache_scheme is {table!r}, but must be an object with num_bits and type")
+    bits, kind = table.get("num_bits"), table.get("type", "int")
+    dtype = {"float": "float8_e4m3fn", "int": "int8"}.get(kind) if bits == 8 else None
+    if dtype is None or table.get("symmetric", True) is False or table.get("dynamic"):
+        return None, (
+            f"scales of kv_cache_scheme (num_bits {bits}, type {kind}, symmetric {table.get('symmetric')}, dynamic "
+            f"{table.get('dynamic')}) are not used: those of 8 bits, symmetric and static, would be"
+        )
+    return dtype, (
+        f"kv_cache_scheme brings scales for keys and values in {dtype}: used where cache.dtype has eight bits, which "
+        "it alone decides"
+    )
 
 
 def _describe(activations: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from jaxserve.kernels.storage import Storage
 from jaxserve.models.quantised.checks import fail
+from jaxserve.models.quantised.kv_scales import KV_SCALES
 from jaxserve.models.quantised.matching import is_named
 from jaxserve.models.quantised.one_byte import OneByteTensor, open_one_byte
 from jaxserve.models.quantised.scheme import Format, MethodConfig, Module, ModuleKind, Scheme, beside
@@ -19,7 +20,6 @@ from jaxserve.models.safetensors_files import TensorSource
 
 _INERT = ("quant_method", "scale_fmt", "dequantize")
 _SCALE, _BLOCK_SCALE = "weight_scale", "weight_scale_inv"
-KV_SCALES = r".*\.self_attn\.(attn\.)?([kv]_scale|[kv]_proj\.(output|[kv])_scale|kv_scale)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,7 @@ class Fp8Scheme(Scheme):
             f"fp8, codes of 8 bits, {shape}",
             [f"activation_scheme is {activations}: activations are not quantised here, and their scales are not read"],
             [KV_SCALES],
+            kv_dtype="float8_e4m3fn",
         )
 
     @property

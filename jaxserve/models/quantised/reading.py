@@ -96,6 +96,8 @@ def describe_quantisation(checkpoint: Checkpoint, dtype: np.dtype, kept: Mapping
         rounded = ", times activations rounded to int8" if found.arithmetic != FLOAT else ""
         name = f"rounded to {found.rounded}, as floats" if found.storage is None else f"{found.storage}{rounded}"
         counts[name] = counts.get(name, 0) + 1
+    if scheme is not None and not scheme.formats:
+        return scheme.notes
     label = "rounded at load" if scheme is None else scheme.label
     said = [f"{label}: kept as codes: {'; '.join(f'{count} weights ({name})' for name, count in counts.items())}"]
     if scheme is not None and not kept:

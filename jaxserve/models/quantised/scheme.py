@@ -83,10 +83,13 @@ class Scheme(abc.ABC):
       label: the method and its settings in a few words.
       notes: sentences about what of the checkpoint is not used.
       ignored: regular expressions of tensor names that carry no weights.
+      kv_dtype: the type of a KV cache that scales in the files would be made for; None: they are not used.
     """
 
-    def __init__(self, label: str, notes: Iterable[str] = (), ignored: Iterable[str] = ()) -> None:
-        self.label, self.notes, self.ignored = label, tuple(notes), tuple(ignored)
+    def __init__(
+        self, label: str, notes: Iterable[str] = (), ignored: Iterable[str] = (), kv_dtype: str | None = None
+    ) -> None:
+        self.label, self.notes, self.ignored, self.kv_dtype = label, tuple(notes), tuple(ignored), kv_dtype
 
     @abc.abstractmethod
     def format_of(self, module: Module) -> Format | None:
