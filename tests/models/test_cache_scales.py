@@ -91,14 +91,14 @@ def test_scales_follow_the_type_that_they_were_made_for(tmp_path: Path) -> None:
     table = CACHE_ALONE | {"kv_cache_scheme": E4M3 | {"type": "int"}}
     path = checkpoint(tmp_path / "int", named("k_scale", "v_scale"), table)
     np.testing.assert_array_equal(found(path, "int8").values, VALUES)
-    (note,) = describe_quantisation(read_checkpoint(path), np.dtype("float32"))
+    (note,) = describe_quantisation(read_checkpoint(path), np.dtype("float32"), {})
     assert "scales for keys and values in int8" in note
 
 
 def test_scales_that_cannot_be_used_are_said(tmp_path: Path) -> None:
     table = CACHE_ALONE | {"kv_cache_scheme": E4M3 | {"dynamic": True}}
     path = checkpoint(tmp_path, {}, table)
-    (note,) = describe_quantisation(read_checkpoint(path), np.dtype("float32"))
+    (note,) = describe_quantisation(read_checkpoint(path), np.dtype("float32"), {})
     assert "dynamic True) are not used" in note
     assert found(path, "float8_e4m3fn").is_one
 

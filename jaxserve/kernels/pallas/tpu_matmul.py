@@ -13,6 +13,7 @@ have the order of the groups, and the rows of a step that are blocked together c
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +80,8 @@ class GroupedCodes:
         num_in = len(axes) - (2 if len(self.parts) > 1 else 1 + len(self.tail))
         inputs = axes[-num_in]
         outputs = axes[1] if len(self.parts) > 1 else axes[0]
-        of_part = [(inputs, None, outputs), (inputs, None, outputs)]
-        if self.parts[0].zeros is not None:
-            of_part.append((inputs, None, outputs))
-        return tuple(of_part * len(self.parts))
+        named: Axes = (inputs, None, outputs)
+        return (named,) * len(jax.tree.leaves(self.parts))
 
 
 def _multiply(
@@ -119,8 +118,8 @@ def _multiply(
     )(x, part.codes, part.scales, *zeros)
 
 
-def _kernel(has_zeros: bool, x_ref, codes_ref, scales_ref, *refs) -> None:
-    (zeros_ref, out_ref) = refs if has_zeros else (None, refs[0])
+def _kernel(has_zeros: bool, x_ref: Any, codes_ref: Any, scales_ref: Any, *refs: Any) -> None:
+    zeros_ref, out_ref = refs if has_zeros else (None, *refs)
     exact = x_ref.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
