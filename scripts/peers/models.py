@@ -168,7 +168,6 @@ MODELS = {
     ),
     "tiny-gemma2": PeerModel(
         config=_gemma2(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, vocab=512),
-        embedding_std=0.05,
         sizes=TINY,
         engines="jaxserve,hf,llamacpp",
         workloads=_FAMILY_WORKLOADS,
