@@ -28,9 +28,9 @@ def load_model(settings: Settings) -> Any:
     device = "cuda" if settings.device == "gpu" else "cpu"
     if not settings.random_weights:
         experts = settings.overrides.get("experts", "eager")
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=dtype, experts_implementation=experts
-        ).to(device)
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, experts_implementation=experts).to(
+            device
+        )
     else:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(Path(settings.model))
