@@ -20,6 +20,7 @@ from peers.values import Answer, Ask, Settings, answers_from_json, answers_to_js
 from peers.workloads import TINY, WORKLOADS, Sizes, describe, make_again, make_asks, make_warm_up
 from safetensors.numpy import load_file
 
+from jaxserve.models.decoder_config import ExpertSpec
 from jaxserve.models.family import FAMILIES
 
 VOCAB = 512
@@ -188,7 +189,7 @@ def test_a_checkpoint_has_the_tensors_of_its_family_in_one_file_or_several(name,
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {tensor: path.name for path in files for tensor in load_file(path)}
     assert index["weight_map"] == found
-    count = max((mlp.count for mlp in decoder.mlps if hasattr(mlp, "count")), default=1)
+    count = max((mlp.count for mlp in decoder.mlps if isinstance(mlp, ExpertSpec)), default=1)
     known = {
         rule.source.replace("{layer}", str(layer)).replace("{expert}", str(expert))
         for rule in family.weights
