@@ -2,11 +2,13 @@
 
     python scripts/compare_peers.py --envs DIR --json benchmarks/peers_cpu.json --plot benchmarks/peers_cpu.png
     python scripts/compare_peers.py --envs DIR --dtype best --json benchmarks/peers_cpu_best.json
+    python scripts/compare_peers.py --envs DIR --model experts --json benchmarks/peers_experts_cpu.json
     python scripts/compare_peers.py --envs DIR --device gpu --shape llama3-8b --json benchmarks/peers_gpu_llama3-8b.json
 
 `scripts/peers/setup_peers.sh DIR` makes the other engines' environments. Each engine loads the model in a process of
-its own; of all these only the one whose turn it is runs. A round runs every engine once, on the same requests. Greedy,
-lengths forced, from token ids to token ids. Values are medians over the rounds; ratios are medians over the rounds of
+its own; of all these only the one whose turn it is runs. A round runs every engine once, on the same requests (a model
+of which memory holds only one: each engine all rounds, then the next). Greedy, lengths forced, from token ids to token
+ids. Values are medians over the rounds; ratios are medians over the rounds of
 jaxserve to the other in the same round, more than 1 where jaxserve is the better one.
 """
 
@@ -22,14 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from peers.checkpoint import MODELS, ensure_checkpoint
+from peers.checkpoint import ensure_checkpoint
 from peers.compare import OURS, Comparison, Plan
+from peers.limits import Limit, best_rates, find_limits, shares
+from peers.models import DENSE, MODELS, PeerModel
 from peers.process import SCRIPTS, PeerError, PeerProcess
-from peers.report import agreement_table, plot_rows, ratio_table
+from peers.report import agreement_table, limit_table, plot_rows, ratio_table
 from peers.values import Settings
-from peers.workloads import TINY, WORKLOADS, Sizes, describe
+from peers.workloads import WORKLOADS, Sizes, describe
 from record import write_record
 
+from jaxserve.lab.bench.rates import machine_rates
 from jaxserve.lab.workloads.tables import make_console, make_title
 
 _MIN_AGREEMENT = (
@@ -45,6 +50,8 @@ class Kind:
       env: folder of its environment.
       best: the fastest precision in which it works, by device.
       dtype: the only one, for an entry that is there for this precision.
+      for_experts: only beside an expert model.
+      dense: runs the dense model that belongs to it, with weights of its own.
     """
 
     module: str
@@ -52,12 +59,18 @@ class Kind:
     best: dict[str, str]
     dtype: str | None = None
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    for_experts: bool = False
+    dense: bool = False
 
 
 _BFLOAT16 = {"cpu": "bfloat16", "gpu": "bfloat16"}
 KINDS = {
     OURS: Kind(module="jaxserve", env="jaxserve", best={"cpu": "float32", "gpu": "bfloat16"}),
+    "jaxserve-dense": Kind(module="jaxserve", env="jaxserve", best={"cpu": "float32"}, for_experts=True, dense=True),
     "hf": Kind(module="hf", env="hf", best=_BFLOAT16),
+    "hf-grouped": Kind(
+        module="hf", env="hf", best={"cpu": "bfloat16"}, overrides={"experts": "grouped_mm"}, for_experts=True
+    ),
     "hf-compile": Kind(module="hf", env="hf", best={"gpu": "bfloat16"}, overrides={"compile": True}),
     "hf-cb": Kind(module="hf_continuous", env="hf", best=_BFLOAT16),
     "hf-cb-compile": Kind(module="hf_continuous", env="hf", best={"gpu": "bfloat16"}, overrides={"compile": 1}),
@@ -80,13 +93,14 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--python", action="append", default=[], metavar="ENV=PATH", help="another interpreter")
     parser.add_argument("--engines", help=f"comma-separated: {', '.join(KINDS)}")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated; default: all")
+    parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(WORKLOADS)}; default: those of the model")
     parser.add_argument("--dtype", choices=("float32", "best"), help="default: float32 on a CPU, best on a GPU")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="default: those of the model")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--model", choices=tuple(MODELS), default="cpu-125m", help="random weights of a CPU run")
+    parser.add_argument("--model", choices=tuple(MODELS), default=DENSE, help="random weights of a CPU run")
+    parser.add_argument("--prepare", action="store_true", help="only write the files of weights, and end")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-0.6b", help="random weights of a GPU run")
-    parser.add_argument("--requests", type=int, default=64, help="of the loads with many")
+    parser.add_argument("--requests", type=int, help="of the loads with many; default: of the model")
     parser.add_argument("--load", type=float, default=0.7, help="poisson: share of jaxserve's requests/s in mixed")
     parser.add_argument("--rate", type=float, help="poisson: requests/s, in place of --load")
     parser.add_argument("--max-noise", type=float, default=0.1, help="do a run again if others used more of the cores")
@@ -98,46 +112,73 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(arguments)
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "best")
-    args.engines = (args.engines or DEFAULT_ENGINES[args.device, args.dtype]).split(",")
-    args.workloads = args.workloads.split(",")
+    model = model_of(args)
+    args.engines = (args.engines or model.engines or DEFAULT_ENGINES[args.device, args.dtype]).split(",")
+    args.workloads = (args.workloads or model.workloads).split(",")
+    args.rounds = model.rounds if args.rounds is None else args.rounds
     for name, known in (("engines", KINDS), ("workloads", WORKLOADS)):
         if unknown := [value for value in getattr(args, name) if value not in known]:
             parser.error(f"--{name}: no {unknown[0]!r}; there are {', '.join(known)}")
+    if far := [name for name in args.engines if KINDS[name].for_experts and not model.dense]:
+        parser.error(f"--engines: {far[0]} is for a model with experts, and {args.model} has none")
+    if "poisson" in args.workloads and model.one_at_a_time:
+        parser.error(f"--workloads: poisson has no place for {args.model}, whose engines are loaded one at a time")
     if "poisson" in args.workloads and args.rate is None and not {"mixed", OURS} <= {*args.workloads, *args.engines}:
         parser.error("--workloads: poisson needs the load of jaxserve in mixed, or --rate")
     return args
+
+
+def model_of(args: argparse.Namespace) -> PeerModel:
+    """The model of a CPU run; the shapes of a GPU run are asked as the dense one is."""
+    return MODELS[args.model if args.device == "cpu" else DENSE]
 
 
 def dtype_of(kind: Kind, args: argparse.Namespace) -> str:
     return kind.dtype or ("float32" if args.dtype == "float32" else kind.best[args.device])
 
 
-def start_engine(name: str, args: argparse.Namespace, model: Path, sizes: Sizes) -> PeerProcess:
+def find_files(name: str, args: argparse.Namespace) -> Path:
+    """The directory of the model that an engine loads; on a CPU made first if it is not there. Raises PeerError."""
+    if args.device != "cpu":
+        return SCRIPTS.parent / "configs/shapes" / SHAPES[args.shape]
+    kind = KINDS[name]
+    model = ensure_checkpoint(model_of(args).dense if kind.dense else args.model, args.envs / "models")
+    if kind.module == "llamacpp":
+        dtype = dtype_of(kind, args)
+        ensure_gguf(model, {"float32": "f32", "bfloat16": "bf16"}.get(dtype, dtype), python_of(kind, args))
+    return model
+
+
+def python_of(kind: Kind, args: argparse.Namespace) -> str:
+    chosen = dict(pair.split("=", 1) for pair in args.python)
+    here = sys.executable if kind.env == OURS else str(args.envs / kind.env / "bin/python")
+    return chosen.get(kind.env, here)
+
+
+def start_engine(name: str, args: argparse.Namespace, sizes: Sizes) -> PeerProcess:
     """Loads an engine in its environment. Raises PeerError."""
     kind = KINDS[name]
     if args.device not in kind.best:
         raise PeerError(f"{name} is not for --device {args.device}; there: {', '.join(kind.best)}")
-    chosen = dict(pair.split("=", 1) for pair in args.python)
-    here = sys.executable if kind.env == OURS else str(args.envs / kind.env / "bin/python")
-    python, dtype = chosen.get(kind.env, here), dtype_of(kind, args)
-    if kind.module == "llamacpp":
-        ensure_gguf(model, {"float32": "f32", "bfloat16": "bf16"}.get(dtype, dtype), python)
-    ours = {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in args.set)}
+    model = find_files(name, args)
+    ours = model_of(args).overrides | {
+        key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in args.set)
+    }
     settings = Settings(
         model=str(model),
         random_weights=args.device == "gpu",
-        dtype=dtype,
+        dtype=dtype_of(kind, args),
         device=args.device,
         threads=args.threads,
         max_len=-(-sizes.max_len // 128) * 128,
         max_requests=sizes.max_requests,
         kv_bytes=int(args.kv_gib * 2**30),
         memory_share=0.85 / len(args.engines),
-        overrides=kind.overrides | (ours if name == OURS else {}),
+        overrides=kind.overrides | (ours if kind.module == OURS else {}),
     )
     env = {} if args.device == "gpu" else {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     log = args.envs / "logs" / f"{name}.log"
-    return PeerProcess(name, kind.module, python, settings, log, args.timeout, env)
+    return PeerProcess(name, kind.module, python_of(kind, args), settings, log, args.timeout, env)
 
 
 def ensure_gguf(model: Path, precision: str, python: str) -> None:
@@ -150,68 +191,141 @@ def ensure_gguf(model: Path, precision: str, python: str) -> None:
             raise PeerError(f"llamacpp: cannot make {out.name}: {error}") from error
 
 
-def write(comparison: Comparison, args: argparse.Namespace, titles: dict[str, str], what: str) -> None:
-    """All that is known so far, as a file and a picture, where they are asked for."""
-    if args.json:
-        settings = {"rounds": args.rounds, "dtype": args.dtype, "set": args.set, "load": args.load, "what": what}
-        write_record(args.json, comparison.as_json(), engines=comparison.abouts, settings=settings, workloads=titles)
-    if args.plot:
-        plot_rows(comparison.rows(), args.engines, titles, what, args.plot)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What goes to the tables, the record and the picture.
+
+    Attributes:
+      titles: of the workloads.
+      what: model, device, precision.
+      sizes: of the requests.
+      rates: of the machine, as measured before the engines were loaded, and after each workload.
+    """
+
+    comparison: Comparison
+    args: argparse.Namespace
+    titles: dict[str, str]
+    what: str
+    sizes: Sizes
+    rates: list[dict[str, dict[str, float]] | None]
+
+    def limits(self) -> dict[str, dict[str, Limit]]:
+        """Engine -> workload -> limit. Empty on a GPU, whose rates are not measured here."""
+        if self.args.device != "cpu":
+            return {}
+        best = best_rates(self.rates, self.args.threads)
+        model = model_of(self.args)
+        return {
+            name: find_limits(
+                MODELS[model.dense].config if KINDS[name].dense and model.dense else model.config,
+                self.sizes,
+                dtype_of(KINDS[name], self.args),
+                best,
+            )
+            for name in self.args.engines
+        }
+
+    def write(self) -> None:
+        """All that is known so far, as a file and a picture, where they are asked for."""
+        args, comparison, limits = self.args, self.comparison, self.limits()
+        if args.json:
+            settings = {
+                "rounds": args.rounds,
+                "dtype": args.dtype,
+                "set": args.set,
+                "load": args.load,
+                "threads": args.threads,
+                "what": self.what,
+                "sizes": dataclasses.asdict(self.sizes),
+            }
+            results = comparison.as_json()
+            for row in comparison.rows():
+                found = results["workloads"][row.workload]
+                found["figures"][row.figure.name]["shares"] = shares(row, limits)
+                found["limits"] = {
+                    name: dataclasses.asdict(of[row.workload]) for name, of in limits.items() if row.workload in of
+                }
+            write_record(
+                args.json,
+                results,
+                engines=comparison.abouts,
+                settings=settings,
+                workloads=self.titles,
+                rates=self.rates[-1],
+                rates_in_turn=self.rates,
+            )
+        if args.plot:
+            plot_rows(comparison.rows(), args.engines, self.titles, self.what, args.plot)
+
+    def show(self) -> None:
+        args, comparison = self.args, self.comparison
+        console = make_console()
+        console.width = max(console.width, 50 + 20 * len(args.engines))
+        console.print(make_title(self.what), ratio_table(comparison.rows(), OURS, args.engines, self.titles))
+        if any(self.limits().values()):
+            console.print(limit_table(comparison.rows(), self.limits(), args.engines, self.titles))
+        for workload, notes in comparison.notes.items():
+            console.print(f"{workload}: " + "; ".join(f"{name}: {note}" for name, note in notes.items()))
+        if any(found.choices for found in comparison.agreements.values()):
+            console.print(agreement_table(comparison.agreements, comparison.reference))
 
 
-def show(comparison: Comparison, args: argparse.Namespace, titles: dict[str, str], what: str) -> None:
-    console = make_console()
-    console.width = max(console.width, 50 + 20 * len(args.engines))
-    console.print(make_title(what), ratio_table(comparison.rows(), OURS, args.engines, titles))
-    for workload, notes in comparison.notes.items():
-        console.print(f"{workload}: " + "; ".join(f"{name}: {note}" for name, note in notes.items()))
-    if any(found.choices for found in comparison.agreements.values()):
-        console.print(agreement_table(comparison.agreements, comparison.reference))
+def run(report: Report) -> None:
+    """All engines together, or one after the other where memory has no room for two. Raises PeerError."""
+    args, comparison = report.args, report.comparison
+    groups = [[name] for name in args.engines] if model_of(args).one_at_a_time else [args.engines]
+    for group in groups:
+        with contextlib.ExitStack() as stack:
+            for name in group:
+                print(f"loading {name}", file=sys.stderr, flush=True)
+                peer = start_engine(name, args, report.sizes)
+                stack.callback(peer.close)
+                comparison.add(name, peer, same_weights=not KINDS[name].dense)
+            for name in args.workloads:
+                comparison.measure(name)
+                report.rates.append(machine_rates())
+                report.write()
+        for name in group:
+            comparison.remove(name)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_args(arguments)
-    sizes = dataclasses.replace(TINY if args.model == "tiny" else Sizes(), **_requests(args))
-    if args.device == "cpu":
-        model, what = ensure_checkpoint(args.model, args.envs / "models"), args.model
-    else:
-        model, what = SCRIPTS.parent / "configs/shapes" / SHAPES[args.shape], args.shape
-    what = f"{what}, {args.device}, {args.dtype}"
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    titles = {name: describe(name, sizes) for name in args.workloads}
-    plan = Plan(
-        rounds=args.rounds,
-        sizes=sizes,
-        vocab=vocab,
-        load=args.load,
-        rate=args.rate,
-        max_noise=args.max_noise,
-        compare_tokens=args.device == "cpu",
-    )
-    with contextlib.ExitStack() as stack:
-        try:
-            comparison = Comparison(plan, say=lambda line: print(line, file=sys.stderr, flush=True))
-            for name in args.engines:
-                print(f"loading {name}", file=sys.stderr, flush=True)
-                peer = start_engine(name, args, model, sizes)
-                stack.callback(peer.close)
-                comparison.add(name, peer)
-            for name in args.workloads:
-                comparison.measure(name)
-                write(comparison, args, titles, what)
-            show(comparison, args, titles, what)
-        except PeerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    model = model_of(args)
+    sizes = model.sizes if args.requests is None else dataclasses.replace(model.sizes, requests=args.requests)
+    what = f"{args.model if args.device == 'cpu' else args.shape}, {args.device}, {args.dtype}"
+    try:
+        files = [find_files(name, args) for name in args.engines]
+        if args.prepare:
+            return 0
+        plan = Plan(
+            rounds=args.rounds,
+            sizes=sizes,
+            vocab=json.loads((files[0] / "config.json").read_text())["vocab_size"],
+            load=args.load,
+            rate=args.rate,
+            max_noise=args.max_noise,
+            compare_tokens=args.device == "cpu",
+        )
+        comparison = Comparison(plan, say=lambda line: print(line, file=sys.stderr, flush=True))
+        report = Report(
+            comparison=comparison,
+            args=args,
+            titles={name: describe(name, sizes) for name in args.workloads},
+            what=what,
+            sizes=sizes,
+            rates=[machine_rates()],
+        )
+        run(report)
+        report.show()
+    except PeerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     far = [name for name, found in comparison.agreements.items() if found.choices and found.share_same < _MIN_AGREEMENT]
     if args.dtype == "float32" and far:
         print(f"error: in float32 {', '.join(far)} chose other tokens than {comparison.reference}", file=sys.stderr)
         return 1
     return 0
-
-
-def _requests(args: argparse.Namespace) -> dict[str, int]:
-    return {} if args.model == "tiny" and args.device == "cpu" else {"requests": args.requests}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,12 @@ from jaxserve.lab.bench.rates import machine_rates
 
 
 def write_record(path: Path, results: object, **about: object) -> None:
-    """Writes {"about", "results"}: command, machine with its rates, versions, commit, what the caller adds; results."""
+    """Writes {"about", "results"}: command, machine with its rates, versions, commit, what the caller adds; results.
+
+    The rates are measured here, unless the caller gives those that it has measured beside the results.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = about_machine() | {"rates": machine_rates()} | about
+    if "rates" not in about:
+        about["rates"] = machine_rates()
+    about = about_machine() | about
     path.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")

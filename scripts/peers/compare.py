@@ -1,6 +1,7 @@
 """The comparison itself: one workload after the other, in rounds, and in each round every engine once.
 
-Disturbed runs are repeated. Processes are in `process`, tables in `report`.
+Disturbed runs are repeated. Engines that do not fit into the memory together come one after the other, each with all
+its rounds. Processes are in `process`, tables in `report`.
 """
 
 import dataclasses
@@ -45,43 +46,58 @@ class Plan:
 
 
 class Comparison:
-    """What has been found so far. Mutated by `add` and `measure` alone."""
+    """What has been found so far. Mutated by `add`, `measure` and `remove` alone."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
         self._peers: dict[str, Peer] = {}
+        self._others: set[str] = set()  # engines with other weights
         self._runs: dict[str, dict[str, list[dict[str, float]]]] = {}
         self._noise: dict[str, dict[str, list[float | None]]] = {}
+        self._answers: dict[str, dict[str, list[Answer]]] = {}
         self.notes: dict[str, dict[str, str]] = {}
-        self.agreements: dict[str, Agreement] = {}
         self.abouts: dict[str, dict[str, Any]] = {}
 
     @property
     def reference(self) -> str:
         """The engine whose tokens the others' are compared with."""
-        return "hf" if "hf" in self._peers else OURS
+        return "hf" if "hf" in self.abouts else OURS
 
-    def add(self, name: str, peer: Peer) -> None:
+    @property
+    def agreements(self) -> dict[str, Agreement]:
+        """For each engine with the weights of the reference, how far its tokens are the reference's."""
+        if not self._plan.compare_tokens:
+            return {}
+        found = {name: Agreement() for name in self.abouts if name not in self._others and name != self.reference}
+        for answers in self._answers.values():
+            for name in found.keys() & answers.keys() if self.reference in answers else ():
+                for answer, other in zip(answers[name], answers[self.reference], strict=True):
+                    found[name].add(answer.tokens, other.tokens)
+        return found
+
+    def add(self, name: str, peer: Peer, *, same_weights: bool = True) -> None:
         self._peers[name] = peer
         self.abouts[name] = peer.about
-        if self._plan.compare_tokens and name != self.reference:
-            self.agreements[name] = Agreement()
-        if name == self.reference:
-            self.agreements.pop(name, None)
+        if not same_weights:
+            self._others.add(name)
+
+    def remove(self, name: str) -> None:
+        """What it has done stays."""
+        del self._peers[name]
 
     def measure(self, workload: str) -> None:
-        """All rounds of one workload."""
+        """All rounds of one workload, by all engines that are there."""
         rate = self._rate() if workload == "poisson" else None
         engines = self._able(workload, rate)
-        self._runs[workload] = {name: [] for name in engines}
-        self._noise[workload] = {name: [] for name in engines}
+        for found in (self._runs, self._noise, self._answers):
+            found.setdefault(workload, {}).update({name: [] for name in engines})
         for name in engines:
             warm_up = make_warm_up(make_asks(workload, 0, self._plan.vocab, self._plan.sizes, rate))
             self._peers[name].run(warm_up, [])
         for number in range(1, self._plan.rounds + 1):
             asks = make_asks(workload, number, self._plan.vocab, self._plan.sizes, rate)
-            found = {name: self._run(workload, number, name, asks) for name in engines}
-            self._compare(found)
+            for name in engines:
+                self._answers[workload][name] += self._run(workload, number, name, asks)
 
     def _run(self, workload: str, number: int, name: str, asks: list[Ask]) -> list[Answer]:
         """Measures the quietest of at most three tries, or the first one that is quiet enough.
@@ -103,14 +119,6 @@ class Comparison:
         others = "" if noise is None else f" (others used {noise:.0%} of the cores)"
         self._say(f"{workload}, round {number}, {name}: {values}{others}")
         return first
-
-    def _compare(self, found: dict[str, list[Answer]]) -> None:
-        if self.reference not in found:
-            return
-        for name, answers in found.items():
-            if name in self.agreements:
-                for answer, other in zip(answers, found[self.reference], strict=True):
-                    self.agreements[name].add(answer.tokens, other.tokens)
 
     def _rate(self) -> float:
         if self._plan.rate is not None:

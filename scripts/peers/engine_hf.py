@@ -1,7 +1,10 @@
-"""HF transformers' `generate`: static batches with padding on the left, PyTorch's own attention.
+"""HF transformers' `generate`: static batches with padding on the left.
+
+Attention is what transformers takes by itself: PyTorch's own (SDPA), but for BLOOM and Gemma 2, which cannot have it.
 
 Models are loaded for both of transformers' modes, and requests cut into batches. Requests that come later are refused:
-a static batch has no place for them. On a GPU "compile" among the overrides turns on the static cache, with which
+a static batch has no place for them. "experts" among the overrides chooses how experts are computed: "eager", a loop
+over them, without it, or "grouped_mm". On a GPU "compile" among the overrides turns on the static cache, with which
 `generate` compiles the decode step itself.
 """
 
@@ -19,26 +22,33 @@ _MAX_BATCH = 64
 
 
 def load_model(settings: Settings) -> Any:
-    """The model on its device, in evaluation mode, with the attention of PyTorch."""
+    """The model on its device, in evaluation mode."""
     torch.set_num_threads(settings.threads)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     device = "cuda" if settings.device == "gpu" else "cpu"
     if not settings.random_weights:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa").to(device)
+        experts = settings.overrides.get("experts", "eager")
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, experts_implementation=experts).to(
+            device
+        )
     else:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(Path(settings.model))
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)  # without an end: lengths are forced
     return model.eval().requires_grad_(False)
 
 
-def make_about(settings: Settings, more: dict[str, Any]) -> dict[str, Any]:
+def make_about(model: Any, settings: Settings, more: dict[str, Any]) -> dict[str, Any]:
+    """Versions and settings; `model` is as `load_model` returned it."""
+    if hasattr(model.config, "num_local_experts"):
+        more = {"experts": model.config._experts_implementation, **more}
+    attention = model.config._attn_implementation
     device = torch.cuda.get_device_name() if settings.device == "gpu" else "cpu"
     return {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "settings": {"dtype": settings.dtype, "attention": "sdpa", "threads": torch.get_num_threads(), **more},
+        "settings": {"dtype": settings.dtype, "attention": attention, "threads": torch.get_num_threads(), **more},
         "device": device,
     }
 
@@ -62,7 +72,7 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         self._model = load_model(settings)
         self._compile = bool(settings.overrides.get("compile"))
-        self.about = make_about(settings, {"max_batch": _MAX_BATCH, "compile": self._compile})
+        self.about = make_about(self._model, settings, {"max_batch": _MAX_BATCH, "compile": self._compile})
 
     def run(self, asks: list[Ask]) -> list[Answer]:
         """Longest outputs together, since a batch lasts as long as its longest."""

@@ -38,7 +38,7 @@ class Engine:
             self._manager.warmup()
         self._manager.start()
         self._num_runs = 0
-        self.about = make_about(settings, {"page_size": _PAGE, **sizes})
+        self.about = make_about(model, settings, {"page_size": _PAGE, **sizes})
 
     def run(self, asks: list[Ask]) -> list[Answer]:
         self._num_runs += 1

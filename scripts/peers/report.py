@@ -9,6 +9,7 @@ import rich.table
 from jaxserve.lab.workloads.pictures import PALETTE, save_figure
 from jaxserve.lab.workloads.tables import format_number, new_table
 from peers.figures import Agreement, Row
+from peers.limits import Limit, shares
 
 _COLUMNS = 3  # of the picture
 
@@ -32,6 +33,21 @@ def ratio_table(rows: Sequence[Row], ours: str, engines: Sequence[str], names: M
             if engine != ours:
                 cells.append(f"{row.ratios[engine]:.2f}x" if engine in row.ratios else "-")
         table.add_row(f"  {row.figure.name}", *cells)
+    return table
+
+
+def limit_table(
+    rows: Sequence[Row], limits: Mapping[str, Mapping[str, Limit]], engines: Sequence[str], names: Mapping[str, str]
+) -> rich.table.Table:
+    """A line for each figure that has limits: of each engine the share of its byte limit / of its compute limit."""
+    table = new_table()
+    table.add_column("of the byte limit / of the multiply-adds")
+    for engine in engines:
+        table.add_column(engine, justify="right")
+    for row in rows:
+        if found := shares(row, limits):
+            values = {name: f"{of['of_byte_limit']:.2f} / {of['of_compute_limit']:.2f}" for name, of in found.items()}
+            table.add_row(names[row.workload], *(values.get(engine, "-") for engine in engines))
     return table
 
 

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import compare_peers
 import pytest
-from peers.checkpoint import MODELS, ensure_checkpoint
+from peers.checkpoint import ensure_checkpoint
 from peers.compare import Comparison, Plan
 from peers.figures import Agreement, make_rows, measure
+from peers.limits import best_rates, find_limits, shares
+from peers.models import DENSE, MODELS
 from peers.noise import Used, others_share, read_used
 from peers.process import PeerError, PeerProcess
 from peers.values import Answer, Ask, Settings, answers_from_json, answers_to_json, asks_from_json, asks_to_json
 from peers.workloads import TINY, WORKLOADS, Sizes, describe, make_again, make_asks, make_warm_up
 from safetensors.numpy import load_file
+
+from jaxserve.models.decoder_config import ExpertSpec
+from jaxserve.models.family import FAMILIES
 
 VOCAB = 512
 WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
@@ -168,8 +173,79 @@ def test_checkpoints_are_the_same_wherever_they_are_made(tmp_path):
     tensors = load_file(one / "model.safetensors")
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
     assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (32, 64)
-    assert json.loads((one / "config.json").read_text()) == MODELS["tiny"]
+    assert json.loads((one / "config.json").read_text()) == MODELS["tiny"].config
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["tiny"]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("tiny")])
+def test_a_checkpoint_has_the_tensors_of_its_family_in_one_file_or_several(name, tmp_path, monkeypatch):
+    config = MODELS[name].config
+    family = FAMILIES.get(config["architectures"][0])
+    decoder = family.decoder_config(config, name)
+    monkeypatch.setattr("peers.checkpoint._SHARD_BYTES", 40_000)
+    folder = ensure_checkpoint(name, tmp_path)
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {tensor: path.name for path in files for tensor in load_file(path)}
+    assert index["weight_map"] == found
+    count = max((mlp.count for mlp in decoder.mlps if isinstance(mlp, ExpertSpec)), default=1)
+    known = {
+        rule.source.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        for rule in family.weights
+        for layer in range(decoder.num_layers)
+        for expert in range(count)
+    }
+    optional = {"lm_head.weight"} if decoder.tied_embeddings else set()
+    biases = {tensor for tensor in known - found.keys() if tensor.endswith("bias")}  # of Llamas that have some
+    assert found.keys() == known - optional - biases
+
+
+def test_the_expert_model_reads_as_many_bytes_a_token_as_the_dense_one():
+    model, rates = MODELS["experts"], {"read_gb_per_s": 34.0, "multiply_add_gflop_per_s": 230.0}
+    experts = find_limits(model.config, model.sizes, "float32", rates)
+    dense = find_limits(MODELS[DENSE].config, model.sizes, "float32", rates)
+    attention, mlp, table = 12 * 768 * 64 * (2 * 12 + 2 * 4), 12 * 3 * 768 * 2048, 32000 * 768
+    context, of_token = model.sizes.prompt + model.sizes.output / 2, 12 * 2 * 4 * 64 * 4
+    assert dense["one"].step_bytes == 4 * (attention + mlp + table) + of_token * (context + 1)
+    assert experts["one"].step_bytes == pytest.approx(dense["one"].step_bytes, rel=5e-3)  # and the routers
+    assert experts["streams"].step_bytes > 3 * dense["streams"].step_bytes  # 14 of 16 experts are hit
+    assert dense["one"].byte_limit == pytest.approx(34e9 / dense["one"].step_bytes)
+    assert dense["prefill"].compute_limit == pytest.approx(512 * 230e9 / dense["prefill"].step_flops)
+    assert find_limits(model.config, model.sizes, "float32", None)["one"].byte_limit is None
+    assert find_limits(model.config, model.sizes, "q8_0", rates) == {}
+    (row,) = make_rows("streams", {"jaxserve": [{"decode tokens/s": 100.0}]}, "jaxserve")
+    assert shares(row, {"jaxserve": dense}) == {
+        "jaxserve": {
+            "of_byte_limit": 100.0 / dense["streams"].byte_limit,
+            "of_compute_limit": 100.0 / dense["streams"].compute_limit,
+        }
+    }
+
+
+def test_the_best_rates_of_a_run_count_and_only_those_of_as_many_threads():
+    def rates(read: float, multiply: float):
+        return {
+            "read_gb_per_s": {"1 thread": 1.0, "2 threads": read},
+            "multiply_add_gflop_per_s": {"1 thread": 1.0, "2 threads": multiply},
+        }
+
+    found = [rates(30.0, 230.0), None, rates(34.0, 200.0)]
+    assert best_rates(found, 2) == {"read_gb_per_s": 34.0, "multiply_add_gflop_per_s": 230.0}
+    assert best_rates(found, 8) is None and best_rates([None], 2) is None
+
+
+def test_engines_one_after_the_other_are_compared_as_those_in_turns():
+    comparison = make_comparison(max_noise=1.0)
+    for name in ("jaxserve", "hf", "jaxserve-dense"):
+        comparison.add(name, Scripted([0.0] * 4), same_weights=name != "jaxserve-dense")
+        comparison.measure("one")
+        comparison.remove(name)
+    (decode, _) = comparison.rows()
+    assert decode.ratios == pytest.approx({"hf": 1.0, "jaxserve-dense": 1.0})
+    assert comparison.reference == "hf"
+    assert {name: found.share_same for name, found in comparison.agreements.items()} == {"jaxserve": 1.0}
+    assert comparison.agreements["jaxserve"].tokens == 2 * TINY.output
 
 
 def fake_settings() -> Settings:
@@ -244,6 +320,8 @@ def test_engines_that_cannot_start_say_why(tmp_path):
         (["--engines", "jaxserve,llama"], "no 'llama'"),
         (["--workloads", "ones"], "no 'ones'"),
         (["--workloads", "poisson"], "needs the load of jaxserve in mixed"),
+        (["--engines", "jaxserve,hf-grouped"], "is for a model with experts"),
+        (["--model", "gemma-2-2b", "--workloads", "poisson"], "loaded one at a time"),
     ],
 )
 def test_wrong_flags_are_refused(arguments, says, capsys):
@@ -255,11 +333,12 @@ def test_wrong_flags_are_refused(arguments, says, capsys):
 @pytest.mark.slow
 def test_a_comparison_of_jaxserve_alone(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("record.machine_rates", lambda: {"read_gb_per_s": {"1 thread": 11.0}})
+    rates = {name: {"1 thread": 11.0, "2 threads": 22.0} for name in ("read_gb_per_s", "multiply_add_gflop_per_s")}
+    monkeypatch.setattr("compare_peers.machine_rates", lambda: rates)
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     small = ["runtime.row_buckets=[4]", "runtime.token_buckets=[64]", "sched.max_rows=4", "sched.max_step_tokens=64"]
     arguments = ["--envs", str(tmp_path), "--engines", "jaxserve", "--model", "tiny", "--rounds", "2"]
-    arguments += ["--max-noise", "1", "--kv-gib", "0.01", "--workloads", "streams,mixed,poisson"]
+    arguments += ["--max-noise", "1", "--kv-gib", "0.01", "--threads", "2", "--workloads", "streams,mixed,poisson"]
     arguments += ["--json", str(out), "--plot", str(plot)]
     for pair in [*small, f"runtime.compile_cache={tmp_path / 'cache'}"]:
         arguments += ["--set", pair]
@@ -270,5 +349,10 @@ def test_a_comparison_of_jaxserve_alone(tmp_path, capsys, monkeypatch):
     assert found["about"]["engines"]["jaxserve"]["settings"]["model.dtype"] == "float32"
     figures = found["results"]["workloads"]["mixed"]["figures"]["output tokens/s"]
     assert len(figures["rounds"]["jaxserve"]) == 2 and figures["medians"]["jaxserve"] > 0
+    streams = found["results"]["workloads"]["streams"]
+    limit, median = streams["limits"]["jaxserve"], streams["figures"]["decode tokens/s"]["medians"]["jaxserve"]
+    assert limit["byte_limit"] == pytest.approx(3 * 22e9 / limit["step_bytes"])
+    share = streams["figures"]["decode tokens/s"]["shares"]["jaxserve"]["of_byte_limit"]
+    assert share == pytest.approx(median / limit["byte_limit"])
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "output tokens/s" in capsys.readouterr().out

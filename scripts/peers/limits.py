@@ -1,0 +1,93 @@
+"""The least that a step of a workload must read and multiply, and the speed that the machine's rates allow it.
+
+The bytes are those of `jaxserve.lab.roofline`: the matrices of all layers and the table of the logits once in each
+step, of experts those that a step hits on average (routed evenly), and the keys and values of every stream halfway
+through its output. Activations are not counted, since they fit into the caches.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.lab.roofline import Work
+from jaxserve.models.family import FAMILIES
+from peers.figures import DECODE, PREFILL, Row
+from peers.workloads import Sizes
+
+_WIDTH = {"float32": 4}  # bytes of a number
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """One step of a workload.
+
+    Attributes:
+      figure: that has this limit.
+      tokens: that it gives: one of each stream, or all of a prompt.
+      step_bytes: that are read from the memory.
+      step_flops: a multiply-add counts as two.
+      byte_limit, compute_limit: tokens a second, if nothing else took time. None where the rate is not known.
+    """
+
+    figure: str
+    tokens: int
+    step_bytes: float
+    step_flops: float
+    byte_limit: float | None
+    compute_limit: float | None
+
+
+def find_limits(
+    config: Mapping[str, Any], sizes: Sizes, dtype: str, rates: Mapping[str, float] | None
+) -> dict[str, Limit]:
+    """The limits of the workloads with one kind of step, by name; none in a precision other than float32.
+
+    `rates`: "read_gb_per_s" and "multiply_add_gflop_per_s" of as many threads as the engines have.
+    """
+    if dtype not in _WIDTH:
+        return {}
+    architecture = config["architectures"][0]
+    model = FAMILIES.get(architecture).decoder_config(config, architecture)
+    work = Work(model=model, weight_size=_WIDTH[dtype], cache_size=_WIDTH[dtype])
+
+    def limit(figure: str, tokens: int, rows: int, context: float) -> Limit:
+        table = model.vocab_size * model.hidden_size
+        step_bytes = work.weight_size * (work.read_params(tokens) + table) + work.cache_bytes(tokens, rows, context)
+        step_flops = work.flops(tokens, rows, tokens * context)
+        return Limit(
+            figure=figure,
+            tokens=tokens,
+            step_bytes=step_bytes,
+            step_flops=step_flops,
+            byte_limit=tokens * rates["read_gb_per_s"] * 1e9 / step_bytes if rates else None,
+            compute_limit=tokens * rates["multiply_add_gflop_per_s"] * 1e9 / step_flops if rates else None,
+        )
+
+    halfway = sizes.prompt + sizes.output / 2
+    return {
+        "one": limit(DECODE.name, 1, 1, halfway),
+        "streams": limit(DECODE.name, sizes.streams, sizes.streams, halfway),
+        "prefill": limit(PREFILL.name, sizes.prefill, 1, sizes.prefill / 2),
+    }
+
+
+def best_rates(found: list[dict[str, dict[str, float]] | None], threads: int) -> dict[str, float] | None:
+    """The best of several measurements: other programs can only take away. None where so many threads have no rate."""
+    key = f"{threads} thread{'s' * (threads > 1)}"
+    known = [rates for rates in found if rates and all(key in of_threads for of_threads in rates.values())]
+    if not known:
+        return None
+    return {name: max(rates[name][key] for rates in known) for name in known[0]}
+
+
+def shares(row: Row, limits: Mapping[str, Mapping[str, Limit]]) -> dict[str, dict[str, float]]:
+    """For each engine its median as a share of both limits. `limits`: engine -> workload -> limit."""
+    found: dict[str, dict[str, float]] = {}
+    for engine, median in row.medians.items():
+        limit = limits.get(engine, {}).get(row.workload)
+        if limit and limit.figure == row.figure.name and limit.byte_limit and limit.compute_limit:
+            found[engine] = {
+                "of_byte_limit": median / limit.byte_limit,
+                "of_compute_limit": median / limit.compute_limit,
+            }
+    return found
