@@ -1,9 +1,10 @@
-"""Times products of rows with weights on this CPU, in the forms that were tried: milliseconds and GFLOP/s.
+"""Times products of rows with weights on this CPU, in the forms that were tried: milliseconds, Gop/s and GB/s.
 
-    python scripts/bench_products.py [--json benchmarks/products_cpu.json] [--rounds 15]
+    python scripts/bench_products.py [--json benchmarks/products_cpu.json] [--rounds 15] [--only packed]
 
 It keeps the forms that lost, so that a claim in docs/performance.md can be measured again. The forms are checked
-against each other only: tests/kernels has the exact results.
+against each other only: tests/kernels has the exact results. The rates of the machine are measured before and after,
+since one that is shared or slow shows in them.
 """
 
 import argparse
@@ -23,7 +24,10 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxserve.kernels.cpu.target import find_target
-from jaxserve.kernels.packed_weight import PackedWeight, pack
+from jaxserve.kernels.matmul import Weight
+from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes
+from jaxserve.kernels.packed_weight import pack
+from jaxserve.lab.bench.rates import machine_rates
 
 IN, OUT, WEIGHTS = 768, 4096, 24  # 302 MB of float32: far more than any cache, as in a model
 
@@ -45,9 +49,21 @@ def left_out_in(x: Array, w: Array) -> Array:
     return lax.optimization_barrier(product).T
 
 
-def packed(x: Array, w: PackedWeight) -> Array:
-    """The kernel of this package."""
+def packed(x: Array, w: Weight) -> Array:
+    """The kernels of this package."""
     return w.multiply(x)
+
+
+def lay_panels(w: Array) -> Weight:
+    return pack(w, 1, find_target().width)
+
+
+def lay_codes(w: Array, group: int | None, block: int | None) -> PackedCodes:
+    """Codes by rounding to nearest, with one scale for each output and group."""
+    grouped = np.asarray(w, np.float32).reshape(OUT, -1, group or IN)
+    scales = np.abs(grouped).max(axis=2) / 127
+    codes = np.rint(grouped / scales[..., None]).astype(np.int8).reshape(OUT, IN)
+    return pack_codes(codes, scales, (OUT,), (IN,), group, find_target().width, block=block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,22 +72,34 @@ class Form:
 
     name: str
     product: Callable[[Array, Array], Array]
-    lay: Callable[[Array], Array | PackedWeight]
-    dtype: str = "float32"
+    lay: Callable[[Array], Array | Weight]
+    dtype: str = "float32"  # of activations, and of weights before they are laid
+    storage: str | None = None  # of weights where it is another
 
 
 FORMS = (
     Form(name="right, in x out", product=right_in_out, lay=lambda w: jnp.array(w.T)),
     Form(name="right, out x in", product=right_out_in, lay=lambda w: w),
     Form(name="left, out x in", product=left_out_in, lay=lambda w: w),
-    Form(name="packed", product=packed, lay=lambda w: pack(w, 1, find_target().width)),
+    Form(name="packed", product=packed, lay=lay_panels),
     Form(name="right, out x in", product=right_out_in, lay=lambda w: w, dtype="bfloat16"),
-    Form(name="packed", product=packed, lay=lambda w: pack(w, 1, find_target().width), dtype="bfloat16"),
+    Form(name="packed", product=packed, lay=lay_panels, dtype="bfloat16"),
+    Form(name="packed", product=packed, lay=lambda w: lay_codes(w, None, None), storage="int8"),
+    Form(name="packed, rounded rows", product=packed, lay=lambda w: lay_codes(w, None, BLOCK), storage="int8"),
+    Form(name="packed, rounded rows", product=packed, lay=lambda w: lay_codes(w, 32, BLOCK), storage="int8, groups 32"),
 )
 
 
-def make_run(form: Form, weights: list[Array], x: Array) -> Callable[[], Array]:
-    """All weights one after the other in one program, each with what the last one gave."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """All weights one after the other in one program, and their bytes."""
+
+    once: Callable[[], Array]
+    num_bytes: int
+
+
+def make_run(form: Form, weights: list[Array], x: Array) -> Run:
+    """Each product takes what the last one gave."""
 
     def chain(x: Array, laid: list[Array]) -> Array:
         y = x
@@ -82,45 +110,51 @@ def make_run(form: Form, weights: list[Array], x: Array) -> Callable[[], Array]:
     laid = [form.lay(w.astype(form.dtype)) for w in weights]
     x = x.astype(form.dtype)
     program = jax.jit(chain).lower(x, laid).compile()
-    return lambda: program(x, laid).block_until_ready()
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(laid))
+    return Run(once=lambda: program(x, laid).block_until_ready(), num_bytes=num_bytes)
 
 
-def measure(rows: int, weights: list[Array], rounds: int) -> list[dict[str, object]]:
+def measure(rows: int, weights: list[Array], rounds: int, forms: list[Form]) -> list[dict[str, object]]:
     """All forms in turns, on the clock and in processor time."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, IN), np.float32))
-    runs = [make_run(form, weights, x) for form in FORMS]
-    for form, run in zip(FORMS, runs, strict=True):
+    runs = [make_run(form, weights, x) for form in forms]
+    first = runs[0].once()
+    for form, run in zip(forms, runs, strict=True):
         tolerance = 1e-3 if form.dtype == "float32" else 5e-2
-        np.testing.assert_allclose(run().astype(jnp.float32), runs[0](), atol=tolerance, rtol=tolerance)
-    clock: list[list[float]] = [[] for _ in FORMS]
-    processor: list[list[float]] = [[] for _ in FORMS]
+        np.testing.assert_allclose(run.once().astype(jnp.float32), first, atol=tolerance, rtol=tolerance)
+    clock: list[list[float]] = [[] for _ in forms]
+    processor: list[list[float]] = [[] for _ in forms]
     for _ in range(rounds):
         for run, own_clock, own_processor in zip(runs, clock, processor, strict=True):
             begin_s, begin_processor_s = time.perf_counter(), time.process_time()
-            run()
+            run.once()
             own_clock.append(time.perf_counter() - begin_s)
             own_processor.append(time.process_time() - begin_processor_s)
     return [
         {
             "rows": rows,
             "form": form.name,
-            "dtype": form.dtype,
+            "weights": form.storage or form.dtype,
             "ms": round(statistics.median(c) * 1e3, 2),
+            "best_ms": round(min(c) * 1e3, 2),
             "best_processor_ms": round(min(p) * 1e3, 2),
-            "gflop_per_s": round(2 * rows * IN * OUT * WEIGHTS / statistics.median(c) / 1e9, 1),
-            "gb_per_s": round(IN * OUT * WEIGHTS * jnp.dtype(form.dtype).itemsize / statistics.median(c) / 1e9, 2),
+            "gop_per_s": round(2 * rows * IN * OUT * WEIGHTS / statistics.median(c) / 1e9, 1),
+            "gb_per_s": round(run.num_bytes / statistics.median(c) / 1e9, 2),
         }
-        for form, c, p in zip(FORMS, clock, processor, strict=True)
+        for form, run, c, p in zip(forms, runs, clock, processor, strict=True)
     ]
 
 
-def show(results: list[dict[str, object]]) -> None:
+def show(results: list[dict[str, object]], rates: list[dict[str, dict[str, float]] | None]) -> None:
     table = Table(title=f"{WEIGHTS} weights of {OUT} x {IN}")
-    for column in ("rows", "form", "dtype", "ms", "processor ms, best", "GFLOP/s", "GB/s of weights"):
-        table.add_column(column, justify="left" if column in ("form", "dtype") else "right")
+    for column in ("rows", "form", "weights", "ms", "best", "processor ms, best", "Gop/s", "GB/s of weights"):
+        table.add_column(column, justify="left" if column in ("form", "weights") else "right")
     for result in results:
         table.add_row(*(str(value) for value in result.values()))
-    Console(width=110).print(table)
+    console = Console(width=120)
+    console.print(table)
+    for when, rate in zip(("before", "after"), rates, strict=True):
+        console.print(f"the machine {when}: {rate}")
 
 
 def main() -> None:
@@ -128,16 +162,20 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="also write the results here")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 512])
+    parser.add_argument("--only", default="", help="forms whose name begins so")
     args = parser.parse_args()
+    forms = [form for form in FORMS if form.name.startswith(args.only)]
+    rates = [machine_rates()]
     jax.config.update("jax_platforms", "cpu")
     rng = np.random.default_rng(0)
     weights = [jnp.asarray(rng.standard_normal((OUT, IN), np.float32)) for _ in range(WEIGHTS)]
     results: list[dict[str, object]] = []
     for rows in track(args.rows, description="rows", console=Console(stderr=True)):
-        results += measure(rows, weights, args.rounds)
-    show(results)
+        results += measure(rows, weights, args.rounds, forms)
+    rates.append(machine_rates())
+    show(results, rates)
     if args.json:
-        write_record(args.json, results, weights=WEIGHTS, shape=[OUT, IN])
+        write_record(args.json, results, weights=WEIGHTS, shape=[OUT, IN], rates_before=rates[0])
 
 
 if __name__ == "__main__":
