@@ -2,11 +2,11 @@
 
     python scripts/coded_steps.py                                  all schemes on all chips (some 20 minutes)
     python scripts/coded_steps.py --topology v5e:1 --schemes int4  some of them; the others stay as they are
-    python scripts/coded_steps.py --table                          writes the table into docs/quantisation.md
+    python scripts/coded_steps.py --table                          compiles nothing, and writes the table
 
 The step decodes 64 rows of 2048 tokens. The least is what has to move: codes and scales, the output projection,
 activations, logits, keys and values. Few layers are compiled, and extended to all. The record is
-benchmarks/coded_steps.json. Nothing in it is measured.
+benchmarks/coded_steps.json, its table in docs/quantisation.md. Nothing in it is measured.
 """
 
 import argparse
@@ -37,6 +37,8 @@ def main() -> None:
     results = json.loads(RECORD.read_text())["results"] if RECORD.exists() else []
     for topology in () if args.table else args.topology:
         for scheme in args.schemes:
+            if (topology, scheme) == ("h200:1", "int4"):
+                continue  # groups are a loop there, of which a compiled program shows one turn
             found = step(topology, scheme)
             print(found, flush=True)
             results = [r for r in results if (r["topology"], r["scheme"]) != (topology, scheme)] + [found]

@@ -23,6 +23,7 @@ OUTSIDE = {  # imported on the way, and yet no part of a program
     "config/schema.py": "fields; their values reach a program as sizes",
     "content.py": "what pages are named by; a step knows pages by number",
     "errors.py": "the types of errors",
+    "gguf_file.py": "what the header of a file says; the config and shapes that follow from it are in the key",
     "new_directory.py": "a folder that appears as a whole",
     "progress.py": "what a start says",
     "registry.py": "finds an implementation or a family by name; both names are in the key",
