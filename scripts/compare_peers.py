@@ -142,7 +142,9 @@ def find_files(name: str, args: argparse.Namespace) -> Path:
     if args.device != "cpu":
         return SCRIPTS.parent / "configs/shapes" / SHAPES[args.shape]
     kind = KINDS[name]
-    model = ensure_checkpoint(model_of(args).dense if kind.dense else args.model, args.envs / "models")
+    name = model_of(args).dense if kind.dense else args.model
+    assert name is not None, "an engine for a dense model beside experts is refused where there is none"
+    model = ensure_checkpoint(name, args.envs / "models")
     if kind.module == "llamacpp":
         dtype = dtype_of(kind, args)
         ensure_gguf(model, {"float32": "f32", "bfloat16": "bf16"}.get(dtype, dtype), python_of(kind, args))

@@ -21,6 +21,11 @@ def make_matmul(device: Device) -> Matmul:
             )
         if use.storage is not None and use.storage.code not in packed_codes.STORED:
             return f"it has no products with {use.storage.code}; model.quantization: none widens such weights"
+        if use.storage is not None and (use.storage.group or 0) % packed_codes.LEAST_RUN:
+            return (
+                f"{use.storage.group} inputs share a scale, but groups must be a multiple of {packed_codes.LEAST_RUN}; "
+                "model.quantization: none widens such weights"
+            )
         if use.dtype not in machine_code.DTYPES:
             return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
         return machine_code.missing()

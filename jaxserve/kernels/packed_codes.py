@@ -22,7 +22,7 @@ from jaxserve.kernels.packed_weight import empty_panels
 STORED = ("int8", "int4")  # both in a byte each
 BLOCK = scratch.BLOCK
 _SYMMETRIC = 128  # the unsigned code of zero, where there are no zeros
-_LEAST_RUN = 16  # inputs
+LEAST_RUN = 16  # inputs
 
 
 @jax.tree_util.register_dataclass
@@ -193,7 +193,7 @@ def packed_codes_shape(
     block: int | None = BLOCK,
 ) -> PackedCodes:
     """The result of `pack_codes`, with shapes in place of its numbers."""
-    assert group is None or group % _LEAST_RUN == 0, group
+    assert group is None or group % LEAST_RUN == 0, group
     assert block in (None, BLOCK), block
     depth, num_panels = math.prod(in_shape), -(-math.prod(out_shape) // width)
     num_groups = 1 if group is None else -(-depth // group)

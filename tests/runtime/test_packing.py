@@ -24,6 +24,7 @@ from jaxserve.kernels.matmul import MatmulUse, Weight
 from jaxserve.kernels.numba_matmul import make_matmul
 from jaxserve.kernels.ops import MATMUL
 from jaxserve.kernels.packed_weight import PackedWeight
+from jaxserve.kernels.storage import Storage
 from jaxserve.kernels.xla_matmul import XLA_MATMUL, DenseWeight
 from jaxserve.models.loading import PlannedModel, one_device_mesh, plan_model
 from jaxserve.models.sharding import shardings_for, specs_for
@@ -185,6 +186,17 @@ def test_auto_leaves_weights_as_they_are_and_says_why(use, reason, caplog: pytes
 def test_packing_by_name_where_it_cannot_be_is_refused(device, use, reason) -> None:
     with pytest.raises(ConfigError, match=f"kernels.matmul names 'numba_cpu', which cannot run this model: {reason}"):
         MATMUL.resolve(device=device, uses=[use], choice="numba_cpu")
+
+
+def test_codes_that_cannot_be_packed_are_refused_by_name() -> None:
+    for storage, said in (
+        (Storage(code="float8_e4m3fn"), "no products with float8_e4m3fn"),
+        (Storage(code="int8", group=24), "24 inputs share a scale, but groups must be a multiple of 16"),
+    ):
+        use = dataclasses.replace(FLOAT32, storage=storage)
+        assert MATMUL.resolve(device=CPU, uses=[use]).name == "xla"
+        with pytest.raises(ConfigError, match=said):
+            MATMUL.resolve(device=CPU, uses=[use], choice="numba_cpu")
 
 
 def test_an_accelerator_takes_weights_as_they_are() -> None:

@@ -215,12 +215,10 @@ def test_the_expert_model_reads_as_many_bytes_a_token_as_the_dense_one():
     assert find_limits(model.config, model.sizes, "float32", None)["one"].byte_limit is None
     assert find_limits(model.config, model.sizes, "q8_0", rates) == {}
     (row,) = make_rows("streams", {"jaxserve": [{"decode tokens/s": 100.0}]}, "jaxserve")
-    assert shares(row, {"jaxserve": dense}) == {
-        "jaxserve": {
-            "of_byte_limit": 100.0 / dense["streams"].byte_limit,
-            "of_compute_limit": 100.0 / dense["streams"].compute_limit,
-        }
-    }
+    limit = dense["streams"]
+    assert limit.byte_limit is not None and limit.compute_limit is not None
+    of_both = {"of_byte_limit": 100.0 / limit.byte_limit, "of_compute_limit": 100.0 / limit.compute_limit}
+    assert shares(row, {"jaxserve": dense}) == {"jaxserve": of_both}
 
 
 def test_the_best_rates_of_a_run_count_and_only_those_of_as_many_threads():
