@@ -360,7 +360,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
     (tmp_path / "model.safetensors").write_text("{}")  # a fake device does not read it
     LLM(
         tmp_path, tokenizer=tmp_path / "t", skip_tokenizer_init=True, served_model_name="n", dtype="bfloat16", seed=3,
-        max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False,
+        quantization="int8", max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False,
         enable_chunked_prefill=False, block_size=4, num_gpu_blocks_override=9, gpu_memory_utilization=0.5,
     )  # fmt: skip
     config = fakes.config
@@ -368,7 +368,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
     given = config.model, config.cache, config.sched
     assert {k: v for section in given for k, v in section.model_dump().items() if v is not None} == {
         "path": str(tmp_path), "tokenizer": str(tmp_path / "t"), "skip_tokenizer": True, "name": "n",
-        "dtype": config.cache.dtype, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
+        "dtype": config.cache.dtype, "quantization": "int8", "quantization_rules": {}, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
         "memory_fraction": 0.5, "prefix_caching": False, "policy": "fcfs", "max_rows": 4, "max_step_tokens": 16,
         "max_mixed_tokens": 0,
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,

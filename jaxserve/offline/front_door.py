@@ -26,6 +26,7 @@ _CONFIG_NAMES = {  # vLLM's argument -> the field it sets; None leaves the field
     "skip_tokenizer_init": "model.skip_tokenizer",
     "served_model_name": "model.name",
     "dtype": "model.dtype",
+    "quantization": "model.quantization",
     "seed": "model.seed",
     "max_model_len": "model.max_len",
     "max_num_seqs": "sched.max_rows",
@@ -72,6 +73,7 @@ class FrontDoor:
         skip_tokenizer_init: bool | None = None,
         served_model_name: str | None = None,
         dtype: str | None = None,
+        quantization: str | None = None,
         seed: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -95,6 +97,7 @@ class FrontDoor:
           skip_tokenizer_init: token ids in, token ids out; no tokenizer is loaded.
           served_model_name: `model_name`, and the name in the log; default: the directory's.
           dtype: 'auto', 'float32' or 'bfloat16'.
+          quantization: 'auto', 'none', 'int8', 'int8-a8', 'int4' or 'fp8'.
           seed: of requests that bring none.
           max_model_len: tokens of a sequence, prompt and output.
           max_num_seqs: sequences that run at once.
@@ -117,6 +120,7 @@ class FrontDoor:
             "skip_tokenizer_init": skip_tokenizer_init,
             "served_model_name": served_model_name,
             "dtype": dtype,
+            "quantization": quantization,
             "seed": seed,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
