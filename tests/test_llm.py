@@ -368,7 +368,8 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
     given = config.model, config.cache, config.sched
     assert {k: v for section in given for k, v in section.model_dump().items() if v is not None} == {
         "path": str(tmp_path), "tokenizer": str(tmp_path / "t"), "skip_tokenizer": True, "name": "n",
-        "dtype": config.cache.dtype, "quantization": "int8", "quantization_rules": {}, "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
+        "dtype": config.cache.dtype, "quantization": "int8", "quantization_rules": {},
+        "max_len": 32, "seed": 3, "random_weights": False, "page_size": 4, "num_pages": 9,
         "memory_fraction": 0.5, "prefix_caching": False, "policy": "fcfs", "max_rows": 4, "max_step_tokens": 16,
         "max_mixed_tokens": 0,
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
