@@ -90,11 +90,13 @@ def drafting(**settings: Any):
     "settings",
     [
         pytest.param({"method": "ngram", "width": 4}, id="ngram", marks=pytest.mark.slow),
-        pytest.param({"method": "ngram", "width": 4, "rounds": 3, "ngram_min": 1}, id="ngram in rounds"),
+        pytest.param({"method": "suffix", "width": 4, "rounds": 3, "ngram_min": 1, "num_answers": 8}, id="suffix"),
         pytest.param({"method": "none", "rounds": 5}, id="bursts", marks=pytest.mark.slow),
         pytest.param({"method": "bad_drafters:make_noise", "width": 3}, id="noise"),
         pytest.param({"method": "bad_drafters:make_outside", "width": 4}, id="no tokens", marks=pytest.mark.slow),
-        pytest.param({"method": "bad_drafters:make_stop", "width": 8, "rounds": 2}, id="ends of text", marks=pytest.mark.slow),
+        pytest.param(
+            {"method": "bad_drafters:make_stop", "width": 8, "rounds": 2}, id="ends of text", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected: list[list[tuple]]) -> None:
@@ -105,7 +107,7 @@ def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected
     assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
     wide = {shape for shape in counting.shapes if shape != (1, 1)}
     assert wide == {(settings.get("width", 1), settings.get("rounds", 1))}, counting.shapes
-    if settings["method"] == "ngram":
-        assert counting.accepted > 200, counting.accepted
+    if settings["method"] in ("ngram", "suffix"):
+        assert counting.accepted > 80, counting.accepted
     if settings["method"] == "bad_drafters:make_outside":
         assert counting.drafted == 0
