@@ -173,13 +173,21 @@ class Attention(nnx.Module):
     `k_scale`, `v_scale` are float32 [K], of a cache of eight bits: it keeps keys and values divided by them.
     """
 
-    def __init__(self, config: DecoderConfig, layer: LayerSpec, dtype: DTypeLike, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerSpec,
+        dtype: DTypeLike,
+        placement: Placement,
+        num_inputs: int | None = None,
+    ) -> None:
+        """`num_inputs`: numbers of a token that queries, keys and values are made of; None: hidden_size of them."""
         heads, kv_heads, head_dim = config.num_query_heads, config.num_kv_heads, config.head_dim
         self.spec = attention_spec(config, layer)
         self.layer = layer
         self.placement = placement
         self.qkv = Projection(
-            (config.hidden_size,),
+            (num_inputs or config.hidden_size,),
             (kv_heads, config.group_size + 2, head_dim),
             ("kv_heads", "slots", "head_dim", "embed"),
             layer.qkv_bias,
