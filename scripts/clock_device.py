@@ -62,7 +62,7 @@ class ClockDevice:
         assert bucket is not None, plan.step_id
         layout = self._layouts[bucket]
         grants, _ = packing.split_grants(plan.grants, layout.max_grants, layout.max_rows)
-        packing.pack(plan, layout, self._row_params, {}, grants)
+        packing.pack(plan, layout, self._row_params, np.zeros((len(self._row_params), packing.NUM_STOPS)), {}, grants)
         now_s = time.perf_counter()
         begin_s = max(now_s, self._free_s)
         self.idle_s.append(begin_s - self._free_s)

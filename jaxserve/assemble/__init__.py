@@ -50,6 +50,7 @@ from jaxserve.sched import (
     Runner,
     Scheduler,
     SchedulerOptions,
+    SpeculationOptions,
     create_lengths,
     create_scheduler,
     find_scheduler,
@@ -203,6 +204,7 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         output_weight=sched.output_weight,
         ttft_target_s=sched.ttft_target_s,
         tpot_target_s=sched.tpot_target_s,
+        speculation=SpeculationOptions(adaptive=config.speculation.adaptive),
     )
 
 

@@ -68,7 +68,7 @@ def sizes_from(header: LogHeader, config: Config) -> Config:
     if sched.max_step_tokens == limits.max_step_tokens:
         shapes["token_buckets"] = [b.tokens for b in limits.buckets if not b.decode_only]
     if sched.max_rows == limits.max_rows:
-        shapes["row_buckets"] = [b.rows for b in limits.buckets if b.decode_only]
+        shapes["row_buckets"] = [b.rows for b in limits.buckets if b.decode_only and b.plain]
     cache = {"page_size": limits.page_size}
     if config.cache.memory_bytes is None:
         cache["num_pages"] = limits.num_pages
@@ -99,14 +99,10 @@ def check_fits(header: LogHeader, limits: Limits, vocab_size: int) -> None:
     ):
         if getattr(limits, name) < getattr(log, name):
             wrong.append(f"it needs {name} {getattr(log, name)}, here {getattr(limits, name)} ({setting})")
-    if limits.max_row_tokens < log.max_row_tokens:
-        wrong.append(f"its rows draw up to {log.max_row_tokens} tokens a step, here {limits.max_row_tokens}")
     for bucket in log.buckets:
-        if limits.find_bucket(bucket.tokens, bucket.rows, bucket.decode_only) is None:
-            wrong.append(
-                f"no step here has room for {bucket.tokens} tokens of {bucket.rows} rows"
-                " (sched.max_step_tokens, runtime.token_buckets)"
-            )
+        if limits.find_bucket(bucket.tokens, bucket.rows, bucket.decode_only, bucket.width, bucket.rounds) is None:
+            setting = "sched.max_step_tokens, runtime.token_buckets" if bucket.plain else "speculation"
+            wrong.append(f"no step here has room for {bucket.tokens} tokens of {bucket.rows} rows ({setting})")
             break
     if vocab_size != header.vocab_size:
         wrong.append(f"its model {header.model!r} has {header.vocab_size} tokens, here {vocab_size} (model.path)")

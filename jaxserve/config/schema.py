@@ -163,6 +163,36 @@ class SchedConfig(Section):
     )
 
 
+class SpeculationConfig(Section):
+    """Several tokens of a sequence in one step: drafts that the model checks, and rounds without the host."""
+
+    method: str = pydantic.Field(
+        default="none",
+        description="Source of drafts: none, ngram (what followed the same tokens before, in the same sequence), an "
+        "entry point (jaxserve.drafters) or 'package.module:function'. Drafts change times, never tokens.",
+    )
+    width: int = pydantic.Field(
+        default=4, ge=2, le=16, description="Most tokens of a sequence in a round: its last one and drafts."
+    )
+    rounds: int = pydantic.Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Most rounds of a step. More save the host's time between them, which counts for small models; "
+        "their tokens arrive together, and new requests wait for the end of the step.",
+    )
+    adaptive: bool = pydantic.Field(
+        default=True,
+        description="Choose width and rounds of each step by the times of the shapes and by how many drafts were right "
+        "so far, one token included; false: always the largest.",
+    )
+    window: int = pydantic.Field(
+        default=4096, ge=1, description="Latest tokens of each sequence that are kept to look drafts up."
+    )
+    ngram_min: int = pydantic.Field(default=2, ge=1, description="ngram: fewest last tokens that must be the same.")
+    ngram_max: int = pydantic.Field(default=4, ge=1, description="ngram: most last tokens that are compared.")
+
+
 class KernelsConfig(Section):
     """Which implementation of each op runs: one setting per op, by the op's name."""
 
@@ -507,6 +537,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     sched: SchedConfig = SchedConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     kernels: KernelsConfig = KernelsConfig()
     parallel: ParallelConfig = ParallelConfig()
     hosts: HostsConfig = HostsConfig()

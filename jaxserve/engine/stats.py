@@ -333,10 +333,10 @@ class EngineStats:
     def _add_step(self, plan: StepPlan, new_tokens: int, itl_s: float) -> None:
         decode_rows, chunks = len(plan.decode_rows), plan.chunks
         prefill_tokens = sum([len(chunk.token_ids) for chunk in chunks]) if chunks else 0
-        num_tokens, num_rows = decode_rows + prefill_tokens, decode_rows + len(chunks)
+        num_tokens, num_rows = decode_rows * plan.width + prefill_tokens, decode_rows + len(chunks)
         slots = num_tokens
         for bucket in self._buckets:
-            if bucket.tokens >= num_tokens and bucket.rows >= num_rows and not (bucket.decode_only and chunks):
+            if bucket.holds(num_tokens, num_rows, not chunks, plan.width, plan.rounds):
                 slots = bucket.tokens
                 break
         turn, sums = self._turn, self._part_s

@@ -199,6 +199,8 @@ def _place(
         vocab_size=loaded[0].partition.vocab_size,
         on_buffer=plan.hooks.on_buffer,
     )
+    if sizes.speculation is not None:
+        runner.time_steps()
     later = _build_later(runner, parts[0], memory) if parts[0].later else None
     return Built(
         runner=runner, models=loaded, memory=memory, compile_report=tuple(report), seconds=seconds, later=later
@@ -337,13 +339,14 @@ def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> l
 
 
 def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) -> Executables:
-    configure, masks = compiled.get("configure_row"), compiled.get("write_masks")
+    configure, masks, tell = (compiled.get(name) for name in ("configure_row", "write_masks", "tell_tokens"))
     return Executables(
         steps={b: compiled[step_name(b)].call for b in buckets},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
         configure_row=None if configure is None else configure.call,
         write_masks=None if masks is None else masks.call,
+        tell_tokens=None if tell is None else tell.call,
     )
 
 
@@ -364,7 +367,7 @@ def plan_stage_memory(
     total_bytes: int,
 ) -> MemoryPlan:
     """The memory of the fullest device: pages are as many in all stages, so the worst of each item counts."""
-    local, largest = stages[0].partition.local, max(sizes.buckets)
+    local, largest = stages[0].partition.local, max(sizes.buckets, key=lambda bucket: bucket.tokens)
     weights, pages, rows = [], [], []
     for stage in stages:
         shapes = jax.eval_shape(functools.partial(make_state, stage, attention, sizes, 1))

@@ -28,16 +28,18 @@ from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, s
 from jaxserve.models.weights import Path
 from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
+from jaxserve.runtime.drafting import Speculation
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.page_groups import PageGroups
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, mask_words, row_state_size
-from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, TABLE_SLOTS
+from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, TABLE_SLOTS, TOLD_SLOTS
 from jaxserve.runtime.step import (
     DeviceState,
     make_configure_row,
     make_copy_pages,
     make_step,
+    make_tell_tokens,
     make_write_masks,
     write_tables,
 )
@@ -57,6 +59,7 @@ class Sizes:
     cache_dtype: np.dtype
     page_groups: PageGroups
     max_mixed_tokens: int | None = None
+    speculation: Speculation | None = None
 
     def limits(self, num_pages: int) -> Limits:
         """The limits that a scheduler sees of a device of these sizes, with all buckets."""
@@ -143,12 +146,14 @@ def _from_flat(fn: Callable[..., Any], state: nnx.State) -> Callable[..., Any]:
 
 def step_name(bucket: Bucket) -> str:
     """The name of a bucket's executable in reports."""
-    return f"{'decode' if bucket.decode_only else 'mixed'} {bucket.tokens}x{bucket.rows}"
+    shape = f"{'decode' if bucket.decode_only else 'mixed'} {bucket.tokens}x{bucket.rows}"
+    return shape if bucket.plain else f"{shape} of {bucket.width}, up to {bucket.rounds} rounds"
 
 
 def first_buckets(sizes: Sizes) -> tuple[Bucket, ...]:
     """The largest of each kind: together they hold every plan that all of them hold, with more padding."""
-    return tuple(max(b for b in sizes.buckets if b.decode_only is kind) for kind in (True, False))
+    plain = [b for b in sizes.buckets if b.plain]
+    return tuple(max(b for b in plain if b.decode_only is kind) for kind in (True, False))
 
 
 def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> Job:
@@ -193,6 +198,7 @@ def make_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, nu
         block_tables=jnp.zeros((len(sizes.page_groups.groups) * (sizes.max_rows + 1), columns), jnp.int32),
         length=jnp.zeros(sizes.max_rows + 1, jnp.int32),
         sampling=init_sampling_state(sizes.max_rows, model.vocab_size) if stage.is_last else None,
+        drafter=() if sizes.speculation is None else sizes.speculation.init_state(sizes.max_rows, sizes.max_model_len),
     )
 
 
@@ -250,6 +256,7 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
             shards,
             sizes.page_groups.groups,
             sizes.page_groups.places(stage.layers),
+            None if sizes.speculation is None else sizes.speculation.drafter,
         )
         return Job(
             name=step_name(bucket),
@@ -269,6 +276,9 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
         changes["configure_row"] = (make_configure_row(shards), (array(np.int32), payload))
         masks = array(np.int32, MASK_SLOTS, 1 + mask_words(stage.partition.vocab_size))
         changes["write_masks"] = (make_write_masks(shards), (masks,))
+    if sizes.speculation is not None:
+        told = array(np.int32, TOLD_SLOTS, 3)
+        changes["tell_tokens"] = (make_tell_tokens(sizes.speculation.drafter), (told,))
     return steps + [
         Job(
             name=name,

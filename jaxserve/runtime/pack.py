@@ -18,6 +18,13 @@ Sections of a bucket with T tokens, R rows, F parameters a row, and room for M p
     q_starts [R + 1]
     targets [T]         the prompt token that follows, where its log-probability is asked for; else NO_TARGET
     pooled [R, 2]       [first, end) of the tokens whose hidden states are summed for each row; 0, 0 where none are
+
+A bucket of several tokens a row, or of several rounds, has other sections behind `rows`:
+
+    room [R]            tokens that the row may draw in this step; 0 for padding
+    params, grants      as above
+    stops [R, 4]        tokens that end the row; NO_TOKEN in unused slots
+    rounds [1]          rounds of this step
 """
 
 import dataclasses
@@ -32,6 +39,7 @@ from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
 FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
 NO_TARGET = -1
+NUM_STOPS = 4  # tokens by which the device itself ends a row within a step; the host sees to further ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +55,17 @@ class Layout:
 
     @classmethod
     def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int, num_groups: int) -> "Layout":
-        tokens, rows, decode_only = bucket
-        # In each group a decode row takes a page at most; chunks take one per page of their tokens and one for a ragged
-        # start. What exceeds this (a long prefix hit) goes through `write_tables`.
-        max_grants = num_groups * (rows if decode_only else rows + -(-tokens // page_size))
-        shapes: dict[str, tuple[int, ...]] = {
-            "rows": (rows,),
-            "context_lens": (rows,),
-            "draws": (rows,),
-            "params": (rows, num_params),
-            "grants": (max_grants, 3),
-        }
-        if not decode_only:
+        tokens, rows, decode_only = bucket[:3]
+        # In each group a row that decodes takes a page at most for a token; chunks take one per page of their tokens
+        # and one for a ragged start. What exceeds this (a long prefix hit) goes through `write_tables`.
+        new_tokens = bucket.tokens * bucket.rounds - rows if decode_only else tokens
+        max_grants = num_groups * (rows + -(-new_tokens // page_size))
+        shapes: dict[str, tuple[int, ...]] = {"rows": (rows,)}
+        shapes |= {"context_lens": (rows,), "draws": (rows,)} if bucket.plain else {"room": (rows,)}
+        shapes |= {"params": (rows, num_params), "grants": (max_grants, 3)}
+        if not bucket.plain:
+            shapes |= {"stops": (rows, NUM_STOPS), "rounds": (1,)}
+        elif not decode_only:
             shapes |= {
                 "tokens": (tokens,),
                 "token_rows": (tokens,),
@@ -113,7 +120,7 @@ def unpack(buffer: Int[Array, " size"], layout: Layout, length: Int[Array, " max
     context_lens = jnp.where(parts["context_lens"] == FROM_DEVICE, lens + 1, parts["context_lens"])
     parts["context_lens"] = context_lens
     if layout.bucket.decode_only:
-        tokens, rows, _ = layout.bucket
+        tokens, rows = layout.bucket.tokens, layout.bucket.rows
         real = (context_lens > 0).astype(jnp.int32)
         parts |= {
             "tokens": jnp.full((tokens,), FROM_DEVICE, jnp.int32),
@@ -130,18 +137,37 @@ def unpack(buffer: Int[Array, " size"], layout: Layout, length: Int[Array, " max
     return StepInputs(**parts)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundsInputs:
+    """The buffer of a bucket of several tokens a row or several rounds, split inside the compiled step."""
+
+    rows: Int[Array, " R"]
+    room: Int[Array, " R"]
+    params: Int[Array, "R F"]
+    grants: Int[Array, "M 3"]
+    stops: Int[Array, "R 4"]
+    rounds: Int[Array, " 1"]
+
+
+def unpack_rounds(buffer: Int[Array, " size"], layout: Layout) -> RoundsInputs:
+    """Splits the buffer."""
+    return RoundsInputs(**{n: buffer[o : o + math.prod(s)].reshape(s) for n, o, s in layout.sections})
+
+
 def pack(
     plan: StepPlan,
     layout: Layout,
     row_params: np.ndarray,
+    row_stops: np.ndarray,
     row_tokens: dict[int, np.ndarray],
     grants: tuple[PageGrant, ...],
 ) -> np.ndarray:
     """Writes `plan` into a new buffer [layout.size] int32.
 
-    `row_params` [max_rows + 1, F] holds the parameters of each device row; `row_tokens` maps rows with a prompt of
-    interest to it [prompt_len] (targets of prompt log-probabilities). `grants` are those of the plan that fit
-    (`split_grants`).
+    `row_params` [max_rows + 1, F] holds the parameters of each device row, `row_stops` [max_rows + 1, NUM_STOPS] the
+    tokens that end it; `row_tokens` maps rows with a prompt of interest to it [prompt_len] (targets of prompt
+    log-probabilities). `grants` are those of the plan that fit (`split_grants`).
     """
     bucket = layout.bucket
     buffer = np.zeros(layout.size, np.int32)
@@ -151,8 +177,15 @@ def pack(
     assert num_rows <= bucket.rows and plan.num_tokens <= bucket.tokens, (plan.step_id, bucket)
 
     view["rows"][:] = layout.max_rows
+    view["rows"][:num_decode] = plan.decode_rows
+    if not bucket.plain:
+        view["room"][:num_decode] = plan.row_tokens
+        view["params"][:] = row_params[view["rows"]]
+        view["stops"][:] = row_stops[view["rows"]]
+        view["rounds"][0] = plan.rounds
+        _pack_grants(view["grants"], grants, layout.max_rows)
+        return buffer
     if num_decode:
-        view["rows"][:num_decode] = plan.decode_rows
         view["context_lens"][:num_decode] = FROM_DEVICE
         view["draws"][:num_decode] = 1
     for i, chunk in enumerate(plan.chunks, start=num_decode):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.chips import canonical_kind
-from jaxserve.config.schema import Config
+from jaxserve.config.schema import Config, SpeculationConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device, I, Op, U
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
@@ -26,6 +26,7 @@ from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
+from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions, Speculation
 from jaxserve.runtime.executables import Sizes
 from jaxserve.runtime.page_groups import PageGroups
 
@@ -119,18 +120,51 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
         )
     if max_mixed_tokens is None:
         max_mixed_tokens = defaults.max_mixed_tokens
+    speculation = resolve_speculation(config)
     return Sizes(
         backend=backend,
         page_size=config.cache.page_size or PAGE_SIZES[backend],
         max_rows=max_rows,
         max_model_len=max_model_len,
         buckets=make_buckets(
-            max_rows, max_step_tokens, config.runtime.token_buckets, config.runtime.row_buckets, defaults.growth
+            max_rows,
+            max_step_tokens,
+            config.runtime.token_buckets,
+            config.runtime.row_buckets,
+            defaults.growth,
+            widths=() if speculation is None else _widths(config.speculation),
+            rounds=config.speculation.rounds,
+            max_wide_tokens=defaults.max_wide_tokens,
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
         page_groups=PageGroups.of(model.windows, max_model_len),
         max_mixed_tokens=max_mixed_tokens or None,
+        speculation=speculation,
     )
+
+
+def resolve_speculation(config: Config) -> Speculation | None:
+    """What makes drafts; None where steps have one token of each row. Raises ConfigError."""
+    asked = config.speculation
+    make = DRAFTERS.get(asked.method)
+    if asked.method == "none" and asked.rounds == 1:
+        return None
+    if config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"speculation.method is {asked.method!r} and speculation.rounds {asked.rounds}, but parallel.pipeline is "
+            f"{config.parallel.pipeline}: the stages of a pipeline run one token of a sequence at a time; use "
+            "parallel.tensor, or leave speculation out"
+        )
+    drafter = make(DrafterOptions(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max))
+    return Speculation(drafter=drafter, window=asked.window)
+
+
+def _widths(asked: SpeculationConfig) -> list[int]:
+    """Powers of two up to the width asked for, and that; one token alone where there are no drafts."""
+    if asked.method == "none":
+        return [1]
+    widths = [width for width in (2, 4, 8) if width < asked.width] + [asked.width]
+    return [1, *widths] if asked.rounds > 1 else widths
 
 
 def choose(

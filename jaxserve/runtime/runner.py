@@ -9,6 +9,7 @@ only who hands what to whom.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,23 +18,28 @@ import numpy as np
 
 from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
-from jaxserve.runtime.pack import Layout, following_tokens, pack, split_grants
+from jaxserve.runtime.pack import NUM_STOPS, Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.pipeline import split_plan
+from jaxserve.runtime.rounds import RoundsOutput
 from jaxserve.runtime.row_state import (
+    NO_TOKEN,
     NUM_ROW_FIELDS,
     encode_row,
     encode_row_state,
+    encode_stops,
     mask_words,
     needs_row_state,
 )
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState, StepOutput
 from jaxserve.sched.base import InFlight
-from jaxserve.sched.plan import Bucket, Limits, PageCopy, RowMask, RowSetup, StepPlan, StepResult
+from jaxserve.sched.plan import Bucket, Drafted, Limits, PageCopy, RowMask, RowSetup, StepPlan, StepResult
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
 MASK_SLOTS = 16  # rows of one `write_masks` launch
+_TIMED_STEPS = 4
+TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,7 @@ class Executables:
     write_tables: jax.stages.Compiled
     configure_row: jax.stages.Compiled | None
     write_masks: jax.stages.Compiled | None
+    tell_tokens: jax.stages.Compiled | None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -84,8 +91,10 @@ class DeviceRunner:
         self._num_parts = num_parts
         self._vocab_size = vocab_size
         self._on_buffer = on_buffer
+        self._step_ms: dict[Bucket, float] = {}
         self._last_tokens = _LastTokens(limits.max_rows, num_parts)
         self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
+        self._row_stops = np.full((limits.max_rows + 1, NUM_STOPS), NO_TOKEN, np.int32)
         self._row_logprobs: dict[int, int] = {}  # row -> alternatives asked for
         self._row_prompt_logprobs: dict[int, int] = {}
         self._row_prompts: dict[int, np.ndarray] = {}
@@ -102,30 +111,65 @@ class DeviceRunner:
         assert len(self._stages) == 1, "a pipeline has all its buckets from the start"
         assert bucket in self._layouts and bucket not in self._limits.buckets, bucket
         self._stages[0].executables.steps[bucket] = step
-        self._limits = self._limits.with_buckets((*self._limits.buckets, bucket))
+        if self._step_ms:
+            self._step_ms[bucket] = self._time(bucket)
+        self._limits = self._limits.with_buckets((*self._limits.buckets, bucket), self._step_ms)
         return self._limits
+
+    def time_steps(self) -> Limits:
+        """Measures one round of each decode step, and of all that come later, for a scheduler that chooses among them.
+        Returns the new limits. Before the first plan, and not for a pipeline."""
+        assert len(self._stages) == 1, "the stages of a pipeline have one kind of step"
+        self._step_ms = {bucket: self._time(bucket) for bucket in self._limits.buckets if bucket.decode_only}
+        self._limits = self._limits.with_buckets(self._limits.buckets, self._step_ms)
+        return self._limits
+
+    def _time(self, bucket: Bucket) -> float:
+        """Milliseconds of a round in which all rows are the padding row, which has the dummy page; the best of some,
+        since a machine with other work only ever takes longer."""
+        [stage], layout = self._stages, self._layouts[bucket]
+        if not bucket.decode_only:
+            return 0.0
+        buffer = np.zeros(layout.size, np.int32)
+        view = layout.views(buffer)
+        view["rows"][:] = self._limits.max_rows
+        view["grants"][:, 0] = self._limits.max_rows
+        if bucket.plain:
+            view["context_lens"][:] = 1
+        else:
+            view["room"][:] = view["rounds"][0] = 1
+        seconds = []
+        for _ in range(_TIMED_STEPS):
+            begin_s = time.perf_counter()
+            output, stage.state = stage.executables.steps[bucket](
+                stage.weights, stage.state, self._put(buffer, stage), None
+            )
+            jax.block_until_ready(output.token_ids)
+            seconds.append(time.perf_counter() - begin_s)
+        return min(seconds) * 1000
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Launches the step and returns at once. Raises MissingBucket when no compiled shape fits."""
-        assert not plan.row_tokens, f"step {plan.step_id}: a row draws one token a step"
         parts = split_plan(plan, self._num_parts)
         buckets = [self._bucket(part) for part in parts]
+        first, last = self._stages[0], self._stages[-1]
         for row in plan.freed_rows:
             self._forget(row)
         for setup in plan.setups:
             self._set_up(setup)
+        if plan.setups and first.executables.tell_tokens is not None:
+            self._tell_tokens(plan)
         if plan.copies:
             self._copy_pages(plan.copies)
         if plan.masks:
             self._write_masks(plan.masks)
-        first, last = self._stages[0], self._stages[-1]
-        launched: list[_Part] = []
+        launched: list[_Part | _Rounds] = []
         for part, bucket in zip(parts, buckets, strict=True):
             layout = self._layouts[bucket]
             grants, rest = split_grants(part.grants, layout.max_grants, layout.max_rows)
             if rest:
                 self._write_tables(rest)
-            buffer = pack(part, layout, self._row_params, self._row_prompts, grants)
+            buffer = pack(part, layout, self._row_params, self._row_stops, self._row_prompts, grants)
             self._on_buffer(buffer)
             carried: Any = None  # from stage to stage; that of the last is a `StepOutput`
             if first is not last:
@@ -135,7 +179,7 @@ class DeviceRunner:
                     carried = self._put(carried, stage)
                 step = stage.executables.steps[bucket]
                 carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
-            launched.append(self._part(part, carried))
+            launched.append(self._part(part, carried) if bucket.plain else self._rounds(part, carried))
         return DeviceInFlight(plan.sampled_rows, launched)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
@@ -150,6 +194,9 @@ class DeviceRunner:
     def _logprobs_of(self, plan: StepPlan) -> tuple[int | None, ...]:
         """Alternatives that each sampled row asked for; empty when nobody did."""
         return tuple([self._row_logprobs.get(row) for row in plan.sampled_rows]) if self._row_logprobs else ()
+
+    def _rounds(self, plan: StepPlan, output: RoundsOutput) -> "_Rounds":
+        return _Rounds(plan.decode_rows, output, self._logprobs_of(plan), plan.width > 1)
 
     def _part(self, plan: StepPlan, output: StepOutput) -> "_Part":
         if output.last_token is not None:
@@ -173,6 +220,7 @@ class DeviceRunner:
         row = setup.row
         self._forget(row)
         self._row_params[row] = encode_row(setup)
+        self._row_stops[row] = encode_stops(setup)[:NUM_STOPS]
         if setup.sampling.logprobs is not None:
             self._row_logprobs[row] = setup.sampling.logprobs
         if setup.sampling.prompt_logprobs is not None:
@@ -188,6 +236,7 @@ class DeviceRunner:
 
     def _forget(self, row: int) -> None:
         self._row_params[row] = 0
+        self._row_stops[row] = NO_TOKEN
         self._row_logprobs.pop(row, None)
         self._row_prompt_logprobs.pop(row, None)
         self._row_prompts.pop(row, None)
@@ -200,6 +249,23 @@ class DeviceRunner:
             self._on_buffer(block)
             for stage in self._stages:
                 stage.state = stage.executables.write_tables(stage.state, self._put(block, stage))
+
+    def _tell_tokens(self, plan: StepPlan) -> None:
+        """Tells the drafter the tokens of new rows that are in their pages already."""
+        starts = {chunk.row: chunk.start for chunk in reversed(plan.chunks)}  # a row's first chunk counts
+        told = [
+            (setup.row, position, token_id)
+            for setup in plan.setups
+            for position, token_id in enumerate(setup.token_ids[: starts[setup.row]])
+        ]
+        stage = self._stages[0]
+        for start in range(0, len(told), TOLD_SLOTS):
+            block = np.full((TOLD_SLOTS, 3), (self._limits.max_rows, 0, 0), np.int32)
+            part = told[start : start + TOLD_SLOTS]
+            block[: len(part)] = part
+            self._on_buffer(block)
+            assert stage.executables.tell_tokens is not None
+            stage.state = stage.executables.tell_tokens(stage.state, self._put(block, stage))
 
     def _copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
         for start in range(0, len(copies), COPY_SLOTS):
@@ -279,7 +345,7 @@ class DeviceInFlight:
 
     __slots__ = ("_parts", "_rows")
 
-    def __init__(self, rows: tuple[int, ...], parts: Sequence["_Part"]) -> None:
+    def __init__(self, rows: tuple[int, ...], parts: Sequence["_Part | _Rounds"]) -> None:
         self._rows = rows
         self._parts = parts
 
@@ -362,6 +428,59 @@ class _Part:
         assert self._output.prompt is not None, "a decode step has no prompt tokens"
         logprobs = _to_host(self._output.prompt, slice(span.start, span.start + len(span.targets)))
         return [_read_entry(logprobs, i, int(target), span.num_top) for i, target in enumerate(span.targets)]
+
+
+class _Rounds:
+    """What a launch of several tokens a row, or several rounds, left on the device. `result` may be called once."""
+
+    __slots__ = ("_drafts", "_logprobs", "_output", "rows")
+
+    def __init__(
+        self, rows: tuple[int, ...], output: RoundsOutput, logprobs: tuple[int | None, ...], drafts: bool
+    ) -> None:
+        """`drafts`: whether the result tells of drafts."""
+        self.rows = rows
+        self._output = output
+        self._logprobs = logprobs
+        self._drafts = drafts
+        for leaf in (output.token_ids, output.drafted, output.accepted):
+            leaf.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Waits for the launch and reads what was asked for."""
+        output = self._output
+        token_ids, drafted, accepted = (np.asarray(a) for a in (output.token_ids, output.drafted, output.accepted))
+        taken = accepted >= 0  # [K, R]
+        drawn: list[int] = []
+        places: list[tuple[int, int, int | None]] = []  # round, line and number of log-probabilities of each token
+        counts: list[int] = []
+        drafts: list[list[Drafted]] = []
+        asked = any(num_top is not None for num_top in self._logprobs)
+        for at in range(len(self.rows)):
+            before = len(drawn)
+            rounds = np.flatnonzero(taken[:, at]).tolist()
+            for number in rounds:
+                count = int(accepted[number, at]) + 1
+                drawn += token_ids[number, at, :count].tolist()
+                if asked:
+                    line = at * token_ids.shape[2]
+                    places += [(number, line + place, self._logprobs[at]) for place in range(count)]
+            counts.append(len(drawn) - before)
+            drafts.append([Drafted(int(drafted[number, at]), int(accepted[number, at])) for number in rounds])
+        return StepResult(
+            token_ids=drawn,
+            logprobs=self._read_logprobs(drawn, places) if asked else None,
+            counts=counts,
+            drafts=drafts if self._drafts else None,
+        )
+
+    def _read_logprobs(self, drawn: list[int], places: list[tuple[int, int, int | None]]) -> list[TokenLogprobs | None]:
+        rounds = _to_host(self._output.logprobs, slice(None))
+        by_round = [jax.tree.map(lambda a, k=k: a[k], rounds) for k in range(rounds.rank.shape[0])]
+        return [
+            None if num_top is None else _read_entry(by_round[number], line, token_id, num_top)
+            for token_id, (number, line, num_top) in zip(drawn, places, strict=True)
+        ]
 
 
 def _to_host(logprobs: Logprobs, where: slice) -> Logprobs:

@@ -63,15 +63,36 @@ def sample(
 ) -> tuple[SampleOutput, SamplingState]:
     """One token for each row that has `should_sample`, and the state with it written down. Donate `state`.
 
+    Arguments as for `choose_tokens`; no two sampled rows are equal.
+    """
+    drawn = choose_tokens(logits, rows, context_lens, params, should_sample, state, shards)
+    counts = should_sample.astype(jnp.int32)
+    return drawn, write_tokens(state, rows, drawn.token_ids[:, None], counts, params, shards)
+
+
+def choose_tokens(
+    logits: Float[Array, "R V"],
+    rows: Int[Array, " R"],
+    context_lens: Int[Array, " R"],
+    params: Int[Array, "R F"],
+    should_sample: Bool[Array, " R"],
+    state: SamplingState,
+    shards: Shards = WHOLE,
+    ahead: Int[Array, "R ahead"] | None = None,
+) -> SampleOutput:
+    """One token for each line that has `should_sample`; `state` is only read.
+
     Args:
-      logits: raw, of the last token of each row; of this device's part of the vocabulary, like the state's counts and
-        masks. Devices exchange a few numbers per row, never logits.
-      rows: row of the engine; that of padding is the last of the state. No two sampled rows are equal.
+      logits: raw, of the last token of each line; of this device's part of the vocabulary, like the state's counts and
+        masks. Devices exchange a few numbers per line, never logits.
+      rows: row of the engine; that of padding is the last of the state.
       context_lens: tokens of the sequence before the new one, which is the new one's position.
       params: `encode_row` of each row; zeros for padding.
+      ahead: tokens that precede the new one and that `state` does not know yet, at the front of each line, and NO_TOKEN
+        behind them; None: there are none anywhere.
 
-    A row's token depends on its own logits, parameters, state and position, on nothing else of the batch. NaN logits
-    count as -inf; a row without any other gives token 0.
+    A line's token depends on its own logits, parameters, state and position, on nothing else of the batch. NaN logits
+    count as -inf; a line without any other gives token 0.
     """
     logits = logits.astype(jnp.float32)
     flags = effective_flags(params, context_lens, should_sample)
@@ -83,7 +104,10 @@ def sample(
 
     def processed(logits):
         logits = lax.cond(
-            heavy, lambda x: apply_rules(x, rows, context_lens, params, flags, state, shards), lambda x: x, logits
+            heavy,
+            lambda x: apply_rules(x, rows, context_lens, params, flags, state, shards, ahead),
+            lambda x: x,
+            logits,
         )
         drawn = lax.cond(
             jnp.any(drawing),
@@ -104,9 +128,7 @@ def sample(
         lambda logits: _no_logprobs(logits.shape[0], logits.shape[1] * shards.count),
         logits,
     )
-    return SampleOutput(token_ids=token_ids, logprobs=logprobs), _write(
-        state, rows, token_ids, flags, should_sample, shards
-    )
+    return SampleOutput(token_ids=token_ids, logprobs=logprobs)
 
 
 def prompt_logprobs(
@@ -179,25 +201,35 @@ def _no_logprobs(num_lines: int, vocab_size: int) -> Logprobs:
     )
 
 
-def _write(
+def write_tokens(
     state: SamplingState,
     rows: Int[Array, " R"],
-    token_ids: Int[Array, " R"],
-    flags: Int[Array, " R"],
-    should_sample: Bool[Array, " R"],
-    shards: Shards,
+    token_ids: Int[Array, "R W"],
+    num_tokens: Int[Array, " R"],
+    params: Int[Array, "R F"],
+    shards: Shards = WHOLE,
 ) -> SamplingState:
-    """Scatters of one entry per row, so that the donated state is updated in place whatever its size."""
-    nowhere = state.last_token.shape[0]
-    written = jnp.where(should_sample, rows, nowhere)
-    counted = jnp.where(flags & int(Flag.PENALTY) != 0, rows, nowhere)
-    recent = jnp.concatenate([state.recent[rows][:, 1:], token_ids[:, None]], axis=1)
-    local_ids = shards.local_ids(token_ids, state.counts.shape[1])
-    seen = state.counts.at[rows, local_ids].get(mode="fill", fill_value=0)
-    count = jnp.minimum(seen.astype(jnp.int32) + 1, MAX_COUNT).astype(jnp.int16)
+    """The state once each row has the first `num_tokens` of its `token_ids`; rows with none keep theirs.
+
+    Scatters of an entry for each token, so that the donated state is updated in place whatever its size. No two rows
+    with tokens are equal.
+    """
+    nowhere, width = state.last_token.shape[0], token_ids.shape[1]
+    written = jnp.where(num_tokens > 0, rows, nowhere)
+    last = jnp.take_along_axis(token_ids, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)[:, 0]
+    place = num_tokens[:, None] + jnp.arange(state.recent.shape[1])
+    recent = jnp.take_along_axis(jnp.concatenate([state.recent[rows], token_ids], axis=1), place, axis=1)
+    penalised = params[:, Field.FLAGS] & int(Flag.PENALTY) != 0
+    counts = state.counts
+    for at in range(width):  # one after the other: a row may draw a token twice
+        counted = jnp.where(penalised & (at < num_tokens), rows, nowhere)
+        local_ids = shards.local_ids(token_ids[:, at], counts.shape[1])
+        seen = counts.at[rows, local_ids].get(mode="fill", fill_value=0)
+        count = jnp.minimum(seen.astype(jnp.int32) + 1, MAX_COUNT).astype(jnp.int16)
+        counts = counts.at[counted, local_ids].set(count, mode="drop")
     return dataclasses.replace(
         state,
-        last_token=state.last_token.at[written].set(token_ids, mode="drop"),
+        last_token=state.last_token.at[written].set(last, mode="drop"),
         recent=state.recent.at[written].set(recent, mode="drop"),
-        counts=state.counts.at[counted, local_ids].set(count, mode="drop"),
+        counts=counts,
     )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api import MAX_BAD_WORD_LEN
 from jaxserve.models.sharding import WHOLE, Shards
-from jaxserve.runtime.row_state import NO_TOKEN, Field, Flag, SamplingState
+from jaxserve.runtime.row_state import MAX_COUNT, NO_TOKEN, Field, Flag, SamplingState
 
 Logits = Float[Array, "R V"]
 
@@ -39,11 +39,13 @@ def apply_rules(
     flags: Int[Array, " R"],
     state: SamplingState,
     shards: Shards = WHOLE,
+    ahead: Int[Array, "R ahead"] | None = None,
 ) -> Logits:
     """The processed logits: masks, then bias, then penalties. Of this device's part of the vocabulary.
 
     A token that is masked has -inf. When bad words and min_tokens leave a row without any token, they are waived for
-    this token: allowed_token_ids always holds. `flags` are those of `effective_flags`.
+    this token: allowed_token_ids always holds. `flags` are those of `effective_flags`, `ahead` is that of
+    `sampling.choose_tokens`.
     """
 
     def any_row(wanted: Flag) -> Bool[Array, ""]:
@@ -60,7 +62,8 @@ def apply_rules(
         kept = jnp.where(allowed, logits, -jnp.inf)
         left = ban(kept, jnp.where(has(Flag.MIN_TOKENS), state.stop_ids[rows], NO_TOKEN))
         num_output = context_lens - params[:, Field.PROMPT_LEN]
-        left = ban(left, _banned_word_ends(state, rows, num_output, has(Flag.BAD_WORDS)))
+        recent = _with_ahead(state.recent[rows], ahead)
+        left = ban(left, _banned_word_ends(state.bad_words[rows], recent, num_output, has(Flag.BAD_WORDS)))
         has_any = shards.max(jnp.any(left > -jnp.inf, axis=1, keepdims=True).astype(jnp.int32)) > 0
         return jnp.where(has_any, left, kept)
 
@@ -71,7 +74,7 @@ def apply_rules(
         return logits.at[lines, ids].add(state.bias_values[rows], mode="drop")
 
     def penalised(logits: Logits) -> Logits:
-        return jnp.where(has(Flag.PENALTY), _penalise(logits, rows, params, state), logits)
+        return jnp.where(has(Flag.PENALTY), _penalise(logits, rows, params, state, shards, ahead), logits)
 
     masks = Flag.ALLOWED | Flag.BAD_WORDS | Flag.MIN_TOKENS
     logits = lax.cond(any_row(masks), masked, lambda logits: logits, logits)
@@ -79,9 +82,20 @@ def apply_rules(
     return lax.cond(any_row(Flag.PENALTY), penalised, lambda logits: logits, logits)
 
 
-def _penalise(logits: Logits, rows: Int[Array, " R"], params: Int[Array, "R F"], state: SamplingState) -> Logits:
+def _penalise(
+    logits: Logits,
+    rows: Int[Array, " R"],
+    params: Int[Array, "R F"],
+    state: SamplingState,
+    shards: Shards,
+    ahead: Int[Array, "R ahead"] | None,
+) -> Logits:
     """Repetition divides (positive logits) or multiplies; then frequency * count and presence are subtracted."""
     counts = state.counts[rows].astype(jnp.float32)  # [R, V]
+    if ahead is not None:
+        lines = jnp.arange(logits.shape[0])[:, None]
+        counts = counts.at[lines, shards.local_ids(ahead, counts.shape[1])].add(1.0, mode="drop")
+        counts = jnp.minimum(counts, MAX_COUNT)
     seen = (counts > 0) | _unpack_bits(state.prompt_mask[rows], logits.shape[1])
     repetition = float_field(params, Field.REPETITION)[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -89,18 +103,26 @@ def _penalise(logits: Logits, rows: Int[Array, " R"], params: Int[Array, "R F"],
     return logits - float_field(params, Field.PRESENCE)[:, None] * (counts > 0)
 
 
+def _with_ahead(recent: Int[Array, "R recent"], ahead: Int[Array, "R ahead"] | None) -> Int[Array, "R recent"]:
+    """The last tokens of each line, newest at the end, with those `ahead` of it."""
+    if ahead is None:
+        return recent
+    num_ahead = jnp.sum(ahead != NO_TOKEN, axis=1, dtype=jnp.int32)
+    place = num_ahead[:, None] + jnp.arange(recent.shape[1])
+    return jnp.take_along_axis(jnp.concatenate([recent, ahead], axis=1), place, axis=1)
+
+
 def _banned_word_ends(
-    state: SamplingState,
-    rows: Int[Array, " R"],
+    words: Int[Array, "R words length"],
+    recent: Int[Array, "R recent"],
     num_output: Int[Array, " R"],
     has_words: Bool[Array, "R 1"],
 ) -> Int[Array, "R words"]:
     """Last tokens of those bad words whose beginning has just been generated. Only output counts, never the prompt."""
-    words = state.bad_words[rows]  # [R, words, length]
     begin, end = words[:, :, :-1], words[:, :, -1]
     place = jnp.arange(MAX_BAD_WORD_LEN - 1, 0, -1)  # 1 is the newest token
     generated = place[None, :] <= num_output[:, None]
-    equal = (begin == state.recent[rows][:, None, :]) & generated[:, None, :]
+    equal = (begin == recent[:, None, :]) & generated[:, None, :]
     match = jnp.all((begin < 0) | equal, axis=2)
     return jnp.where(match & has_words, end, NO_TOKEN)
 

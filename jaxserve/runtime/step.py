@@ -16,14 +16,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.api import NOT_FINITE
-from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
+from jaxserve.kernels.paged_attention import LayerCache, PagedAttention
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
-from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, table_line, unpack
+from jaxserve.runtime.attention_batches import attention_batches
+from jaxserve.runtime.drafting import Drafter, DrafterState
+from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
+from jaxserve.runtime.rounds import RoundsOutput, RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
 from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
-from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
+from jaxserve.sched.plan import PageGroup
 
 # The values that a stage passes on: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
 # pipeline of one stage they are in its own state, and nothing is carried.
@@ -41,12 +44,14 @@ class DeviceState:
         group g (`pack.table_line`); row max_rows belongs to padding.
       length: tokens that each device row has in its pages. Each stage of a pipeline counts for itself.
       sampling: last tokens, counts and masks of every device row; None in all stages but the last.
+      drafter: what drafts are made from; empty where none are made.
     """
 
     caches: tuple[LayerCache, ...]
     block_tables: Int[Array, "G*R+G P"]
     length: Int[Array, " R+1"]
     sampling: SamplingState | None
+    drafter: DrafterState = ()
 
 
 @jax.tree_util.register_dataclass
@@ -69,12 +74,45 @@ def make_step(
     shards: Shards,
     groups: Sequence[PageGroup],
     places: Sequence[CachePlace],
+    drafter: Drafter | None,
 ):
     """The function to compile for one bucket and stage, whose layers have their keys and values at `places`.
     DONATES state.
 
     step(weights, state, buffer, carried) -> (StepOutput of the last stage, hidden states [T, D] of others; state)
+    A bucket of several tokens a row or several rounds gives a `RoundsOutput`. `drafter` is None where none is there.
     """
+    if not layout.bucket.plain:
+        assert drafter is not None, layout.bucket
+        rounds = RoundsStep(
+            layout=layout,
+            attention=attention,
+            page_size=page_size,
+            shards=shards,
+            groups=groups,
+            places=places,
+            drafter=drafter,
+        )
+
+        def several(
+            weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
+        ) -> tuple[RoundsOutput, DeviceState]:
+            assert state.sampling is not None, "a pipeline has one round of one token"
+            output, tables, rows = rounds.run(
+                nnx.merge(graphdef, weights),
+                buffer,
+                state.block_tables,
+                Rows(caches=state.caches, length=state.length, sampling=state.sampling, drafter=state.drafter),
+            )
+            return output, DeviceState(
+                caches=rows.caches,
+                block_tables=tables,
+                length=rows.length,
+                sampling=rows.sampling,
+                drafter=rows.drafter,
+            )
+
+        return several
 
     def step(
         weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
@@ -92,58 +130,45 @@ def make_step(
         # The length that dynamic rope scaling is stretched for; other scalings do not use it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
         hidden, caches = model(begin, state.caches, batches, places, attention, rope_lengths=prompt_lens)  # [T, D]
-        output, sampling = hidden, None
+        output, sampling, told = hidden, None, state.drafter
         if state.sampling is not None:
             output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
-        return output, DeviceState(caches=caches, block_tables=block_tables, length=length, sampling=sampling)
-
-    return step
-
-
-def attention_batches(
-    inputs: StepInputs,
-    block_tables: Int[Array, "G*R+G P"],
-    layout: Layout,
-    page_size: int,
-    groups: Sequence[PageGroup],
-) -> tuple[AttentionBatch, ...]:
-    """The step's rows, as the layers of each group need them."""
-
-    def of_group(number: int, group: PageGroup) -> AttentionBatch:
-        tables = block_tables[inputs.rows + table_line(0, number, layout.max_rows)]  # [R, P]
-        if group.window is not None:
-            tables = _without_given_back(tables, inputs, group.window, page_size)
-        return AttentionBatch(
-            positions=inputs.positions,
-            token_rows=inputs.token_rows,
-            q_starts=inputs.q_starts,
-            context_lens=inputs.context_lens,
-            block_tables=tables,
-            page_size=page_size,
-            decode_only=layout.bucket.decode_only,
+            if drafter is not None:
+                told = _tell(drafter, state.drafter, inputs, layout, sampling.last_token)
+        return output, DeviceState(
+            caches=caches, block_tables=block_tables, length=length, sampling=sampling, drafter=told
         )
 
-    return tuple(of_group(number, group) for number, group in enumerate(groups))
-
-
-def _without_given_back(
-    tables: Int[Array, "R P"], inputs: StepInputs, window: int, page_size: int
-) -> Int[Array, "R P"]:
-    """The block tables, with the dummy page for columns of which no token of the row in this step can see anything.
-
-    The pages of these columns may belong to other sequences by now. Attention may read pages in blocks, and give the
-    tokens that are not seen the weight zero; zero times an infinite number of another sequence would still be NaN. The
-    device can tell these columns by itself, so that nothing is sent when a sequence gives pages back.
-    """
-    first_positions = inputs.context_lens - (inputs.q_starts[1:] - inputs.q_starts[:-1])  # [R], of the step's tokens
-    first_columns = jnp.maximum(0, first_positions - window + 1) // page_size
-    return jnp.where(jnp.arange(tables.shape[1]) < first_columns[:, None], DUMMY_PAGE, tables)
+    return step
 
 
 def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]) -> Int[Array, " T"]:
     # Padding tokens carry row R of the batch; give them the padding row of the device.
     token_device_rows = jnp.append(inputs.rows, layout.max_rows)[inputs.token_rows]
     return jnp.where(inputs.tokens == FROM_DEVICE, last_token[token_device_rows], inputs.tokens)
+
+
+def _tell(
+    drafter: Drafter, state: DrafterState, inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]
+) -> DrafterState:
+    """Tells the drafter the tokens that this step brought: those of chunks, then those that were drawn."""
+    if not layout.bucket.decode_only:
+        device_rows = jnp.append(inputs.rows, layout.max_rows)[inputs.token_rows]
+        known = (inputs.tokens != FROM_DEVICE) & (inputs.token_rows < layout.bucket.rows)
+        state = drafter.observe(state, device_rows, inputs.positions, inputs.tokens, known)
+    return drafter.observe(state, inputs.rows, inputs.context_lens, last_token[inputs.rows], inputs.draws != 0)
+
+
+def make_tell_tokens(drafter: Drafter):
+    """tell(state, tokens [M, 3] of (row, position, token)) -> state: tokens of rows that no step will feed, since they
+    are in the pages already; row max_rows for padding. DONATES state."""
+
+    def tell_tokens(state: DeviceState, tokens: Int[Array, "M 3"]) -> DeviceState:
+        rows, positions, token_ids = tokens.T
+        known = rows < state.length.shape[0] - 1
+        return dataclasses.replace(state, drafter=drafter.observe(state.drafter, rows, positions, token_ids, known))
+
+    return tell_tokens
 
 
 def sample_rows(

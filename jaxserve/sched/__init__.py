@@ -15,6 +15,7 @@ How the package is cut:
     state, draft    one sequence; one plan in the making
     memory          pages of sequences, from: pages (reference counts, eviction) and prefix (which page holds what)
     budget          what the list of compiled shapes allows, and what can never run, which is refused with the reason
+    speculate       how many tokens the rows of a step may draw
     headroom        who gets in only when the others keep room to grow; lengths guesses by how much
     create          from a name to a scheduler
 
@@ -51,6 +52,7 @@ from jaxserve.sched.plan import (
     StepResult,
 )
 from jaxserve.sched.policy import Policy, SchedulerOptions
+from jaxserve.sched.speculate import SpeculationOptions
 from jaxserve.sched.state import Sequence, SequenceState
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "SchedulerOptions",
     "Sequence",
     "SequenceState",
+    "SpeculationOptions",
     "StepPlan",
     "StepResult",
     "TakesLimits",

@@ -40,6 +40,7 @@ from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.sched.policy import Policy, broken_rule
 from jaxserve.sched.queue import WaitingQueue
 from jaxserve.sched.running import RunningSet
+from jaxserve.sched.speculate import PLAIN, Speculator
 from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
 
 RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
@@ -73,6 +74,7 @@ class ContinuousScheduler:
         self._blocked: tuple[Sequence | None, int] = (None, 0)  # what did not fit, and how many had left by then
         self._lengths = create_lengths(options.lengths)
         self._headroom = Headroom(self.memory, options, self._lengths)
+        self._speculator = Speculator(options.speculation, limits, clock)
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -136,9 +138,10 @@ class ContinuousScheduler:
     def use_limits(self, limits: Limits) -> None:
         """See `TakesLimits`. Plans in flight keep their buckets."""
         assert set(limits.buckets) >= set(self.limits.buckets), (limits.buckets, self.limits.buckets)
-        assert limits.with_buckets(self.limits.buckets) == self.limits, (limits, self.limits)
+        assert limits.with_buckets(()) == self.limits.with_buckets(()), (limits, self.limits)
         self.limits = limits
         self._budget = StepBudget(limits)
+        self._speculator.use_limits(limits)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Takes the result of the oldest plan in flight. One event for each token of a live sequence."""
@@ -153,6 +156,8 @@ class ContinuousScheduler:
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
         self._last_committed = plan.step_id
         drawn_by = flight.sampled
+        if self._speculator.active:
+            self._learn(flight, result)
         if result.counts is not None:
             drawn_by = flight.drawn_by(result.counts)
             self._running.note_lengths()
@@ -385,7 +390,8 @@ class ContinuousScheduler:
         draft.trim()
         positions = [seq.num_fed for seq in decoding]
         running = self._running
-        row_tokens = self._feed(decoding, draft)
+        width, rounds = self._shape_of(decoding, draft)
+        row_tokens = self._feed(decoding, draft, width * rounds)
         rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
         self.policy.observe(decoding, [(chunk.seq, chunk.length) for chunk in draft.chunks])
         sampled = [*decoding, *(p.seq for p in draft.chunks if p.samples)] if draft.chunks else decoding
@@ -399,6 +405,8 @@ class ContinuousScheduler:
             copies=tuple(draft.copies),
             freed_rows=running.take_freed_rows(),
             row_tokens=row_tokens,
+            width=width,
+            rounds=rounds,
         )
         for chunk in draft.chunks:
             self._advance_prefill(chunk.seq, chunk.length)
@@ -406,18 +414,31 @@ class ContinuousScheduler:
         self._flights.append(Flight(plan, sampled, [chunk.seq for chunk in draft.chunks]))
         return plan
 
-    def _feed(self, decoding: list[Sequence], draft: Draft) -> tuple[int, ...]:
-        """Counts what the decode rows may feed: one token each, or as many as the device can and pages are free for."""
-        if self.limits.max_row_tokens == 1:
+    def _shape_of(self, decoding: list[Sequence], draft: Draft) -> tuple[int, int]:
+        """Width and rounds of the step. Beside prompts there is one round of one token."""
+        if draft.chunks or not self._speculator.active:
+            return PLAIN
+        chosen = self.policy.speculate(decoding, self._speculator.shapes)
+        if chosen is None:
+            return self._speculator.choose(decoding)
+        if chosen not in self._speculator.shapes:
+            raise broken_rule(
+                self.policy, "speculate", f"{chosen} is none of the shapes (width, rounds) {self._speculator.shapes}"
+            )
+        return chosen
+
+    def _feed(self, decoding: list[Sequence], draft: Draft, most: int) -> tuple[int, ...]:
+        """Counts what the decode rows may feed: one token each, or up to `most`, as far as pages are free."""
+        if most == 1:
             for seq in decoding:
                 seq.num_fed += 1
             return ()
         row_tokens: list[int] = []
         for seq in decoding:
-            most = 1 if seq.stepwise else min(self.limits.max_row_tokens, seq.max_fed - seq.num_fed)
-            while seq.num_fed + most > seq.next_page_at and self.memory.pool.num_available >= len(seq.tables):
+            wanted = 1 if seq.stepwise else min(most, seq.max_fed - seq.num_fed)
+            while seq.num_fed + wanted > seq.next_page_at and self.memory.pool.num_available >= len(seq.tables):
                 draft.grants += self.memory.grow(seq)
-            row_tokens.append(min(most, seq.next_page_at - seq.num_fed))
+            row_tokens.append(min(wanted, seq.next_page_at - seq.num_fed))
             seq.feed(row_tokens[-1])
         return tuple(row_tokens)
 
@@ -447,6 +468,16 @@ class ContinuousScheduler:
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
+    def _learn(self, flight: Flight, result: StepResult) -> None:
+        """What the result says of drafts and of the time of a step."""
+        plan = flight.plan
+        if result.drafts is not None:
+            for seq, rounds in zip(flight.sampled, result.drafts, strict=True):
+                if seq.state is RUNNING:
+                    self._speculator.learn(seq, plan.width, rounds)
+        if plan.decode_only:
+            self._speculator.note_commit(len(plan.decode_rows), (plan.width, plan.rounds), bool(self._flights))
+
     def _take_token(self, seq: Sequence, token_id: int, logprob: TokenLogprobs | None) -> TokenEvent:
         """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
         assert seq.state is not FINISHED, seq
@@ -470,6 +501,7 @@ class ContinuousScheduler:
         if seq.state is not RUNNING:
             self._queue.remove(seq)
         self.policy.on_end(seq)
+        self._speculator.forget(seq)
         if seq.state is RUNNING:
             self._leave_row(seq, FINISHED)
         else:

@@ -9,6 +9,7 @@ import math
 
 from jaxserve.errors import ConfigError
 from jaxserve.sched.lengths import LengthPredictor
+from jaxserve.sched.speculate import SpeculationOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class SchedulerOptions:
       ageing_s: `priority` and `preemptive`: seconds of waiting that are worth one level. `sjf`: what are worth
         `sjf.TOKENS_PER_LEVEL` tokens of work.
       input_weight, output_weight: `fair`: what a token of a prompt and a generated one are charged.
+      speculation: how many tokens the rows of a step may draw.
       ttft_target_s, tpot_target_s: `slo`: seconds to the first token and for each one after it, unless a request says
         otherwise.
 
@@ -42,6 +44,7 @@ class SchedulerOptions:
     output_weight: float = 2.0
     ttft_target_s: float = 1.0
     tpot_target_s: float = 0.1
+    speculation: SpeculationOptions = dataclasses.field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
         for name in ("ageing_s", "ttft_target_s", "tpot_target_s"):

@@ -15,13 +15,16 @@ Rules that an executor may rely on:
     carry theirs. What the plan says of the length of a decode row is an upper bound.
   * A decode row feeds and draws one token or more, up to `row_tokens`, and its result says how many. The next token of
     the row follows the last one that it drew. The pages that the row was granted hold all that it may feed.
+  * A step of `rounds` rounds of `width` lets a decode row feed its last token and up to width - 1 drafted ones, in each
+    round. The row draws at each of these places as if the drafts before it had been drawn, and keeps what it drew up
+    to the first draft that differs from it, that draw included: so drafts never change a token.
 """
 
 import base64
 import dataclasses
 import enum
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from jaxserve.api import SamplingParams, TokenLogprobs
@@ -30,6 +33,7 @@ from jaxserve.sched import codec
 __all__ = [
     "Bucket",
     "Chunk",
+    "Drafted",
     "Limits",
     "PageCopy",
     "PageGrant",
@@ -72,12 +76,28 @@ class PageGroup(NamedTuple):
 class Bucket(NamedTuple):
     """One compiled step shape: room for `tokens` flat tokens of `rows` rows.
 
-    `decode_only` buckets take one token per row (tokens == rows) and no chunk.
+    `decode_only` buckets take no chunk, and `width` tokens of each row (tokens == rows * width) in each of up to
+    `rounds` rounds. All others have one round, in which a row that decodes feeds one token.
     """
 
     tokens: int
     rows: int
     decode_only: bool
+    width: int = 1
+    rounds: int = 1
+
+    @property
+    def plain(self) -> bool:
+        """One round, in which a row that decodes feeds one token."""
+        return self.width == self.rounds == 1
+
+    def holds(self, num_tokens: int, num_rows: int, decode_only: bool, width: int, rounds: int) -> bool:
+        """Whether a step of these sizes can run in this shape. A plain decode-only step may run in a mixed one."""
+        if width == rounds == 1:
+            fits = self.plain and (decode_only or not self.decode_only)
+        else:
+            fits = self.width == width and self.rounds >= rounds
+        return fits and self.tokens >= num_tokens and self.rows >= num_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +114,8 @@ class Limits:
       buckets: compiled shapes, ascending; a plan must fit one of them. Later limits of the same device may have more,
         never fewer, and the largest are there from the start: a plan that fits one of the lists fits the other, perhaps
         with more padding.
-      max_row_tokens: tokens that a decode row may draw in one step. It takes the room of one token in a bucket however
-        many these are.
+      step_ms: of each of `buckets`, the milliseconds of one round on this device; 0 where nobody has measured it, and
+        empty where that is so of all. For the choice of widths and rounds alone.
       max_mixed_tokens: tokens of a step with prompts beside decode rows, so that it is not much longer than a step
         without prompts; None: no limit. It is a recommendation; every plan that fits a bucket runs.
     """
@@ -105,13 +125,20 @@ class Limits:
     page_size: int
     max_model_len: int
     buckets: tuple[Bucket, ...]
-    max_row_tokens: int = 1
     max_mixed_tokens: int | None = None
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
+    step_ms: tuple[float, ...] = ()
 
-    def with_buckets(self, buckets: Iterable[Bucket]) -> "Limits":
-        """These limits with another list of buckets, in any order."""
-        return dataclasses.replace(self, buckets=tuple(sorted(buckets)))
+    def with_buckets(self, buckets: Iterable[Bucket], step_ms: Mapping[Bucket, float] | None = None) -> "Limits":
+        """These limits with another list of buckets, in any order, and the times of those that are known."""
+        found, times = tuple(sorted(buckets)), step_ms or {}
+        known = tuple(times.get(bucket, 0.0) for bucket in found) if times else ()
+        return dataclasses.replace(self, buckets=found, step_ms=known)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens that a decode row may draw in one step."""
+        return max(b.width * b.rounds for b in self.buckets)
 
     def pages_of(self, num_tokens: int, chunk: int = 1) -> int:
         """The most pages that a sequence of `num_tokens` holds at once, where a step feeds at most `chunk` of them."""
@@ -123,18 +150,16 @@ class Limits:
         """Tokens of the largest bucket."""
         return max(b.tokens for b in self.buckets)
 
-    def find_bucket(self, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket | None:
-        """The cheapest bucket that holds the step, or None. A decode-only step may run in a mixed bucket."""
-        fitting = [
-            b
-            for b in self.buckets
-            if b.tokens >= num_tokens and b.rows >= num_rows and (decode_only or not b.decode_only)
-        ]
+    def find_bucket(
+        self, num_tokens: int, num_rows: int, decode_only: bool, width: int = 1, rounds: int = 1
+    ) -> Bucket | None:
+        """The cheapest bucket that holds the step, or None."""
+        fitting = [b for b in self.buckets if b.holds(num_tokens, num_rows, decode_only, width, rounds)]
         return min(fitting, key=lambda b: (b.tokens, b.rows, not b.decode_only), default=None)
 
     def bucket_of(self, plan: "StepPlan") -> Bucket | None:
         """The cheapest bucket that runs `plan`, or None."""
-        return self.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        return self.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only, plan.width, plan.rounds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +256,13 @@ class RowMask(NamedTuple):
         return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
+class Drafted(NamedTuple):
+    """One round of one row: how many drafts it fed, and how many of the first of them were drawn as well."""
+
+    drafted: int
+    accepted: int
+
+
 class Parts(enum.Enum):
     """How a field is split when a pipeline runs a plan in parts, one after the other."""
 
@@ -255,7 +287,9 @@ class StepPlan:
 
     `decode_positions[i]` is the position of the token that `decode_rows[i]` feeds (= tokens already in its pages), or
     more: as long as the result of an earlier step may say that the row drew fewer tokens than it could.
-    `row_tokens[i]` is how many tokens `decode_rows[i]` may draw, 1 or more; one each where `row_tokens` is empty.
+    `row_tokens[i]` is how many tokens `decode_rows[i]` may draw, 1 or more, in all rounds together; one each where
+    `row_tokens` is empty. `width` is how many tokens a decode row may feed in each of the `rounds`; a row ends its part
+    in them by itself when it has drawn `row_tokens[i]` tokens, or one that ends its sequence.
     `masks` are put in by the engine, one for each row that draws under `SamplingParams.structured`.
 
     A field is declared here and nowhere else: its JSON, step logs, replays and other processes follow from the class,
@@ -272,11 +306,13 @@ class StepPlan:
     freed_rows: tuple[int, ...] = ()
     masks: tuple[RowMask, ...] = ()
     row_tokens: tuple[int, ...] = dataclasses.field(default=(), metadata=Parts.DEALT.field)
+    width: int = dataclasses.field(default=1, metadata=Parts.EACH.field)
+    rounds: int = dataclasses.field(default=1, metadata=Parts.EACH.field)
 
     @property
     def num_tokens(self) -> int:
-        """Places of the step in a bucket, padding left out: one for each decode row and each token of a chunk."""
-        return len(self.decode_rows) + sum(len(c.token_ids) for c in self.chunks)
+        """Places of the step in a bucket, padding left out: `width` for each decode row, one for a token of a chunk."""
+        return len(self.decode_rows) * self.width + sum(len(c.token_ids) for c in self.chunks)
 
     @property
     def num_rows(self) -> int:
@@ -285,7 +321,7 @@ class StepPlan:
 
     @property
     def decode_only(self) -> bool:
-        """Each row feeds one token, which the device drew itself."""
+        """Each row begins with one token, which the device drew itself."""
         return not self.chunks
 
     @property
@@ -320,6 +356,7 @@ class StepResult:
       hidden_sums: row -> sum of the final hidden states [D] at `Chunk.pooled`, for each chunk where that is not empty.
       counts: how many tokens each of `sampled_rows` drew, 1 or more; None: one each. There wherever the plan has
         `row_tokens`.
+      drafts: what became of the drafts of each of `sampled_rows`, round by round; None where none were asked for.
     """
 
     token_ids: list[int]
@@ -327,3 +364,4 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     hidden_sums: dict[int, list[float]] | None = None
     counts: list[int] | None = None
+    drafts: "list[list[Drafted]] | None" = None

@@ -111,6 +111,13 @@ class Policy(abc.ABC):
         """
         return None
 
+    def speculate(self, decoding: Seq[Sequence], shapes: Seq[tuple[int, int]]) -> tuple[int, int] | None:
+        """Width and rounds of a step of the rows `decoding`, one of `shapes`; None: as costs tell (`speculate`).
+
+        Asked for each step without prompts, where the device has more than one shape. Changes times, never tokens.
+        """
+        return None
+
     # ---- what it is told -------------------------------------------------------------------------------------------
 
     def on_wait(self, seq: Sequence) -> None:  # noqa: B027  (a hook, as all below)

@@ -20,6 +20,7 @@ from jaxserve.sched.plan import (
     DUMMY_PAGE,
     Bucket,
     Chunk,
+    Drafted,
     Limits,
     PageGroup,
     RowMask,
@@ -42,11 +43,12 @@ def make_limits(
     max_model_len: int = 64,
     token_buckets: Iterable[int] = (8, 16, 32),
     mixed_rows: Mapping[int, int] | None = None,
-    max_row_tokens: int = 1,
+    shapes: Iterable[tuple[int, int]] = (),
 ) -> Limits:
     """Small limits for tests: decode buckets in powers of two up to `max_rows`, mixed ones as given.
 
-    A mixed bucket has min(tokens, max_rows) rows unless `mixed_rows` says otherwise.
+    A mixed bucket has min(tokens, max_rows) rows unless `mixed_rows` says otherwise. `shapes` are (width, rounds) of
+    further decode buckets, of `max_rows` rows.
     """
     rows, decode = 1, []
     while rows < max_rows:
@@ -54,15 +56,22 @@ def make_limits(
         rows *= 2
     decode.append(Bucket(max_rows, max_rows, True))
     mixed = [Bucket(t, (mixed_rows or {}).get(t, min(t, max_rows)), False) for t in token_buckets]
-    return Limits(
+    limits = Limits(
         max_rows=max_rows,
         num_pages=num_pages,
         page_size=page_size,
         page_groups=tuple(map(PageGroup, windows)),
         max_model_len=max_model_len,
         buckets=tuple(sorted(decode + mixed)),
-        max_row_tokens=max_row_tokens,
     )
+    return with_shapes(limits, *shapes)
+
+
+def with_shapes(limits: Limits, *shapes: tuple[int, int]) -> Limits:
+    """The limits with a decode bucket for each (width, rounds) beside those that they have."""
+    rows = limits.max_rows
+    wide = [Bucket(rows * width, rows, True, width, rounds) for width, rounds in shapes]
+    return limits.with_buckets((*limits.buckets, *wide))
 
 
 def make_request(
@@ -200,7 +209,8 @@ class FakeRunner:
         assert len(set(batch_rows)) == len(batch_rows), f"a row twice in one step: {batch_rows}"
         assert len(plan.decode_positions) == len(plan.decode_rows), plan
         assert len(plan.row_tokens) in (0, len(plan.decode_rows)), plan
-        assert all(1 <= most <= self._limits.max_row_tokens for most in plan.row_tokens), plan
+        assert all(1 <= most <= plan.width * plan.rounds for most in plan.row_tokens), plan
+        assert bool(plan.row_tokens) == (plan.width * plan.rounds > 1), plan
 
     def _apply_changes(self, plan: StepPlan) -> None:
         assert len(set(plan.freed_rows)) == len(plan.freed_rows), plan.freed_rows
@@ -282,6 +292,7 @@ class FakeRunner:
             prompt_logprobs=prompt if prompt else None,
             hidden_sums=sums if sums else None,
             counts=counts if plan.row_tokens else None,
+            drafts=[_rounds(count, plan) for count in counts] if plan.width > 1 else None,
         )
 
     def _start(self, chunk: Chunk) -> list[int]:
@@ -363,6 +374,12 @@ class FakeRunner:
         """The chosen token at -0.5, and ids after it as the alternatives."""
         top = tuple((token_id + i) % self.vocab_size for i in range(count))
         return TokenLogprobs(token_id, -0.5, 1, top, tuple(-0.5 - i for i in range(count)))
+
+
+def _rounds(count: int, plan: StepPlan) -> list[Drafted]:
+    """The rounds in which a row drew `count` tokens: full ones, then one whose first draft was wrong in the end."""
+    rounds = [Drafted(plan.width - 1, plan.width - 1)] * (count // plan.width)
+    return [*rounds, Drafted(plan.width - 1, count % plan.width - 1)] if count % plan.width else rounds
 
 
 def _hidden_sum(chunk: Chunk) -> list[float]:

@@ -106,14 +106,14 @@ def test_definitions_by_hand() -> None:
 
 
 def test_several_tokens_of_a_step_come_together() -> None:
-    parts = Parts([1.0, 0.25, 0.5], max_row_tokens=4)
+    parts = Parts([1.0, 0.25, 0.5], shapes=((1, 4),))
     parts.submit("ab", max_tokens=8)
     parts.engine.run_until_idle()
     steps = parts.stats.steps()
     assert [(s.decode_rows, s.slots, s.new_tokens, s.itl_s) for s in steps] == [
         (0, 8, 1, 0.0),
-        (1, 1, 4, 0.25),
-        (1, 1, 3, 0.5),
+        (1, 4, 4, 0.25),
+        (1, 4, 3, 0.5),
     ]
     totals = parts.stats.totals()
     assert (totals.steps, totals.computed_tokens, totals.slots, totals.new_tokens) == (3, 3 + 2, 8 + 2, 8)

@@ -15,9 +15,9 @@ from flax import nnx
 
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models import LoadedModel
+from jaxserve.runtime.attention_batches import attention_batches
 from jaxserve.runtime.pack import Layout, pack, split_grants, unpack
 from jaxserve.runtime.page_groups import PageGroups
-from jaxserve.runtime.step import attention_batches
 from jaxserve.sched.plan import Bucket, Chunk, Limits, PageGrant, StepPlan
 
 PAGE, MAX_LEN, ROWS = 4, 256, 4
@@ -78,7 +78,9 @@ class Rows:
         bucket = DECODE if decode else MIXED
         fitting, rest = split_grants(grants, self._layouts[bucket].max_grants, ROWS)
         assert not rest
-        buffer = pack(plan, self._layouts[bucket], np.zeros((ROWS + 1, 1), np.int32), {}, fitting)
+        buffer = pack(
+            plan, self._layouts[bucket], np.zeros((ROWS + 1, 1), np.int32), np.zeros((ROWS + 1, 4)), {}, fitting
+        )
         tokens = np.zeros(bucket.tokens, np.int32)
         flat = [token for _, ids in fed.values() for token in ids]
         tokens[: len(flat)] = flat

@@ -13,9 +13,9 @@ from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 VOCAB = 259
 
 
-def small_limits(max_row_tokens: int = 1) -> Limits:
+def small_limits(shapes: tuple[tuple[int, int], ...] = ()) -> Limits:
     """So few pages that rows are taken away."""
-    return make_limits(max_rows=4, num_pages=14, max_model_len=48, max_row_tokens=max_row_tokens)
+    return make_limits(max_rows=4, num_pages=14, max_model_len=48, shapes=shapes)
 
 
 def fresh_runner(limits: Limits | None = None) -> FakeRunner:
@@ -26,10 +26,10 @@ def fresh_runner(limits: Limits | None = None) -> FakeRunner:
     )
 
 
-def write_log(path: Path, seed: int, max_row_tokens: int = 1) -> Engine:
+def write_log(path: Path, seed: int, shapes: tuple[tuple[int, int], ...] = ()) -> Engine:
     """Preemptions, prefix hits, copies, masks, aborts and embeddings. Returns the engine, stopped."""
     rng, clock = random.Random(seed), ManualClock()
-    runner = fresh_runner(small_limits(max_row_tokens))
+    runner = fresh_runner(small_limits(shapes))
     options = SchedulerOptions(watermark=0.0, growth=0.0)
     header = LogHeader(limits=runner.limits, model="fake", policy="preemptive", vocab_size=VOCAB)
     engine = Engine(

@@ -55,18 +55,20 @@ def test_equal_token_for_token(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_several_tokens_a_step_are_replayed_and_a_changed_one_is_named(tmp_path: Path, seed: int) -> None:
-    write_log(tmp_path / "log", seed, max_row_tokens=4)
+    write_log(tmp_path / "log", seed, shapes=((2, 2),))
     records = list(read_records(tmp_path / "log"))
     at = next(i for i, r in enumerate(records) if r.counts is not None and len(r.counts) > 1 and min(r.counts) > 1)
-    result = replay(fresh_runner(small_limits(4)), records, VOCAB)
+    result = replay(fresh_runner(small_limits(((2, 2),))), records, VOCAB)
     assert (result.steps, result.difference) == (len(records), None)
     record = records[at]
     assert record.counts is not None
-    difference = replay(fresh_runner(small_limits(4)), _change(records, at, record.counts[0] + 1), VOCAB).difference
+    difference = replay(
+        fresh_runner(small_limits(((2, 2),))), _change(records, at, record.counts[0] + 1), VOCAB
+    ).difference
     assert difference is not None
     assert (difference.step_id, difference.row) == (record.plan.step_id, record.plan.decode_rows[1])
     assert difference.position == record.plan.decode_positions[1] + 2, "the second of the row"
-    with pytest.raises(StepLogError, match="number of tokens"):
+    with pytest.raises(StepLogError, match="no step holds that"):
         replay(fresh_runner(), records, VOCAB)
 
 
@@ -227,8 +229,8 @@ def test_sizes_that_the_config_leaves_open_are_the_logs() -> None:
     assert (config.runtime.row_buckets, config.runtime.token_buckets) == ([1, 3], [40])
     assert config.runtime.step_log is None, "a replay would log itself"
     given = {"cache.memory_bytes": 1000, "sched.max_rows": 5, "sched.max_step_tokens": 64, "model.max_len": 99}
-    with pytest.raises(StepLogError, match="its rows draw up to 4 tokens a step, here 1"):
-        check_fits(_header(small_limits(4)), small_limits(), VOCAB)
+    with pytest.raises(StepLogError, match="no step here has room for 8 tokens of 4 rows \\(speculation"):
+        check_fits(_header(small_limits(((2, 2),))), small_limits(), VOCAB)
     config = sizes_from(header, load_config(None, given).config)
     assert (config.cache.page_size, config.cache.num_pages, config.model.max_len) == (16, None, 99)
     assert (config.sched.max_rows, config.sched.max_step_tokens) == (5, 64)

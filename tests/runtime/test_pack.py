@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 
+from jaxserve.runtime.attention_batches import attention_batches
 from jaxserve.runtime.pack import FROM_DEVICE, NO_TARGET, Layout, pack, split_grants, unpack
-from jaxserve.runtime.step import attention_batches
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, PageGroup, PoolSpan, StepPlan
 
 MAX_ROWS = 6
 PARAMS = np.arange((MAX_ROWS + 1) * 3, dtype=np.int32).reshape(MAX_ROWS + 1, 3)
+STOPS = np.arange(4 * (MAX_ROWS + 1), dtype=np.int32).reshape(-1, 4) + 900
 
 
 LENGTH = np.array([11, 3, 0, 30, 31, 7, 0], np.int32)  # of each device row, the one of padding included
@@ -18,7 +19,7 @@ def _roundtrip(plan: StepPlan, bucket: Bucket, row_tokens: dict[int, np.ndarray]
     layout = Layout.of(bucket, max_rows=MAX_ROWS, num_params=3, page_size=4, num_groups=num_groups)
     fitting, rest = split_grants(plan.grants, layout.max_grants, MAX_ROWS)
     assert not rest
-    buffer = pack(plan, layout, PARAMS, row_tokens or {}, fitting)
+    buffer = pack(plan, layout, PARAMS, STOPS, row_tokens or {}, fitting)
     assert buffer.dtype == np.int32
     assert buffer.shape == (layout.size,)
     return jax.tree.map(np.asarray, unpack(jax.numpy.asarray(buffer), layout, jax.numpy.asarray(LENGTH)))

@@ -23,7 +23,7 @@ from jaxserve.sched import (
 )
 from jaxserve.sched.draft import Draft
 from jaxserve.sched.policies import FairPolicy, SloPolicy
-from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
+from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request, with_shapes
 
 STOP = 99  # outside of the vocabulary: drawn only where a move says so
 LIMITS = make_limits(max_rows=2, num_pages=6, page_size=1, max_model_len=5, token_buckets=(4,))
@@ -50,7 +50,7 @@ class Rules:
     max_aborts: int = 1
     max_preempts: int = 1
     max_ticks: int = 1
-    max_row_tokens: int = 1
+    shapes: tuple[tuple[int, int], ...] = ()
     windows: tuple[int | None, ...] = (None,)
     num_pages: int = LIMITS.num_pages
 
@@ -62,8 +62,7 @@ class SmallWorld:
         self.rules = rules
         self.clock = ManualClock()
         limits = dataclasses.replace(
-            LIMITS,
-            max_row_tokens=rules.max_row_tokens,
+            with_shapes(LIMITS, *rules.shapes),
             page_groups=tuple(map(PageGroup, rules.windows)),
             num_pages=rules.num_pages,
         )
@@ -71,7 +70,7 @@ class SmallWorld:
         assert isinstance(made, ContinuousScheduler)
         self.scheduler = made
         self.forced: dict[tuple[str, int], dict[int, int]] = {}
-        self.drawn_at_most = rules.max_row_tokens  # by a row, in the next step
+        self.drawn_at_most = limits.max_row_tokens  # by a row, in the next step
         self.runner = FakeRunner(
             limits, mode="context", forced=self.forced, keep_plans=False, vocab_size=50,
             draw_count=lambda most: min(most, self.drawn_at_most),
@@ -97,7 +96,7 @@ class SmallWorld:
         if self.num_made["tick"] < rules.max_ticks and self.added:
             yield ("tick", 0)
         if len(self.flights) < 2 and scheduler.has_work():
-            yield from (("run", bits) for bits in range(rules.max_row_tokens << LIMITS.max_rows))
+            yield from (("run", bits) for bits in range(self.runner.limits.max_row_tokens << LIMITS.max_rows))
         if self.flights:
             yield ("commit", 0)
 

@@ -1,6 +1,5 @@
 """100,000 random operations against the naive model, and a Hypothesis machine that shrinks what fails."""
 
-import dataclasses
 import random
 
 from hypothesis import HealthCheck, settings
@@ -9,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sched_world import POLICIES, Urgent, World, random_limits, random_request
 
 from jaxserve.sched import Policy
+from jaxserve.testing import with_shapes
 
 NUM_WORLDS = 250
 OPS_PER_WORLD = 400
@@ -17,7 +17,7 @@ OPS_PER_WORLD = 400
 def run_world(seed: int) -> World:
     rng = random.Random(seed)
     world = World(
-        dataclasses.replace(random_limits(rng), max_row_tokens=rng.choice([1, 1, 4, 7])),
+        with_shapes(random_limits(rng), *rng.choice([(), (), ((1, 4),), ((2, 1), (4, 2))])),
         policy=rng.choice([*POLICIES, Urgent]),
         chunked=rng.random() < 0.7,
         prefix_caching=rng.random() < 0.8,
@@ -69,10 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**32),
         policy=st.sampled_from([*POLICIES, Urgent]),
         chunked=st.booleans(),
-        max_row_tokens=st.sampled_from([1, 4]),
+        shapes=st.sampled_from([(), ((1, 4),), ((2, 1), (4, 2))]),
     )
-    def start(self, seed: int, policy: str | type[Policy], chunked: bool, max_row_tokens: int) -> None:
-        limits = dataclasses.replace(random_limits(random.Random(seed)), max_row_tokens=max_row_tokens)
+    def start(self, seed: int, policy: str | type[Policy], chunked: bool, shapes: tuple[tuple[int, int], ...]) -> None:
+        limits = with_shapes(random_limits(random.Random(seed)), *shapes)
         self.world = World(limits, policy=policy, chunked=chunked)
         self.number = 0
 

@@ -26,7 +26,7 @@ def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
 
 
 def test_several_tokens_a_step_in_every_order_of_arrival_and_finish() -> None:
-    num_worlds, num_moves, _ = explore("fcfs", Rules(max_aborts=0, max_preempts=0, max_ticks=0, max_row_tokens=3))
+    num_worlds, num_moves, _ = explore("fcfs", Rules(max_aborts=0, max_preempts=0, max_ticks=0, shapes=((3, 1),)))
     assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
 
 
@@ -48,7 +48,7 @@ def test_two_groups_of_pages_with_every_move() -> None:
 
 
 def test_two_of_several_tokens_a_step_with_every_move() -> None:
-    num_worlds, _, _ = explore("fcfs", Rules(num_requests=2, max_row_tokens=3))
+    num_worlds, _, _ = explore("fcfs", Rules(num_requests=2, shapes=((3, 1),)))
     assert num_worlds > 400, num_worlds
 
 

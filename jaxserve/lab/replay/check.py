@@ -45,7 +45,7 @@ def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
         raise StepLogError(
             f"step {plan.step_id} has {len(plan.row_tokens)} numbers of tokens of its decode rows; damaged"
         )
-    _check(plan, "number of tokens", plan.row_tokens, 1, limits.max_row_tokens)
+    _check(plan, "number of tokens", plan.row_tokens, 1, plan.width * plan.rounds)
     last = [position + most - 1 for position, most in zip(plan.decode_positions, plan.row_tokens, strict=False)]
     _check(plan, "position", last, 0, limits.max_model_len - 1)
 
