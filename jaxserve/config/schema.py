@@ -168,8 +168,15 @@ class SpeculationConfig(Section):
 
     method: str = pydantic.Field(
         default="none",
-        description="Source of drafts: none, ngram (what followed the same tokens before, in the same sequence), an "
-        "entry point (jaxserve.drafters) or 'package.module:function'. Drafts change times, never tokens.",
+        description="Source of drafts: none, ngram (what followed the same tokens before, in the same sequence), "
+        "eagle, medusa or mtp (a draft head), auto (the head of speculation.model, or the one that came with the model; ngram "
+        "where there is none), an entry point (jaxserve.drafters) or 'package.module:function'. Drafts change times, "
+        "never tokens.",
+    )
+    model: str | None = pydantic.Field(
+        default=None,
+        description="Directory of the draft head; default: the folder 'draft' of the model's directory, which the demo "
+        "model has.",
     )
     width: int = pydantic.Field(
         default=4, ge=2, le=16, description="Most tokens of a sequence in a round: its last one and drafts."

@@ -111,6 +111,7 @@ class Decoder(nnx.Module):
         self.placement = placement
         chosen = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = chosen.start == 0, chosen.stop == config.num_layers
+        self.head: nnx.Module | None = nnx.data(None)  # a draft head (`drafts.attaching`), which reads hidden states
         spec, hidden, tied = config.embedding, config.hidden_size, config.tied_embeddings
         width = hidden if spec.width is None else spec.width
 

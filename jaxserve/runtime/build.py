@@ -58,6 +58,7 @@ from jaxserve.runtime.resolve import (
     backend_of,
     choose,
     choose_grouped_matmul,
+    draft_uses,
     matmul_uses,
     resolve_sizes,
 )
@@ -129,7 +130,8 @@ def build_runners(
     grouped = choose_grouped_matmul(config, partition, dtype, device)
     models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]
-    attention = choose(PAGED_ATTENTION, config, attention_uses(partition.local, sizes, dtype), device)
+    uses = (*attention_uses(partition.local, sizes, dtype), *draft_uses(sizes, partition.devices, dtype))
+    attention = choose(PAGED_ATTENTION, config, uses, device)
     products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
     say(describe_invariance(sizes.backend, attention, products))
     if config.runtime.batch_invariant:

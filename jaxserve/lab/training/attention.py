@@ -104,4 +104,3 @@ def packed_batch(segments: Array, positions: Array, num_segments: int) -> Attent
         page_size=1,
         decode_only=False,
     )
-

@@ -49,9 +49,7 @@ class HeadOptions:
 def new_config(options: HeadOptions, target: DecoderConfig) -> HeadConfig:
     """Raises ConfigError for a target that such a head cannot read, or sizes that cannot be."""
     if options.kind is HeadKind.MEDUSA:
-        return MedusaConfig(
-            hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=options.num_places
-        )
+        return MedusaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=options.num_places)
     if options.kind is not HeadKind.EAGLE3:
         raise ConfigError(f"heads of kind {options.kind} are read, but not trained; train medusa or eagle3")
     rope = target.layers[0].rope
@@ -147,7 +145,8 @@ def new_head(
         # The output projection is the target's, so it is right behind the target's final norm.
         decoder = nnx.merge(whole_graphdef(model), model.state)
         if decoder.final_norm is not None:
-            arrays["final_norm", "weight"] = decoder.final_norm.weight[...].astype(jnp.float32)
+            # A copy: the head's arrays are donated to its training, and the target's must live on.
+            arrays["final_norm", "weight"] = jnp.array(decoder.final_norm.weight[...], jnp.float32, copy=True)
     return graphdef, nnx.map_state(lambda path, param: with_leaves(param, [arrays[path]]), state)
 
 

@@ -24,8 +24,8 @@ Head = EagleHead | MedusaHead
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """`num_places`: guesses of a draft. `decay`: weight of each place beside the one before. `feature_dropout`: share of
-    features that are zeros, as they are behind pages found in the prefix cache."""
+    """`num_places`: guesses of a draft. `decay`: weight of each place beside the one before. `feature_dropout`: share
+    of features that are zeros, as they are behind pages found in the prefix cache."""
 
     num_places: int = 3
     decay: float = 0.8
@@ -115,9 +115,7 @@ def _medusa_logits(
     head: MedusaHead, target: Decoder, rows: Rows, starts: Int[Array, " M"], hidden: Float[Array, "T D"]
 ) -> list[Float[Array, "M W"]]:
     outputs = head.outputs(hidden[jnp.maximum(starts - 1, 0)])
-    return [
-        head.draft_logits(place, x) if len(head.lm_heads) else target.logits(x) for place, x in enumerate(outputs)
-    ]
+    return [head.draft_logits(place, x) if len(head.lm_heads) else target.logits(x) for place, x in enumerate(outputs)]
 
 
 def draft_ids(head: Head) -> Array | None:
@@ -172,4 +170,3 @@ def first_matches(
         alive &= (best == tokens[at]) & (segments[at] == segments[starts]) & (at == starts + place + 1)
         count = count + alive
     return count
-

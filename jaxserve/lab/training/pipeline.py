@@ -80,8 +80,8 @@ def begin_run(
     config = resolved.config
     if config.parallel.pipeline > 1:
         raise ConfigError(
-            f"parallel.pipeline is {config.parallel.pipeline}, but a head is trained beside all layers; set it to 1 and "
-            "use parallel.tensor"
+            f"parallel.pipeline is {config.parallel.pipeline}, but a head is trained beside all layers; set it to 1 "
+            "and use parallel.tensor"
         )
     mesh = make_meshes(config.parallel, find_devices(config))[0][0]
     model = load_target(config.model, mesh)

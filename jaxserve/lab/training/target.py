@@ -20,11 +20,11 @@ from jaxserve.models.sharding import EXPERT_AXIS, WHOLE, Placement, Shards
 
 
 def load_target(model: ModelConfig, mesh: Mesh) -> LoadedModel:
-    """The model of a config, its weights widened to floats where they are codes. Raises CheckpointError, ConfigError."""
+    """The model of a config, codes widened to floats. Raises CheckpointError, ConfigError."""
     if model.quantization not in ("auto", "none") or model.quantization_rules:
         raise ConfigError(
-            f"model.quantization is {model.quantization!r}, but a head is trained beside floats; leave it out: the head "
-            "fits the rounded model, too"
+            f"model.quantization is {model.quantization!r}, but a head is trained beside floats; leave it out: the "
+            "head fits the rounded model, too"
         )
     checkpoint = configured_checkpoint(model)
     return load_model(checkpoint, dtype=model.dtype, mesh=mesh, quantisation=Quantisation(scheme="none"))
@@ -32,9 +32,7 @@ def load_target(model: ModelConfig, mesh: Mesh) -> LoadedModel:
 
 def whole_placement(model: LoadedModel) -> Placement:
     """As if one device had everything."""
-    return dataclasses.replace(
-        model.partition.placement, shards=WHOLE, experts=Shards(count=1, axis=EXPERT_AXIS)
-    )
+    return dataclasses.replace(model.partition.placement, shards=WHOLE, experts=Shards(count=1, axis=EXPERT_AXIS))
 
 
 def whole_graphdef(model: LoadedModel) -> nnx.GraphDef:

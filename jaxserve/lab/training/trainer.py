@@ -64,8 +64,8 @@ class TrainOptions:
         """Raises ConfigError."""
         if self.steps < 1 or self.num_rows < 1 or self.row_len < 16:
             raise ConfigError(
-                f"steps {self.steps}, rows {self.num_rows} and a row length of {self.row_len} tokens are asked for, but "
-                "at least 1, 1 and 16 are needed"
+                f"steps {self.steps}, rows {self.num_rows} and a row length of {self.row_len} tokens are asked for, "
+                "but at least 1, 1 and 16 are needed"
             )
 
 
@@ -135,7 +135,7 @@ class Trainer:
         return with_flat(self._like, params | self._fixed)
 
     def train(self, *, stop_after_s: float | None = None, tell: Callable[[dict[str, float]], None]) -> bool:
-        """Up to the last step, or for that many seconds. True when the schedule is done. `tell` hears every 20 steps."""
+        """Up to the last step, or for that many seconds. True when all are done. `tell` hears every 20 steps."""
         options, begin_s, saved_s = self.options, time.monotonic(), time.monotonic()
         rows_sharded = self._row_sharding()
         update = jax.jit(
@@ -247,9 +247,7 @@ def _name(path: tuple[Any, ...]) -> Any:
 
 def with_flat(like: nnx.State, arrays: dict[Any, Any]) -> nnx.State:
     """A state with other arrays, by the names of `flat`."""
-    return nnx.map_state(
-        lambda path, param: jax.tree.unflatten(jax.tree.structure(param), [arrays[_name(path)]]), like
-    )
+    return nnx.map_state(lambda path, param: jax.tree.unflatten(jax.tree.structure(param), [arrays[_name(path)]]), like)
 
 
 def _summary(recent: Sequence[dict[str, Any]], step: int, seconds: float) -> dict[str, float]:

@@ -38,6 +38,14 @@ class WideLayer(DecoderLayer):
         self.hidden_norm = Norm((decoder.hidden_size,), ("embed",), decoder.norm, dtype)
         self.attention = Attention(decoder, decoder.layers[0], dtype, placement, num_inputs=2 * decoder.hidden_size)
 
+    def inputs(
+        self, embeddings: Float[Array, "T D"], features: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T D"]]:
+        """What queries, keys and values are made of, E = 2 D, and its second half: the normalised features."""
+        assert self.attention_norm is not None
+        normed = self.hidden_norm(features)
+        return jnp.concatenate([self.attention_norm(embeddings), normed], axis=1), normed
+
     def read(
         self,
         embeddings: Float[Array, "T D"],
@@ -48,11 +56,10 @@ class WideLayer(DecoderLayer):
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         """What the layer makes of both, before the final norm."""
-        assert self.attention_norm is not None and self.mlp_norm is not None
+        assert self.mlp_norm is not None
         with jax.named_scope("attention"):
-            normed = self.hidden_norm(features)
+            inputs, normed = self.inputs(embeddings, features)
             x = normed if self.norm_before_residual else features
-            inputs = jnp.concatenate([self.attention_norm(embeddings), normed], axis=1)
             attended, cache = self.attention(inputs, tables, cache, batch, attention)
             x = x + total((attended,), x.dtype, self.shards)
         with jax.named_scope("mlp"):
@@ -99,9 +106,7 @@ class EagleHead(nnx.Module):
         )
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.is_mapped, placement)
 
-    def first_features(
-        self, hidden: Float[Array, "T D"], taps: tuple[Float[Array, "T D"], ...]
-    ) -> Float[Array, "T D"]:
+    def first_features(self, hidden: Float[Array, "T D"], taps: tuple[Float[Array, "T D"], ...]) -> Float[Array, "T D"]:
         """Features of tokens that the target has computed, from `Decoder.with_taps`."""
         if self.config.kind is not HeadKind.EAGLE3:
             return hidden
@@ -128,16 +133,38 @@ class EagleHead(nnx.Module):
 
         `features` of a token are those of the place before it. Rows of padding tokens are finite and mean nothing.
         """
-        with jax.named_scope("rope_table"):
-            tables = {r: rope_table(r, batch.positions, batch.positions + 1) for r in self.config.decoder.ropes}
-        layer = self.layers[0]
+        layer, tables = self.layers[0], self._tables(batch)
         if isinstance(layer, WideLayer):
             return layer.read(embeddings, features, tables, cache, batch, attention)
+        x, cache = layer(self._joined(embeddings, features), tables, cache, batch, attention)
+        return x if self.final_norm is None else self.final_norm(x), cache
+
+    def write(
+        self,
+        embeddings: Float[Array, "T D"],
+        features: Float[Array, "T D"],
+        cache: LayerCache,
+        batch: AttentionBatch,
+        attention: PagedAttention,
+    ) -> LayerCache:
+        """The cache of `__call__` alone. The head has one layer, so keys and values need no attention."""
+        layer, tables = self.layers[0], self._tables(batch)
+        if isinstance(layer, WideLayer):
+            return layer.attention.write(layer.inputs(embeddings, features)[0], tables, cache, batch, attention)
+        x = self._joined(embeddings, features)
+        x = x if layer.attention_norm is None else layer.attention_norm(x)
+        return layer.attention.write(x, tables, cache, batch, attention)
+
+    @jax.named_scope("rope_table")
+    def _tables(self, batch: AttentionBatch) -> dict[RopeConfig, RopeTable]:
+        ropes = self.config.decoder.ropes
+        return {rope: rope_table(rope, batch.positions, batch.positions + 1) for rope in ropes}
+
+    def _joined(self, embeddings: Float[Array, "T D"], features: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """The input of a layer that reads both through `fc`."""
         if self.embedding_norm is not None and self.feature_norm is not None:
             embeddings, features = self.embedding_norm(embeddings), self.feature_norm(features)
-        x = self.fc(jnp.concatenate([embeddings, features], axis=1))
-        x, cache = layer(x, tables, cache, batch, attention)
-        return x if self.final_norm is None else self.final_norm(x), cache
+        return self.fc(jnp.concatenate([embeddings, features], axis=1))
 
     def next_features(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Features of the place behind a guess, from outputs of `__call__`."""

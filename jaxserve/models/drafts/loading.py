@@ -66,9 +66,7 @@ def load_head(
     layer = head_partition(config, partition)
     table = head_family(config, files)
     plan = _plan(table, config, target, shapes, axes)
-    checkpoint = Checkpoint(
-        path=files.path, kind=CheckpointKind.HUGGING_FACE, config=dict(files.values), generation={}
-    )
+    checkpoint = Checkpoint(path=files.path, kind=CheckpointKind.HUGGING_FACE, config=dict(files.values), generation={})
     described = config.decoder if isinstance(config, EagleConfig) else target
     tensors = checked_tensors(checkpoint, table, described, plan)
     ids = _read_ids(files, config, target, architecture)
@@ -126,7 +124,12 @@ def head_family(config: HeadConfig, files: HeadFiles | None = None) -> Family:
     prefix = "mtp." if config.kind is HeadKind.MTP else ""
     layer = "midlayer" if any(name.startswith("midlayer.") for name in names) else f"{prefix}{_LAYER}"
     rules = [
-        Rule(rule.source.replace("model.layers.{layer}", layer), rule.target.replace("layers.{layer}", _LAYER), rule.axes, rule.part)
+        Rule(
+            rule.source.replace("model.layers.{layer}", layer),
+            rule.target.replace("layers.{layer}", _LAYER),
+            rule.axes,
+            rule.part,
+        )
         for rule in (*llama.NORMS, *llama.ATTENTION, *llama.MLP)
     ]
     rules += [
@@ -166,9 +169,7 @@ def head_plan(config: HeadConfig, target: Partition, dtype: np.dtype) -> dict[Pa
     return _plan(head_family(config), config, target.model, shapes, axes_of(whole))
 
 
-def _read_ids(
-    files: HeadFiles, config: HeadConfig, target: DecoderConfig, architecture: str
-) -> np.ndarray | None:
+def _read_ids(files: HeadFiles, config: HeadConfig, target: DecoderConfig, architecture: str) -> np.ndarray | None:
     """The target's id of each draft id [W] int32, from `d2t` and `t2d`. Raises CheckpointError."""
     if not isinstance(config, EagleConfig) or not config.is_mapped:
         return None
@@ -213,4 +214,3 @@ def _read_whole(files: HeadFiles, name: str, dtypes: tuple[str, ...], size: int)
             "config.json and the weights belong together?"
         )
     return tensor.read((slice(None),))
-

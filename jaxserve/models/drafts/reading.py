@@ -67,8 +67,8 @@ def open_head(path: str | Path) -> HeadFiles:
         if not pickled:
             raise
         raise CheckpointError(
-            f"{directory} has its weights in {', '.join(pickled)}, which are pickled: opening such a file runs whatever "
-            "program is in it, so only safetensors are read. Convert it where you trust it, with "
+            f"{directory} has its weights in {', '.join(pickled)}, which are pickled: opening such a file runs "
+            "whatever program is in it, so only safetensors are read. Convert it where you trust it, with "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
         ) from error
     return HeadFiles(path=directory, values=values, tensors=open_tensors(directory))
@@ -104,8 +104,8 @@ def _kind(files: HeadFiles) -> HeadKind:
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return HeadKind.EAGLE3 if "layers.0.hidden_norm.weight" in names else HeadKind.EAGLE
     raise CheckpointError(
-        f"{files.path} is no draft head of a known layout: neither EAGLE (fc.weight with midlayer.* or layers.0.*), nor "
-        "Medusa (0.0.linear.weight or blocks.0.*), nor MTP (mtp.*), nor one of speculators (speculators_model_type)"
+        f"{files.path} is no draft head of a known layout: neither EAGLE (fc.weight with midlayer.* or layers.0.*), "
+        "nor Medusa (0.0.linear.weight or blocks.0.*), nor MTP (mtp.*), nor one of speculators (speculators_model_type)"
     )
 
 
@@ -131,14 +131,14 @@ def _read_eagle(files: HeadFiles, kind: HeadKind, target: DecoderConfig, archite
         _check_size(own, "target_hidden_size", own.integer("target_hidden_size"), target.hidden_size, architecture)
     if not target.ropes or any(spec.rope is None for spec in target.layers):
         own.fail(
-            f"the head turns queries and keys by their positions, but {architecture} knows positions in another way, so "
-            "the two cannot belong together; take a head that was trained for this model"
+            f"the head turns queries and keys by their positions, but {architecture} knows positions in another way, "
+            "so the two cannot belong together; take a head that was trained for this model"
         )
     rope = layer.ropes[0]
     if kind is HeadKind.MTP and rope not in target.ropes:
         own.fail(
-            f"an MTP layer was trained with its model, but turns positions otherwise ({_rope(rope)}, and {architecture} "
-            f"{_rope(target.ropes[0])}); take the head of this model"
+            f"an MTP layer was trained with its model, but turns positions otherwise ({_rope(rope)}, and "
+            f"{architecture} {_rope(target.ropes[0])}); take the head of this model"
         )
     draft_vocab_size = own.integer("draft_vocab_size", target.vocab_size) if kind is HeadKind.EAGLE3 else None
     if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
@@ -193,7 +193,10 @@ def _read_taps(config: HfConfig, target: DecoderConfig, architecture: str) -> tu
     """The layers whose inputs the head reads: as stated, or those of the EAGLE-3 paper's code."""
     nested, num_layers = config.get("eagle_config"), target.num_layers
     if nested is not None:
-        if not isinstance(nested, Mapping) or set(nested) - {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}:
+        if not isinstance(nested, Mapping) or set(nested) - {
+            "eagle_aux_hidden_state_layer_ids",
+            "use_aux_hidden_state",
+        }:
             config.fail(f"eagle_config is {nested!r:.120}, which has fields that are not known")
         if nested.get("use_aux_hidden_state", True) is not True:
             config.fail("eagle_config.use_aux_hidden_state is false, which is not supported for EAGLE-3")

@@ -51,7 +51,12 @@ def save_head(
         tensors["t2d"] = np.isin(np.arange(target.model.vocab_size), ids)
     save_file(tensors, str(directory / SINGLE_NAME), metadata={"format": "pt"})
     values = _eagle_values(config) if isinstance(config, EagleConfig) else _medusa_values(config)
-    proposal = {"proposal_type": "greedy", "speculative_tokens": places, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": places,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
     values |= {
         "torch_dtype": dtype,
         "speculators_model_type": config.kind.value,
