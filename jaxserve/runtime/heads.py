@@ -21,6 +21,7 @@ _KINDS = {
     "medusa": (HeadKind.MEDUSA,),
     "mtp": (HeadKind.MTP,),
 }
+_WITHOUT_MODEL = ("none", "ngram", "suffix")
 
 
 class FoundHead(NamedTuple):
@@ -36,14 +37,15 @@ def find_head(config: Config, target: DecoderConfig) -> FoundHead | None:
     With method auto it is the head in `speculation.model`, or that of the model's own directory, whatever its kind.
     Raises CheckpointError for a head that does not fit, ConfigError for one of another kind, or none.
     """
-    asked, model_path = config.speculation, resolve_model_path(config.model.path)
+    asked = config.speculation
     if asked.method != AUTO and asked.method not in _KINDS:
-        if asked.model is not None:
+        if asked.model is not None and asked.method in _WITHOUT_MODEL:
             raise ConfigError(
                 f"speculation.model is {asked.model!r}, but drafts of method {asked.method!r} come from no model; "
                 f"leave it out, or set speculation.method to {', '.join((AUTO, *_KINDS))}"
             )
         return None
+    model_path = resolve_model_path(config.model.path)
     own = model_path / HEAD_DIRECTORY
     if asked.model is None and not (own / CONFIG_NAME).is_file():
         if asked.method == AUTO:

@@ -174,7 +174,16 @@ def resolve_speculation(
     if head is not None:
         return Speculation(drafter=make_drafter(head, config, page_groups.groups, dtype), window=asked.window)
     make = DRAFTERS.get("ngram" if asked.method == AUTO else asked.method)
-    drafter = make(DrafterOptions(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max))
+    drafter = make(
+        DrafterOptions(
+            ngram_min=asked.ngram_min,
+            ngram_max=asked.ngram_max,
+            num_answers=asked.num_answers,
+            answer_len=asked.answer_len,
+            model=asked.model,
+            replay_errors=asked.replay_errors,
+        )
+    )
     return Speculation(drafter=drafter, window=asked.window)
 
 

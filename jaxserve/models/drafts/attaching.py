@@ -1,4 +1,4 @@
-"""A target and its head as one model: the head is a part of the decoder, and is placed, converted and copied with it."""
+"""A target and its head as one model: a head is a part of its decoder, and is placed, converted and copied with it."""
 
 import dataclasses
 from pathlib import Path
