@@ -168,7 +168,7 @@ class SpeculationConfig(Section):
 
     method: str = pydantic.Field(
         default="none",
-        description="Source of drafts: none, ngram (what followed the same tokens before, in the same sequence), suffix "
+        description="Source of drafts: none, ngram (what followed the same tokens before in the same sequence), suffix "
         "(that, or in past answers of the same tenant and cache salt), eagle, medusa or mtp (a draft head), auto (the "
         "head of speculation.model, or the one that came with the model; ngram where there is none), replay (a "
         "recording, for benchmarks), an entry point (jaxserve.drafters) or 'package.module:function'. Drafts change "

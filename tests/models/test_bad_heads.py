@@ -173,7 +173,7 @@ def test_mtp_layer_of_other_positions(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "hidden_size is 64"),
         ({"medusa_vocab_size": 3, "vocab_size": 3}, "vocab_size is 3"),
         ({"truncated_vocab_size": 20}, "truncated_vocab_size is 20"),
-        ({"medusa_num_heads": 4}, "weights are missing: 3.[0-1].linear.weight"),
+        ({"medusa_num_heads": 4}, "4 weights are missing: 3.[0-1].linear.bias, 3.[0-1].linear.weight"),
         ({"medusa_num_layers": 1}, "weights are unknown"),
         ({"medusa_num_heads": 0}, "medusa_num_heads is 0"),
         ({"num_heads": 5}, "medusa_num_heads 3 and num_heads 5 are names of the same field"),

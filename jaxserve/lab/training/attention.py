@@ -1,78 +1,85 @@
 """Attention for training: whole sequences, packed into rows, and differentiable.
 
-It is a `PagedAttention`, so that the very layers of the engine are trained; a layer's "cache" is the keys and values
-that it made in earlier steps of the same call. A head is trained as it will be used (EAGLE-3's training-time test): in
-step j it reads its own output of step j - 1 in place of the target's features, and sees
+It is a `PagedAttention`, so that the very layers of the engine are trained; what a layer has for a "cache" is the keys
+and values of the same call. A target attends over its rows and leaves nothing (`None`). A head is run as it drafts
+(EAGLE-3's training-time test): the keys of all places are written first, from the target's features, and then drafts
+begin at many places at once. Step j of a draft that begins at place t reads the head's own output of step j - 1, and
+sees
 
-    the keys of step 0 of the places up to its own,         as the target's features are known there
-    the keys of steps 1 .. j of its own place,              as its own guesses are all that is behind that
+    the keys of all places up to t,         as the target's features are known there
+    its own keys of steps 1 .. j,           as its own guesses are all that is behind them
 
-where the query of place t in step j stands at position t + j, and so does the key of that step.
+where step j stands at position t + j. Step 0 is place t itself, whose key has been written.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.paged_attention import AttentionBatch, AttentionSpec, KVScales, PagedAttention
 
-Step = tuple[Array, Array]  # keys and values [T, K, H] of one step
 _FAR = -1e30  # a score that weighs nothing; not -inf, whose gradient is NaN in a row that sees nothing
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """The "cache" of a head that drafts from S places of each of B rows of L tokens.
+
+    Attributes:
+      places: where in its row each draft begins.
+      segments: of all tokens of the rows.
+      keys, values: of all places; None before they are written.
+      own: keys and values [B * S, K, H] of each step after the first.
+      begun: step 0 has been made (static).
+    """
+
+    places: Int[Array, "B S"]
+    segments: Int[Array, "B L"]
+    keys: Float[Array, "B*L K H"] | None = None
+    values: Float[Array, "B*L K H"] | None = None
+    own: tuple[tuple[Array, Array], ...] = ()
+    begun: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
 def packed_attention(row_len: int) -> PagedAttention:
-    """Attention over T = rows * `row_len` tokens in rows of several sequences each.
+    """Attention over T = B * `row_len` tokens in rows of several sequences each.
 
     A token sees those of its row that have its `token_rows`, at or before it, and of them those in the window.
     """
 
     def attend(
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
-        cache: tuple[Step, ...],
+        q: Float[Array, "M N H"],
+        k: Float[Array, "M K H"],
+        v: Float[Array, "M K H"],
+        cache: Drafting | None,
         batch: AttentionBatch,
         spec: AttentionSpec,
         sinks: Float[Array, " N"] | None = None,
         alibi_slopes: Float[Array, " N"] | None = None,
         scales: KVScales | None = None,
-    ) -> tuple[Float[Array, "T N H"], tuple[Step, ...]]:
+    ) -> tuple[Float[Array, "M N H"], Drafting | None]:
         assert scales is None, "a training step has no cache of eight bits"
-        kv_heads, head_dim, step = spec.num_kv_heads, spec.head_dim, len(cache)
-        group = spec.num_query_heads // kv_heads
-        rows = q.shape[0] // row_len
-        steps = (*cache, (k, v))
+        if cache is None:
+            segments = batch.token_rows.reshape(-1, row_len)
+            places = jnp.broadcast_to(jnp.arange(row_len), segments.shape)
+            return _attend(q, k, v, (), places, segments, spec, sinks, alibi_slopes), None
+        assert cache.keys is not None and cache.values is not None, "keys are written before drafts begin"
+        own = (*cache.own, (k, v)) if cache.begun else ()
+        out = _attend(q, cache.keys, cache.values, own, cache.places, cache.segments, spec, sinks, alibi_slopes)
+        return out, dataclasses.replace(cache, own=own, begun=True)
 
-        def by_row(x: Array) -> Array:
-            return x.reshape(rows, row_len, *x.shape[1:])
-
-        query = by_row(q).reshape(rows, row_len, kv_heads, group, head_dim)
-        segment, place = by_row(batch.token_rows), jnp.arange(row_len)
-        distance = place[:, None] - place[None, :]  # [L, L]
-        seen = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)  # [B, L, L]
-        if spec.window is not None:
-            seen &= distance + step < spec.window
-        first = _scores("btkgh,bskh->bkgts", query, by_row(steps[0][0]), spec)
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.reshape(kv_heads, group, 1, 1)
-            first = first - slopes * (distance + step).astype(jnp.float32)
-        scores = [jnp.where(seen[:, None, None], first, _FAR)]
-        for number, (keys, _) in enumerate(steps[1:], start=1):
-            own = _scores("btkgh,btkh->bkgt", query, by_row(keys), spec)[..., None]
-            if alibi_slopes is not None:
-                own = own - alibi_slopes.reshape(kv_heads, group, 1, 1) * float(step - number)
-            scores.append(own if spec.window is None or step - number < spec.window else jnp.full_like(own, _FAR))
-        if sinks is not None:
-            sink = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
-            scores.append(jnp.broadcast_to(sink, (*first.shape[:-1], 1)))
-        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-        out = jnp.einsum("bkgts,bskh->btkgh", weights[..., :row_len], by_row(steps[0][1]))
-        for number, (_, values) in enumerate(steps[1:]):
-            own = weights[..., row_len + number]
-            out = out + jnp.einsum("bkgt,btkh->btkgh", own, by_row(values))
-        return out.reshape(q.shape), steps
+    def write(
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        cache: Drafting,
+        batch: AttentionBatch,
+        scales: KVScales | None = None,
+    ) -> Drafting:
+        return dataclasses.replace(cache, keys=k, values=v)
 
     def never(*_: Any) -> Any:
         raise AssertionError("training has no pages")
@@ -80,11 +87,52 @@ def packed_attention(row_len: int) -> PagedAttention:
     return PagedAttention(
         name="packed",
         attend=attend,
-        write=never,
+        write=write,
         init_cache=never,
         copy_pages=never,
         refuses=lambda use: None,
     )
+
+
+def _attend(
+    q: Float[Array, "B*S N H"],
+    keys: Float[Array, "B*L K H"],
+    values: Float[Array, "B*L K H"],
+    own: tuple[tuple[Array, Array], ...],
+    places: Int[Array, "B S"],
+    segments: Int[Array, "B L"],
+    spec: AttentionSpec,
+    sinks: Float[Array, " N"] | None,
+    alibi_slopes: Float[Array, " N"] | None,
+) -> Float[Array, "B*S N H"]:
+    """From queries `len(own)` positions behind `places` of their rows."""
+    (rows, row_len), step, kv_heads = segments.shape, len(own), spec.num_kv_heads
+    group = spec.num_query_heads // kv_heads
+    query = q.reshape(rows, -1, kv_heads, group, spec.head_dim)
+    keys, values = (x.reshape(rows, row_len, *x.shape[1:]) for x in (keys, values))
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, group, 1, 1)
+    distance = places[:, :, None] - jnp.arange(row_len)  # [B, S, L]
+    seen = (distance >= 0) & (jnp.take_along_axis(segments, places, axis=1)[:, :, None] == segments[:, None, :])
+    if spec.window is not None:
+        seen &= distance + step < spec.window
+    scores = _scores("btkgh,bskh->bkgts", query, keys, spec)
+    if slopes is not None:
+        scores = scores - slopes * (distance + step).astype(jnp.float32)[:, None, None]
+    parts = [jnp.where(seen[:, None, None], scores, _FAR)]
+    for number, (key, _) in enumerate(own, start=1):
+        back = step - number  # positions from the query to this key
+        one = _scores("btkgh,btkh->bkgt", query, key.reshape(rows, -1, *key.shape[1:]), spec)[..., None]
+        one = one if slopes is None else one - slopes * float(back)
+        parts.append(one if spec.window is None or back < spec.window else jnp.full_like(one, _FAR))
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
+        parts.append(jnp.broadcast_to(sink, (*scores.shape[:-1], 1)))
+    weights = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(q.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights[..., :row_len], values)
+    for number, (_, value) in enumerate(own):
+        value = value.reshape(rows, -1, *value.shape[1:])
+        out = out + jnp.einsum("bkgt,btkh->btkgh", weights[..., row_len + number], value)
+    return out.reshape(q.shape)
 
 
 def _scores(equation: str, query: Array, keys: Array, spec: AttentionSpec) -> Array:

@@ -89,7 +89,7 @@ def measure(
 def _matches(
     head: nnx.GraphDef, target: nnx.GraphDef, options: LossOptions, state: nnx.State, weights: nnx.State, rows: Rows
 ) -> jax.Array:
-    starts = jnp.arange(rows.tokens.shape[0])
+    starts = jnp.arange(rows.tokens.shape[0]).reshape(-1, rows.row_len)
     return first_matches(nnx.merge(head, state), nnx.merge(target, weights), rows, starts, options)
 
 

@@ -6,14 +6,14 @@ were taken.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.lab.training.attention import packed_attention, packed_batch
+from jaxserve.lab.training.attention import Drafting, packed_attention, packed_batch
 from jaxserve.lab.training.batches import Rows
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.drafts.eagle import EagleHead
@@ -33,7 +33,7 @@ class LossOptions:
 
 
 class Guesses(NamedTuple):
-    """Logits of each place over the head's vocabulary, for M drafts that begin at the `starts` of a batch.
+    """Logits of each place over the head's vocabulary, for the M = B * S drafts that begin at the `starts` of a batch.
 
     The draft of start t is made when the token t has been drawn: place j guesses token t + 1 + j.
     """
@@ -47,7 +47,7 @@ def make_guesses(
     head: Head,
     target: Decoder,
     rows: Rows,
-    starts: Int[Array, " M"],
+    starts: Int[Array, "B S"],
     options: LossOptions,
     key: jax.Array | None,
 ) -> Guesses:
@@ -55,12 +55,13 @@ def make_guesses(
     batch = packed_batch(jnp.asarray(rows.segments), jnp.asarray(rows.positions), rows.num_segments)
     attention = packed_attention(rows.row_len)
     places = [CachePlace(group=0, slot=layer) for layer in range(len(target.layers))]
-    empty = ((),) * len(places)
+    nothing = (None,) * len(places)
     tokens = jnp.asarray(rows.tokens)
-    hidden, _, taps = target.with_taps(tokens, empty, (batch,), places, attention, taps=head.config.taps)
+    hidden, _, taps = target.with_taps(tokens, nothing, (batch,), places, attention, taps=head.config.taps)
     hidden, taps = jax.lax.stop_gradient((hidden, taps))
+    row_starts, starts = starts, jnp.asarray(starts).reshape(-1)
     if isinstance(head, EagleHead):
-        logits = _eagle_logits(head, target, rows, starts, hidden, taps, options, key)
+        logits = _eagle_logits(head, target, rows, row_starts, hidden, taps, options, key)
     else:
         logits = _medusa_logits(head, target, rows, starts, hidden)
     teacher, weights = [], []
@@ -86,28 +87,28 @@ def _eagle_logits(
     head: EagleHead,
     target: Decoder,
     rows: Rows,
-    starts: Int[Array, " M"],
+    row_starts: Int[Array, "B S"],
     hidden: Float[Array, "T D"],
     taps: tuple[Float[Array, "T D"], ...],
     options: LossOptions,
     key: jax.Array | None,
 ) -> list[Float[Array, "M W"]]:
     tokens, positions, segments = (jnp.asarray(a) for a in (rows.tokens, rows.positions, rows.segments))
-    embeddings = head.token_embeddings(tokens, target)
-    if head.config.own_embedding is False:
-        embeddings = jax.lax.stop_gradient(embeddings)
     features = _shifted(head.first_features(hidden, taps), positions == 0)
     if key is not None:
         dropped = jax.random.bernoulli(key, options.feature_dropout, (tokens.shape[0], 1))
         features = jnp.where(dropped, 0, features)
-    attention, cache, logits = packed_attention(rows.row_len), (), []
+    attention, starts = packed_attention(rows.row_len), jnp.asarray(row_starts).reshape(-1)
+    cache: Any = Drafting(places=jnp.asarray(row_starts) % rows.row_len, segments=segments.reshape(-1, rows.row_len))
+    batch = packed_batch(segments, positions, rows.num_segments)
+    cache = head.write(head.token_embeddings(tokens, target), features, cache, batch, attention)
+    features, logits = features[starts], []
     for place in range(options.num_places):
-        batch = packed_batch(segments, positions + place, rows.num_segments)
+        batch = packed_batch(segments[starts], positions[starts] + place, rows.num_segments)
+        embeddings = head.token_embeddings(tokens[_behind(starts, place, rows)], target)
         x, cache = head(embeddings, features, cache, batch, attention)
-        chosen = x[starts]
-        logits.append(head.draft_logits(chosen) if head.lm_head is not None else target.logits(chosen))
+        logits.append(head.draft_logits(x) if head.lm_head is not None else target.logits(x))
         features = head.next_features(x)
-        embeddings = jnp.roll(embeddings, -1, axis=0)
     return logits
 
 
@@ -147,20 +148,26 @@ def _finite(logits: Array) -> Array:
     return jnp.maximum(logits, -1e9)
 
 
-def starts_of(rows: Rows, size: int) -> np.ndarray:
-    """[size] places where a draft begins: before each token that has a weight; padded with the last place, which has
-    none. Of more than fit, as many as do, spread over the rows."""
-    found = np.flatnonzero(rows.weights[1:]).astype(np.int32)
-    if len(found) > size:
-        found = found[np.linspace(0, len(found) - 1, size).astype(np.int64)]
-    return np.concatenate([found, np.full(size - len(found), rows.tokens.shape[0] - 1, np.int32)])
+def starts_of(rows: Rows, per_row: int) -> np.ndarray:
+    """[B, per_row] places where a draft begins, tokens of all rows counted through: before each token that has a
+    weight. Padded with the last place of the row, whose draft has none. Of more than fit, as many as do, spread over
+    the row."""
+    weights = rows.weights.reshape(-1, rows.row_len)
+    starts = np.full((len(weights), per_row), rows.row_len - 1, np.int32)
+    for row, line in enumerate(weights):
+        found = np.flatnonzero(line[1:])
+        if len(found) > per_row:
+            found = found[np.linspace(0, len(found) - 1, per_row).astype(np.int64)]
+        starts[row, : len(found)] = found
+    return starts + np.arange(len(weights), dtype=np.int32)[:, None] * rows.row_len
 
 
 def first_matches(
-    head: Head, target: Decoder, rows: Rows, starts: Int[Array, " M"], options: LossOptions
+    head: Head, target: Decoder, rows: Rows, row_starts: Int[Array, "B S"], options: LossOptions
 ) -> Int[Array, " M"]:
     """How many guesses of each draft are the very tokens of the rows, up to the first that is not."""
-    guesses = make_guesses(head, target, rows, starts, options, None)
+    guesses = make_guesses(head, target, rows, row_starts, options, None)
+    starts = jnp.asarray(row_starts).reshape(-1)
     ids, tokens, segments = draft_ids(head), jnp.asarray(rows.tokens), jnp.asarray(rows.segments)
     alive, count = jnp.ones(starts.shape[0], bool), jnp.zeros(starts.shape[0], jnp.int32)
     for place, logits in enumerate(guesses.logits):

@@ -149,7 +149,7 @@ class Trainer:
                 break
             if stop_after_s is not None and time.monotonic() - begin_s > stop_after_s:
                 break
-            starts = starts_of(rows, int(rows.tokens.shape[0] * _STARTS_SHARE))
+            starts = starts_of(rows, int(rows.row_len * _STARTS_SHARE))
             placed = jax.device_put((rows, starts), rows_sharded)
             self._tree, facts = update(self._tree, self._model.state, *placed, jnp.int32(self.step))
             recent.append(facts | {"tokens": int((rows.segments < rows.num_segments).sum())})
