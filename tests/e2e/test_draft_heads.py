@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_speculation import Counting
 from whole import FIXTURES, POOL, Result, build, run, scheduler
 
 from jaxserve.api import SamplingParams
@@ -77,3 +78,26 @@ def test_tokens_are_those_of_one_token_a_step(
     for option, got, wanted in zip(named, found, expected, strict=True):
         assert got == wanted, option
     assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
+
+
+CHATS = [
+    'Spell "window" backwards.',
+    "Add 683 and 784 step by step.",
+    "Tell me a story about a fox.",
+    "Put these words in order: tree, apple, kite.",
+]
+
+
+@pytest.mark.slow
+def test_the_demo_models_own_head_drafts_well() -> None:
+    """By `auto`, which finds it. The floor is far below what the head reaches (docs/draft-heads.md)."""
+    asked = [
+        (f"<s><|user|>{text}<|end|><|assistant|>", SamplingParams(max_tokens=60, temperature=t, seed=3))
+        for text in CHATS
+        for t in (0.0, 0.8)
+    ]
+    plain = [r[0].token_ids for r in run(build("demo"), asked)]
+    engine = build("demo", speculation__method="auto", speculation__adaptive=False, runtime__background_buckets=False)
+    counting = engine._runner = Counting(engine._runner)
+    assert [r[0].token_ids for r in run(engine, asked)] == plain
+    assert counting.accepted > 0.3 * counting.drafted > 30, (counting.accepted, counting.drafted)

@@ -50,6 +50,7 @@ def save_head(
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(target.model.vocab_size), ids)
     save_file(tensors, str(directory / SINGLE_NAME), metadata={"format": "pt"})
+    (directory / SINGLE_NAME).chmod(0o644)  # the library writes files that nobody else may read
     values = _eagle_values(config) if isinstance(config, EagleConfig) else _medusa_values(config)
     proposal = {
         "proposal_type": "greedy",
