@@ -25,7 +25,7 @@ LAYER_VALUES = {
 }
 
 
-def layer_tensors(rng: np.random.Generator, name: str, wide: bool) -> Tensors:
+def layer_tensors(rng: np.random.Generator, name: str, wide: bool, ffn: int = SIZES.ffn) -> Tensors:
     s = SIZES
     inputs = 2 * s.hidden if wide else s.hidden
 
@@ -40,9 +40,9 @@ def layer_tensors(rng: np.random.Generator, name: str, wide: bool) -> Tensors:
         f"{name}.self_attn.k_proj.weight": matrix(s.kv_heads * s.head_dim, inputs),
         f"{name}.self_attn.v_proj.weight": matrix(s.kv_heads * s.head_dim, inputs),
         f"{name}.self_attn.o_proj.weight": matrix(s.hidden, s.heads * s.head_dim),
-        f"{name}.mlp.gate_proj.weight": matrix(s.ffn, s.hidden),
-        f"{name}.mlp.up_proj.weight": matrix(s.ffn, s.hidden),
-        f"{name}.mlp.down_proj.weight": matrix(s.hidden, s.ffn),
+        f"{name}.mlp.gate_proj.weight": matrix(ffn, s.hidden),
+        f"{name}.mlp.up_proj.weight": matrix(ffn, s.hidden),
+        f"{name}.mlp.down_proj.weight": matrix(s.hidden, ffn),
         f"{name}.input_layernorm.weight": norm(),
         f"{name}.post_attention_layernorm.weight": norm(),
     }
@@ -100,10 +100,10 @@ def eagle(seed: int = 0, bias: bool = True) -> tuple[dict, Tensors]:
     return {"architectures": ["LlamaForCausalLM"], **LAYER_VALUES, "bias": bias}, tensors
 
 
-def mtp(seed: int = 0) -> tuple[dict, Tensors]:
+def mtp(seed: int = 0, ffn: int = SIZES.ffn) -> tuple[dict, Tensors]:
     rng = np.random.default_rng(seed)
     s = SIZES
-    tensors = layer_tensors(rng, "mtp.layers.0", wide=False)
+    tensors = layer_tensors(rng, "mtp.layers.0", wide=False, ffn=ffn)
     tensors["mtp.fc.weight"] = rng.normal(0, (2 * s.hidden) ** -0.5, (s.hidden, 2 * s.hidden)).astype(np.float32)
     for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
         tensors[f"mtp.{name}.weight"] = (1 + 0.2 * rng.normal(size=s.hidden)).astype(np.float32)

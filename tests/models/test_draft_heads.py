@@ -1,6 +1,7 @@
 """Draft heads give the logits of an independent NumPy computation, over a paged cache and cut over devices."""
 
 import functools
+import json
 from pathlib import Path
 
 import draft_files
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxserve.kernels.paged_attention import AttentionBatch
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
-from jaxserve.models import load_model
+from jaxserve.models import decoder_config, load_model, plan_model, read_checkpoint
 from jaxserve.models.decoder import CachePlace
 from jaxserve.models.drafts import load_head
 from jaxserve.models.drafts.loading import LoadedHead
@@ -145,8 +146,20 @@ def test_eagle(bias: bool, count: int, tmp_path: Path) -> None:
 
 def test_mtp(tmp_path: Path) -> None:
     values, tensors = draft_files.mtp()
-    beside = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32)}  # of the model, where it is its checkpoint
-    head = loaded(draft_files.write(tmp_path, values, tensors | beside))
+    head = loaded(draft_files.write(tmp_path, values, tensors))
+    check(chain(head, 1), expected("mtp", tensors))
+
+
+def test_mtp_beside_the_model(tmp_path: Path) -> None:
+    """One directory, one config: the model leaves the layer alone, and the head the model's tensors."""
+    _, tensors = draft_files.mtp(ffn=80)
+    values = json.loads((FIXTURE / "config.json").read_text(encoding="utf-8")) | {"num_nextn_predict_layers": 1}
+    path = draft_files.write(tmp_path, values, tensors | load_file(FIXTURE / "model.safetensors"))
+    family, config = decoder_config(read_checkpoint(path))
+    head = loaded(path)
+    assert head.config.decoder.layers[0].mlp.size == 80
+    plan_model(read_checkpoint(path))  # which checks the names
+    assert (family.architecture, config.num_layers) == ("LlamaForCausalLM", 2)
     check(chain(head, 1), expected("mtp", tensors))
 
 

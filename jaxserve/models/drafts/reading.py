@@ -115,16 +115,16 @@ def _read_eagle(files: HeadFiles, kind: HeadKind, target: DecoderConfig, archite
     layer_values = files.values if nested is None else nested
     if not isinstance(layer_values, Mapping):
         own.fail(f"transformer_layer_config is {layer_values!r:.80}, but must be an object")
-    for name in ("fc_norm",):
-        own.require(name, None, False)
+    own.require("fc_norm", None, False)
     model_type = layer_values.get("model_type", "llama")
-    if model_type not in ("llama", "qwen3_next", "mtp", "eagle", "eagle3"):
+    if model_type != "llama":
         own.fail(
             f"the head's layer is of model_type {model_type!r}, which is not supported (only llama): its norms or "
             "windows would be others"
         )
     names = files.tensors
-    layer = _layer_config(layer_values, files.origin, is_nested=nested is not None)
+    # The sizes of MTP layers are the model's, and so is the config where they lie beside it.
+    layer = _layer_config(layer_values, files.origin, one=nested is None and kind is not HeadKind.MTP)
     _check_size(own, "hidden_size", layer.hidden_size, target.hidden_size, architecture)
     _check_size(own, "vocab_size", layer.vocab_size, target.vocab_size, architecture)
     if own.get("target_hidden_size") not in (None, target.hidden_size):
@@ -146,8 +146,6 @@ def _read_eagle(files: HeadFiles, kind: HeadKind, target: DecoderConfig, archite
             f"draft_vocab_size is {draft_vocab_size}, but {architecture} has {target.vocab_size} tokens; take a head "
             "that was trained for this model"
         )
-    if kind is not HeadKind.EAGLE3:
-        layer = dataclasses.replace(layer, tied_embeddings=False)
     prefix = "mtp." if kind is HeadKind.MTP else ""
     return EagleConfig(
         kind=kind,
@@ -164,11 +162,11 @@ def _read_eagle(files: HeadFiles, kind: HeadKind, target: DecoderConfig, archite
     )
 
 
-def _layer_config(values: Mapping[str, Any], origin: str, *, is_nested: bool) -> DecoderConfig:
-    """The sizes of a head's one layer, which have the names of a Llama config."""
+def _layer_config(values: Mapping[str, Any], origin: str, *, one: bool) -> DecoderConfig:
+    """The sizes of a head's one layer, which have the names of a Llama config. `one`: the number of layers is its."""
     config = HfConfig({**values, "num_hidden_layers": 1}, origin)
     stated = values.get("num_hidden_layers", 1)
-    if not is_nested and stated != 1:
+    if one and stated != 1:
         config.fail(f"num_hidden_layers is {stated!r}, but a head of one layer alone is supported")
     found = llama.adapt(config)
     for name in _FIELDS:
