@@ -118,8 +118,9 @@ def main() -> int:
     add("--work", type=Path, required=True, help="folder of answers, checkpoints, log and plot")
     add("--export", type=Path, help="new folder of the head; an existing one is replaced")
     add("--questions", type=int, default=16384)
-    add("--steps", type=int, default=900)
-    add("--rate", type=float, default=1e-3, help="peak learning rate")
+    add("--steps", type=int, default=2400)
+    add("--rows", type=int, default=1, help="rows of 1024 tokens in a step")
+    add("--rate", type=float, default=1.5e-3, help="peak learning rate")
     add("--stop-after", type=float, help="seconds of training after which the run stops, to be gone on with later")
     add("--items", type=int, default=64, help="held-out items of each task")
     add("--json", type=Path, help="record of the judgement")
@@ -129,7 +130,7 @@ def main() -> int:
     kind = HeadKind(args.kind)
     options = RunOptions(
         head=HeadOptions(kind=kind, ffn_size=FFN if kind is HeadKind.EAGLE3 else None),
-        train=TrainOptions(steps=args.steps, peak_rate=args.rate),
+        train=TrainOptions(steps=args.steps, num_rows=args.rows, peak_rate=args.rate),
         loss=LossOptions(),
         stop_after_s=args.stop_after,
     )
