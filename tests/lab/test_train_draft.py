@@ -16,6 +16,7 @@ import draft_files
 import draft_oracle
 from test_draft_heads import batch_of, loaded, mesh_of, target
 
+from jaxserve import cli
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
@@ -28,9 +29,10 @@ from jaxserve.lab.training.losses import LossOptions, first_matches, make_guesse
 from jaxserve.lab.training.pipeline import RunOptions, export, plot_log
 from jaxserve.lab.training.target import load_target, whole_graphdef
 from jaxserve.lab.training.trainer import Trainer, TrainOptions
-from jaxserve.models import load_model
+from jaxserve.models import decoder_config, load_model, read_checkpoint
 from jaxserve.models.decoder import CachePlace
 from jaxserve.models.drafts.config import HeadKind
+from jaxserve.runtime.heads import find_head
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LOSS = LossOptions(num_places=3)
@@ -187,17 +189,18 @@ def new_trainer(work: Path, kind: HeadKind, steps: int = 12, **more) -> tuple[Tr
     return made, options
 
 
-@pytest.mark.parametrize("kind", [HeadKind.EAGLE3, pytest.param(HeadKind.MEDUSA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [HeadKind.MEDUSA, pytest.param(HeadKind.EAGLE3, marks=pytest.mark.slow)])
 def test_a_stopped_run_ends_like_one_that_was_not(kind: HeadKind, tmp_path: Path) -> None:
     told: list[dict] = []
     whole, options = new_trainer(tmp_path / "whole", kind)
     assert whole.train(tell=told.append)
     parts, _ = new_trainer(tmp_path / "parts", kind)
     assert not parts.train(stop_after_s=0.0, tell=told.append)
-    for _ in range(50):
-        parts, _ = new_trainer(tmp_path / "parts", kind)
-        if parts.train(stop_after_s=0.3, tell=told.append):
-            break
+    parts, _ = new_trainer(tmp_path / "parts", kind)
+    assert not parts.train(stop_after_s=0.01, tell=told.append)  # the first step is compiled, which takes longer
+    assert 0 < parts.step < 12
+    parts, _ = new_trainer(tmp_path / "parts", kind)
+    assert parts.train(tell=told.append)
     assert parts.step == whole.step == 12
     for name, left in jax.tree_util.tree_leaves_with_path(whole.averaged):
         right = dict(jax.tree_util.tree_leaves_with_path(parts.averaged))[name]
@@ -211,6 +214,7 @@ def test_a_stopped_run_ends_like_one_that_was_not(kind: HeadKind, tmp_path: Path
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right), err_msg=str(name))
 
 
+@pytest.mark.slow
 def test_a_head_learns(tmp_path: Path) -> None:
     told: list[dict] = []
     trainer, _ = new_trainer(tmp_path, HeadKind.EAGLE3, steps=60, draft_vocab_size=100)
@@ -337,3 +341,43 @@ def test_a_quantised_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.quantization is 'int8'"):
         load_target(config.model, mesh_of(1))
     assert isinstance(whole_graphdef(target()), nnx.GraphDef)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kind", "spiral"], "--kind is 'spiral'; known: eagle3, medusa"),
+        (["--kind", "medusa", "--ffn", "64"], "--draft-vocab, --ffn and --taps are for eagle3"),
+        (["--rate", "0"], "--rate is 0.0, but must be above 0"),
+        ([], "holds no prompts"),
+    ],
+)
+def test_a_command_that_cannot_be_run(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    common = ["train-draft", "demo", str(tmp_path / "out"), "--data", str(tmp_path / "data")]
+    assert cli.main([*common, *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_command_from_prompts_to_a_head_that_drafts(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    words = ("tree", "apple", "kite", "lamp", "ring", "egg")
+    asked = [f'Spell "{word}{n}" backwards.' for word in words for n in "abcd"]
+    lines: list[dict] = [{"messages": [{"role": "user", "content": text}]} for text in asked]
+    lines += [{"prompt": f"<s><|user|>What is {n}+{n}7?<|end|><|assistant|>"} for n in range(1, 9)]
+    data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    out = tmp_path / "head"
+    common = ["train-draft", "demo", str(out), "--data", str(data), "--kind", "eagle3", "--ffn", "64", "--rows", "1"]
+    common += ["--row-len", "128", "--steps", "3", "--held-out", "4", "--max-tokens", "12", "--draft-vocab", "300"]
+    assert cli.main([*common, "--stop-after", "0"]) == 4
+    assert not out.exists()
+    assert cli.main(common) == 0
+    config = load_config(None, {"model.path": "demo", "speculation.method": "auto", "speculation.model": str(out)})
+    found = find_head(config.config, decoder_config(read_checkpoint("demo"))[1])
+    assert found is not None
+    assert (found.config.kind, found.config.draft_vocab_size, found.config.taps) == (HeadKind.EAGLE3, 300, (1, 3, 5))
+    assert cli.main(common) == 2  # the head is there already
