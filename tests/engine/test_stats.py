@@ -116,7 +116,7 @@ def test_several_tokens_of_a_step_come_together() -> None:
         (1, 4, 3, 0.5),
     ]
     totals = parts.stats.totals()
-    assert (totals.steps, totals.computed_tokens, totals.slots, totals.new_tokens) == (3, 3 + 2, 8 + 2, 8)
+    assert (totals.steps, totals.computed_tokens, totals.slots, totals.new_tokens) == (3, 3 + 2, 8 + 4 + 4, 8)
     itl = totals.histograms["itl"]
     assert (itl.total, sum(itl.counts), itl.counts[0]) == (0.75, 7, 5)
 
