@@ -168,7 +168,8 @@ class SpeculationConfig(Section):
 
     method: str = pydantic.Field(
         default="none",
-        description="Source of drafts: none, ngram (what followed the same tokens before, in the same sequence), an "
+        description="Source of drafts: none, ngram (what followed the same tokens before, in the same sequence), suffix "
+        "(that, or in past answers of the same tenant and cache salt), replay (a recording, for benchmarks), an "
         "entry point (jaxserve.drafters) or 'package.module:function'. Drafts change times, never tokens.",
     )
     width: int = pydantic.Field(
@@ -189,8 +190,16 @@ class SpeculationConfig(Section):
     window: int = pydantic.Field(
         default=4096, ge=1, description="Latest tokens of each sequence that are kept to look drafts up."
     )
-    ngram_min: int = pydantic.Field(default=2, ge=1, description="ngram: fewest last tokens that must be the same.")
-    ngram_max: int = pydantic.Field(default=4, ge=1, description="ngram: most last tokens that are compared.")
+    ngram_min: int = pydantic.Field(
+        default=2, ge=1, description="ngram, suffix: fewest last tokens that must be the same."
+    )
+    ngram_max: int = pydantic.Field(default=4, ge=1, description="ngram, suffix: most last tokens that are compared.")
+    num_answers: int = pydantic.Field(default=64, ge=1, le=4096, description="suffix: past answers that are kept.")
+    answer_len: int = pydantic.Field(default=256, ge=2, description="suffix: tokens that are kept of each.")
+    model: str | None = pydantic.Field(default=None, description="replay: the recording, a JSONL file.")
+    replay_errors: float = pydantic.Field(
+        default=0.0, ge=0, le=1, description="replay: share of positions at which the draft is wrong."
+    )
 
 
 class KernelsConfig(Section):

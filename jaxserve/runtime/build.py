@@ -339,14 +339,12 @@ def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> l
 
 
 def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) -> Executables:
-    configure, masks, tell = (compiled.get(name) for name in ("configure_row", "write_masks", "tell_tokens"))
+    optional = ("configure_row", "write_masks", "tell_tokens", "enter_rows", "leave_rows")
     return Executables(
         steps={b: compiled[step_name(b)].call for b in buckets},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
-        configure_row=None if configure is None else configure.call,
-        write_masks=None if masks is None else masks.call,
-        tell_tokens=None if tell is None else tell.call,
+        **{name: compiled[name].call if name in compiled else None for name in optional},
     )
 
 

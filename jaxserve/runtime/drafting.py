@@ -7,7 +7,7 @@ when it plans the next step. Drafters of heads and models are in modules of thei
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -61,6 +61,21 @@ class Drafter(Protocol):
 
         What stands behind a NO_TOKEN is not used, nor are numbers outside the vocabulary.
         """
+        ...
+
+
+@runtime_checkable
+class LearnsFromAnswers(Protocol):
+    """A drafter that keeps answers for sequences to come."""
+
+    def enter(self, state: DrafterState, rows: Int[Array, " M"], origins: Int[Array, "M 2"]) -> DrafterState:
+        """Rows were given to sequences; equal origins may learn from each other. Row max_rows: none."""
+        ...
+
+    def leave(
+        self, state: DrafterState, rows: Int[Array, " M"], prompt_lens: Int[Array, " M"], lengths: Int[Array, " M"]
+    ) -> DrafterState:
+        """Rows with sequences of `lengths` tokens were given up. Row max_rows: none."""
         ...
 
 
@@ -135,13 +150,7 @@ def follow(tokens: Int[Array, "R W"], min_len: int, max_len: int, count: int) ->
     `tokens` are right-aligned, with NO_TOKEN before the first.
     """
     size = tokens.shape[1]
-    # run[:, e]: how many tokens that end at e are also those at the end, up to max_len.
-    run = jnp.zeros(tokens.shape, jnp.int32)
-    alive = tokens != NO_TOKEN
-    for back in range(max_len):
-        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :size]
-        alive &= (shifted == tokens[:, size - 1 - back, None]) & (shifted != NO_TOKEN)
-        run += alive
+    run = run_lengths(tokens, tokens[:, -1 : -max_len - 1 : -1])
     end = jnp.arange(size)
     score = jnp.where((run >= min_len) & (end < size - 1), run * size + end, -1)
     best = jnp.argmax(score, axis=1)  # [R]
@@ -171,12 +180,36 @@ class DrafterOptions:
 
     ngram_min: int
     ngram_max: int
+    num_answers: int
+    answer_len: int
+    model: str | None
+    replay_errors: float
+
+
+def run_lengths(tokens: Int[Array, "*B L"], last: Int[Array, "*B n"]) -> Int[Array, "*B L"]:
+    """How many tokens that end at each place are those of `last`, which has the newest first; n at most.
+
+    Leading axes broadcast. NO_TOKEN is equal to nothing.
+    """
+    size, run = tokens.shape[-1], jnp.int32(0)
+    alive = jnp.bool_(True)
+    front = [(0, 0)] * (tokens.ndim - 1)
+    for back in range(last.shape[-1]):
+        shifted = jnp.pad(tokens, [*front, (back, 0)], constant_values=NO_TOKEN)[..., :size]
+        alive = alive & (shifted == last[..., back, None]) & (shifted != NO_TOKEN)
+        run = run + alive
+    return run
 
 
 DRAFTERS: Registry[Callable[[DrafterOptions], Drafter]] = Registry(
     "drafter",
     "jaxserve.drafters",
-    {"none": "jaxserve.runtime.drafting:make_none", "ngram": "jaxserve.runtime.drafting:make_ngram"},
+    {
+        "none": "jaxserve.runtime.drafting:make_none",
+        "ngram": "jaxserve.runtime.drafting:make_ngram",
+        "suffix": "jaxserve.runtime.suffix_drafts:make_suffix",
+        "replay": "jaxserve.runtime.replay_drafts:make_replay",
+    },
 )
 
 

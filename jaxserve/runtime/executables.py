@@ -28,16 +28,18 @@ from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, s
 from jaxserve.models.weights import Path
 from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
-from jaxserve.runtime.drafting import Speculation
+from jaxserve.runtime.drafting import LearnsFromAnswers, Speculation
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.page_groups import PageGroups
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, mask_words, row_state_size
-from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, TABLE_SLOTS, TOLD_SLOTS
+from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, ROW_SLOTS, TABLE_SLOTS, TOLD_SLOTS
 from jaxserve.runtime.step import (
     DeviceState,
     make_configure_row,
     make_copy_pages,
+    make_enter_rows,
+    make_leave_rows,
     make_step,
     make_tell_tokens,
     make_write_masks,
@@ -278,7 +280,11 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
         changes["write_masks"] = (make_write_masks(shards), (masks,))
     if sizes.speculation is not None:
         told = array(np.int32, TOLD_SLOTS, 3)
-        changes["tell_tokens"] = (make_tell_tokens(sizes.speculation.drafter), (told,))
+        drafter = sizes.speculation.drafter
+        changes["tell_tokens"] = (make_tell_tokens(drafter), (told,))
+        if isinstance(drafter, LearnsFromAnswers):
+            changes["enter_rows"] = (make_enter_rows(drafter), (array(np.int32, ROW_SLOTS, 3),))
+            changes["leave_rows"] = (make_leave_rows(drafter), (array(np.int32, ROW_SLOTS, 2),))
     return steps + [
         Job(
             name=name,

@@ -155,7 +155,16 @@ def resolve_speculation(config: Config) -> Speculation | None:
             f"{config.parallel.pipeline}: the stages of a pipeline run one token of a sequence at a time; use "
             "parallel.tensor, or leave speculation out"
         )
-    drafter = make(DrafterOptions(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max))
+    drafter = make(
+        DrafterOptions(
+            ngram_min=asked.ngram_min,
+            ngram_max=asked.ngram_max,
+            num_answers=asked.num_answers,
+            answer_len=asked.answer_len,
+            model=asked.model,
+            replay_errors=asked.replay_errors,
+        )
+    )
     return Speculation(drafter=drafter, window=asked.window)
 
 

@@ -24,6 +24,7 @@ from jaxserve.runtime.rounds import RoundsOutput
 from jaxserve.runtime.row_state import (
     NO_TOKEN,
     NUM_ROW_FIELDS,
+    Field,
     encode_row,
     encode_row_state,
     encode_stops,
@@ -39,6 +40,7 @@ COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
 MASK_SLOTS = 16  # rows of one `write_masks` launch
 _TIMED_STEPS = 4
+ROW_SLOTS = 16  # rows of one `enter_rows` or `leave_rows` launch
 TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
 
 
@@ -55,6 +57,8 @@ class Executables:
     configure_row: jax.stages.Compiled | None
     write_masks: jax.stages.Compiled | None
     tell_tokens: jax.stages.Compiled | None
+    enter_rows: jax.stages.Compiled | None
+    leave_rows: jax.stages.Compiled | None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -153,10 +157,17 @@ class DeviceRunner:
         parts = split_plan(plan, self._num_parts)
         buckets = [self._bucket(part) for part in parts]
         first, last = self._stages[0], self._stages[-1]
+        if plan.freed_rows and first.executables.leave_rows is not None:
+            prompt_lens = self._row_params[list(plan.freed_rows), Field.PROMPT_LEN].tolist()
+            self._write_rows(first.executables.leave_rows, list(zip(plan.freed_rows, prompt_lens, strict=True)))
         for row in plan.freed_rows:
             self._forget(row)
         for setup in plan.setups:
             self._set_up(setup)
+        if plan.setups and first.executables.enter_rows is not None:
+            halves = [np.array([setup.origin], "<u8").view("<i4").tolist() for setup in plan.setups]
+            rows = [(setup.row, *half) for setup, half in zip(plan.setups, halves, strict=True)]
+            self._write_rows(first.executables.enter_rows, rows)
         if plan.setups and first.executables.tell_tokens is not None:
             self._tell_tokens(plan)
         if plan.copies:
@@ -249,6 +260,17 @@ class DeviceRunner:
             self._on_buffer(block)
             for stage in self._stages:
                 stage.state = stage.executables.write_tables(stage.state, self._put(block, stage))
+
+    def _write_rows(self, write: jax.stages.Compiled, lines: Sequence[tuple[int, ...]]) -> None:
+        """Launches `enter_rows` or `leave_rows` as often as these lines take."""
+        stage = self._stages[0]
+        for start in range(0, len(lines), ROW_SLOTS):
+            block = np.zeros((ROW_SLOTS, len(lines[0])), np.int32)
+            block[:, 0] = self._limits.max_rows
+            part = lines[start : start + ROW_SLOTS]
+            block[: len(part)] = part
+            self._on_buffer(block)
+            stage.state = write(stage.state, self._put(block, stage))
 
     def _tell_tokens(self, plan: StepPlan) -> None:
         """Tells the drafter the tokens of new rows that are in their pages already."""

@@ -21,7 +21,7 @@ from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
 from jaxserve.runtime.attention_batches import attention_batches
-from jaxserve.runtime.drafting import Drafter, DrafterState
+from jaxserve.runtime.drafting import Drafter, DrafterState, LearnsFromAnswers
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
 from jaxserve.runtime.rounds import RoundsOutput, RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
@@ -169,6 +169,25 @@ def make_tell_tokens(drafter: Drafter):
         return dataclasses.replace(state, drafter=drafter.observe(state.drafter, rows, positions, token_ids, known))
 
     return tell_tokens
+
+
+def make_enter_rows(drafter: LearnsFromAnswers):
+    """enter(state, rows [M, 3] of (row, two halves of the origin)) -> state: rows of new sequences. DONATES state."""
+
+    def enter_rows(state: DeviceState, rows: Int[Array, "M 3"]) -> DeviceState:
+        return dataclasses.replace(state, drafter=drafter.enter(state.drafter, rows[:, 0], rows[:, 1:]))
+
+    return enter_rows
+
+
+def make_leave_rows(drafter: LearnsFromAnswers):
+    """leave(state, rows [M, 2] of (row, tokens of its prompt)) -> state: rows that were given up. DONATES state."""
+
+    def leave_rows(state: DeviceState, rows: Int[Array, "M 2"]) -> DeviceState:
+        lengths = state.length[rows[:, 0]] + 1  # the token that was drawn last is in no page
+        return dataclasses.replace(state, drafter=drafter.leave(state.drafter, rows[:, 0], rows[:, 1], lengths))
+
+    return leave_rows
 
 
 def sample_rows(

@@ -4,6 +4,8 @@ The draft holds the scratch values of one `schedule` and how much more fits into
 `commit` must remember of the plan. Which sequences run is decided in `core`.
 """
 
+from jaxserve.api import Request
+from jaxserve.content import root_key
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.plan import (
     Chunk,
@@ -173,4 +175,13 @@ def row_setup(seq: Sequence) -> RowSetup:
         sampling=request.sampling,
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
         bad_word_ids=request.bad_word_ids,
+        origin=_origin(request),
     )
+
+
+def _origin(request: Request) -> int:
+    """0 without tenant and salt, else a hash of 63 bits, the same in every process."""
+    if not request.tenant and not request.cache_salt:
+        return 0
+    key = root_key(request.tenant, request.cache_salt, "origin")
+    return int.from_bytes(key[:8], "little") >> 1

@@ -168,6 +168,7 @@ class RowSetup:
 
     `seed` is the sequence's own (already distinct for each of the n sequences). `prompt_len` tells prompt from output
     when a preempted sequence is computed again: tokens from `prompt_len` on count as output for penalties.
+    `origin` is equal for sequences that may learn from each other: those of one tenant and cache salt.
     `num_tokens` are known so far (prompt, then output after a preemption). `token_ids` are the first of them: those
     that no chunk will bring, since they are in the row's pages already; all of them where `reads_history`.
     """
@@ -182,6 +183,7 @@ class RowSetup:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     bad_word_ids: tuple[tuple[int, ...], ...]
+    origin: int = 0
 
 
 def reads_history(sampling: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...]) -> bool:

@@ -14,6 +14,7 @@ from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, Ro
 from jaxserve.models.loading import one_device_mesh
 from jaxserve.models.partition import Partition
 from jaxserve.runtime.compile import Job, compile_all
+from jaxserve.runtime.drafting import NgramDrafter, Speculation
 from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
 from jaxserve.runtime.hlo import parse_hlo, shape_bytes
 from jaxserve.runtime.page_groups import PageGroups
@@ -22,8 +23,14 @@ from jaxserve.sched.plan import Bucket
 
 pytestmark = pytest.mark.slow
 
-# One row, few rows, many tokens: each multiplies in a way of its own.
-BUCKETS = (Bucket(1, 1, True), Bucket(8, 8, True), Bucket(80, 8, False))
+# One row, few rows, many tokens: each multiplies in a way of its own. And drafts, in one round and in a loop.
+BUCKETS = (
+    Bucket(1, 1, True),
+    Bucket(8, 8, True),
+    Bucket(80, 8, False),
+    Bucket(32, 8, True, 4, 1),
+    Bucket(32, 8, True, 4, 3),
+)
 PAGES, PAGE = 700, 16
 LAYER = LayerSpec(mlp=MlpSpec(size=768), position=RopeConfig(theta=10_000.0, rotary_dim=32), scale=32**-0.5)
 # Two groups of one layer: both write to the same array, one after the other.
@@ -53,6 +60,7 @@ def jobs() -> list[Job]:
         buckets=BUCKETS,
         cache_dtype=np.dtype("float32"),
         page_groups=PageGroups.of(MODEL.windows, 512),
+        speculation=Speculation(drafter=NgramDrafter(min_len=1, max_len=3), window=512),
     )
     assert sizes.page_groups.num_slots(stage.layers) == 1 and len(sizes.page_groups.groups) == 2
     return make_jobs(stage, sizes, XLA_ATTENTION, PAGES)
