@@ -286,6 +286,7 @@ class Engine:
             result = previous.handle.result()
             stats.note_result()
             events = scheduler.commit(previous.plan, result)
+            live.note_result(previous.plan, result)
             live.take(events)
             self._committed = Committed(previous, result, len(events), asked_s, stats.add_time("commit"))
             if launched is None:

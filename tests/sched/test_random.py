@@ -71,8 +71,8 @@ def test_random_operations_agree_with_the_naive_model():
     assert ended > 5000, ended
     assert several > 2000, several
     assert fewer > 1000, fewer
-    wanted = {(1, 1)}.union(*SHAPES, {(4, 1), (2, 1), (1, 1)})
-    assert min(shapes[shape] for shape in wanted) > 300, shapes
+    wanted = {(1, 1)}.union(*SHAPES)
+    assert min(shapes[shape] for shape in wanted) > 100, shapes
 
 
 class SchedulerMachine(RuleBasedStateMachine):
