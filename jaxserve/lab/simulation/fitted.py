@@ -168,12 +168,13 @@ class Fitted:
         )
 
     def step_ms(self, limits: Limits) -> Limits:
-        """The limits with the time of a round of each decode bucket: as the device measured it, else without context
-        as fitted."""
+        """The limits with the time of a round of each decode bucket, for the choice among them: as the device measured
+        it, else without context as fitted to steps of its kind, or to those of the other where there are none."""
         measured = dict(zip(limits.buckets, limits.step_ms, strict=False))
         times = {}
         for bucket in limits.buckets:
-            kind = self._kinds.get("decode" if bucket.plain else "wide")
+            names = ("decode", "wide") if bucket.plain else ("wide", "decode")
+            kind = next((self._kinds[name] for name in names if name in self._kinds), None)
             if bucket.decode_only and kind is not None:
                 fitted_s = kind.device.seconds((1.0, bucket.tokens, bucket.rows, 0.0, 0.0), bucket)
                 times[bucket] = measured.get(bucket) or 1e3 * fitted_s
