@@ -147,7 +147,7 @@ def test_a_round_with_drafts_moves_little_more_than_one_without() -> None:
     assert wide.flops == pytest.approx(4 * plain.flops)
     assert wide.seconds < 1.1 * plain.seconds
     assert wide.tokens_per_second > 3.6 * plain.tokens_per_second, "if all its drafts are right"
-    assert [p.width for p in plan.predictions] == sorted(p.width for p in plan.predictions[:-1]) + [1]
+    assert [p.width for p in plan.predictions] == [*sorted(p.width for p in plan.predictions[:-1]), 1]
 
 
 def test_the_widest_step_is_counted_with_its_tokens() -> None:
