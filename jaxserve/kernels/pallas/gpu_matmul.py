@@ -1,0 +1,345 @@
+"""Products of Hopper GPUs with codes: the cost is reading the codes once, and widening them.
+
+XLA would widen a weight with scales for groups in memory, or multiply group by group in a loop; and where a weight has
+few outputs it cuts the depth in eight, whose partial sums weigh as much as the codes. Here codes go to shared memory as
+they are stored, and are widened in the registers from which the tensor cores take them:
+
+    out[t, n] = sum over runs r of  scale[r, n] * sum over k in r of x[t, k] * (code[k, n] - zero[r, n])
+
+    program (columns, tile of rows, part of the depth)
+      producer warpgroup:   for each 128 of the depth: wait until a slot of the ring is free -> copies (TMA) of
+                            codes [128, 128], x [rows, 128], scales [runs, 128] and zeros
+      compute warpgroups:   two, with 64 columns each:   codes -> bfloat16 in registers -> less zeros
+                            run^T [64, rows] = codes [64, run] x^T [run, rows];   out^T += scale * run^T
+
+Columns are the 64 rows of the wgmma, and rows of the batch its columns: with few rows, the other way round most of it
+would be padding, and only its left operand may come from registers. The scale comes after the product and not into the
+weight, for any number of rows: rounding scaled weights to bfloat16 would be another arithmetic. Without groups all the
+depth is one run, and its scale is a factor of the result. Activations that are rounded to int8 meet int8 codes in the
+tensor cores without any widening; their own scales are a factor of the result, too.
+
+Few columns leave most of the card idle: then the depth is cut in parts, whose sums XLA adds in their order. How many
+parts there are depends on the weight, and on the rows only beyond one tile of them.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxserve.kernels.coded_weight import CodedWeight, round_activations
+from jaxserve.kernels.dispatch import Device
+from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
+from jaxserve.kernels.pallas import gpu_layout as layout
+from jaxserve.kernels.pallas.gpu_layout import Interpret
+
+NAME = "mosaic_gpu"
+
+_ACC, _BY_COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+_HALF = 64  # columns of a warpgroup
+_DEPTH, _LEAST_DEPTH = 128, 64  # numbers of the depth in a slot: a line of 128 bytes of int8; the least for int4
+_LEAST_RUN = 32  # numbers of the depth with one scale
+_GROUP = 8  # rows that the pattern of shared memory keeps together
+_MAX_ROWS = 128  # of a tile: sums of a run and of all runs take a register each for every 2 of its rows
+_STORED = 32  # rows of the result that leave through shared memory at a time
+# Programs wanted: most of the 132 multiprocessors of an H200. Not measured.
+_PROGRAMS = 96
+_MAX_PARTS = 4
+_MAX_STAGES = 6
+# Registers of a thread of the two warpgroups that compute, and of the producer, where a block of 384 threads would have
+# 168 each: twice the first plus the second is at most 504, or the kernel waits for registers that never come.
+_REGISTERS = (232, 40)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperCodes:
+    """A matrix [*out, *in] as codes. Outputs and inputs of no multiple of 64 on a device are padded in each call.
+
+    Attributes:
+      codes: as they are loaded.
+      scales: float32 [*in, *out], the last axis of *in* in runs; without groups, *in* are axes of one.
+      zeros: bfloat16, as scales are; None: codes are symmetric.
+      num_in: how many axes a product sums over.
+      run: successive inputs with one scale, which divide 128; None: all.
+      in_integers: activations are rounded to int8, with a scale for each token.
+      dtype: of rows that are looked up.
+      cut_over: axes of the mesh over which devices have different inputs.
+      interpret: stands in for the hardware; None: there is one.
+    """
+
+    codes: Array
+    scales: Float[Array, "..."]
+    zeros: Float[Array, "..."] | None
+    num_in: int = dataclasses.field(metadata={"static": True})
+    run: int | None = dataclasses.field(metadata={"static": True})
+    in_integers: bool = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+    cut_over: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    interpret: Interpret = dataclasses.field(default=None, metadata={"static": True})
+
+    def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        """`Weight.multiply`, in bfloat16 or int8 with float32 or exact sums."""
+        out_shape = self.codes.shape[: self.codes.ndim - self.num_in]
+        num_rows, num_out = x.shape[0], math.prod(out_shape)
+        rows, x_scales = x.reshape(num_rows, -1), None
+        if self.in_integers:
+            rows, x_scales = round_activations(rows, rows.shape[1], self.cut_over)
+        else:
+            rows = rows.astype(jnp.bfloat16)
+        flat = [leaf.reshape(-1, num_out) for leaf in (self.scales, self.zeros) if leaf is not None]
+        codes, rows, *flat = _padded(self.codes.reshape(num_out, -1), rows, flat, self.run)
+        zeros = flat[1] if len(flat) > 1 else None
+        out = _multiply(codes, rows, flat[0], zeros, self.run, self.interpret)[:num_rows, :num_out]
+        return (out if x_scales is None else out * x_scales).reshape(num_rows, *out_shape)
+
+    def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """`Weight.take`."""
+        assert self.run is None and self.zeros is None and self.codes.ndim == 2, "a table has a scale for each row"
+        codes = self.codes.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+        return (codes * self.scales[0].at[rows].get(mode="fill", fill_value=0)[:, None]).astype(self.dtype)
+
+    def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
+        """`Weight.leaf_axes`."""
+        num_out = len(axes) - self.num_in
+        inputs = axes[num_out:] if self.run is not None else (None,) * self.num_in
+        by_scale = (*inputs, *axes[:num_out])
+        return (axes, by_scale) if self.zeros is None else (axes, by_scale, by_scale)
+
+
+def _padded(codes: Array, x: Array, by_run: list[Array], run: int | None) -> tuple[Array, ...]:
+    """Codes [N, K], rows [T, K] and scales [runs, N] with zeros behind, up to whole slots, columns and tiles of rows."""
+    more_out, more_in = -codes.shape[0] % _HALF, -codes.shape[1] % _LEAST_DEPTH
+    size = tile_rows(x.shape[0])
+    pad = lambda array, first, second: jnp.pad(array, ((0, first), (0, second)))  # noqa: E731
+    runs = 0 if run is None else (codes.shape[1] + more_in) // run - by_run[0].shape[0]
+    return (
+        pad(codes, more_out, more_in),
+        pad(x, -x.shape[0] % size, more_in),
+        *(pad(array, runs, more_out) for array in by_run),
+    )
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile: all of them in whole groups of 8, or of several tiles as few as do."""
+    tiles = -(-num_rows // _MAX_ROWS)
+    return -(-num_rows // (tiles * _GROUP)) * _GROUP
+
+
+def num_parts(num_columns: int, num_tiles: int, steps: int) -> int:
+    """Parts of the depth of so many steps, for programs enough."""
+    programs = -(-num_columns // (2 * _HALF)) * num_tiles
+    return max(1, min(_MAX_PARTS, steps, -(-_PROGRAMS // programs)))
+
+
+def _multiply(
+    codes: Array,
+    x: Array,
+    scales: Float[Array, "R N"],
+    zeros: Float[Array, "R N"] | None,
+    run: int | None,
+    interpret: Interpret,
+) -> Float[Array, "T N"]:
+    num_out, all_inputs = codes.shape
+    num_rows = x.shape[0]
+    size = tile_rows(num_rows)
+    depth = _DEPTH if all_inputs % _DEPTH == 0 else _LEAST_DEPTH
+    halves = 2 if num_out % (2 * _HALF) == 0 else 1
+    width, steps, tiles = halves * _HALF, all_inputs // depth, num_rows // size
+    parts = num_parts(num_out, tiles, steps)
+    runs = 1 if run is None else depth // run  # of a slot
+    stored = math.gcd(size, _STORED)
+    sums = jnp.int32 if run is None and x.dtype == jnp.int8 else jnp.float32
+    by_run = (scales,) if zeros is None else (scales, zeros)
+    many_sums = run is not None and halves == 2 and size > _HALF
+
+    def multiply_codes(codes_ref, x_ref, *refs) -> None:
+        by_run_refs, (out_ref, smem, barriers) = refs[: len(by_run)], refs[len(by_run) :]
+        warpgroup = lax.axis_index("wg")
+        column, row = lax.axis_index("column") * width, lax.axis_index("tile") * size
+        part = lax.axis_index("part")
+        begin = lax.div(part * steps, jnp.int32(parts))
+        count = lax.div((part + 1) * steps, jnp.int32(parts)) - begin
+        stages = smem["codes"].shape[0]
+        columns = pl.ds(column, width)
+
+        def copy_runs(first: Any, slot: Any, barrier: Any) -> None:
+            for source, target in zip(by_run_refs, smem["by_run"], strict=True):
+                plgpu.copy_gmem_to_smem(source.at[pl.ds(first, runs), columns], target.at[slot], barrier)
+
+        def produce() -> None:
+            if run is None:
+                copy_runs(0, 0, barriers["runs"])
+
+            def step(i: Array, _: None) -> None:
+                slot, at = lax.rem(i, jnp.int32(stages)), pl.ds((begin + i) * depth, depth)
+                pl.when(i >= stages)(lambda: plgpu.barrier_wait(barriers["free"].at[slot]))
+                full = barriers["full"].at[slot]
+                plgpu.copy_gmem_to_smem(codes_ref.at[columns, at], smem["codes"].at[slot], full)
+                plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, size), at], smem["x"].at[slot], full)
+                if run is not None:
+                    copy_runs((begin + i) * runs, slot, full)
+
+            lax.fori_loop(0, count, step, None)
+
+        def compute(half: int) -> None:
+            own = pl.ds(half * _HALF, _HALF)
+
+            def of_run(which: int, slot: Any, at: int) -> Array:
+                return layout.load(smem["by_run"][which].at[slot, at, own], _BY_COLUMN, interpret)
+
+            def less_zeros(wide: Array, slot: Any, at: int) -> Array:
+                if zeros is None:
+                    return wide
+                return wide - lax.broadcast_in_dim(of_run(1, slot, at), wide.shape, (0,))
+
+            def whole(slot: Array, acc: Array) -> Array:
+                part = smem["codes"].at[slot, own]
+                if x.dtype != jnp.int8:
+                    part = less_zeros(layout.widened_codes(part, interpret), 0, 0)
+                return layout.accumulate(acc, part, smem["x"].at[slot], interpret, transpose_b=True)
+
+            def by_runs(slot: Array, acc: Array) -> Array:
+                wide = layout.widened_codes(smem["codes"].at[slot, own], interpret)
+                for at in range(runs):
+                    one = less_zeros(wide[:, at * run : (at + 1) * run], slot, at)
+                    rows = smem["x"].at[slot, :, pl.ds(at * run, run)]
+                    found = layout.product(one, rows, interpret, transpose_b=True)
+                    acc = acc + found * lax.broadcast_in_dim(of_run(0, slot, at), found.shape, (0,))
+                return acc
+
+            def step(i: Array, acc: Array) -> Array:
+                slot = lax.rem(i, jnp.int32(stages))
+                plgpu.barrier_wait(barriers["full"].at[slot])
+                acc = (whole if run is None else by_runs)(slot, acc)
+                pl.when(i + stages < count)(lambda: plgpu.barrier_arrive(barriers["free"].at[slot]))
+                return acc
+
+            if run is None:
+                plgpu.barrier_wait(barriers["runs"])
+            acc = lax.fori_loop(0, count, step, layout.full((_HALF, size), 0, _ACC, interpret, sums))
+            if run is None:
+                acc = acc.astype(jnp.float32) * lax.broadcast_in_dim(of_run(0, 0, 0), acc.shape, (0,))
+            for first in range(0, size, stored):
+                plgpu.wait_smem_to_gmem(0)  # the piece before
+                layout.store_transposed(smem["out"].at[half], acc[:, first : first + stored], interpret)
+                plgpu.commit_smem()
+                target = out_ref.at[part, pl.ds(row + first, stored), pl.ds(column + half * _HALF, _HALF)]
+                plgpu.copy_smem_to_gmem(smem["out"].at[half], target)
+            plgpu.wait_smem_to_gmem(0)
+
+        def with_registers(number: int, action: Literal["increase", "decrease"], body: Callable[[], None]) -> Callable[[], None]:
+            def run_body() -> None:
+                if many_sums:
+                    plgpu.set_max_registers(number, action=action)
+                body()
+
+            return run_body
+
+        for half in range(halves):
+            body = functools.partial(compute, half)
+            pl.when(warpgroup == half)(with_registers(_REGISTERS[0], "increase", body))
+        pl.when(warpgroup == halves)(with_registers(_REGISTERS[1], "decrease", produce))
+
+    slot_shapes = {"codes": ((width, depth), codes.dtype), "x": ((size, depth), x.dtype)}
+    slot_bytes = sum(layout.tile_bytes(*shape) for shape in slot_shapes.values()) + 8 * runs * width
+    out_shape = (halves, stored, _HALF)
+    # Few rows leave registers for two programs on a multiprocessor.
+    room = layout.SHARED_MEMORY_BYTES // (2 if size <= _STORED else 1) - layout.tile_bytes(out_shape, "float32") - 8192
+    stages = max(2, min(_MAX_STAGES, room // slot_bytes))
+    runs_of_slots = (stages if run is not None else 1, runs, width)
+    smem = {
+        "codes": layout.tile_type((stages, width, depth), codes.dtype),
+        "x": layout.tile_type((stages, size, depth), x.dtype, 128 if run is None else min(128, 2 * run)),
+        "by_run": [plgpu.SMEM(runs_of_slots, array.dtype) for array in by_run],
+        "out": layout.tile_type(out_shape, jnp.float32),
+    }
+    barriers = {
+        "full": plgpu.Barrier(num_arrivals=2 + (0 if run is None else len(by_run)), num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=halves, num_barriers=stages),
+        "runs": plgpu.Barrier(num_arrivals=len(by_run)),
+    }
+    out = layout.launch(
+        multiply_codes,
+        out_type=jax.ShapeDtypeStruct((parts, num_rows, num_out), jnp.float32),
+        grid={"part": parts, "column": num_out // width, "tile": tiles},
+        scratch=(smem, barriers),
+        warpgroups=halves + 1,
+        own_barriers=True,
+        interpret=interpret,
+    )(codes, x, *by_run)
+    return functools.reduce(operator.add, [out[part] for part in range(parts)])
+
+
+def make_matmul(device: Device, interpret: Interpret = None) -> Matmul:
+    """The implementation for a device; it refuses all that are no Hopper GPUs. `interpret` runs it on a CPU.
+
+    Weights of numbers are XLA's, and so are int4 codes or zeros that meet rounded activations.
+    """
+
+    def refuses(use: MatmulUse) -> str | None:
+        remedy = "kernels.matmul: xla runs it"
+        if reason := layout.refuses_device(device):
+            return f"{reason}; {remedy}"
+        if use.storage is None:
+            return None
+        if use.dtype != "bfloat16":
+            return f"activations are {use.dtype}, but the GPU kernel takes bfloat16; set model.dtype to it, or {remedy}"
+        if use.storage.group is not None and use.storage.group % _LEAST_RUN:
+            return (
+                f"{use.storage.group} inputs share a scale on one device, but the GPU kernel takes multiples of "
+                f"{_LEAST_RUN}; lower parallel.tensor, or {remedy}"
+            )
+        return None
+
+    def convert(weight: Weight) -> Weight:
+        return _convert(weight, interpret) if isinstance(weight, CodedWeight) and _takes(weight) else weight
+
+    return Matmul(
+        name=NAME,
+        convert=convert,
+        shapes=lambda weight: jax.eval_shape(convert, weight),
+        refuses=refuses,
+    )
+
+
+def _takes(weight: CodedWeight) -> bool:
+    """Whether the kernel multiplies with a weight; one that is only looked up stays as it is."""
+    if weight.arithmetic.activations == "float":
+        return weight.num_in > 0
+    only_codes = weight.storage.code == "int8" and weight.storage.group is None and not weight.storage.zeros
+    return weight.num_in > 0 and only_codes and weight.arithmetic.block is None
+
+
+def _convert(weight: CodedWeight, interpret: Interpret) -> HopperCodes:
+    """Scales by input, then output; codes as they are."""
+    group = weight.storage.group
+    run = None if group is None else math.gcd(group, _DEPTH)
+    num_out = len(weight.out_shape)
+    repeats = 1 if group is None or run is None else group // run
+
+    @jax.jit
+    def by_run(array: Array) -> Array:
+        array = jnp.repeat(array, repeats, axis=-1)
+        return jnp.transpose(array, (*range(num_out, array.ndim), *range(num_out)))
+
+    return HopperCodes(
+        codes=weight.codes,
+        scales=by_run(weight.scales),
+        zeros=None if weight.zeros is None else by_run(weight.zeros.astype(jnp.bfloat16)),
+        num_in=weight.num_in,
+        run=run,
+        in_integers=weight.arithmetic.activations == "int8",
+        dtype=weight.dtype,
+        cut_over=weight.cut_over,
+        interpret=interpret,
+    )
