@@ -1,4 +1,4 @@
-"""Products of Hopper GPUs with codes: right in the interpreter, and compiled for an H200 without spilling a register."""
+"""Products of Hopper GPUs with codes: right in the interpreter, and compiled for an H200 without spilled registers."""
 
 import dataclasses
 
@@ -94,6 +94,29 @@ def test_rounded_activations_are_those_of_xla_and_what_is_not_finite_stays_in_it
     np.testing.assert_allclose(out[[0, 2, 4]], wanted[[0, 2, 4]], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("storage", "arithmetic", "activation", "size", "rows"),
+    [
+        (INT4, FLOAT, "silu", 64, 9),
+        pytest.param(INT8, FLOAT, "gelu_tanh", 128, 40, marks=pytest.mark.slow),
+        pytest.param(INT8, IN_INTEGERS, "silu", 64, 9, marks=pytest.mark.slow),
+        pytest.param(INT8, FLOAT, "gelu", 64, 9, marks=pytest.mark.slow),  # which the kernel does not know
+        pytest.param(INT8, FLOAT, "silu", 40, 9, marks=pytest.mark.slow),  # columns that no program has alone
+    ],
+    ids=str,
+)
+def test_gate_and_up_meet_where_their_products_end(storage, arithmetic, activation, size, rows):
+    weight = coded((2, size), (256,), storage, arithmetic)
+    converted, x = interpreted.convert(weight), rows_for(weight, rows)
+    gated = jax.jit(lambda weight, x: weight.multiply_gated(x, activation))
+    with watched() as watch:
+        out = gated(converted, x)
+        assert not watch.found_races()
+    wanted = np.asarray(gated(weight, x), np.float64)  # products in bfloat16, by XLA
+    assert out.dtype == jnp.bfloat16 and out.shape == (rows, size)
+    assert np.linalg.norm(np.asarray(out, np.float64) - wanted) <= 2e-3 * np.linalg.norm(wanted)
+
+
 def test_a_row_that_is_not_finite_spoils_no_other():
     weight = coded((64,), (128,), INT4)
     converted, x = interpreted.convert(weight), rows_for(weight, 9)
@@ -179,33 +202,34 @@ def test_the_check_at_start_finds_a_wrong_scale():
 
 def test_tiles_and_parts():
     assert [tile_rows(n) for n in (1, 8, 9, 64, 128, 129, 520)] == [8, 8, 16, 64, 128, 72, 104]
-    assert num_parts(4096, 1, 32) == 3 and num_parts(28672, 1, 32) == 1
-    assert num_parts(4096, 8, 32) == 1, "prompts fill the card with tiles of rows"
-    assert num_parts(64, 1, 2) == 2, "no part without a step"
+    assert num_parts(64, 32) == 2 and num_parts(224, 32) == 1
+    assert num_parts(1, 2) == 2, "no part without a step"
 
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(
-    ("code", "run", "zeros", "in_integers", "rows"),
+    ("code", "run", "zeros", "in_integers", "rows", "gated"),
     [
-        ("int4", 128, False, False, 64),
-        pytest.param("int4", 32, True, False, 513, marks=pytest.mark.slow),
-        pytest.param("int8", 64, False, False, 8, marks=pytest.mark.slow),
-        pytest.param("int8", None, False, False, 64, marks=pytest.mark.slow),
-        pytest.param("int8", None, False, True, 64, marks=pytest.mark.slow),
-        pytest.param("float8_e4m3fn", None, False, False, 128, marks=pytest.mark.slow),
+        ("int4", 128, False, False, 64, False),
+        pytest.param("int4", 32, True, False, 513, False, marks=pytest.mark.slow),
+        pytest.param("int4", 128, False, False, 128, True, marks=pytest.mark.slow),
+        pytest.param("int8", 64, False, False, 8, False, marks=pytest.mark.slow),
+        pytest.param("int8", None, False, False, 64, False, marks=pytest.mark.slow),
+        pytest.param("int8", None, False, True, 64, True, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", None, False, False, 128, False, marks=pytest.mark.slow),
     ],
 )
 def test_it_compiles_for_an_h200_without_spills_or_a_copy_of_the_codes(
-    code, run, zeros, in_integers, rows, monkeypatch
+    code, run, zeros, in_integers, rows, gated, monkeypatch
 ):
     num_out, depth = 4096, 14336
+    out_shape = (2, num_out // 2) if gated else (num_out,)
     there = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731
     runs = 1 if run is None else depth // run
     weight = HopperCodes(
-        codes=there(num_out, depth, dtype=Storage(code=code).dtype("gpu")),  # pyright: ignore[reportArgumentType]
-        scales=there(runs, num_out),  # pyright: ignore[reportArgumentType]
-        zeros=there(runs, num_out, dtype=jnp.bfloat16) if zeros else None,  # pyright: ignore[reportArgumentType]
+        codes=there(*out_shape, depth, dtype=Storage(code=code).dtype("gpu")),  # pyright: ignore[reportArgumentType]
+        scales=there(runs, *out_shape),  # pyright: ignore[reportArgumentType]
+        zeros=there(runs, *out_shape, dtype=jnp.bfloat16) if zeros else None,  # pyright: ignore[reportArgumentType]
         num_in=1,
         run=run,
         in_integers=in_integers,
@@ -216,7 +240,8 @@ def test_it_compiles_for_an_h200_without_spills_or_a_copy_of_the_codes(
         monkeypatch.setenv(name, value)
     with capture() as printed:
         x = there(rows, depth, dtype=jnp.bfloat16)
-        compiled = compile_for_h200(lambda weight, x: weight.multiply(x), weight, x)
+        multiply = lambda weight, x: weight.multiply_gated(x, "silu") if gated else weight.multiply(x)  # noqa: E731
+        compiled = compile_for_h200(multiply, weight, x)
     (kernel,) = kernels_of(printed[0])
     assert kernel["spill_bytes"] == 0 and not kernel.get("serialized"), kernel
     padded = -(-rows // tile_rows(rows)) * tile_rows(rows)
