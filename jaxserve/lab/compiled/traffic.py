@@ -64,6 +64,15 @@ def names_in_scope(module: Module, scope: str) -> frozenset[str]:
     return frozenset(i.name for i in module.computations[module.entry] if scope in i.scopes)
 
 
+def updates_in_place(i: Instruction, computations: Mapping[str, list[Instruction]]) -> bool:
+    """Whether a fusion's result takes the place of one of its operands."""
+    if i.op != "fusion":
+        return False
+    counter, (name,) = _Counter(computations, 1.0), i.called
+    inner = computations[name]
+    return any(counter.touched(inner, p.name)[1] for p in inner if p.op == "parameter")
+
+
 class _Counter:
     def __init__(self, computations: Mapping[str, list[Instruction]], hit_share: float) -> None:
         self.computations = computations
@@ -106,13 +115,13 @@ class _Counter:
         total, updated = 0, False
         for number, operand in enumerate(i.operands):
             whole = main_bytes(shapes.get(operand, ""))
-            touched, in_place = self._touched(inner, parameters[number])
+            touched, in_place = self.touched(inner, parameters[number])
             updated |= in_place and whole > 0
             total += whole if touched is None else min(whole, touched)
         # An update in place has counted what it wrote with its operand; its result is that operand.
         return total + (0 if updated else main_bytes(i.shape))
 
-    def _touched(self, inner: list[Instruction], parameter: str) -> tuple[int | None, bool]:
+    def touched(self, inner: list[Instruction], parameter: str) -> tuple[int | None, bool]:
         """Bytes of a parameter that a fusion touches, None for all of it; and whether it is updated in place."""
         if next(j for j in inner if j.name == parameter).is_root:
             return None, False  # passed on whole
@@ -121,7 +130,7 @@ class _Counter:
         total = 0
         for user in users:
             if user.op == "bitcast":
-                touched, in_place = self._touched(inner, user.name)
+                touched, in_place = self.touched(inner, user.name)
                 if touched is None or in_place:
                     return touched, in_place
                 total += touched
@@ -134,7 +143,7 @@ class _Counter:
                 nested = self.computations[name]
                 number = user.operands.index(parameter)
                 of = next(p.name for p in nested if p.op == "parameter" and f"parameter({number})" in p.text)
-                touched, in_place = self._touched(nested, of)
+                touched, in_place = self.touched(nested, of)
                 if touched is None or in_place:
                     return touched, in_place
                 total += touched

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.lab.compiled.collectives import Collective
+from jaxserve.lab.compiled.temporaries import Temporary
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class StepFacts:
     Attributes:
       compiled_layers: of the programs that were compiled; where they are fewer than the model's, the rest is extended.
       compile_seconds: for the whole model on this machine.
+      largest_temporary: of the arrays that the step makes, the largest; None: it makes none.
       argument_bytes: XLA's count of weights, state and inputs.
       predicted_argument_bytes: the same by arithmetic on shapes.
       flops: XLA's count; None where its compiler gives none.
@@ -116,6 +118,7 @@ class StepFacts:
     kernels: Mapping[str, int]
     collectives: tuple[Collective, ...]
     counted: CountedStep | None = None
+    largest_temporary: Temporary | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
