@@ -66,9 +66,11 @@ def apply_rules(
         )
         banned = shards.local_ids(banned, logits.shape[1])
         lines = jnp.arange(logits.shape[0])[:, None]
-        before = kept.at[lines, banned].get(mode="fill", fill_value=-jnp.inf)
         left = kept.at[lines, banned].set(-jnp.inf, mode="drop")
         has_any = shards.max(jnp.any(left > -jnp.inf, axis=1, keepdims=True).astype(jnp.int32)) > 0
+        # What was there comes from the logits: reading `kept` again would keep the scatter from writing in its place.
+        was_allowed = allowed.at[lines, banned].get(mode="fill", fill_value=False)
+        before = jnp.where(was_allowed, logits.at[lines, banned].get(mode="fill", fill_value=-jnp.inf), -jnp.inf)
         left = left.at[lines, banned].set(jnp.where(has_any, -jnp.inf, before), mode="drop")
         ids = shards.local_ids(jnp.where(has(Flag.BIAS), state.bias_ids[rows], NO_TOKEN), logits.shape[1])
         return left.at[lines, ids].add(state.bias_values[rows], mode="drop")

@@ -198,9 +198,9 @@ def _multiply(
 
         def copy_runs(first: Any, slot: Any, barrier: Any) -> None:
             for source, target in zip(by_run_refs, smem["by_run"], strict=True):
-                for at, to in pieces:
+                for which, (at, _) in enumerate(pieces):
                     piece = source.at[pl.ds(first, runs), pl.ds(at, width)]
-                    plgpu.copy_gmem_to_smem(piece, target.at[slot, :, pl.ds(to, width)], barrier)
+                    plgpu.copy_gmem_to_smem(piece, target.at[slot, which], barrier)
 
         def produce() -> None:
             if run is None:
@@ -225,7 +225,8 @@ def _multiply(
             own = pl.ds(half * _HALF, _HALF)
 
             def of_run(which: int, slot: Any, at: int) -> Array:
-                return layout.load(smem["by_run"][which].at[slot, at, own], _BY_COLUMN, interpret)
+                piece, columns = (half, pl.ds(0, _HALF)) if gated else (0, own)
+                return layout.load(smem["by_run"][which].at[slot, piece, at, columns], _BY_COLUMN, interpret)
 
             def less_zeros(wide: Array, slot: Any, at: int) -> Array:
                 if not has_zeros:
@@ -302,7 +303,7 @@ def _multiply(
     # Few rows leave registers for two programs on a multiprocessor.
     room = layout.SHARED_MEMORY_BYTES // (2 if size <= _STORED else 1) - others
     stages = max(2, min(_MAX_STAGES, room // slot_bytes))
-    of_slots = (1 if run is None else stages, runs, slot_columns)
+    of_slots = (1 if run is None else stages, slot_columns // width, runs, width)
     smem |= {
         "codes": layout.tile_type((stages, slot_columns, depth), codes.dtype),
         "x": layout.tile_type((stages, size, depth), x.dtype, 128 if run is None else min(128, 2 * run)),
