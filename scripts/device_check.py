@@ -12,6 +12,7 @@ Checks and times are one task: the inputs and the compiled program cost far more
 
 import argparse
 import dataclasses
+import functools
 import re
 import sys
 import tempfile
@@ -46,9 +47,14 @@ from kernel_runs import (
 )
 from rich.console import Console
 
-from jaxserve.kernels.cases import CASES, REAL, Case, Inputs
+from jaxserve.kernels.cases import CASES, CODED_MATMUL_CASES, REAL, Case, Inputs, MatmulCase
+from jaxserve.kernels.coded_weight import round_weight
+from jaxserve.kernels.matmul import Matmul, MatmulUse
+from jaxserve.kernels.ops import MATMUL
 from jaxserve.kernels.oracle import relative_error
 from jaxserve.kernels.paged_attention import PagedAttention, stored
+from jaxserve.kernels.self_check import matmul_error, matmul_limit
+from jaxserve.kernels.storage import array_bytes
 
 IMPLEMENTATIONS = {
     "gpu": ("mosaic_gpu", "xla_batched", "xla"),
@@ -63,6 +69,8 @@ BUDGET_S = {"gpu": 450, "tpu": 3600, "cpu": 450}
 # Mixes that are timed: of the main model, and of the others.
 TIMED = {MAIN: ("decode64", "prefill8k", "row128k", "busy")}
 TIMED_ELSE = ("decode64", "prefill8k")
+# Codes whose products are checked and timed; groups of XLA's are a loop.
+PRODUCTS = ("/int4-g128", "/int8", "/int8-a8", "/fp8")
 # How long a worker may stay in a stage. A kernel that hangs is in 'run'; in 'wait' others have the device.
 LIMITS_S = {"start": 120, "task": 30, "inputs": 90, "compile": 120, "wait": 400, "run": 25, "host": 120}
 LEDGER = Path(__file__).parents[1] / "benchmarks/kernel_ledger.json"
@@ -93,6 +101,11 @@ def plan(backend: str, implementations: Sequence[str], only: str) -> list[Task]:
     for name in targets:
         tasks += [_check(shorten(name), best), *_peers(shorten(name), backend)]
     tasks += [{"kind": "write", "case": shorten(name), "implementation": best} for name in written]
+    if backend == "gpu":  # beside XLA's, whose time says what the kernel is worth
+        products = [name for name in CODED_MATMUL_CASES if name.endswith(PRODUCTS)]
+        tasks += [
+            {"kind": "product", "case": name, "implementation": of} for name in products for of in ("mosaic_gpu", "xla")
+        ]
     tasks += [_check(shorten(name), best) for name in rest]
     tasks += [
         {"kind": "write", "case": shorten(name), "implementation": implementation}
@@ -143,6 +156,7 @@ class Worker:
             "rates": self._rates,
             "check": self._check,
             "write": self._write,
+            "product": self._product,
             "peer": self._peer,
         }
         return kinds[task["kind"]](task, channel)
@@ -227,6 +241,33 @@ class Worker:
             "gb_per_s": moved / seconds / 1e9,
         }
 
+    def _product(self, task: Task, channel: Channel) -> Result:
+        """The error of a product with codes against float64, and the time of one of several weights in turn."""
+        channel.stage("start")
+        case = CODED_MATMUL_CASES[task["case"]]
+        device = device_at_hand()
+        matmul = MATMUL.make(task["implementation"], device)
+        use = MatmulUse(dtype=case.dtype, num_devices=1, storage=case.storage, arithmetic=case.arithmetic)
+        if (refusal := matmul.refuses(use)) is not None:
+            return {"refused": refusal}
+        channel.stage("wait")
+        with self._turns.shared():
+            channel.stage("inputs")  # compiles, rounds the weight on the host and multiplies in float64
+            error, limit = matmul_error(matmul, case), matmul_limit(matmul, use)
+            layers = Products(case, matmul)
+        channel.stage("wait")
+        with self._turns.alone():
+            channel.stage("run")
+            seconds = seconds_per_call(layers.launch, LAYERS)
+        return {
+            "error": error,
+            "tolerance": limit,
+            "passed": error <= limit,
+            "ms": seconds * 1e3,
+            "gb_per_s": layers.weight_bytes / seconds / 1e9,
+            "tflop_per_s": 2 * case.rows * layers.num_codes / seconds / 1e12,
+        }
+
     def _start(self, task: Task, channel: Channel) -> tuple[Case, PagedAttention, str | None]:
         channel.stage("start")
         case = find_case(task["case"])
@@ -250,6 +291,24 @@ class Worker:
         if best is None:
             return {"refused": "no setting of it ran right", "settings": found}
         return _timed(case, best["ms"] / 1e3) | {"setting": best["setting"], "settings": found}
+
+
+class Products:
+    """One program that multiplies rows with each of `LAYERS` weights, which no cache holds together."""
+
+    def __init__(self, case: MatmulCase, matmul: Matmul) -> None:
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((case.rows, *case.in_shape), np.float32)
+        array = rng.standard_normal((*case.out_shape, *case.in_shape), np.float32)
+        assert case.storage is not None
+        coded = round_weight(array, len(case.in_shape), case.storage, case.dtype, case.arithmetic)
+        self.num_codes = coded.codes.size
+        self.weight_bytes = sum(array_bytes(leaf.size, leaf.dtype) for leaf in (coded.codes, coded.scales))
+        copies = [jax.tree.map(jnp.copy, coded) for _ in range(LAYERS)]
+        weights = [matmul.convert(copy) for copy in copies]
+        rows = jnp.asarray(x, case.dtype)
+        compiled = jax.jit(lambda weights, x: [w.multiply(x) for w in weights]).lower(weights, rows).compile()
+        self.launch = functools.partial(compiled, weights, rows)
 
 
 def _timed(case: Case, seconds: float) -> Result:
@@ -329,7 +388,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"no worker could start on {args.backend}:\n{results.found['rates']['failure']}")
         return 2
     show(found, Console(width=130))
-    return int(any("failure" in c or not c.get("passed", True) for c in found["checks"] + found["writes"]))
+    return int(
+        any("failure" in c or not c.get("passed", True) for c in found["checks"] + found["writes"] + found["products"])
+    )
 
 
 def main() -> None:

@@ -104,6 +104,7 @@ def summary(results: Results, unreached: Sequence[Task], ledger: Path | None = N
         "ceilings": ceilings,
         "checks": checks,
         "writes": list(results.of("write")),
+        "products": [r | _shares(r, ceilings) for r in results.of("product")],
         "peers": list(results.of("peer")),
         "targets": [*_targets(checks)],
         "unreached": [task["id"] for task in unreached],
@@ -159,7 +160,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     """The table, short enough for the end of a log: what is wrong, what was timed, the targets."""
     ceilings = found["ceilings"]
     ran = [c for c in found["checks"] if "passed" in c]
-    for result in [*found["checks"], *found["writes"], *found["peers"]]:
+    for result in [*found["checks"], *found["writes"], *found["products"], *found["peers"]]:
         if "failure" in result or not result.get("passed", True) or not result.get("repeats_alike", True):
             console.print(f"{result['id']}: {_verdict(result)}", markup=False, soft_wrap=True)
     table = Table(title="ms of one layer; share: of copy bandwidth (decode) or matrix rate", padding=(0, 0))
@@ -174,8 +175,9 @@ def show(found: dict[str, Any], console: Console) -> None:
         *own, beside, counted = ("" if x is None else f"{x:.3g}" for x in figures)
         table.add_row(c["case"], c["implementation"], f"{c['error']:.1e}", *own, peer or "", beside, counted)
     console.print(table)
-    for w in found["writes"]:
-        console.print(f"write {w['case']} {w['implementation']}: {_verdict(w)}", markup=False)
+    for kind, those in (("write", found["writes"]), ("product", found["products"])):
+        for w in those:
+            console.print(f"{kind} {w['case']} {w['implementation']}: {_verdict(w)}", markup=False)
     console.print({k: round(v, 1) for k, v in ceilings.items() if isinstance(v, float)})
     for target in found["targets"]:
         value = "not measured" if target["value"] is None else f"{target['value']:.3f}"

@@ -248,6 +248,36 @@ MATMUL_CASES: dict[str, MatmulCase] = {
 }
 
 
+# Of Llama-3.1-8B on one device; gate and up are of a quarter of it, since float64 holds them too.
+_CODED_SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "llama3.1-8b/qkv": ((8, 6, 128), (4096,)),
+    "llama3.1-8b/out": ((4096,), (32, 128)),
+    "llama3.1-8b-tp4/gate_up": ((2, 3584), (4096,)),
+    "llama3.1-8b/down": ((4096,), (14336,)),
+}
+_CODED: dict[str, tuple[Storage, Arithmetic]] = {
+    "int4-g128": (Storage(code="int4", group=128), FLOAT),
+    "int4-g32": (Storage(code="int4", group=32), FLOAT),
+    "int8": (Storage(code="int8"), FLOAT),
+    "int8-a8": (Storage(code="int8"), Arithmetic(activations="int8")),
+    "fp8": (Storage(code="float8_e4m3fn"), FLOAT),
+}
+CODED_MATMUL_CASES: dict[str, MatmulCase] = {
+    f"{name}/{rows}/{codes}": MatmulCase(
+        name=f"{name}/{rows}/{codes}",
+        rows=rows,
+        out_shape=out_shape,
+        in_shape=in_shape,
+        dtype="bfloat16",
+        storage=storage,
+        arithmetic=arithmetic,
+    )
+    for name, (out_shape, in_shape) in _CODED_SHAPES.items()
+    for rows in (1, 64, 520)
+    for codes, (storage, arithmetic) in _CODED.items()
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulCase:
     """Tokens that each go to `per_token` different ones of `of_experts` experts, and a device that has the first few.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage, largest_by_row, round_to_codes, scales_for
 from jaxserve.kernels.xla_matmul import DenseWeight
 
@@ -22,7 +22,7 @@ _LARGEST = 127.0  # magnitude of an int8 code of activations
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodedWeight:
+class CodedWeight(Weight):
     """A matrix [*out, *in], or a table [out, in] of rows, as codes.
 
     Attributes:
@@ -119,7 +119,7 @@ class CodedWeight:
         block = min(self.arithmetic.block or depth, depth)
         of_group = depth // len(scales)
         run = math.gcd(block, of_group) if self.arithmetic.block else of_group
-        rounded, x_scales = _round_activations(x, block, self.cut_over if self.arithmetic.block is None else ())
+        rounded, x_scales = round_activations(x, block, self.cut_over if self.arithmetic.block is None else ())
 
         def part(start: Array | int, size: int) -> Array:
             inputs = jax.lax.dynamic_slice_in_dim(rounded, start, size, axis=1)
@@ -160,10 +160,10 @@ def round_weight(
     )
 
 
-def _round_activations(
+def round_activations(
     x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
 ) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
-    """int8 codes, and a scale for each block of inputs: the largest magnitude over 127.
+    """int8 codes, and a scale for each block of inputs: the largest magnitude over 127, of all devices in `cut_over`.
 
     A block of zeros has the scale 0. One with a number that is not finite has a scale that is not either, and so has
     the row's product.

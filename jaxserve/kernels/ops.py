@@ -70,10 +70,11 @@ MATMUL: Op[Matmul, MatmulUse] = Op(
         {
             "xla": "jaxserve.kernels.xla_matmul:XLA_MATMUL",
             "mosaic_tpu": "jaxserve.kernels.pallas.tpu_matmul:make_matmul",
+            "mosaic_gpu": "jaxserve.kernels.pallas.gpu_matmul:make_matmul",
             "numba_cpu": "jaxserve.kernels.numba_matmul:make_matmul",
         },
     ),
-    preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")},
+    preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")},
     describe=str,
     cases=MATMUL_CASES,
     case_of=self_check.matmul_case,

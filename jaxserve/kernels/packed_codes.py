@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Int16, UInt8
 
 from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.kernels.cpu import machine_code, scratch
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.packed_weight import empty_panels
 
 STORED = ("int8", "int4")  # both in a byte each
@@ -27,7 +27,7 @@ LEAST_RUN = 16  # inputs
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedCodes:
+class PackedCodes(Weight):
     """A weight [*out, *in] of codes: row p * W + w of [out, in] is (panels[p, k // 4, w, k % 4] - z) * s in column k.
 
     Its scale and zero are those of its group: s = scales[p, k // group, w], and z is zeros[p, k // group, w], or 128

@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.cpu import machine_code
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 
 _ALIGNMENT = 64  # bytes, of buffers of XLA:CPU
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedWeight:
+class PackedWeight(Weight):
     """A weight [*out, *in] of which [p, k, w] is what row p * W + w of [out, in] has in column k.
 
     Of bfloat16, two columns lie side by side, as the instructions of processors take them: [p, k // 2, w, k % 2].

@@ -70,14 +70,20 @@ def _blocks(values: Float[Array, "R V"]) -> Float[Array, "R blocks size"]:
 
 
 def _block_maxima(blocks: Float[Array, "R blocks size"]) -> Float[Array, "R blocks"]:
+    """NaN counts as -inf."""
+    return lax.platform_dependent(blocks, cpu=_maxima_on_cpus, default=_maxima_of_numbers)
+
+
+def _maxima_of_numbers(blocks: Float[Array, "R blocks size"]) -> Float[Array, "R blocks"]:
+    """One pass on accelerators, where cleaning is part of the reduction."""
+    return jnp.max(jnp.where(jnp.isnan(blocks), -jnp.inf, blocks), axis=2)
+
+
+def _maxima_on_cpus(blocks: Float[Array, "R blocks size"]) -> Float[Array, "R blocks"]:
     found = jnp.max(blocks, axis=2)
     # The few maxima show any NaN in their blocks; cleaning first would write [R, V] once more in every step.
     return lax.cond(
-        jnp.any(jnp.isnan(found)),
-        lambda blocks, _: jnp.max(jnp.where(jnp.isnan(blocks), -jnp.inf, blocks), axis=2),
-        lambda _, found: found,
-        blocks,
-        found,
+        jnp.any(jnp.isnan(found)), lambda blocks, _: _maxima_of_numbers(blocks), lambda _, found: found, blocks, found
     )
 
 

@@ -54,31 +54,36 @@ def apply_rules(
     def has(wanted: Flag) -> Bool[Array, "R 1"]:
         return (flags & int(wanted) != 0)[:, None]
 
-    def ban(logits: Logits, token_ids: Int[Array, "R slots"]) -> Logits:
-        return _ban(logits, shards.local_ids(token_ids, logits.shape[1]))
-
-    def masked(logits: Logits) -> Logits:
+    def changed(logits: Logits) -> Logits:
+        """Masks, then bias: one pass over the logits, and scatters of a few entries in place."""
         allowed = _unpack_bits(state.allowed_mask[rows], logits.shape[1]) | ~has(Flag.ALLOWED)
         kept = jnp.where(allowed, logits, -jnp.inf)
-        left = ban(kept, jnp.where(has(Flag.MIN_TOKENS), state.stop_ids[rows], NO_TOKEN))
         num_output = context_lens - params[:, Field.PROMPT_LEN]
         recent = _with_ahead(state.recent[rows], ahead)
-        left = ban(left, _banned_word_ends(state.bad_words[rows], recent, num_output, has(Flag.BAD_WORDS)))
-        has_any = shards.max(jnp.any(left > -jnp.inf, axis=1, keepdims=True).astype(jnp.int32)) > 0
-        return jnp.where(has_any, left, kept)
-
-    def biased(logits: Logits) -> Logits:
-        ids = jnp.where(has(Flag.BIAS), state.bias_ids[rows], NO_TOKEN)
-        ids = shards.local_ids(ids, logits.shape[1])
+        banned = jnp.concatenate(
+            [
+                jnp.where(has(Flag.MIN_TOKENS), state.stop_ids[rows], NO_TOKEN),
+                _banned_word_ends(state.bad_words[rows], recent, num_output, has(Flag.BAD_WORDS)),
+            ],
+            axis=1,
+        )
+        banned = shards.local_ids(banned, logits.shape[1])
         lines = jnp.arange(logits.shape[0])[:, None]
-        return logits.at[lines, ids].add(state.bias_values[rows], mode="drop")
+        left = kept.at[lines, banned].set(-jnp.inf, mode="drop")
+        has_any = shards.max(jnp.any(left > -jnp.inf, axis=1, keepdims=True).astype(jnp.int32)) > 0
+        # What was there comes from the logits: reading `kept` again would keep the scatter from writing in its place.
+        was_allowed = allowed.at[lines, banned].get(mode="fill", fill_value=False)
+        before = jnp.where(was_allowed, logits.at[lines, banned].get(mode="fill", fill_value=-jnp.inf), -jnp.inf)
+        left = left.at[lines, banned].set(jnp.where(has_any, -jnp.inf, before), mode="drop")
+        ids = shards.local_ids(jnp.where(has(Flag.BIAS), state.bias_ids[rows], NO_TOKEN), logits.shape[1])
+        return left.at[lines, ids].add(state.bias_values[rows], mode="drop")
 
     def penalised(logits: Logits) -> Logits:
         return jnp.where(has(Flag.PENALTY), _penalise(logits, rows, params, state, shards, ahead), logits)
 
     masks = Flag.ALLOWED | Flag.BAD_WORDS | Flag.MIN_TOKENS
-    logits = lax.cond(any_row(masks), masked, lambda logits: logits, logits)
-    logits = lax.cond(any_row(Flag.BIAS), biased, lambda logits: logits, logits)
+    # Masks and bias stand behind one condition: a branch that returns its operand costs a copy of the logits.
+    logits = lax.cond(any_row(masks | Flag.BIAS), changed, lambda logits: logits, logits)
     return lax.cond(any_row(Flag.PENALTY), penalised, lambda logits: logits, logits)
 
 
@@ -125,12 +130,6 @@ def _banned_word_ends(
     equal = (begin == recent[:, None, :]) & generated[:, None, :]
     match = jnp.all((begin < 0) | equal, axis=2)
     return jnp.where(match & has_words, end, NO_TOKEN)
-
-
-def _ban(logits: Logits, token_ids: Int[Array, "R slots"]) -> Logits:
-    """-inf at the ids; ids outside of the vocabulary do nothing."""
-    lines = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[lines, token_ids].set(-jnp.inf, mode="drop")
 
 
 def _unpack_bits(words: Int[Array, "R W"], vocab_size: int) -> Bool[Array, "R V"]:

@@ -17,7 +17,7 @@ import tpu_peers
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from kernel_peers import PEER_TOLERANCE, Dense, NoPeerError
 from kernel_results import GIVE_UP, Results, summary
-from kernel_runs import find_case, prepare
+from kernel_runs import Turns, find_case, prepare
 
 from jaxserve.chips import CHIPS
 from jaxserve.kernels.cases import CASES, REAL
@@ -93,6 +93,38 @@ def test_bodies_that_misbehave_lose_only_their_own_case(tmp_path):
         "--json", record, "--resume", "--implementations", names[0], "--only", f"check/{SMALLEST}/small/"
     )
     assert status == 1 and len(json.loads(record.read_text())["results"]["checks"]) == 3, printed
+
+
+class Stages:
+    """Stands in for a channel."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def stage(self, name: str) -> None:
+        self.names.append(name)
+
+
+def test_products_with_codes_are_checked_and_timed(tmp_path, monkeypatch):
+    real = device_check.CODED_MATMUL_CASES["llama3.1-8b/down/64/int8"]
+    small = dataclasses.replace(real, rows=3, out_shape=(64,), in_shape=(128,), dtype="float32")
+    monkeypatch.setitem(device_check.CODED_MATMUL_CASES, "a/b/3/int8", small)
+    channel, worker = Stages(), device_check.Worker(Turns(tmp_path))
+    task = {"kind": "product", "case": "a/b/3/int8", "implementation": "xla"}
+    found = worker.handle(task, channel)  # pyright: ignore[reportArgumentType]
+    assert found["passed"] and found["error"] <= found["tolerance"] and found["ms"] > 0
+    assert "wait" in channel.names and channel.names[-1] == "run"
+    monkeypatch.setattr(device_check, "matmul_error", lambda *_: 1.0)
+    assert not worker.handle(task, channel)["passed"]  # pyright: ignore[reportArgumentType]
+    refused = worker.handle(task | {"implementation": "mosaic_gpu"}, channel)  # pyright: ignore[reportArgumentType]
+    assert "Hopper" in refused["refused"]
+
+
+def test_a_gpu_multiplies_codes_of_each_kind_beside_xla():
+    tasks = device_check.plan("gpu", device_check.IMPLEMENTATIONS["gpu"], "^product/")
+    named = {(task["case"].rpartition("/")[2], task["implementation"]) for task in tasks if task["kind"] == "product"}
+    assert named == {(c, of) for c in ("int4-g128", "int8", "int8-a8", "fp8") for of in ("mosaic_gpu", "xla")}
+    assert not any(t["kind"] == "product" for t in device_check.plan("tpu", device_check.IMPLEMENTATIONS["tpu"], ""))
 
 
 def test_a_budget_that_is_too_short_lists_what_was_not_reached(tmp_path):

@@ -16,6 +16,7 @@ for the hardware and once in plain array operations, and no kernel asks where it
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,10 +113,10 @@ def tile_type(shape: Sequence[int], dtype: jnp.dtype, max_swizzle: int = 128) ->
     The pattern interleaves `max_swizzle` bytes of a row, or as many as divide the row. Slices along a row have to be
     multiples of that.
     """
-    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if s <= max_swizzle and row_bytes % s == 0)
+    bits = dtype_bits(dtype)
+    swizzle = next(s for s in (128, 64, 32) if s <= max_swizzle and shape[-1] * bits % (8 * s) == 0)
     transforms = (
-        plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
+        plgpu.TilingTransform((8, 8 * swizzle // bits)),
         plgpu.SwizzleTransform(swizzle),
     )
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
@@ -123,10 +124,13 @@ def tile_type(shape: Sequence[int], dtype: jnp.dtype, max_swizzle: int = 128) ->
 
 def tile_bytes(shape: Sequence[int], dtype: jnp.dtype | str) -> int:
     """Shared memory of `tile_type(shape, dtype)`, which starts at a multiple of 1024 bytes."""
-    size = jnp.dtype(dtype).itemsize
-    for n in shape:
-        size *= n
+    size = math.prod(shape) * dtype_bits(dtype) // 8
     return -(-size // 1024) * 1024
+
+
+def dtype_bits(dtype: jnp.dtype | str) -> int:
+    """Bits of a number on a device; NumPy gives those of four a byte."""
+    return 4 if jnp.dtype(dtype) == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
 
 
 def copies_per_tile(page_size: int, tokens: int = TILE) -> int:
@@ -239,9 +243,11 @@ def load(ref: Any, layout: Any, interpret: Interpret) -> Array:
     return cast(ref[...], layout, interpret)
 
 
-def full(shape: Sequence[int], value: float, layout: Any, interpret: Interpret) -> Array:
-    """A float32 constant, as a loop carries it."""
-    return cast(jnp.full(tuple(shape), value, jnp.float32), layout, interpret)
+def full(
+    shape: Sequence[int], value: float, layout: Any, interpret: Interpret, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Array:
+    """A constant, as a loop carries it."""
+    return cast(jnp.full(tuple(shape), value, dtype), layout, interpret)
 
 
 def iota(shape: Sequence[int], axis: int, layout: Any, interpret: Interpret) -> Array:
@@ -307,7 +313,8 @@ def _turned(ref: Any, transpose: bool) -> Any:
 
 def _dot(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> Array:
     x, y = a[...], b[...]
-    return jnp.dot(x.T if transpose_a else x, y.T if transpose_b else y, preferred_element_type=jnp.float32)
+    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return jnp.dot(x.T if transpose_a else x, y.T if transpose_b else y, preferred_element_type=sums)
 
 
 def store_transposed(ref: Any, x: Array, interpret: Interpret) -> None:
@@ -321,6 +328,18 @@ def store_transposed(ref: Any, x: Array, interpret: Interpret) -> None:
 def widen(x: Array) -> Array:
     """Numbers of 8 bits as bfloat16, exactly. Hopper converts them to float16 only, so this goes by way of float32."""
     return x.astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def widened_codes(ref: Any, interpret: Interpret) -> Array:
+    """Codes of 4 or 8 bits in shared memory as bfloat16 (layout WGMMA), exactly.
+
+    They are read 32 bits at a time, and change places between threads while they are narrow.
+    """
+    codes = ref[...]
+    if interpret is None:
+        wide = plgpu.Layout.WGMMA_UPCAST_4X if codes.dtype == jnp.int4 else plgpu.Layout.WGMMA_UPCAST_2X
+        codes = plgpu.layout_cast(plgpu.layout_cast(codes, wide), plgpu.Layout.WGMMA)
+    return widen(codes) if jnp.isdtype(codes.dtype, "real floating") else codes.astype(jnp.bfloat16)
 
 
 def soft_capped(scores: Array, cap: float) -> Array:

@@ -8,7 +8,7 @@ array. On decode, where bytes are time, that is more than twice the truth.
 import re
 from collections.abc import Mapping
 
-from jaxserve.kernels.pallas import tpu_matmul
+from jaxserve.kernels.pallas import gpu_matmul, tpu_matmul
 from jaxserve.runtime.hlo import Instruction, Module, all_bytes, arrays_of, dims_of, main_bytes, parse_hlo
 
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
@@ -16,8 +16,8 @@ _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "consta
 _PICKS = frozenset(("gather", "dynamic-slice", "slice"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _GPU_PRODUCT = "multiply_tile"  # the kernel of `kernels.pallas.gpu_grouped_matmul`
-_CODES_PRODUCT = "grouped_codes"  # the kernel of `kernels.pallas.tpu_matmul`
-_ROW_BLOCK = tpu_matmul.MAX_ROWS
+_TPU_CODES = "grouped_codes"  # the kernel of `kernels.pallas.tpu_matmul`
+_GPU_CODES = "multiply_codes"  # the kernel of `kernels.pallas.gpu_matmul`
 _PRODUCT_SCOPES = frozenset(("gate_up", "down"))  # of the products of `models.experts`
 
 
@@ -46,7 +46,7 @@ def weight_kernels(module: Module) -> frozenset[str]:
 
 def is_weight_kernel(i: Instruction) -> bool:
     """Whether a kernel of products runs here, of experts or of codes."""
-    return is_grouped_product(i) or i.kernel == _CODES_PRODUCT
+    return is_grouped_product(i) or i.kernel in (_TPU_CODES, _GPU_CODES)
 
 
 def is_grouped_product(i: Instruction) -> bool:
@@ -64,6 +64,15 @@ def names_in_scope(module: Module, scope: str) -> frozenset[str]:
     return frozenset(i.name for i in module.computations[module.entry] if scope in i.scopes)
 
 
+def updates_in_place(i: Instruction, computations: Mapping[str, list[Instruction]]) -> bool:
+    """Whether a fusion's result takes the place of one of its operands."""
+    if i.op != "fusion":
+        return False
+    counter, (name,) = _Counter(computations, 1.0), i.called
+    inner = computations[name]
+    return any(counter.touched(inner, p.name)[1] for p in inner if p.op == "parameter")
+
+
 class _Counter:
     def __init__(self, computations: Mapping[str, list[Instruction]], hit_share: float) -> None:
         self.computations = computations
@@ -78,7 +87,7 @@ class _Counter:
         if i.op in _FREE or i.op.endswith(("-done", "-update")):
             return 0
         if i.op == "custom-call":
-            if i.kernel == _CODES_PRODUCT:
+            if i.kernel in (_TPU_CODES, _GPU_CODES):
                 return _codes_bytes(i, shapes)
             return _product_bytes(i, shapes, self.hit_share) if is_grouped_product(i) else _kernel_bytes(i, shapes)
         if i.op == "fusion":
@@ -106,13 +115,13 @@ class _Counter:
         total, updated = 0, False
         for number, operand in enumerate(i.operands):
             whole = main_bytes(shapes.get(operand, ""))
-            touched, in_place = self._touched(inner, parameters[number])
+            touched, in_place = self.touched(inner, parameters[number])
             updated |= in_place and whole > 0
             total += whole if touched is None else min(whole, touched)
         # An update in place has counted what it wrote with its operand; its result is that operand.
         return total + (0 if updated else main_bytes(i.shape))
 
-    def _touched(self, inner: list[Instruction], parameter: str) -> tuple[int | None, bool]:
+    def touched(self, inner: list[Instruction], parameter: str) -> tuple[int | None, bool]:
         """Bytes of a parameter that a fusion touches, None for all of it; and whether it is updated in place."""
         if next(j for j in inner if j.name == parameter).is_root:
             return None, False  # passed on whole
@@ -121,7 +130,7 @@ class _Counter:
         total = 0
         for user in users:
             if user.op == "bitcast":
-                touched, in_place = self._touched(inner, user.name)
+                touched, in_place = self.touched(inner, user.name)
                 if touched is None or in_place:
                     return touched, in_place
                 total += touched
@@ -134,7 +143,7 @@ class _Counter:
                 nested = self.computations[name]
                 number = user.operands.index(parameter)
                 of = next(p.name for p in nested if p.op == "parameter" and f"parameter({number})" in p.text)
-                touched, in_place = self._touched(nested, of)
+                touched, in_place = self.touched(nested, of)
                 if touched is None or in_place:
                     return touched, in_place
                 total += touched
@@ -160,12 +169,20 @@ def _product_bytes(i: Instruction, shapes: Mapping[str, str], hit_share: float) 
 
 
 def _codes_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
-    """A product with codes: rows [G, T, g] once, the codes and their scales once for each block of rows.
+    """A product with codes: rows once, the codes and their scales once for each block of rows.
 
-    Its cost estimate knows nothing of codes that were copied into fast memory before, which then counted twice.
+    A TPU kernel's cost estimate knows nothing of codes that were copied into fast memory before, which then counted
+    twice; a GPU kernel has none.
     """
-    rows, *weights = (shapes[operand] for operand in i.operands)
-    turns = -(-dims_of(rows)[1] // _ROW_BLOCK)
+    weights = [shapes[operand] for operand in i.operands]
+    if i.kernel == _TPU_CODES:
+        rows, block = weights.pop(0), tpu_matmul.MAX_ROWS  # [G, T, g]
+        num_rows = dims_of(rows)[1]
+    else:
+        rows = weights.pop(1)  # [T, K]
+        num_rows = dims_of(rows)[0]
+        block = gpu_matmul.tile_rows(num_rows)
+    turns = -(-num_rows // block)
     return main_bytes(i.shape) + main_bytes(rows) + turns * sum(map(main_bytes, weights))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.lab.compiled.collectives import Collective
+from jaxserve.lab.compiled.temporaries import Temporary
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class StepFacts:
       width: tokens that each row feeds in a decode step: 1, or more with drafts.
       compiled_layers: of the programs that were compiled; where they are fewer than the model's, the rest is extended.
       compile_seconds: for the whole model on this machine.
+      largest_temporary: of the arrays that the step makes, the largest; None: it makes none.
       argument_bytes: XLA's count of weights, state and inputs.
       predicted_argument_bytes: the same by arithmetic on shapes.
       flops: XLA's count; None where its compiler gives none.
@@ -118,6 +120,7 @@ class StepFacts:
     collectives: tuple[Collective, ...]
     counted: CountedStep | None = None
     width: int = 1
+    largest_temporary: Temporary | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

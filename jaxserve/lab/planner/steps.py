@@ -18,6 +18,7 @@ from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.compiled.ahead import AbsentModel, compile_stage, place_ahead
 from jaxserve.lab.compiled.collectives import Collective, count_collectives
+from jaxserve.lab.compiled.temporaries import largest_temporaries
 from jaxserve.lab.compiled.traffic import kernel_calls, memory_traffic, names_in_scope, weight_kernels
 from jaxserve.lab.planner.count import StepCounter
 from jaxserve.lab.planner.report import CountedStep, StepFacts
@@ -184,6 +185,7 @@ def _read(
         collectives=count_collectives(module, stage.mesh.size),
         counted=None if counter is None else counter.count(module, bucket, stage.partition.local),
         width=bucket.width,
+        largest_temporary=next(iter(largest_temporaries(module)), None),
     )
 
 
