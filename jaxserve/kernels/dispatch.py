@@ -11,6 +11,7 @@ implementation that the log names is the one that runs.
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from jaxserve.errors import ConfigError
@@ -85,11 +86,19 @@ class Op(Generic[I, U]):
     error: Callable[[I, Any], float]
     limit: Callable[[I, U], float]
 
-    def resolve(self, *, device: Device, uses: Sequence[U] = (), choice: str | I = "auto") -> I:
+    def resolve(
+        self,
+        *,
+        device: Device,
+        uses: Sequence[U] = (),
+        choice: str | I = "auto",
+        unready: Mapping[str, str] = MappingProxyType({}),
+    ) -> I:
         """The implementation that runs on `device`.
 
         `choice` is 'auto', a known name, 'package.module:NAME', or the implementation itself. `uses` are what it will
-        be asked for, checked here.
+        be asked for, checked here. `unready`: names that 'auto' passes over, since their `prepare` failed, with the
+        reasons.
 
         Raises ConfigError when the backend or the name is unknown, or the implementation named cannot run a use, or
         when 'auto' finds none.
@@ -99,7 +108,7 @@ class Op(Generic[I, U]):
         for use in uses:
             self.validate(use)
         if isinstance(choice, str) and choice == "auto":
-            return self._best(device, uses)
+            return self._best(device, uses, unready)
         found = self.make(choice, device)
         if refusals := _refusals(found, uses):
             raise ConfigError(
@@ -118,9 +127,12 @@ class Op(Generic[I, U]):
             )
         return made
 
-    def _best(self, device: Device, uses: Sequence[U]) -> I:
+    def _best(self, device: Device, uses: Sequence[U], unready: Mapping[str, str]) -> I:
         passed_over = []
         for name in self.preferred[device.backend]:
+            if name in unready:
+                passed_over.append(f"{name!r} cannot be made ready ({unready[name]})")
+                continue
             found = self.make(name, device)
             refusals = _refusals(found, uses)
             if refusals:

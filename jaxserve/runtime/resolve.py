@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.chips import canonical_kind
 from jaxserve.config.schema import Config
-from jaxserve.errors import ConfigError
-from jaxserve.kernels.dispatch import Device, I, Op, U
+from jaxserve.errors import ConfigError, KernelsUnavailable
+from jaxserve.kernels.dispatch import Device, I, Implementation, Op, U
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import GROUPED_MATMUL
@@ -141,14 +141,27 @@ def choose(
 ) -> I:
     """The implementation of `op` that the config names, or the best one, ready and checked on `device`.
 
-    Raises ConfigError as `Op.resolve` and `Op.check` do.
+    Where its kernels cannot be compiled here, 'auto' takes the next one, with a warning. Raises ConfigError as
+    `Op.resolve` and `Op.check` do, and KernelsUnavailable for kernels that the config names.
     """
-    described, uses = describe(device), tuple(dict.fromkeys(uses))
-    found = op.resolve(device=described, uses=uses, choice=getattr(config.kernels, op.name))
-    for use in uses:
-        found.prepare(use)
+    described, uses, choice = describe(device), tuple(dict.fromkeys(uses)), getattr(config.kernels, op.name)
+    found = op.resolve(device=described, uses=uses, choice=choice)
+    try:
+        _prepare(found, uses)
+    except KernelsUnavailable as error:
+        if choice != "auto":
+            raise
+        failed, unready = found.name, {found.name: str(error)}
+        found = op.resolve(device=described, uses=uses, unready=unready)
+        logger.warning("%s: %r takes the place of %r, and is slower: %s", op.name, found.name, failed, error)
+        _prepare(found, uses)
     if config.kernels.self_check and found.name != op.reference:
         with jax.default_device(device):
             error = max(op.check(found, use, described) for use in uses)
         logger.info("%s: %r is right to %.1e on this device", op.name, found.name, error)
     return found
+
+
+def _prepare(implementation: Implementation, uses: Sequence[object]) -> None:
+    for use in uses:
+        implementation.prepare(use)

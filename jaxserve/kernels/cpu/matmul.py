@@ -63,17 +63,17 @@ _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_
 
 def matmul_float32(frame: Any) -> int:
     """(x [T, in], panels [out / W, in, W]) -> out [T, out]."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
+        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
         _work_float32(state)
-    return 0
+    return error
 
 
 def matmul_bfloat16(frame: Any) -> int:
     """(x [T, in], panels [out / W, in / 2, W, 2]) -> out [T, out]; x and panels are bfloat16."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
+        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
         _work_bfloat16(state)
-    return 0
+    return error
