@@ -9,6 +9,7 @@ since one that is shared or slow shows in them.
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
@@ -23,10 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxserve.kernels.coded_weight import round_weight
 from jaxserve.kernels.cpu.target import find_target
 from jaxserve.kernels.matmul import Weight
-from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes
+from jaxserve.kernels.packed_codes import BLOCK
+from jaxserve.kernels.packed_codes import pack as pack_code_weight
 from jaxserve.kernels.packed_weight import pack
+from jaxserve.kernels.storage import Arithmetic, Storage
 from jaxserve.lab.bench.rates import machine_rates
 
 IN, OUT, WEIGHTS = 768, 4096, 24  # 302 MB of float32: far more than any cache, as in a model
@@ -58,12 +62,10 @@ def lay_panels(w: Array) -> Weight:
     return pack(w, 1, find_target().width)
 
 
-def lay_codes(w: Array, group: int | None, block: int | None) -> PackedCodes:
-    """Codes by rounding to nearest, with one scale for each output and group."""
-    grouped = np.asarray(w, np.float32).reshape(OUT, -1, group or IN)
-    scales = np.abs(grouped).max(axis=2) / 127
-    codes = np.rint(grouped / scales[..., None]).astype(np.int8).reshape(OUT, IN)
-    return pack_codes(codes, scales, (OUT,), (IN,), group, find_target().width, block=block)
+def lay_codes(w: Array, storage: Storage, block: int | None) -> Weight:
+    """Codes by rounding to nearest."""
+    rounded = round_weight(np.asarray(w), 1, storage, "float32", Arithmetic(block=block))
+    return pack_code_weight(rounded, find_target().width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,22 @@ FORMS = (
     Form(name="packed", product=packed, lay=lay_panels),
     Form(name="right, out x in", product=right_out_in, lay=lambda w: w, dtype="bfloat16"),
     Form(name="packed", product=packed, lay=lay_panels, dtype="bfloat16"),
-    Form(name="packed", product=packed, lay=lambda w: lay_codes(w, None, None), storage="int8"),
-    Form(name="packed, rounded rows", product=packed, lay=lambda w: lay_codes(w, None, BLOCK), storage="int8"),
-    Form(name="packed, rounded rows", product=packed, lay=lambda w: lay_codes(w, 32, BLOCK), storage="int8, groups 32"),
+    *(
+        Form(
+            name="packed" if block is None else "packed, rounded rows",
+            product=packed,
+            lay=functools.partial(lay_codes, storage=Storage(code=code, group=group), block=block),
+            storage=code if group is None else f"{code}, groups {group}",
+        )
+        for code, group, block in (
+            ("int8", None, None),
+            ("int8", None, BLOCK),
+            ("int8", 32, BLOCK),
+            ("int4", 128, None),
+            ("int4", 128, BLOCK),
+            ("int4", 32, BLOCK),
+        )
+    ),
 )
 
 

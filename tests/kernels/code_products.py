@@ -87,16 +87,18 @@ class Given:
         group: int | None = None,
         zeros: bool = False,
         block: int | None = BLOCK,
+        code: str = "int8",
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
         groups = 1 if group is None else -(-depth // group)
         self.group, self.block, self.depth = group, block, depth
-        self.codes = rng.integers(-128, 128, (num_out, depth)).astype(np.int8)
+        most = {"int8": 128, "int4": 8}[code]
+        self.codes = rng.integers(-most, most, (num_out, depth)).astype(np.int8)
         self.scales = rng.uniform(0.5, 2, (num_out, groups)).astype(np.float32)
-        self.zeros = rng.integers(-128, 129, (num_out, groups)) if zeros else None
+        self.zeros = rng.integers(-most, most + 1, (num_out, groups)) if zeros else None
         self.packed: PackedCodes = pack_codes(
-            self.codes, self.scales, (num_out,), (depth,), group, width, zeros=self.zeros, block=block
+            self.codes, self.scales, (num_out,), (depth,), group, width, code=code, zeros=self.zeros, block=block
         )
 
     def product(self, x: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ WIDTH = find_target().width
 ROWS = (1, 2, 7, 8, 9, 16, 17, 64)
 DEPTHS = (128, 160, 768, 33)  # of blocks alone, with part of one, of several, and no multiple of four
 GROUPS = (None, 32, 64, 128, 96, 256)
+CODES = ("int8", "int4")
 BLOCKS = (BLOCK, None)  # rows are rounded, or multiplied as they are
 multiply = jax.jit(PackedCodes.multiply)
 
@@ -27,28 +28,42 @@ def check(given: Given, x: np.ndarray) -> None:
     np.testing.assert_array_equal(out.view(np.uint32), given.product(x).view(np.uint32))
 
 
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros):
+def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros, code):
     for group in GROUPS:
-        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros)
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, code=code)
         for rows in ROWS if group in (None, 64) else (9,):
             check(given, make_x(rows, depth))
 
 
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros):
+def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros, code):
     for group in (None, 16, 128):
-        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None)
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None, code=code)
         for rows in (1, 2, 7, 17) if group is None else (9,):
             check(given, make_x(rows, depth))
 
 
-def test_many_rows():
+@pytest.mark.parametrize("code", CODES)
+def test_many_rows(code):
     """More than one worker rounds them."""
-    given = Given(3 * WIDTH, 160, WIDTH, group=32)
+    given = Given(3 * WIDTH, 160, WIDTH, group=32, code=code)
     check(given, make_x(513, 160))
+
+
+def test_codes_of_four_bits_have_half_the_bytes_and_the_bits_that_a_byte_each_gives():
+    for group, zeros, block in ((None, False, BLOCK), (32, True, BLOCK), (64, True, None)):
+        four = Given(2 * WIDTH + 11, 160, WIDTH, group=group, zeros=zeros, block=block, code="int4")
+        shapes = ((len(four.codes),), (160,), group, WIDTH)
+        eight = pack_codes(four.codes, four.scales, *shapes, zeros=four.zeros, block=block)
+        assert four.packed.panels.nbytes * 2 == eight.panels.nbytes
+        for rows in (1, 9):
+            x = make_x(rows, 160)
+            np.testing.assert_array_equal(multiply(four.packed, x), multiply(eight, x))
 
 
 def test_rounding_costs_no_more_than_its_half_steps():
@@ -63,8 +78,9 @@ def test_rounding_costs_no_more_than_its_half_steps():
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_row_has_the_same_bits_alone_and_in_any_crowd(block, zeros, group):
-    given = Given(3 * WIDTH + 5, 160, WIDTH, group=group, zeros=zeros, block=block)
+@pytest.mark.parametrize("code", CODES)
+def test_a_row_has_the_same_bits_alone_and_in_any_crowd(code, block, zeros, group):
+    given = Given(3 * WIDTH + 5, 160, WIDTH, group=group, zeros=zeros, block=block, code=code)
     x = make_x(130, 160)
     crowd = np.asarray(multiply(given.packed, x))
     for first in (0, 64, 114):
@@ -117,8 +133,9 @@ def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group", [None, 16])
-def test_take_gives_the_rows_of_the_weight(group, zeros):
-    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros)
+@pytest.mark.parametrize("code", CODES)
+def test_take_gives_the_rows_of_the_weight(code, group, zeros):
+    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros, code=code)
     size = len(given.codes)
     taken = jax.jit(PackedCodes.take)(given.packed, np.asarray([0, size - 1, 5, 4 * WIDTH]))
     weight = given.weight().astype(np.float32)
@@ -135,12 +152,14 @@ def test_axes_of_several_sizes_and_rows_of_bfloat16():
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_shapes_are_known_before_the_numbers(zeros):
-    given = Given(70, 160, WIDTH, group=64, zeros=zeros)
-    shape = packed_codes_shape((70,), (160,), 64, WIDTH, zeros=zeros)
+@pytest.mark.parametrize("code", CODES)
+def test_shapes_are_known_before_the_numbers(code, zeros):
+    given = Given(70, 160, WIDTH, group=64, zeros=zeros, code=code)
+    shape = packed_codes_shape((70,), (160,), 64, WIDTH, code=code, zeros=zeros)
     assert jax.tree.structure(shape) == jax.tree.structure(given.packed)
     leaves = jax.tree.leaves(given.packed)
     assert [(a.shape, a.dtype) for a in jax.tree.leaves(shape)] == [(a.shape, a.dtype) for a in leaves]
     assert [len(axes) for axes in given.packed.leaf_axes(("out", "in"))] == [a.ndim for a in leaves]
     panels, scales = np.asarray(given.packed.panels), np.asarray(given.packed.scales)
-    assert (panels[2, :, 70 - 2 * WIDTH :] == 128).all() and (scales[2, :, 70 - 2 * WIDTH :] == 0).all()
+    middle = {"int8": 128, "int4": 0x88}[code]
+    assert (panels[2, :, 70 - 2 * WIDTH :] == middle).all() and (scales[2, :, 70 - 2 * WIDTH :] == 0).all()

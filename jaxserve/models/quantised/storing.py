@@ -36,10 +36,12 @@ class Recipe:
 
 
 _ROW_INT8, _ROW_FP8 = Storage(code="int8"), Storage(code="float8_e4m3fn")
+_GROUP_INT4, _ROUNDED = Storage(code="int4", group=_GROUP), Arithmetic(activations="int8")
 RECIPES: dict[str, Recipe] = {
     "int8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=FLOAT),
-    "int8-a8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=Arithmetic(activations="int8")),
-    "int4": Recipe(layers=Storage(code="int4", group=_GROUP), head=_ROW_INT8, activations=FLOAT),
+    "int8-a8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=_ROUNDED),
+    "int4": Recipe(layers=_GROUP_INT4, head=_ROW_INT8, activations=FLOAT),
+    "int4-a8": Recipe(layers=_GROUP_INT4, head=_ROW_INT8, activations=_ROUNDED),
     "fp8": Recipe(layers=_ROW_FP8, head=_ROW_FP8, activations=FLOAT),
 }
 

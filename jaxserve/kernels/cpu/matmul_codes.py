@@ -1,4 +1,4 @@
-"""Rows times eight-bit codes with scales: the machine code behind `kernels.packed_codes`.
+"""Rows times integer codes with scales: the machine code behind `kernels.packed_codes`.
 
 Rows are rounded to eight bits, once in a call, or multiplied as they are. A work item is one panel of codes, as in
 `matmul`. Shapes, layouts and the arithmetic are those of `PackedCodes`; `code_runs` multiplies one run.
@@ -25,7 +25,7 @@ from jaxserve.kernels.cpu.call import (
     take,
     words,
 )
-from jaxserve.kernels.cpu.code_runs import run_product
+from jaxserve.kernels.cpu.code_runs import line_inputs, run_product
 from jaxserve.kernels.cpu.rounding import largest_size, round_vectors
 from jaxserve.kernels.cpu.scratch import BLOCK, FIRST_WORD, MAX_WORKERS, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function, fetch_add, pointer
@@ -41,22 +41,23 @@ _PART = 8192  # numbers of the rows that a worker rounds at a time
 
 # Words of a call: addresses, then sizes. Rows begin at `_ROWS_AT`, `_ROW_BYTES` apart: rounded ones where they are.
 _X, _PANELS, _SCALES, _ZEROS, _OUT, _ROWS_AT, _X_SCALES, _SUMS = range(FIRST_WORD, FIRST_WORD + 8)
-_ROWS, _DEPTH, _COLUMNS, _STEPS, _GROUPS, _RUN, _RUNS, _RUNS_OF_SCALE, _ROW_BYTES = range(
-    FIRST_WORD + 8, FIRST_WORD + 17
+_ROWS, _DEPTH, _COLUMNS, _STEPS, _INPUTS, _GROUPS, _RUN, _RUNS, _RUNS_OF_SCALE, _ROW_BYTES = range(
+    FIRST_WORD + 8, FIRST_WORD + 18
 )
-_PARTS, _BEGUN_PARTS, _ENDED_PARTS = range(FIRST_WORD + 17, FIRST_WORD + 20)
+_PARTS, _BEGUN_PARTS, _ENDED_PARTS = range(FIRST_WORD + 18, FIRST_WORD + 21)
 
 
 @njit
-def _begin(frame: Any, shared: Any, rounded: bool, zeros: int) -> int:
+def _begin(frame: Any, shared: Any, rounded: bool, zeros: int, codes_kind: Any) -> int:
     shared[_X], shared[_PANELS], shared[_SCALES] = operand(frame, 0), operand(frame, 1), operand(frame, 2)
     shared[_ZEROS], shared[_OUT] = operand(frame, 2 + zeros), result(frame, 0)
     rows, depth, panels, steps = size_of(frame, 0, 0), size_of(frame, 0, 1), size_of(frame, 1, 0), size_of(frame, 1, 1)
     given = integers(operand(frame, 3 + zeros), 5)
     run = np.int64(given[0])
     shared[_ROWS], shared[_DEPTH], shared[_COLUMNS], shared[_STEPS] = rows, depth, panels * _WIDTH, steps
+    shared[_INPUTS] = steps * line_inputs(codes_kind)
     shared[_GROUPS], shared[_RUN], shared[_RUNS_OF_SCALE] = size_of(frame, 2, 1), run, given[1]
-    shared[_RUNS] = (4 * steps + run - 1) // run
+    shared[_RUNS] = (shared[_INPUTS] + run - 1) // run
     if rounded:
         scratch = result(frame, 1)
         shared[_ROWS_AT], shared[_ROW_BYTES] = scratch, given[2]
@@ -75,7 +76,7 @@ def _codes(address: int, count: int) -> Any:
 @njit(error_model="numpy")
 def _round_row(shared: Any, row: int) -> None:
     """Codes of one row, with the scales of its blocks and the sums of its runs."""
-    depth, padded, run, runs = shared[_DEPTH], 4 * shared[_STEPS], shared[_RUN], shared[_RUNS]
+    depth, padded, run, runs = shared[_DEPTH], shared[_INPUTS], shared[_RUN], shared[_RUNS]
     blocks = (padded + BLOCK - 1) // BLOCK
     x, codes_at = shared[_X] + row * depth * 4, shared[_ROWS_AT] + row * shared[_ROW_BYTES]
     numbers, bits, codes = floats(x, depth), integers(x, depth), _codes(codes_at, padded)
@@ -135,9 +136,12 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
     size, one_run = row_steps[0], run_product(row_steps[0], panels, _TARGET)
 
     @njit
-    def block(shared: Any, panel: int, row: int, ahead: int, ahead_step: int, x_kind: Any, zeros_kind: Any) -> None:
+    def block(shared: Any, panel: int, row: int, ahead: int, ahead_step: int, kinds: Any) -> None:
+        x_kind, zeros_kind, codes_kind = kinds
         all_steps, groups, columns, runs = shared[_STEPS], shared[_GROUPS], shared[_COLUMNS], shared[_RUNS]
-        row_bytes, run_steps, blocks = shared[_ROW_BYTES], shared[_RUN] // 4, (4 * all_steps + BLOCK - 1) // BLOCK
+        row_bytes, blocks = shared[_ROW_BYTES], (shared[_INPUTS] + BLOCK - 1) // BLOCK
+        inputs = line_inputs(codes_kind)
+        run_steps = shared[_RUN] // inputs
         strides = (all_steps * 4 * _WIDTH, groups * _WIDTH * 4, groups * _WIDTH * 2)
         x, codes = shared[_ROWS_AT] + row * row_bytes, shared[_PANELS] + panel * strides[0]
         scales, zeros = shared[_SCALES] + panel * strides[1], shared[_ZEROS] + panel * strides[2]
@@ -147,14 +151,14 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
             begin = number * run_steps
             group = number // shared[_RUNS_OF_SCALE]
             one_run(
-                x + begin * 4 * bytes_of(x_kind),
+                x + begin * inputs * bytes_of(x_kind),
                 row_bytes,
                 codes + begin * 4 * _WIDTH,
                 min(run_steps, all_steps - begin),
                 sums + number * 4,
                 runs * 4,
                 zeros + group * _WIDTH * 2,
-                x_scales + begin * 4 // BLOCK * 4,
+                x_scales + begin * inputs // BLOCK * 4,
                 blocks * 4,
                 scales + group * _WIDTH * 4,
                 out,
@@ -165,20 +169,19 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
                 ahead_step,
                 x_kind,
                 zeros_kind,
+                codes_kind,
             )
 
     smaller = _rows_product(row_steps[1:], panels)
 
     @njit
-    def product_in_blocks(
-        shared: Any, panel: int, row: int, ahead: int, ahead_step: int, x_kind: Any, zeros_kind: Any
-    ) -> None:
+    def product_in_blocks(shared: Any, panel: int, row: int, ahead: int, ahead_step: int, kinds: Any) -> None:
         while row + size <= shared[_ROWS]:
-            block(shared, panel, row, ahead, ahead_step, x_kind, zeros_kind)
+            block(shared, panel, row, ahead, ahead_step, kinds)
             row += size
             ahead += shared[_STEPS] * ahead_step
         if row < shared[_ROWS]:
-            smaller(shared, panel, row, ahead, ahead_step, x_kind, zeros_kind)
+            smaller(shared, panel, row, ahead, ahead_step, kinds)
 
     return product_in_blocks
 
@@ -187,7 +190,7 @@ _product, _pair_product = _rows_product(_TARGET.row_steps, 1), _rows_product((1,
 
 
 @njit
-def _item(shared: Any, index: int, x_kind: Any, zeros_kind: Any) -> None:
+def _item(shared: Any, index: int, kinds: Any) -> None:
     """Panel `index`. Each block of rows fetches its share of the next one, from memory, while it computes.
 
     Of one row it is two panels: the sums of one would wait for each other, and not for the memory.
@@ -197,83 +200,157 @@ def _item(shared: Any, index: int, x_kind: Any, zeros_kind: Any) -> None:
         index *= 2
         own = shared[_PANELS] + (index + 2) * panel_bytes
         if index + 1 < panels:
-            _pair_product(shared, index, 0, own, 4 * _WIDTH, x_kind, zeros_kind)
+            _pair_product(shared, index, 0, own, 4 * _WIDTH, kinds)
         else:
-            _product(shared, index, 0, own, 4 * _WIDTH, x_kind, zeros_kind)
+            _product(shared, index, 0, own, 4 * _WIDTH, kinds)
     else:
         blocks = (rows + _HEIGHT - 1) // _HEIGHT
         ahead = shared[_PANELS] + (index + 1) * panel_bytes
-        _product(shared, index, 0, ahead, 4 * _WIDTH // blocks, x_kind, zeros_kind)
+        _product(shared, index, 0, ahead, 4 * _WIDTH // blocks, kinds)
 
 
 @njit
-def _work(state: int, x_kind: Any, zeros_kind: Any) -> None:
+def _work(state: int, kinds: Any) -> None:
     shared, worker = words(state, WORDS), join(state)
     _round_rows(state, shared)
     index = take(state, worker)
     while index >= 0:
-        _item(shared, index, x_kind, zeros_kind)
+        _item(shared, index, kinds)
         index = take(state, worker)
     leave(state)
 
 
-@njit
-def _work_int8(state: int) -> None:
-    _work(state, np.int8(0), None)
+# The kinds of rows, zeros and codes, by the names of the functions below.
+_ROUNDED, _FLOATS = np.int8(0), np.float32(0)
+_ZEROS_KIND, _BYTES, _HALVES = np.int16(0), np.uint32(0), np.uint16(0)
 
 
 @njit
-def _work_int8_zeros(state: int) -> None:
-    _work(state, np.int8(0), np.int16(0))
+def _work_int8_by_int8(state: int) -> None:
+    _work(state, (_ROUNDED, None, _BYTES))
 
 
 @njit
-def _work_float32(state: int) -> None:
-    _work(state, np.float32(0), None)
+def _work_int8_by_int8_zeros(state: int) -> None:
+    _work(state, (_ROUNDED, _ZEROS_KIND, _BYTES))
 
 
 @njit
-def _work_float32_zeros(state: int) -> None:
-    _work(state, np.float32(0), np.int16(0))
+def _work_int8_by_float32(state: int) -> None:
+    _work(state, (_FLOATS, None, _BYTES))
 
 
-_int8_worker, _int8_zeros_worker = c_function(_work_int8), c_function(_work_int8_zeros)
-_float32_worker, _float32_zeros_worker = c_function(_work_float32), c_function(_work_float32_zeros)
+@njit
+def _work_int8_by_float32_zeros(state: int) -> None:
+    _work(state, (_FLOATS, _ZEROS_KIND, _BYTES))
 
 
-def matmul_int8_by_int8(frame: Any) -> int:
+@njit
+def _work_int4_by_int8(state: int) -> None:
+    _work(state, (_ROUNDED, None, _HALVES))
+
+
+@njit
+def _work_int4_by_int8_zeros(state: int) -> None:
+    _work(state, (_ROUNDED, _ZEROS_KIND, _HALVES))
+
+
+@njit
+def _work_int4_by_float32(state: int) -> None:
+    _work(state, (_FLOATS, None, _HALVES))
+
+
+@njit
+def _work_int4_by_float32_zeros(state: int) -> None:
+    _work(state, (_FLOATS, _ZEROS_KIND, _HALVES))
+
+
+_int8_by_int8_worker = c_function(_work_int8_by_int8)
+_int8_by_int8_zeros_worker = c_function(_work_int8_by_int8_zeros)
+_int8_by_float32_worker = c_function(_work_int8_by_float32)
+_int8_by_float32_zeros_worker = c_function(_work_int8_by_float32_zeros)
+_int4_by_int8_worker = c_function(_work_int4_by_int8)
+_int4_by_int8_zeros_worker = c_function(_work_int4_by_int8_zeros)
+_int4_by_float32_worker = c_function(_work_int4_by_float32)
+_int4_by_float32_zeros_worker = c_function(_work_int4_by_float32_zeros)
+
+
+def matmul_codes_int8_by_int8(frame: Any) -> int:
     """(x [T, in], codes [out / W, in / 4, W, 4], scales [out / W, G, W], sizes) -> (out [T, out], scratch); rows are
     rounded. Sizes: inputs of a run, runs that share a scale, then three fields of `RoundedRows`."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS), True, 0), MAX_WORKERS, _int8_worker())
-        _work_int8(state)
-    return 0
+        num_items = _begin(frame_of(frame), words(state, WORDS), True, 0, _BYTES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_int8_worker())
+        _work_int8_by_int8(state)
+    return error
 
 
-def matmul_int8_by_int8_zeros(frame: Any) -> int:
-    """`matmul_int8_by_int8` with zeros int16 [out / W, G, W] after the scales."""
-    state = enter(frame)
+def matmul_codes_int8_by_int8_zeros(frame: Any) -> int:
+    """`matmul_codes_int8_by_int8` with zeros int16 [out / W, G, W] after the scales."""
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS), True, 1), MAX_WORKERS, _int8_zeros_worker())
-        _work_int8_zeros(state)
-    return 0
+        num_items = _begin(frame_of(frame), words(state, WORDS), True, 1, _BYTES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_int8_zeros_worker())
+        _work_int8_by_int8_zeros(state)
+    return error
 
 
-def matmul_int8_by_float32(frame: Any) -> int:
-    """`matmul_int8_by_int8` with rows as they are, padded to a multiple of four inputs; two sizes, and no scratch."""
-    state = enter(frame)
+def matmul_codes_int8_by_float32(frame: Any) -> int:
+    """`matmul_codes_int8_by_int8` with rows as they are, padded to whole steps of codes; two sizes, and no scratch."""
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS), False, 0), MAX_WORKERS, _float32_worker())
-        _work_float32(state)
-    return 0
+        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _BYTES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_float32_worker())
+        _work_int8_by_float32(state)
+    return error
 
 
-def matmul_int8_by_float32_zeros(frame: Any) -> int:
-    """`matmul_int8_by_float32` with zeros int16 [out / W, G, W] after the scales."""
-    state = enter(frame)
+def matmul_codes_int8_by_float32_zeros(frame: Any) -> int:
+    """`matmul_codes_int8_by_float32` with zeros int16 [out / W, G, W] after the scales."""
+    state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1)
-        launch(frame, state, num_items, MAX_WORKERS, _float32_zeros_worker())
-        _work_float32_zeros(state)
-    return 0
+        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1, _BYTES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_float32_zeros_worker())
+        _work_int8_by_float32_zeros(state)
+    return error
+
+
+def matmul_codes_int4_by_int8(frame: Any) -> int:
+    """`matmul_codes_int8_by_int8` with two codes in a byte, [out / W, in / 8, W, 4]."""
+    state, error = enter(frame), 0
+    if state != 0:
+        num_items = _begin(frame_of(frame), words(state, WORDS), True, 0, _HALVES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_int8_worker())
+        _work_int4_by_int8(state)
+    return error
+
+
+def matmul_codes_int4_by_int8_zeros(frame: Any) -> int:
+    """`matmul_codes_int4_by_int8` with zeros int16 [out / W, G, W] after the scales."""
+    state, error = enter(frame), 0
+    if state != 0:
+        num_items = _begin(frame_of(frame), words(state, WORDS), True, 1, _HALVES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_int8_zeros_worker())
+        _work_int4_by_int8_zeros(state)
+    return error
+
+
+def matmul_codes_int4_by_float32(frame: Any) -> int:
+    """`matmul_codes_int8_by_float32` with two codes in a byte, [out / W, in / 8, W, 4]."""
+    state, error = enter(frame), 0
+    if state != 0:
+        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _HALVES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_float32_worker())
+        _work_int4_by_float32(state)
+    return error
+
+
+def matmul_codes_int4_by_float32_zeros(frame: Any) -> int:
+    """`matmul_codes_int4_by_float32` with zeros int16 [out / W, G, W] after the scales."""
+    state, error = enter(frame), 0
+    if state != 0:
+        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1, _HALVES)
+        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_float32_zeros_worker())
+        _work_int4_by_float32_zeros(state)
+    return error
