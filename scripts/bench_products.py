@@ -58,14 +58,37 @@ def packed(x: Array, w: Weight) -> Array:
     return w.multiply(x)
 
 
+def then_gated(x: Array, w: Weight) -> Array:
+    """The kernels of this package, with gate before up, and loops of XLA for silu(gate) * up."""
+    gate, up = jnp.split(w.multiply(x).astype(x.dtype), 2, axis=1)
+    return jax.nn.silu(gate) * up
+
+
+def gated(x: Array, w: Weight) -> Array:
+    """The kernels of this package, silu(gate) * up included."""
+    return w.multiply_gated(x, "silu")
+
+
 def lay_panels(w: Array) -> Weight:
     return pack(w, 1, find_target().width)
+
+
+def lay_halves(w: Array) -> Weight:
+    return lay_panels(w.reshape(2, -1, IN))
 
 
 def lay_codes(w: Array, storage: Storage, block: int | None) -> Weight:
     """Codes by rounding to nearest."""
     rounded = round_weight(np.asarray(w), 1, storage, "float32", Arithmetic(block=block))
     return pack_code_weight(rounded, find_target().width)
+
+
+def lay_row_codes(w: Array) -> Weight:
+    return lay_codes(w, Storage(code="int8"), BLOCK)
+
+
+def lay_half_codes(w: Array) -> Weight:
+    return lay_row_codes(w.reshape(2, -1, IN))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +109,15 @@ FORMS = (
     Form(name="packed", product=packed, lay=lay_panels),
     Form(name="right, out x in", product=right_out_in, lay=lambda w: w, dtype="bfloat16"),
     Form(name="packed", product=packed, lay=lay_panels, dtype="bfloat16"),
+    *(
+        Form(name=f"gate and up, {name}", product=product, lay=lay, dtype=dtype, storage=storage)
+        for dtype, storage, plain, halves in (
+            ("float32", None, lay_panels, lay_halves),
+            ("bfloat16", None, lay_panels, lay_halves),
+            ("float32", "int8, rounded rows", lay_row_codes, lay_half_codes),
+        )
+        for name, product, lay in (("then silu in XLA", then_gated, plain), ("with silu", gated, halves))
+    ),
     *(
         Form(
             name="packed" if block is None else "packed, rounded rows",

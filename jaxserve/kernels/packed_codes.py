@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, Int, Int16, UInt8
 
+from jaxserve.kernels import halves
 from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.kernels.cpu import machine_code, scratch
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.packed_weight import empty_panels
 
 STORED = {"int8": 4, "int4": 8}  # codes by name, and how many inputs of an output four bytes hold
@@ -26,12 +27,13 @@ LEAST_RUN = 16  # inputs
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedCodes:
+class PackedCodes(Weight):
     """A weight [*out, *in] of codes: row p * W + w of [out, in] is (u - z) * s in column k.
 
     Of eight bits, the unsigned code u is panels[p, k // 4, w, k % 4]. Of four bits it is half of the byte
     panels[p, k // 8, w, k % 4]: the low half where k % 8 < 4, else the high one. Scale and zero are those of its group:
     s = scales[p, k // group, w], and z is zeros[p, k // group, w]; 128, or 8 of four bits, where there are no zeros.
+    Rows of a weight [2, F, *in] lie in another order (`halves`).
 
     **Rounded rows** (`block` is 128). A row is cut into blocks of 128 inputs. With a = max |x| of a block in float32,
     its scale is a / 127 and its codes are round(x * (127 / a)), half to even; both quotients and the product are
@@ -70,28 +72,50 @@ class PackedCodes:
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         """`Weight.multiply`, as the class says."""
         panels, _, width, _ = self.panels.shape
+        call = self.call(x)
+        results = [jax.ShapeDtypeStruct((call.rows.shape[0], panels * width), jnp.float32), *call.scratch]
+        out, *_ = self._run(call, jnp.zeros(0, jnp.int32), results)
+        return halves.from_panels(out, self.out_shape, width)
+
+    def multiply_gated(self, x: Float[Array, "T ..."], activation: str) -> Float[Array, "T F"]:
+        """`Weight.multiply_gated`: both products as `multiply` gives them, and one rounding to the dtype of x."""
+        if activation not in halves.FACTORS:
+            return super().multiply_gated(x, activation)
+        assert halves.has_halves(self.out_shape), self.out_shape
+        panels, _, width, _ = self.panels.shape
+        call = self.call(x)
+        rooms = halves.rooms_of(call.rows.shape[0], width, begin=sum(array.size for array in call.scratch))
+        results = halves.gated_results(call.rows.shape[0], panels * width // 2, x.dtype, rooms)
+        out, _ = self._run(call, halves.gating_numbers(activation, x.dtype, rooms), results)
+        return out[:, : self.out_shape[1]]
+
+    def call(self, x: Float[Array, "T ..."]) -> "Call":
+        """What the machine code is given beside the weight."""
         depth = math.prod(self.in_shape)
         rows = x.reshape(-1, depth).astype(jnp.float32)
-        results = [jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)]
         if self.block is None:
             rows = jnp.pad(rows, ((0, 0), (0, -depth % STORED[self.code])))
-            sizes = [self.group or rows.shape[1], 1]
-        else:
-            run = math.gcd(self.group or self.block, self.block)
-            rounded = scratch.RoundedRows.of(num_rows=rows.shape[0], depth=depth, run=run)
-            places = [rounded.row_bytes, rounded.scales_begin, rounded.sums_begin]
-            sizes = [run, -(-(self.group or depth) // run), *places]
-            results.append(jax.ShapeDtypeStruct((rounded.num_bytes,), jnp.uint8))
-        zeros = () if self.zeros is None else (self.zeros,)
-        target = prepare(code=self.code, zeros=self.zeros is not None, block=self.block)
-        out, *_ = jax.ffi.ffi_call(target, results)(
-            rows, self.panels, self.scales, *zeros, jnp.asarray(sizes, jnp.int32)
+            return Call(rows=rows, sizes=(self.group or rows.shape[1], 1), scratch=())
+        run = math.gcd(self.group or self.block, self.block)
+        rounded = scratch.RoundedRows.of(num_rows=rows.shape[0], depth=depth, run=run)
+        places = (rounded.row_bytes, rounded.scales_begin, rounded.sums_begin)
+        return Call(
+            rows=rows,
+            sizes=(run, -(-(self.group or depth) // run), *places),
+            scratch=(jax.ShapeDtypeStruct((rounded.num_bytes,), jnp.uint8),),
         )
-        return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
+
+    def _run(self, call: "Call", gating: Array, results: list[jax.ShapeDtypeStruct]) -> list[Array]:
+        target = prepare(code=self.code, zeros=self.zeros is not None, block=self.block)
+        zeros = () if self.zeros is None else (self.zeros,)
+        return jax.ffi.ffi_call(target, results)(
+            call.rows, self.panels, self.scales, *zeros, jnp.asarray(call.sizes, jnp.int32), gating
+        )
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
         """`Weight.take`."""
         width, depth, middle = self.panels.shape[2], math.prod(self.in_shape), _middle(self.code)
+        assert not halves.has_halves(self.out_shape), "no table has"
         panel, column = rows // width, rows % width
         codes = self.panels.at[panel, :, column].get(mode="fill", fill_value=0)  # [T, K / 4, 4]: scales are then 0
         if self.code == "int4":
@@ -109,6 +133,15 @@ class PackedCodes:
         del axes
         scales: Axes = (None, None, None)
         return ((None, None, None, None), *[scales] * (1 if self.zeros is None else 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Rows as the machine code takes them, its sizes, and the shapes of its scratch arrays, of bytes."""
+
+    rows: Float[Array, "T K"]
+    sizes: tuple[int, ...]
+    scratch: tuple[jax.ShapeDtypeStruct, ...]
 
 
 def _middle(code: str) -> int:
@@ -167,10 +200,13 @@ def pack_codes(
     """
     shape = packed_codes_shape(out_shape, in_shape, group, width, code=code, zeros=zeros is not None, block=block)
     num_out, depth = math.prod(out_shape), math.prod(in_shape)
-    num_groups = shape.scales.shape[1]
+    num_groups, middle = shape.scales.shape[1], _middle(code)
     assert codes.dtype == np.int8 and codes.shape == (num_out, depth), (codes.dtype, codes.shape)
     assert scales.shape == (num_out, num_groups), (scales.shape, num_groups)
     assert zeros is None or zeros.shape == scales.shape, zeros.shape
+    codes, scales = (halves.side_by_side(rows, out_shape, width) for rows in (codes, scales))
+    zeros = None if zeros is None else halves.side_by_side(zeros, out_shape, width)
+    num_out = len(codes)
     panels, packed_scales = empty_panels(shape.panels), empty_panels(shape.scales)
     words = panels.view(np.uint32)[..., 0]
     padded = STORED[code] * panels.shape[1]
@@ -183,7 +219,6 @@ def pack_codes(
         in_bytes = _in_half_bytes(own) if code == "int4" else np.ascontiguousarray(own)
         words[panel, :, : len(own)] = in_bytes.view(np.uint32).T
         packed_scales[panel, :, : len(own)] = scales[begin : begin + width].T
-    middle = _middle(code)
     # In two's complement this adds half the number of codes, to signed codes of eight bits and to those of four.
     np.bitwise_xor(panels, 0x88 if code == "int4" else middle, out=panels)
     leaves: list[np.ndarray] = [panels, packed_scales]
@@ -218,7 +253,7 @@ def packed_codes_shape(
     """The result of `pack_codes`, with shapes in place of its numbers."""
     assert group is None or group % LEAST_RUN == 0, group
     assert block in (None, BLOCK), block
-    depth, num_panels = math.prod(in_shape), -(-math.prod(out_shape) // width)
+    depth, num_panels = math.prod(in_shape), halves.num_panels(out_shape, width)
     num_groups = 1 if group is None else -(-depth // group)
     panels: Any = jax.ShapeDtypeStruct((num_panels, -(-depth // STORED[code]), width, 4), jnp.uint8)
     scales: Any = jax.ShapeDtypeStruct((num_panels, num_groups, width), jnp.float32)

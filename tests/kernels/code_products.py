@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jaxserve.kernels.halves import FACTORS
 from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes
 
 
@@ -46,6 +47,25 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
+def gated(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    """activation(gate) * up as `cpu.gating` defines it, float32. Numbers below the smallest normal one count as 0."""
+    f = np.float32
+
+    def flushed(numbers: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(numbers) < np.finfo(f).tiny, f(0), numbers)
+
+    linear, cubic = (f(factor) for factor in FACTORS[activation])
+    x = -(fma(cubic * gate, gate, linear) * gate)
+    x = np.fmax(np.fmin(x, f(88.3)), f(-87.3))
+    power = np.floor(fma(x, f(1.44269504), f(0.5)))
+    rest = fma(power, f(2.12194440e-4), fma(power, f(-0.693359375), x))
+    value = f(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        value = fma(value, rest, f(factor))
+    value = (fma(value, rest * rest, rest) + f(1)) * np.ldexp(f(1), power.astype(int))
+    return flushed(flushed(gate / (value + f(1))) * up)
+
+
 def product(
     x: np.ndarray,
     codes: np.ndarray,
@@ -88,6 +108,7 @@ class Given:
         zeros: bool = False,
         block: int | None = BLOCK,
         code: str = "int8",
+        out_shape: tuple[int, ...] | None = None,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -97,8 +118,9 @@ class Given:
         self.codes = rng.integers(-most, most, (num_out, depth)).astype(np.int8)
         self.scales = rng.uniform(0.5, 2, (num_out, groups)).astype(np.float32)
         self.zeros = rng.integers(-most, most + 1, (num_out, groups)) if zeros else None
+        shapes = (out_shape or (num_out,), (depth,), group, width)
         self.packed: PackedCodes = pack_codes(
-            self.codes, self.scales, (num_out,), (depth,), group, width, code=code, zeros=self.zeros, block=block
+            self.codes, self.scales, *shapes, code=code, zeros=self.zeros, block=block
         )
 
     def product(self, x: np.ndarray) -> np.ndarray:

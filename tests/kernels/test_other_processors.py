@@ -28,7 +28,7 @@ from jaxserve.kernels.packed_experts import make_grouped_matmul
 from jaxserve.kernels.packed_weight import pack
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse
-from tests.kernels.code_products import Given, chain
+from tests.kernels.code_products import Given, chain, gated
 
 rng = np.random.default_rng(0)
 weight = rng.standard_normal((100, 33), np.float32)
@@ -46,6 +46,15 @@ for depth, group, zeros, block, code in (
     for rows in (1, 2, 7, 19):
         x = rng.standard_normal((rows, depth), np.float32)
         np.testing.assert_array_equal(given.packed.multiply(jnp.asarray(x)), given.product(x))
+halves = rng.standard_normal((2, 21, 33), np.float32)
+for packed, rows in (
+    (pack(jnp.asarray(halves), 1, target.width), 7),
+    (Given(42, 160, target.width, group=32, code="int4", out_shape=(2, 21)).packed, 1),
+):
+    x = rng.standard_normal((rows, packed.in_shape[0]), np.float32)
+    both = np.asarray(packed.multiply(jnp.asarray(x)))
+    found = packed.multiply_gated(jnp.asarray(x), "gelu_tanh")
+    np.testing.assert_array_equal(found, gated(both[:, 0], both[:, 1], "gelu_tanh"))
 device = Device(backend="cpu", kind="cpu")
 experts = GroupedMatmulUse(dtype="float32", num_experts=4, hidden_size=33, size=50, num_devices=1)
 assert GROUPED_MATMUL.check(make_grouped_matmul(device), experts, device) < 1e-6

@@ -26,8 +26,9 @@ from jaxserve.kernels.cpu.call import (
     words,
 )
 from jaxserve.kernels.cpu.code_runs import line_inputs, run_product
+from jaxserve.kernels.cpu.gating import begin_gating, gate_panel, room_of
 from jaxserve.kernels.cpu.rounding import largest_size, round_vectors
-from jaxserve.kernels.cpu.scratch import BLOCK, FIRST_WORD, MAX_WORKERS, WORDS
+from jaxserve.kernels.cpu.scratch import BLOCK, FIRST_WORD, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function, fetch_add, pointer
 from jaxserve.kernels.cpu.target import find_target
 
@@ -44,7 +45,7 @@ _X, _PANELS, _SCALES, _ZEROS, _OUT, _ROWS_AT, _X_SCALES, _SUMS = range(FIRST_WOR
 _ROWS, _DEPTH, _COLUMNS, _STEPS, _INPUTS, _GROUPS, _RUN, _RUNS, _RUNS_OF_SCALE, _ROW_BYTES = range(
     FIRST_WORD + 8, FIRST_WORD + 18
 )
-_PARTS, _BEGUN_PARTS, _ENDED_PARTS = range(FIRST_WORD + 18, FIRST_WORD + 21)
+_PARTS, _BEGUN_PARTS, _ENDED_PARTS, _ROOMS = range(FIRST_WORD + 18, FIRST_WORD + 22)
 
 
 @njit
@@ -57,6 +58,7 @@ def _begin(frame: Any, shared: Any, rounded: bool, zeros: int, codes_kind: Any) 
     shared[_ROWS], shared[_DEPTH], shared[_COLUMNS], shared[_STEPS] = rows, depth, panels * _WIDTH, steps
     shared[_INPUTS] = steps * line_inputs(codes_kind)
     shared[_GROUPS], shared[_RUN], shared[_RUNS_OF_SCALE] = size_of(frame, 2, 1), run, given[1]
+    shared[_ROOMS] = begin_gating(frame, shared, 4 + zeros)
     shared[_RUNS] = (shared[_INPUTS] + run - 1) // run
     if rounded:
         scratch = result(frame, 1)
@@ -125,7 +127,8 @@ def _round_rows(state: int, shared: Any) -> None:
 
 
 def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]:
-    """A function for Numba: some panels for the rows from `row` on, in blocks of `row_steps`, largest first, last 1."""
+    """A function for Numba: some panels for the rows from `row` on, in blocks of `row_steps`, largest first, last 1.
+    `out` is the address of the first row's result, and the bytes from one row to the next."""
     if not row_steps:
 
         @njit
@@ -136,9 +139,9 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
     size, one_run = row_steps[0], run_product(row_steps[0], panels, _TARGET)
 
     @njit
-    def block(shared: Any, panel: int, row: int, ahead: int, ahead_step: int, kinds: Any) -> None:
+    def block(shared: Any, panel: int, row: int, out: Any, ahead: int, ahead_step: int, kinds: Any) -> None:
         x_kind, zeros_kind, codes_kind = kinds
-        all_steps, groups, columns, runs = shared[_STEPS], shared[_GROUPS], shared[_COLUMNS], shared[_RUNS]
+        all_steps, groups, runs = shared[_STEPS], shared[_GROUPS], shared[_RUNS]
         row_bytes, blocks = shared[_ROW_BYTES], (shared[_INPUTS] + BLOCK - 1) // BLOCK
         inputs = line_inputs(codes_kind)
         run_steps = shared[_RUN] // inputs
@@ -146,7 +149,6 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
         x, codes = shared[_ROWS_AT] + row * row_bytes, shared[_PANELS] + panel * strides[0]
         scales, zeros = shared[_SCALES] + panel * strides[1], shared[_ZEROS] + panel * strides[2]
         x_scales, sums = shared[_X_SCALES] + row * blocks * 4, shared[_SUMS] + row * runs * 4
-        out = shared[_OUT] + (row * columns + panel * _WIDTH) * 4
         for number in range(runs):
             begin = number * run_steps
             group = number // shared[_RUNS_OF_SCALE]
@@ -161,8 +163,8 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
                 x_scales + begin * inputs // BLOCK * 4,
                 blocks * 4,
                 scales + group * _WIDTH * 4,
-                out,
-                columns * 4,
+                out[0] + row * out[1],
+                out[1],
                 number > 0,
                 strides,
                 ahead + begin * ahead_step,
@@ -175,13 +177,13 @@ def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]
     smaller = _rows_product(row_steps[1:], panels)
 
     @njit
-    def product_in_blocks(shared: Any, panel: int, row: int, ahead: int, ahead_step: int, kinds: Any) -> None:
+    def product_in_blocks(shared: Any, panel: int, row: int, out: Any, ahead: int, ahead_step: int, kinds: Any) -> None:
         while row + size <= shared[_ROWS]:
-            block(shared, panel, row, ahead, ahead_step, kinds)
+            block(shared, panel, row, out, ahead, ahead_step, kinds)
             row += size
             ahead += shared[_STEPS] * ahead_step
         if row < shared[_ROWS]:
-            smaller(shared, panel, row, ahead, ahead_step, kinds)
+            smaller(shared, panel, row, out, ahead, ahead_step, kinds)
 
     return product_in_blocks
 
@@ -190,23 +192,27 @@ _product, _pair_product = _rows_product(_TARGET.row_steps, 1), _rows_product((1,
 
 
 @njit
-def _item(shared: Any, index: int, kinds: Any) -> None:
+def _item(shared: Any, index: int, worker: int, kinds: Any) -> None:
     """Panel `index`. Each block of rows fetches its share of the next one, from memory, while it computes.
 
     Of one row it is two panels: the sums of one would wait for each other, and not for the memory.
     """
     rows, panels, panel_bytes = shared[_ROWS], shared[_COLUMNS] // _WIDTH, shared[_STEPS] * 4 * _WIDTH
-    if rows == 1:
-        index *= 2
-        own = shared[_PANELS] + (index + 2) * panel_bytes
-        if index + 1 < panels:
-            _pair_product(shared, index, 0, own, 4 * _WIDTH, kinds)
-        else:
-            _product(shared, index, 0, own, 4 * _WIDTH, kinds)
+    of_item = 2 if rows == 1 else 1
+    index *= of_item
+    room = room_of(shared, worker)
+    out = (room, _WIDTH * 4)
+    if room == 0:
+        out = (shared[_OUT] + index * _WIDTH * 4, shared[_COLUMNS] * 4)
+    ahead = shared[_PANELS] + (index + of_item) * panel_bytes
+    if rows == 1 and index + 1 < panels:
+        _pair_product(shared, index, 0, out, ahead, 4 * _WIDTH, kinds)
     else:
         blocks = (rows + _HEIGHT - 1) // _HEIGHT
-        ahead = shared[_PANELS] + (index + 1) * panel_bytes
-        _product(shared, index, 0, ahead, 4 * _WIDTH // blocks, kinds)
+        _product(shared, index, 0, out, ahead, 4 * _WIDTH // blocks, kinds)
+    if room != 0:
+        for panel in range(index, min(index + of_item, panels)):
+            gate_panel(shared, room + (panel - index) * _WIDTH * 4, panel)
 
 
 @njit
@@ -215,7 +221,7 @@ def _work(state: int, kinds: Any) -> None:
     _round_rows(state, shared)
     index = take(state, worker)
     while index >= 0:
-        _item(shared, index, kinds)
+        _item(shared, index, worker, kinds)
         index = take(state, worker)
     leave(state)
 
@@ -276,12 +282,14 @@ _int4_by_float32_zeros_worker = c_function(_work_int4_by_float32_zeros)
 
 
 def matmul_codes_int8_by_int8(frame: Any) -> int:
-    """(x [T, in], codes [out / W, in / 4, W, 4], scales [out / W, G, W], sizes) -> (out [T, out], scratch); rows are
-    rounded. Sizes: inputs of a run, runs that share a scale, then three fields of `RoundedRows`."""
+    """(x [T, in], codes [out / W, in / 4, W, 4], scales [out / W, G, W], sizes, numbers) -> (out [T, out], scratch);
+    rows are rounded. Sizes: inputs of a run, runs that share a scale, then three fields of `RoundedRows`. Numbers: as
+    of `matmul.matmul_float32`, with which out is [T, out / 2]."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 0, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_int8_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, True, 0, _BYTES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_int8_worker())
         _work_int8_by_int8(state)
     return error
 
@@ -290,18 +298,21 @@ def matmul_codes_int8_by_int8_zeros(frame: Any) -> int:
     """`matmul_codes_int8_by_int8` with zeros int16 [out / W, G, W] after the scales."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 1, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_int8_zeros_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, True, 1, _BYTES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_int8_zeros_worker())
         _work_int8_by_int8_zeros(state)
     return error
 
 
 def matmul_codes_int8_by_float32(frame: Any) -> int:
-    """`matmul_codes_int8_by_int8` with rows as they are, padded to whole steps of codes; two sizes, and no scratch."""
+    """`matmul_codes_int8_by_int8` with rows as they are, padded to whole steps of codes; two sizes, and
+    scratch for rooms alone."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_float32_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, False, 0, _BYTES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_float32_worker())
         _work_int8_by_float32(state)
     return error
 
@@ -310,8 +321,9 @@ def matmul_codes_int8_by_float32_zeros(frame: Any) -> int:
     """`matmul_codes_int8_by_float32` with zeros int16 [out / W, G, W] after the scales."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_float32_zeros_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, False, 1, _BYTES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_float32_zeros_worker())
         _work_int8_by_float32_zeros(state)
     return error
 
@@ -320,8 +332,9 @@ def matmul_codes_int4_by_int8(frame: Any) -> int:
     """`matmul_codes_int8_by_int8` with two codes in a byte, [out / W, in / 8, W, 4]."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 0, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_int8_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, True, 0, _HALVES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_int8_worker())
         _work_int4_by_int8(state)
     return error
 
@@ -330,8 +343,9 @@ def matmul_codes_int4_by_int8_zeros(frame: Any) -> int:
     """`matmul_codes_int4_by_int8` with zeros int16 [out / W, G, W] after the scales."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 1, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_int8_zeros_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, True, 1, _HALVES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_int8_zeros_worker())
         _work_int4_by_int8_zeros(state)
     return error
 
@@ -340,8 +354,9 @@ def matmul_codes_int4_by_float32(frame: Any) -> int:
     """`matmul_codes_int8_by_float32` with two codes in a byte, [out / W, in / 8, W, 4]."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_float32_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, False, 0, _HALVES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_float32_worker())
         _work_int4_by_float32(state)
     return error
 
@@ -350,7 +365,8 @@ def matmul_codes_int4_by_float32_zeros(frame: Any) -> int:
     """`matmul_codes_int4_by_float32` with zeros int16 [out / W, G, W] after the scales."""
     state, error = enter(frame), 0
     if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_float32_zeros_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, False, 1, _HALVES)
+        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_float32_zeros_worker())
         _work_int4_by_float32_zeros(state)
     return error
