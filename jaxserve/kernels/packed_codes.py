@@ -1,4 +1,4 @@
-"""A weight as integer codes beside their scales, in the order in which the CPU's own product reads them.
+"""A weight as codes beside their scales, in the order in which the CPU's own product reads them.
 
 Codes are a quarter or an eighth of the bytes of float32, which is what one row waits for. Where rows are rounded to
 eight bits, too, products are sums of integers, at four times the rate. The machine code is in `cpu.matmul_codes`.
@@ -20,7 +20,8 @@ from jaxserve.kernels.cpu import machine_code, scratch
 from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.packed_weight import empty_panels
 
-STORED = {"int8": 4, "int4": 8}  # codes by name, and how many inputs of an output four bytes hold
+FLOAT8 = "float8_e4m3fn"
+STORED = {"int8": 4, "int4": 8, FLOAT8: 4}  # codes by name, and how many inputs of an output four bytes hold
 BLOCK = scratch.BLOCK
 LEAST_RUN = 16  # inputs
 
@@ -33,7 +34,8 @@ class PackedCodes(Weight):
     Of eight bits, the unsigned code u is panels[p, k // 4, w, k % 4]. Of four bits it is half of the byte
     panels[p, k // 8, w, k % 4]: the low half where k % 8 < 4, else the high one. Scale and zero are those of its group:
     s = scales[p, k // group, w], and z is zeros[p, k // group, w]; 128, or 8 of four bits, where there are no zeros.
-    Rows of a weight [2, F, *in] lie in another order (`halves`).
+    Of float8_e4m3fn, u - z is the value of the code over 256, and `scales` are 256 times those of the weight. Rows of a
+    weight [2, F, *in] lie in another order (`halves`).
 
     **Rounded rows** (`block` is 128). A row is cut into blocks of 128 inputs. With a = max |x| of a block in float32,
     its scale is a / 127 and its codes are round(x * (127 / a)), half to even; both quotients and the product are
@@ -49,10 +51,10 @@ class PackedCodes(Weight):
 
     Attributes:
       panels: W is the width of the processor's blocks; outputs past the last have scales of 0. Inputs past the last, up
-        to a multiple of four or eight, have the code 128 or 8.
+        to a multiple of four or eight, have the code 128 or 8, or 0.
       scales: of each group of inputs and output.
       zeros: as unsigned codes; None: 128 or 8 everywhere.
-      code: 'int8' or 'int4'.
+      code: a name of `STORED`.
       out_shape, in_shape: sizes of the weight's axes.
       group: inputs that share a scale, a multiple of 16; None: all of an output.
       block: 128 or None, as above.
@@ -123,6 +125,9 @@ class PackedCodes(Weight):
         codes = codes.reshape(rows.shape[0], -1)[:, :depth].astype(jnp.int32)
         group_of = np.arange(depth) // (self.group or depth)
         scales = self.scales.at[panel, :, column].get(mode="fill", fill_value=0)[:, group_of]
+        if self.code == FLOAT8:
+            values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)
+            return (values * (scales / 256)).astype(self.dtype)
         if self.zeros is None:
             return ((codes - middle).astype(jnp.float32) * scales).astype(self.dtype)
         zeros = self.zeros.at[panel, :, column].get(mode="fill", fill_value=0)[:, group_of]
@@ -146,7 +151,7 @@ class Call:
 
 def _middle(code: str) -> int:
     """The unsigned code of zero, where there are no zeros."""
-    return 8 if code == "int4" else 128
+    return {"int8": 128, "int4": 8, FLOAT8: 0}[code]
 
 
 def prepare(*, code: str, zeros: bool, block: int | None) -> str:
@@ -193,17 +198,23 @@ def pack_codes(
     block: int | None = BLOCK,
     sharding: Sharding | None = None,
 ) -> PackedCodes:
-    """Codes int8 [out, in] with scales float32 [out, G], in panels of `width`; on the host, a panel at a time.
+    """Codes [out, in] with scales float32 [out, G], in panels of `width`; on the host, a panel at a time.
 
     A weight is (code - zero) * scale; `zeros` are integers [out, G], -32640 to 32639, or None for 0. With `code`
-    'int4' codes are -8 to 7.
+    'int4' codes are -8 to 7. Codes are int8, or float8_e4m3fn without zeros. A code that is no number makes its group
+    of the output none.
     """
     shape = packed_codes_shape(out_shape, in_shape, group, width, code=code, zeros=zeros is not None, block=block)
     num_out, depth = math.prod(out_shape), math.prod(in_shape)
     num_groups, middle = shape.scales.shape[1], _middle(code)
-    assert codes.dtype == np.int8 and codes.shape == (num_out, depth), (codes.dtype, codes.shape)
+    assert codes.dtype == (FLOAT8 if code == FLOAT8 else np.int8), (codes.dtype, code)
+    assert codes.shape == (num_out, depth), (codes.shape, shape)
     assert scales.shape == (num_out, num_groups), (scales.shape, num_groups)
     assert zeros is None or zeros.shape == scales.shape, zeros.shape
+    if code == FLOAT8:
+        codes, scales = codes.view(np.int8), 256 * scales
+        first = np.arange(0, depth, group or depth)
+        scales[np.logical_or.reduceat(codes & 0x7F == 0x7F, first, axis=1)] = np.nan
     codes, scales = (halves.side_by_side(rows, out_shape, width) for rows in (codes, scales))
     zeros = None if zeros is None else halves.side_by_side(zeros, out_shape, width)
     num_out = len(codes)
@@ -220,7 +231,7 @@ def pack_codes(
         words[panel, :, : len(own)] = in_bytes.view(np.uint32).T
         packed_scales[panel, :, : len(own)] = scales[begin : begin + width].T
     # In two's complement this adds half the number of codes, to signed codes of eight bits and to those of four.
-    np.bitwise_xor(panels, 0x88 if code == "int4" else middle, out=panels)
+    np.bitwise_xor(panels, middle * 17 if code == "int4" else middle, out=panels)
     leaves: list[np.ndarray] = [panels, packed_scales]
     if zeros is not None:
         packed_zeros = empty_panels(shape.zeros)
@@ -253,6 +264,7 @@ def packed_codes_shape(
     """The result of `pack_codes`, with shapes in place of its numbers."""
     assert group is None or group % LEAST_RUN == 0, group
     assert block in (None, BLOCK), block
+    assert code != FLOAT8 or (block is None and not zeros), (block, zeros)
     depth, num_panels = math.prod(in_shape), halves.num_panels(out_shape, width)
     num_groups = 1 if group is None else -(-depth // group)
     panels: Any = jax.ShapeDtypeStruct((num_panels, -(-depth // STORED[code]), width, 4), jnp.uint8)

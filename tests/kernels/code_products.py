@@ -1,5 +1,6 @@
 """Products with codes as `PackedCodes` defines them, in NumPy: every step in the type that the definition names."""
 
+import ml_dtypes
 import numpy as np
 
 from jaxserve.kernels.halves import FACTORS
@@ -77,7 +78,8 @@ def product(
     """x [T, in] times (codes - zeros) * scales, codes [out, in], scales and zeros [out, groups]."""
     depth = x.shape[1]
     group_of = np.arange(depth) // (group or depth)
-    weights = codes.astype(np.int64) - (0 if zeros is None else zeros[:, group_of])
+    weights = codes.astype(np.float64 if codes.dtype == ml_dtypes.float8_e4m3fn else np.int64)
+    weights = weights - (0 if zeros is None else zeros[:, group_of])
     out = np.zeros((len(x), len(codes)), np.float32)
     if block is None:
         for begin in range(0, depth, group or depth):
@@ -114,8 +116,11 @@ class Given:
         rng = np.random.default_rng(seed)
         groups = 1 if group is None else -(-depth // group)
         self.group, self.block, self.depth = group, block, depth
-        most = {"int8": 128, "int4": 8}[code]
+        most = 8 if code == "int4" else 128
         self.codes = rng.integers(-most, most, (num_out, depth)).astype(np.int8)
+        if code == "float8_e4m3fn":
+            self.codes[self.codes & 0x7F == 0x7F] = 0  # are no numbers
+            self.codes = self.codes.view(ml_dtypes.float8_e4m3fn)
         self.scales = rng.uniform(0.5, 2, (num_out, groups)).astype(np.float32)
         self.zeros = rng.integers(-most, most + 1, (num_out, groups)) if zeros else None
         shapes = (out_shape or (num_out,), (depth,), group, width)

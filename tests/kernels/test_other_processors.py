@@ -40,7 +40,7 @@ for dtype, all_rows in (("float32", range(1, 20)), ("bfloat16", (1, 2, 9, 17))):
         np.testing.assert_array_equal(found, chain(x, np.asarray(rounded)))
 for depth, group, zeros, block, code in (
     (160, None, False, 128, "int8"), (160, 32, True, 128, "int8"), (33, 16, False, None, "int8"),
-    (160, 32, True, 128, "int4"), (33, 16, False, None, "int4"),
+    (160, 32, True, 128, "int4"), (33, 16, False, None, "int4"), (33, 16, False, None, "float8_e4m3fn"),
 ):
     given = Given(50, depth, target.width, group=group, zeros=zeros, block=block, code=code)
     for rows in (1, 2, 7, 19):

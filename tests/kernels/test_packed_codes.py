@@ -1,7 +1,10 @@
 """Products with codes: the bits that their definition says, for every number of rows, alone and in any crowd."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,7 +16,7 @@ WIDTH = find_target().width
 ROWS = (1, 2, 7, 8, 9, 16, 17, 64)  # and 513 beside them: every mix of the heights of blocks
 DEPTHS = (128, 160, 768, 33)  # of blocks alone, with part of one, of several, and no multiple of four
 GROUPS = (None, 32, 64, 128, 96, 256)
-CODES = ("int8", "int4")
+CODES = ("int8", "int4")  # that rounded rows can be multiplied with
 BLOCKS = (BLOCK, None)  # rows are rounded, or multiplied as they are
 multiply = jax.jit(PackedCodes.multiply)
 
@@ -38,8 +41,7 @@ def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros, code):
             check(given, make_x(rows, depth))
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("code", "zeros"), [*itertools.product(CODES, (False, True)), ("float8_e4m3fn", False)])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros, code):
     for group in (None, 16, 128):
@@ -49,13 +51,13 @@ def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros, code):
 
 
 @pytest.mark.parametrize("depth", [128, 160, 768])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("code", "block"), [*itertools.product(CODES, BLOCKS), ("float8_e4m3fn", None)])
 def test_products_with_any_number_of_rows(code, block, depth):
     """513 rows have the bits of the definition and are close to float64, and fewer have the bits that they had in this
     crowd. More than one worker rounds them. Integers are exact, so that rounded rows lose nothing after their rounding.
     """
-    given, x = Given(2 * WIDTH + 11, depth, WIDTH, group=32, zeros=True, code=code, block=block), make_x(513, depth)
+    zeros = code in CODES
+    given, x = Given(2 * WIDTH + 11, depth, WIDTH, group=32, zeros=zeros, code=code, block=block), make_x(513, depth)
     crowd = np.asarray(multiply(given.packed, x))
     np.testing.assert_array_equal(crowd.view(np.uint32), given.product(x).view(np.uint32))
     wide = x.astype(np.float64)
@@ -142,11 +144,24 @@ def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
     np.testing.assert_array_equal(out[others], clean[others])
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_every_float8_has_its_value():
+    """Small ones without a leading one, too. A code that is no number makes an output none, whatever its row is."""
+    codes = np.zeros((WIDTH + 1, 256), np.uint8)
+    codes[0], codes[WIDTH, 7] = np.arange(256), 0x7F
+    codes[0, [0x7F, 0xFF]] = 0
+    scales = np.full((WIDTH + 1, 1), 3, np.float32)
+    shapes = ((WIDTH + 1,), (256,), None, WIDTH)
+    packed = pack_codes(codes.view(ml_dtypes.float8_e4m3fn), scales, *shapes, code="float8_e4m3fn", block=None)
+    out = np.asarray(multiply(packed, np.eye(256, dtype=np.float32)))
+    np.testing.assert_array_equal(out[:, 0], 3 * codes[0].view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    assert np.isnan(out[:, WIDTH]).all() and (out[:, 1:WIDTH] == 0).all()
+
+
+@pytest.mark.parametrize(("code", "zeros"), [*itertools.product(CODES, (False, True)), ("float8_e4m3fn", False)])
 @pytest.mark.parametrize("group", [None, 16])
-@pytest.mark.parametrize("code", CODES)
 def test_take_gives_the_rows_of_the_weight(code, group, zeros):
-    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros, code=code)
+    block = BLOCK if code in CODES else None
+    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros, code=code, block=block)
     size = len(given.codes)
     taken = jax.jit(PackedCodes.take)(given.packed, np.asarray([0, size - 1, 5, 4 * WIDTH]))
     weight = given.weight().astype(np.float32)

@@ -1,4 +1,4 @@
-"""Products of rows with a run of integer codes, held in vector registers: the inside of `matmul_codes`.
+"""Products of rows with a run of codes, held in vector registers: the inside of `matmul_codes`.
 
 A run is a piece of the inputs whose codes share their scales. Four codes of one output lie side by side, which is what
 the dot instructions of processors take: `vpdpbusd` multiplies four unsigned bytes with four signed ones and adds all to
@@ -7,8 +7,11 @@ a 32-bit sum. Processors without it add the same integers after widening them.
 Codes of four bits share a byte: four inputs in the low halves of four bytes, the next four in the high halves. Two
 instructions make them the bytes that codes of eight bits are, and all that follows is the same.
 
+Codes of float8_e4m3fn are multiplied as float32 numbers alone. Seven of their bits, shifted, are those of a half that
+is their value over 256, small numbers without a leading one included, and processors widen halves in one instruction.
+
 The type of the four codes of an output (`codes_kind` below) says how they lie: uint32, a byte each; uint16, half a
-byte each.
+byte each; int32, float8_e4m3fn.
 """
 
 from collections.abc import Callable
@@ -38,7 +41,7 @@ from jaxserve.kernels.cpu.target import Target
 _CODES = 4  # that lie side by side, and are one step of a loop
 _LOW_HALVES = 0x0F0F0F0F  # of the bytes of a word
 _BYTE_OPERANDS = 22  # version of LLVM since which its dot instruction takes vectors of bytes
-_PARTS = {types.uint32: 1, types.uint16: 2}  # codes that share a byte, by the type of four codes
+_PARTS = {types.uint32: 1, types.int32: 1, types.uint16: 2}  # codes that share a byte, by the type of four codes
 _TWO_23 = 0x4B000000  # bits of 2^23 in float32: its last bits count ones
 
 
@@ -51,7 +54,7 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
     u are unsigned codes of each output, bytes [steps, W, 4] at `codes`, of which a step holds the next `line_inputs` of
     `codes_kind`; s float32 and z int16 of each output lie at `scales` and `zeros`. A second panel lies `panel_strides`
     bytes further: (codes, scales, zeros). Strides of x, its sums and scales are in bytes, that of c too. z is half the
-    number of codes where `zeros_kind` is none.
+    number of codes where `zeros_kind` is none. Of float8_e4m3fn, u - z is the value of a code over 256.
 
     Where `x_kind` is int8, x are codes [rows, inputs], with the int32 sum of each row at `sums` and its float32
     scale at `x_scales`. The product of codes is exact in 32 bits, and c is one fused multiply-add: product * (s *
@@ -95,6 +98,8 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
         kinds = (x_kind, zeros_kind, codes_kind)
         signature = types.void(*[types.intp] * 12, types.boolean, strides, types.intp, types.intp, *kinds)
         by_codes, has_zeros = x_kind == types.int8, zeros_kind == types.int16
+        is_float8 = codes_kind == types.int32
+        assert not (is_float8 and (by_codes or has_zeros)), "float8 has no zeros, and is multiplied with floats"
         parts, bits = _PARTS[codes_kind], 8 // _PARTS[codes_kind]
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
@@ -150,8 +155,11 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                         new[begin : begin + len(columns)] = dot(new[begin : begin + len(columns)], four)
                     continue
                 for code in range(_CODES):
-                    pairs = zip(raw, zero_floats, strict=True)
-                    wide = [_float_of_code(builder, value, 8 * code + bits * part, bits, zero) for value, zero in pairs]
+                    if is_float8:
+                        wide = [_float_of_float8(builder, value, 8 * code, floats) for value in raw]
+                    else:
+                        first, pairs = 8 * code + bits * part, zip(raw, zero_floats, strict=True)
+                        wide = [_float_of_code(builder, value, first, bits, zero) for value, zero in pairs]
                     for row, start in enumerate(x_rows):
                         at = element(builder, start, builder.add(inputs, word(code)), 4)
                         number = everywhere(builder, load(builder, at, FLOAT), floats)
@@ -253,6 +261,20 @@ def _float_of_code(builder: ir.IRBuilder, codes: Any, first: int, bits: int, zer
     low = builder.and_(shifted, ir.Constant(codes.type, [2**bits - 1] * lanes))
     above = builder.or_(low, ir.Constant(codes.type, [_TWO_23] * lanes))
     return builder.fsub(builder.bitcast(above, zero.type), zero)
+
+
+def _float_of_float8(builder: ir.IRBuilder, codes: Any, first: int, floats: ir.VectorType) -> Any:
+    """The float8_e4m3fn that begins at bit `first`, over 256, as float32; what stands for NaN is 480 / 256."""
+    lanes = codes.type.count
+
+    def constant(value: int) -> ir.Constant:
+        return ir.Constant(codes.type, [value] * lanes)
+
+    shifted = builder.lshr(codes, constant(first)) if first else codes
+    size = builder.shl(builder.and_(shifted, constant(0x7F)), constant(7))
+    sign = builder.shl(builder.and_(shifted, constant(0x80)), constant(8))
+    halves = builder.trunc(builder.or_(size, sign), ir.VectorType(ir.IntType(16), lanes))
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), lanes)), floats)
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Rows times integer codes with scales: the machine code behind `kernels.packed_codes`.
+"""Rows times codes with scales: the machine code behind `kernels.packed_codes`.
 
 Rows are rounded to eight bits, once in a call, or multiplied as they are. A work item is one panel of codes, as in
 `matmul`. Shapes, layouts and the arithmetic are those of `PackedCodes`; `code_runs` multiplies one run.
@@ -228,7 +228,7 @@ def _work(state: int, kinds: Any) -> None:
 
 # The kinds of rows, zeros and codes, by the names of the functions below.
 _ROUNDED, _FLOATS = np.int8(0), np.float32(0)
-_ZEROS_KIND, _BYTES, _HALVES = np.int16(0), np.uint32(0), np.uint16(0)
+_ZEROS_KIND, _BYTES, _HALVES, _FLOAT8 = np.int16(0), np.uint32(0), np.uint16(0), np.int32(0)
 
 
 @njit
@@ -271,6 +271,11 @@ def _work_int4_by_float32_zeros(state: int) -> None:
     _work(state, (_FLOATS, _ZEROS_KIND, _HALVES))
 
 
+@njit
+def _work_float8(state: int) -> None:
+    _work(state, (_FLOATS, None, _FLOAT8))
+
+
 _int8_by_int8_worker = c_function(_work_int8_by_int8)
 _int8_by_int8_zeros_worker = c_function(_work_int8_by_int8_zeros)
 _int8_by_float32_worker = c_function(_work_int8_by_float32)
@@ -279,6 +284,7 @@ _int4_by_int8_worker = c_function(_work_int4_by_int8)
 _int4_by_int8_zeros_worker = c_function(_work_int4_by_int8_zeros)
 _int4_by_float32_worker = c_function(_work_int4_by_float32)
 _int4_by_float32_zeros_worker = c_function(_work_int4_by_float32_zeros)
+_float8_worker = c_function(_work_float8)
 
 
 def matmul_codes_int8_by_int8(frame: Any) -> int:
@@ -369,4 +375,15 @@ def matmul_codes_int4_by_float32_zeros(frame: Any) -> int:
         num_items = _begin(frame_of(frame), shared, False, 1, _HALVES)
         error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_float32_zeros_worker())
         _work_int4_by_float32_zeros(state)
+    return error
+
+
+def matmul_codes_float8_e4m3fn_by_float32(frame: Any) -> int:
+    """`matmul_codes_int8_by_float32` of float8_e4m3fn; scales are 256 times those of the weight."""
+    state, error = enter(frame), 0
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared, False, 0, _FLOAT8)
+        error = launch(frame, state, num_items, shared[_ROOMS], _float8_worker())
+        _work_float8(state)
     return error
