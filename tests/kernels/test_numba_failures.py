@@ -168,7 +168,7 @@ def test_a_step_in_which_xla_refuses_fails_by_name(refused: str) -> None:
     packed = pack(weight, 1, find_target().width)
     result = jax.ShapeDtypeStruct((3, len(weight)), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="refused by the test"):
-        jax.block_until_ready(jax.ffi.ffi_call(name, result)(x, packed.panels))
+        jax.block_until_ready(jax.ffi.ffi_call(name, result)(x, packed.panels, jnp.zeros(0, jnp.int32)))
     np.testing.assert_array_equal(packed.multiply(x), np.full((3, len(weight)), 16))
 
 
