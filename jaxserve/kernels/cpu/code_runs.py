@@ -120,7 +120,9 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                 places = [place(zeros, panel, zero_stride, 2 * lanes * vector) for panel, vector in columns]
                 zero_codes = [builder.sext(load(builder, at, kept, 2), integers) for at in places]
             above = ir.Constant(integers, [_TWO_23] * lanes)
-            zero_floats = [builder.bitcast(builder.add(above, zero), floats) for zero in zero_codes]
+            zero_floats = [
+                builder.bitcast(builder.add(above, zero), floats) if has_zeros else None for zero in zero_codes
+            ]
             if by_codes:
                 empty: list[Any] = []
                 for row in range(rows):
@@ -159,7 +161,8 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                         wide = [_float_of_float8(builder, value, 8 * code, floats) for value in raw]
                     else:
                         first, pairs = 8 * code + bits * part, zip(raw, zero_floats, strict=True)
-                        wide = [_float_of_code(builder, value, first, bits, zero) for value, zero in pairs]
+                        widen = _float_of_code if bits == 8 or lanes != 16 else _float_of_half_byte
+                        wide = [widen(builder, value, first, bits, zero) for value, zero in pairs]
                     for row, start in enumerate(x_rows):
                         at = element(builder, start, builder.add(inputs, word(code)), 4)
                         number = everywhere(builder, load(builder, at, FLOAT), floats)
@@ -255,12 +258,28 @@ def _bytes_of_part(builder: ir.IRBuilder, raw: Any, part: int, parts: int) -> An
 
 
 def _float_of_code(builder: ir.IRBuilder, codes: Any, first: int, bits: int, zero: Any) -> Any:
-    """The code that begins at bit `first`, less its zero, as float32: 2^23 + u and 2^23 + z are both exact."""
+    """The code that begins at bit `first`, less its zero, as float32: 2^23 + u and 2^23 + z are both exact.
+
+    `zero` has 2^23 + z; None: z is half the number of codes.
+    """
     lanes = codes.type.count
+    if zero is None:
+        zero = ir.Constant(ir.VectorType(FLOAT, lanes), [2.0**23 + 2 ** (bits - 1)] * lanes)
     shifted = builder.lshr(codes, ir.Constant(codes.type, [first] * lanes)) if first else codes
     low = builder.and_(shifted, ir.Constant(codes.type, [2**bits - 1] * lanes))
     above = builder.or_(low, ir.Constant(codes.type, [_TWO_23] * lanes))
     return builder.fsub(builder.bitcast(above, zero.type), zero)
+
+
+def _float_of_half_byte(builder: ir.IRBuilder, codes: Any, first: int, bits: int, zero: Any) -> Any:
+    """`_float_of_code` of four bits in vectors of 16, which one instruction looks up in a vector of 16 numbers."""
+    assert (codes.type.count, bits) == (16, 4), codes.type
+    floats = ir.VectorType(FLOAT, 16)
+    look_up = declare(builder, "llvm.x86.avx512.permvar.sf.512", floats, [floats, codes.type])
+    shifted = builder.lshr(codes, ir.Constant(codes.type, [first] * 16)) if first else codes
+    table = ir.Constant(floats, [float(code - 8) if zero is None else 2.0**23 + code for code in range(16)])
+    found = builder.call(look_up, [table, shifted])
+    return found if zero is None else builder.fsub(found, zero)
 
 
 def _float_of_float8(builder: ir.IRBuilder, codes: Any, first: int, floats: ir.VectorType) -> Any:
