@@ -36,10 +36,12 @@ class Recipe:
 
 
 _ROW_INT8, _ROW_FP8 = Storage(code="int8"), Storage(code="float8_e4m3fn")
+_GROUP_INT4, _ROUNDED = Storage(code="int4", group=_GROUP), Arithmetic(activations="int8")
 RECIPES: dict[str, Recipe] = {
     "int8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=FLOAT),
-    "int8-a8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=Arithmetic(activations="int8")),
-    "int4": Recipe(layers=Storage(code="int4", group=_GROUP), head=_ROW_INT8, activations=FLOAT),
+    "int8-a8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=_ROUNDED),
+    "int4": Recipe(layers=_GROUP_INT4, head=_ROW_INT8, activations=FLOAT),
+    "int4-a8": Recipe(layers=_GROUP_INT4, head=_ROW_INT8, activations=_ROUNDED),
     "fp8": Recipe(layers=_ROW_FP8, head=_ROW_FP8, activations=FLOAT),
 }
 
@@ -112,9 +114,7 @@ def choose_kept(
         of_path = [modules.get(piece.source) for piece in pieces]
         if not of_path or None in of_path or "experts" in axes[path]:
             continue
-        chosen = [
-            _storage(module, rules.scheme_of(module.name), scheme, backend) for module in of_path if module is not None
-        ]
+        chosen = [_storage(module, rules.scheme_of(module.name), scheme) for module in of_path if module is not None]
         common = _common([storage for storage, _ in chosen])
         if common is None:
             continue
@@ -162,9 +162,7 @@ class _Rules:
             raise ConfigError(f"model.quantization_rules: {pattern!r} is no regular expression: {error}") from error
 
 
-def _storage(
-    module: Module, named: tuple[str, bool], scheme: Scheme | None, backend: str
-) -> tuple[Storage | None, Arithmetic]:
+def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> tuple[Storage | None, Arithmetic]:
     """Of one weight; None: floats."""
     name, by_rule = named
     recipe = RECIPES.get(name)
@@ -176,8 +174,6 @@ def _storage(
         storage = None if found is None else found.storage
         if module.kind is ModuleKind.EMBEDDING and storage is not None and storage.group is not None:
             storage = None  # rows of a table are looked up with one scale each
-        if backend == "cpu" and storage is not None and storage.code not in _INTEGERS:
-            storage = None  # XLA:CPU would convert float8 in every step, which takes longer than reading floats
         return storage, arithmetic
     if recipe is None:
         return None, FLOAT
