@@ -39,6 +39,10 @@ COMMANDS = {
         "jaxserve.cli.commands:calibrate_cache_command",
         "Measure the keys and values of a model on a text, for caches of eight bits.",
     ),
+    "quantize": Command(
+        "jaxserve.cli.commands:quantize_command",
+        "Write a checkpoint of fewer bits, calibrated on a text, for jaxserve, vLLM and transformers.",
+    ),
     "plan": Command(
         "jaxserve.cli.commands:plan_command",
         "Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit.",

@@ -119,7 +119,7 @@ class CodedWeight:
         block = min(self.arithmetic.block or depth, depth)
         of_group = depth // len(scales)
         run = math.gcd(block, of_group) if self.arithmetic.block else of_group
-        rounded, x_scales = _round_activations(x, block, self.cut_over if self.arithmetic.block is None else ())
+        rounded, x_scales = round_activations(x, block, self.cut_over if self.arithmetic.block is None else ())
 
         def part(start: Array | int, size: int) -> Array:
             inputs = jax.lax.dynamic_slice_in_dim(rounded, start, size, axis=1)
@@ -160,7 +160,7 @@ def round_weight(
     )
 
 
-def _round_activations(
+def round_activations(
     x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
 ) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
     """int8 codes, and a scale for each block of inputs: the largest magnitude over 127.
