@@ -30,7 +30,7 @@ def solve(
 
     `damping`, of the mean of H's diagonal, is added to it. An input that was always 0 is rounded to nearest.
     """
-    rows, columns = matrix.shape
+    columns = matrix.shape[1]
     upper = inverse_factor(gram, damping).astype(np.float32)
     block = storage.group or _BLOCK
     pad = -columns % block
