@@ -1,14 +1,14 @@
 """The table of `jaxserve quantize` over schemes and methods on the demo model, in docs/quantisation.md.
 
-    python scripts/quantize_table.py [--calibrate 24] [--judge 100]
+    python scripts/quantize_table.py --work DIRECTORY [--calibrate 24] [--judge 40]
 
 Calibrates on questions of the demo's tasks with their answers, judges on others that the model was never trained on,
-and checks what docs/quantisation.md promises. Writes benchmarks/quantize.json. Some twenty minutes on two cores.
+and checks what docs/quantisation.md promises. Writes benchmarks/quantize.json. Some fifteen minutes on two cores; a run
+that was interrupted goes on with what is in DIRECTORY.
 """
 
 import argparse
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,17 +50,21 @@ RECOMMENDED = [{"scheme": "int8"}, {"scheme": "int8-a8"}, {"scheme": "fp8"}, {"s
 def main() -> None:
     parser = argparse.ArgumentParser(description="The table of `jaxserve quantize` on the demo model.")
     parser.add_argument("--calibrate", type=int, default=24, help="questions of each task")
-    parser.add_argument("--judge", type=int, default=100, help="questions of each task")
+    parser.add_argument("--judge", type=int, default=40, help="questions of each task")
+    parser.add_argument("--work", type=Path, required=True, help="directory for checkpoints and texts")
     args = parser.parse_args()
     config = load_config(None, ["model.path=demo"]).config
     results = []
-    with tempfile.TemporaryDirectory() as work, show_progress() as progress:
-        data, judge = Path(work) / "calibrate.jsonl", Path(work) / "judge.jsonl"
+    args.work.mkdir(parents=True, exist_ok=True)
+    with show_progress() as progress:
+        data, judge = args.work / "calibrate.jsonl", args.work / "judge.jsonl"
         write_chats(data, args.calibrate, seed=2)
         write_chats(judge, args.judge, seed=1)
-        for number, run in enumerate(RUNS):
-            target = Path(work) / str(number)
-            report = quantise_checkpoint(config, Options(**run), data, target, judge=judge, progress=progress)
+        for run in RUNS:
+            target = args.work / "_".join(map(str, run.values()))
+            if not target.is_dir():
+                quantise_checkpoint(config, Options(**run), data, target, judge=judge, progress=progress)
+            report = json.loads((target / "quality.json").read_text(encoding="utf-8"))
             results.append(
                 {"options": run, **{name: report[name] for name in ("bits_per_weight", "quality", "tokens")}}
             )

@@ -1,4 +1,7 @@
-"""transformers and compressed-tensors read what `jaxserve quantize` writes as we do (scripts/make_written_fixtures.py)."""
+"""transformers and compressed-tensors read what `jaxserve quantize` writes as we do.
+
+The fixtures are of scripts/make_written_fixtures.py.
+"""
 
 from pathlib import Path
 
