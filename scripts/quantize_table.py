@@ -93,10 +93,9 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
     for result in results:
         q = result["quality"]
         said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in result["options"].items())
-        yield (
-            f"| `{said}` | {result['bits_per_weight']:.2f} | {q['kl_mean']:.1e} | {q['kl_p99']:.1e} | {q['kl_max']:.1e} "
-            f"| {100 * q['same_top']:.2f} % | {q['perplexity']:.5f} | {100 * q['right']:.1f} % |"
-        )
+        quality = f"{100 * q['same_top']:.2f} % | {q['perplexity']:.5f} | {100 * q['right']:.1f} %"
+        divergence = f"{q['kl_mean']:.1e} | {q['kl_p99']:.1e} | {q['kl_max']:.1e}"
+        yield f"| `{said}` | {result['bits_per_weight']:.2f} | {divergence} | {quality} |"
 
 
 def check(results: list[dict[str, Any]]) -> None:
