@@ -160,7 +160,7 @@ def test_awq_finds_the_best_ratio() -> None:
         losses.append((sum(naive_awq_loss(m, inputs, scales, 32) for m in matrices), scales))
     best, expected = min(losses, key=lambda pair: pair[0])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert best < 0.7 * losses[0][0]
+    assert best < 0.8 * losses[0][0]
 
 
 def test_rounded_numbers() -> None:
