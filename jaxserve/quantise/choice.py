@@ -13,6 +13,7 @@ from jaxserve.quantise.source import Source, Target
 
 METHODS = ("rtn", "gptq", "awq")
 GROUPS = (128, 64, 32)  # of int4 where none is given: the first that divides the inputs of all its weights
+_LEAST = 16  # smaller groups have more bits of scales than they save; vLLM's kernels end at 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +191,10 @@ def _group(targets: list[Target], given: int | None) -> int | None:
         if not undivided:
             return group
     first = undivided[0]
-    divide = [group for group in GROUPS if not any(target.shape[1] % group for target in targets)]
-    remedy = f"take --group {divide[0]}" if divide else f"none of {', '.join(map(str, GROUPS))} does for all weights"
+    others = f", and {len(undivided) - 1} weights more" if len(undivided) > 1 else ""
+    divide = [group for group in (*GROUPS, _LEAST) if not any(target.shape[1] % group for target in targets)]
+    remedy = f"take --group {divide[0]}" if divide else "no group of 16 or more does for all weights"
     raise ConfigError(
-        f"groups of {group} inputs do not divide the {first.shape[1]} of {first.module.name}, and {len(undivided) - 1} "
-        f"weights more; {remedy}, or give such weights int8 by a --rule"
+        f"groups of {group} inputs do not divide the {first.shape[1]} of {first.module.name}{others}; {remedy}, or give "
+        "such weights int8 by a --rule"
     )

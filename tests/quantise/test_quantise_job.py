@@ -168,9 +168,9 @@ BAD: dict[str, tuple[dict[str, Any], type[UserError], str]] = {
     "group that does not divide": (
         {"scheme": "int4", "group": 32},
         ConfigError,
-        r"groups of 32 inputs do not divide the 48 of model\.layers\.0\.self_attn\.q_proj",
+        r"groups of 32 inputs do not divide the 48 of model\.layers\.0\..*, and 13 weights more; take --group 16",
     ),
-    "no group divides": ({"scheme": "int4"}, ConfigError, r"none of 128, 64, 32 does for all weights"),
+    "no group divides": ({"scheme": "int4"}, ConfigError, r"groups of 32 inputs do not divide .*take --group 16"),
     "group without int4": ({"group": 16}, ConfigError, r"--group is 16, but no weight is int4"),
     "budget too low": (
         {"scheme": "int4", "group": 16, "budget_bits": 4.5},
