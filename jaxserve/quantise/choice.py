@@ -195,6 +195,6 @@ def _group(targets: list[Target], given: int | None) -> int | None:
     divide = [group for group in (*GROUPS, _LEAST) if not any(target.shape[1] % group for target in targets)]
     remedy = f"take --group {divide[0]}" if divide else "no group of 16 or more does for all weights"
     raise ConfigError(
-        f"groups of {group} inputs do not divide the {first.shape[1]} of {first.module.name}{others}; {remedy}, or give "
-        "such weights int8 by a --rule"
+        f"groups of {group} inputs do not divide the {first.shape[1]} of {first.module.name}{others}; {remedy}, or "
+        "give such weights int8 by a --rule"
     )
