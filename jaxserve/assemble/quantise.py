@@ -49,6 +49,11 @@ def quantise_checkpoint(
     Raises ConfigError and CheckpointError.
     """
     check_new(target)
+    if config.model.quantization not in ("auto", "none") or config.model.quantization_rules:
+        raise ConfigError(
+            f"model.quantization is {config.model.quantization!r}, with {len(config.model.quantization_rules)} rules, "
+            "but quantize reads float weights; leave them out: --scheme and --rule say what is written"
+        )
     progress.begin("reading the text")
     source = open_source(configured_checkpoint(config.model))
     texts = _read(config, source.config, data, judge, max_tokens)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.kernels.paged_attention import LARGEST, PagedAttention
 from jaxserve.models.cache_scales import FILE_NAME, CacheRanges, attention_modules, ranges_table
 from jaxserve.models.quantised.bits import to_float32
@@ -168,6 +168,11 @@ class _Job:
             )
         self._progress.begin("comparing next tokens")
         measured = summary(self._texts.judged, self._compare(outer, rounded_outer, exact, found))
+        if not math.isfinite(measured["kl_mean"]):
+            raise CheckpointError(
+                f"{self._source.checkpoint.path}: the model gives numbers that are not finite on this text; try "
+                "model.dtype float32"
+            )
         ranges = CacheRanges(keys=_above_zero(keys), values=_above_zero(values)) if self._cache_modules else None
         if ranges is not None:
             outer_tensors |= self._cache_tensors(ranges)
@@ -333,6 +338,12 @@ class _Job:
             by_param.setdefault(target.param, []).append(choice is not None and choice.how.rounds_inputs)
         return frozenset(name for name, found in by_param.items() if all(found))
 
+    @property
+    def _has_stale_ranges(self) -> bool:
+        """The source says how large values are, which AWQ changes, and nothing measures them again."""
+        of_source = self._source.checkpoint.path / FILE_NAME
+        return self._options.method == "awq" and not self._cache_modules and of_source.is_file()
+
     # Measuring.
 
     def _steps(self, texts: Sequence[Text]) -> list[Step]:
@@ -397,6 +408,8 @@ class _Job:
             target.is_expert for name, target in self._source.targets.items() if name in self._choices
         ):
             notes.append(f"experts are rounded to nearest: {self._options.method} needs the inputs of each expert")
+        if self._has_stale_ranges:
+            notes.append(f"{FILE_NAME} of the source is left out, since awq changes values; --kv measures them again")
         if self._options.method == "awq":
             kept = sorted(
                 {
@@ -427,7 +440,12 @@ class _Job:
         checkpoint = self._source.checkpoint
         if ranges is not None:
             others[FILE_NAME] = ranges_table(ranges, {"tokens": tokens, "quantile": self._setting.quantile})
-        self._work.finish(checkpoint.path, checkpoint.config | {"quantization_config": table}, others)
+        self._work.finish(
+            checkpoint.path,
+            checkpoint.config | {"quantization_config": table},
+            others,
+            left_out=[FILE_NAME] if self._has_stale_ranges else [],
+        )
 
     def _say(self, layer: int, doing: str) -> None:
         self._progress.begin(f"layer {layer + 1} of {self._source.config.num_layers}: {doing}")

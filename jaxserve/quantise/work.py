@@ -14,7 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,13 @@ class Work:
         file = self.directory / name
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
-    def finish(self, source: Path, config: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """All parts are done: the target appears. `others`: further files of JSON, by name."""
+    def finish(
+        self, source: Path, config: Mapping[str, Any], others: Mapping[str, Any], left_out: Collection[str]
+    ) -> None:
+        """All parts are done: the target appears.
+
+        `others`: further files of JSON, by name. `left_out`: files of the source that do not hold any more.
+        """
         files = {self._file(part).name: self.tensors(part) for part in range(self._num_parts)}
         total = sum(
             int(np.prod(tensor.shape)) * np.dtype(tensor.dtype).itemsize
@@ -80,6 +85,8 @@ class Work:
         )
         weight_map = {name: file for file, tensors in files.items() for name in sorted(tensors)}
         copy_small_files(source, self.directory)
+        for name in left_out:
+            (self.directory / name).unlink(missing_ok=True)
         self.put(INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self.put(CONFIG_NAME, config)
         for name, values in others.items():

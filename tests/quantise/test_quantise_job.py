@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,18 @@ def test_scales_of_keys_and_values(tmp_path: Path) -> None:
     np.testing.assert_allclose(by_layer.keys, by_head.keys.max(axis=1, keepdims=True).repeat(2, axis=1), rtol=1e-5)
     tensors = stored(tmp_path / "out")
     assert tensors["model.layers.1.self_attn.v_scale"].shape == (1,)
+
+
+def test_ranges_that_awq_makes_stale(tmp_path: Path) -> None:
+    """AWQ divides values by its scales, so what the source says of their size does not hold any more."""
+    source, data = llama(tmp_path / "source"), write_texts(tmp_path / "texts.jsonl", 128, count=2)
+    run(source, tmp_path / "first", data, cache_scales=True)
+    shutil.copyfile(tmp_path / "first/cache_scales.json", source / "cache_scales.json")
+    report = run(source, tmp_path / "awq", data, method="awq")
+    assert not (tmp_path / "awq/cache_scales.json").exists()
+    assert any("cache_scales.json of the source is left out" in note for note in report["notes"])
+    run(source, tmp_path / "gptq", data, method="gptq")
+    assert (tmp_path / "gptq/cache_scales.json").is_file()
 
 
 def test_text_that_is_too_little_to_hold_out(tmp_path: Path) -> None:
