@@ -1,9 +1,9 @@
 """The table of `jaxserve quantize` over schemes and methods on the demo model, in docs/quantisation.md.
 
-    python scripts/quantize_table.py --work DIRECTORY [--calibrate 24] [--judge 40]
+    python scripts/quantize_table.py --work DIRECTORY [--calibrate 24] [--judge 16]
 
 Calibrates on questions of the demo's tasks with their answers, judges on others that the model was never trained on,
-and checks what docs/quantisation.md promises. Writes benchmarks/quantize.json. Some fifteen minutes on two cores; a run
+and checks what docs/quantisation.md promises. Writes benchmarks/quantize.json. Some ten minutes on two cores; a run
 that was interrupted goes on with what is in DIRECTORY.
 """
 
@@ -50,7 +50,7 @@ RECOMMENDED = [{"scheme": "int8"}, {"scheme": "int8-a8"}, {"scheme": "fp8"}, {"s
 def main() -> None:
     parser = argparse.ArgumentParser(description="The table of `jaxserve quantize` on the demo model.")
     parser.add_argument("--calibrate", type=int, default=24, help="questions of each task")
-    parser.add_argument("--judge", type=int, default=40, help="questions of each task")
+    parser.add_argument("--judge", type=int, default=16, help="questions of each task")
     parser.add_argument("--work", type=Path, required=True, help="directory for checkpoints and texts")
     args = parser.parse_args()
     config = load_config(None, ["model.path=demo"]).config

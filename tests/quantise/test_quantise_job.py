@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from quantise_parts import llama, model, run, stored, write_texts
 
+from jaxserve.cli import main
 from jaxserve.errors import CheckpointError, ConfigError, UserError
 from jaxserve.models import load_model
 from jaxserve.models.quantised import Quantisation
@@ -294,3 +295,19 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
 def test_options_are_checked_when_they_are_made() -> None:
     with pytest.raises(ConfigError, match="--embedding is 'fp8'"):
         Options(scheme="int8", embedding="fp8")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, data = llama(tmp_path / "source"), write_texts(tmp_path / "texts.jsonl", 128, count=4)
+    fixed = ["--set", "model.dtype=float32", "--set", "kernels.paged_attention=xla", "--data", str(data)]
+    command = ["quantize", str(source), str(tmp_path / "out"), *fixed]
+    assert main([*command, "--scheme", "int3"]) == 2
+    assert "--scheme is 'int3'; known: int8, int8-a8, int4, fp8" in capsys.readouterr().err
+    assert main([*command, "--scheme", "int8", "--set", "model.quantization=int8"]) == 2
+    assert "quantize reads float weights" in capsys.readouterr().err
+    assert main([*command, "--scheme", "int4", "--group", "16", "--rule", r".*\.down_proj=int8"]) == 0
+    shown = capsys.readouterr()
+    assert "int4 by rtn:" in shown.out and "same likeliest" in shown.out
+    assert "layer 2 of 2" in shown.err
+    report = json.loads((tmp_path / "out/quality.json").read_text())
+    assert report["layers"][1]["weights"]["model.layers.1.mlp.down_proj"]["scheme"] == "int8"
