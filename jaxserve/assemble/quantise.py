@@ -54,10 +54,10 @@ def quantise_checkpoint(
             f"model.quantization is {config.model.quantization!r}, with {len(config.model.quantization_rules)} rules, "
             "but quantize reads float weights; leave them out: --scheme and --rule say what is written"
         )
+    device = find_devices(config)[0]  # settles the platform, before anything asks JAX for a device
     progress.begin("reading the text")
     source = open_source(configured_checkpoint(config.model))
     texts = _read(config, source.config, data, judge, max_tokens)
-    device = find_devices(config)[0]
     dtype = choose_dtype(config.model.dtype, device.platform, source.checkpoint)
     progress.begin("choosing kernels")
     attention, page_size = attention_without_engine(config, source.config, dtype, device)
