@@ -186,14 +186,16 @@ def _group(targets: list[Target], given: int | None) -> int | None:
         if given is not None:
             raise ConfigError(f"--group is {given}, but no weight is int4; leave it out")
         return None
-    for group in GROUPS if given is None else (given,):
-        undivided = [target for target in targets if target.shape[1] % group]
-        if not undivided:
-            return group
+    fits = [group for group in (*GROUPS, _LEAST) if not any(target.shape[1] % group for target in targets)]
+    if given is None and fits and fits[0] != _LEAST:
+        return fits[0]
+    group = GROUPS[-1] if given is None else given
+    undivided = [target for target in targets if target.shape[1] % group]
+    if not undivided:
+        return group
     first = undivided[0]
     others = f", and {len(undivided) - 1} weights more" if len(undivided) > 1 else ""
-    divide = [group for group in (*GROUPS, _LEAST) if not any(target.shape[1] % group for target in targets)]
-    remedy = f"take --group {divide[0]}" if divide else "no group of 16 or more does for all weights"
+    remedy = f"take --group {fits[0]}" if fits else "no group of 16 or more does for all weights"
     raise ConfigError(
         f"groups of {group} inputs do not divide the {first.shape[1]} of {first.module.name}{others}; {remedy}, or "
         "give such weights int8 by a --rule"
