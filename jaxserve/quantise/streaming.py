@@ -98,14 +98,7 @@ class Streams:
     def __init__(self, config: DecoderConfig, dtype: np.dtype, attention: PagedAttention) -> None:
         self._config, self._dtype = config, dtype
         self._placement = Partition.of(config, 1).placement
-        ropes = config.ropes
-        self._layer = jax.jit(
-            functools.partial(_run_layer, recording(attention), ropes),
-            static_argnames=("graphdef", "rounded"),
-            donate_argnames=("largest", "inputs"),
-        )
-        self._embed = jax.jit(_run_embedding, static_argnames="graphdef")
-        self._compare = jax.jit(_compare, static_argnames="graphdef")
+        self._layer = _compiled_layer(attention, config.ropes)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (lives as long as one job)
     def _abstract(self, part: LayerSpec | str) -> tuple[nnx.GraphDef, nnx.State]:
@@ -131,7 +124,7 @@ class Streams:
     def embed(self, outer: Arrays, steps: Sequence[Step]) -> Hidden:
         """What the first layer takes in."""
         graphdef, state = self._filled("begin", outer)
-        return [np.asarray(self._embed(state, tokens, batch, graphdef=graphdef)) for batch, tokens in steps]
+        return [np.asarray(_run_embedding(state, tokens, batch, graphdef=graphdef)) for batch, tokens in steps]
 
     def advance(
         self,
@@ -195,15 +188,26 @@ class Streams:
         graphdef, exact = self._filled("end", outer[0])
         _, found = self._filled("end", outer[1])
         x, y = hidden
-        return np.asarray(self._compare(exact, found, x, y, batch, targets, graphdef=graphdef))
+        return np.asarray(_compare(exact, found, x, y, batch, targets, graphdef=graphdef))
 
     def _no_magnitudes(self, kept: int) -> Largest:
         shape = (self._config.num_kv_heads, kept)
         return Largest(keys=jnp.zeros(shape), values=jnp.zeros(shape))
 
 
+@functools.partial(jax.jit, static_argnames="graphdef")
 def _run_embedding(state: nnx.State, tokens: Array, batch: AttentionBatch, *, graphdef: nnx.GraphDef) -> Array:
     return nnx.merge(graphdef, state)(tokens, (), (batch,), (), None)[0]
+
+
+@functools.cache
+def _compiled_layer(attention: PagedAttention, ropes: tuple[RopeConfig, ...]) -> Callable[..., Any]:
+    """`_run_layer`, which jobs of one process share: what one has compiled the next finds."""
+    return jax.jit(
+        functools.partial(_run_layer, recording(attention), ropes),
+        static_argnames=("graphdef", "rounded"),
+        donate_argnames=("largest", "inputs"),
+    )
 
 
 def _run_layer(
@@ -240,6 +244,7 @@ def _run_layer(
     return out, largest, {name: found.with_more(seen[name], real) for name, found in inputs.items()}
 
 
+@functools.partial(jax.jit, static_argnames="graphdef")
 def _compare(
     exact: nnx.State,
     found: nnx.State,
