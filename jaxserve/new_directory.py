@@ -22,8 +22,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     Raises CheckpointError when `target` exists and is not an empty directory, or nothing can be written beside it.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"target {target} exists already; give a new or empty directory")
+    check_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
@@ -36,6 +35,12 @@ def new_directory(target: Path) -> Iterator[Path]:
         made.replace(target)  # an empty directory gives way
     finally:
         _remove(work)
+
+
+def check_new(target: Path) -> None:
+    """Raises CheckpointError when `target` exists and is not an empty directory."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"target {target} exists already; give a new or empty directory")
 
 
 def _remove(directory: Path) -> None:

@@ -39,6 +39,10 @@ COMMANDS = {
         "jaxserve.cli.commands:calibrate_cache_command",
         "Measure the keys and values of a model on a text, for caches of eight bits.",
     ),
+    "quantize": Command(
+        "jaxserve.cli.commands:quantize_command",
+        "Write a checkpoint of fewer bits, calibrated on a text, for jaxserve, vLLM and transformers.",
+    ),
     "train-draft": Command(
         "jaxserve.lab.training.command:train_draft_command",
         "Train a draft head for speculation on a model's own answers to prompts. Exit code 4: stopped, goes on later.",

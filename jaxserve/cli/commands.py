@@ -67,6 +67,65 @@ def calibrate_cache_command(
     return 0
 
 
+def quantize_command(
+    source: Annotated[Path, typer.Argument(help="Directory of a float model, or demo.")],
+    target: Annotated[Path, typer.Argument(help="New directory; an unfinished job is in TARGET.partial.")],
+    scheme: Annotated[str, typer.Option(help="int8, int8-a8, int4 or fp8: what linear maps of layers become.")],
+    data: Annotated[Path, typer.Option(help="To calibrate on: text, or JSONL with text, prompt or messages.")],
+    method: Annotated[str, typer.Option(help="rtn (to nearest), gptq or awq.")] = "rtn",
+    judge: Annotated[
+        Path | None, typer.Option(help="To measure the quality on; default: an eighth of --data, held out.")
+    ] = None,
+    group: Annotated[int | None, typer.Option(help="Inputs of a scale of int4; default: 128, 64 or 32.")] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="NAME=SCHEME: a pattern of whole names; none: float. Repeatable.")
+    ] = None,
+    head: Annotated[str, typer.Option(help="The output projection: none or int8.")] = "none",
+    embedding: Annotated[str, typer.Option(help="The table of embeddings: none or int8; vLLM reads none.")] = "none",
+    budget_bits: Annotated[
+        float | None, typer.Option(help="Bits of a rounded weight on average: int4, some of it raised to int8.")
+    ] = None,
+    kv: Annotated[bool, typer.Option("--kv", help="Scales of keys and values, too.")] = False,
+    damping: Annotated[float, typer.Option(help="Of gptq: share of the mean that is added to the diagonal.")] = 0.01,
+    tokens: Annotated[int, typer.Option(min=2, help="To calibrate on, at most.")] = 131_072,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Write a checkpoint of fewer bits, calibrated on a text, for jaxserve, vLLM and transformers."""
+    resolved = load_config(config, with_model(set_, source))
+    set_up_logging(resolved.config.runtime)
+    with show_progress(write=complain) as progress:
+        progress.begin("importing JAX")
+        from jaxserve.assemble.quantise import quantise_checkpoint  # JAX takes seconds to import
+        from jaxserve.quantise.choice import Options, read_rules
+        from jaxserve.quantise.quality import lines
+
+        options = Options(
+            scheme=scheme,
+            method=method,
+            group=group,
+            rules=read_rules(rule or ()),
+            head=head,
+            embedding=embedding,
+            budget_bits=budget_bits,
+            cache_scales=kv,
+            damping=damping,
+        )
+        report = quantise_checkpoint(
+            resolved.config,
+            options,
+            data,
+            target.expanduser(),
+            judge=judge,
+            max_tokens=tokens,
+            progress=progress,
+        )
+    print(f"wrote {target}")
+    for line in lines(report):
+        print(line)
+    return 0
+
+
 def _convert_apart(source: Path, target: Path) -> int:
     """Converts in a process of its own: Orbax's threads end with it at any moment, and leave nothing of their work."""
 

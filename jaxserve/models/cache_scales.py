@@ -136,8 +136,7 @@ def _of_checkpoint(checkpoint: Checkpoint, family: Family, config: DecoderConfig
     scheme = read_scheme(checkpoint)
     if scheme is None or scheme.kv_dtype is None or checkpoint.kind is not CheckpointKind.HUGGING_FACE:
         return None
-    module = next(rule.source for rule in family.weights if rule.target == _QKV).rsplit(".", 2)[0]
-    names = [module.format(layer=layer) for layer in range(config.num_layers)]
+    names = attention_modules(family, config)
     modules = [(name, name.removeprefix(family.prefix)) for name in names]
     stored = read_kv_scales(open_tensors(checkpoint.path), modules, config.num_kv_heads)
     if stored is None:
@@ -147,6 +146,12 @@ def _of_checkpoint(checkpoint: Checkpoint, family: Family, config: DecoderConfig
     return CacheScales(
         keys=stored.keys * factor, values=stored.values * factor, origin=f"the checkpoint's tensors{made_for}"
     )
+
+
+def attention_modules(family: Family, config: DecoderConfig) -> list[str]:
+    """The name of each layer's attention in the files, beside which its scales are."""
+    module = next(rule.source for rule in family.weights if rule.target == _QKV).rsplit(".", 2)[0]
+    return [module.format(layer=layer) for layer in range(config.num_layers)]
 
 
 def read_ranges(file: FilePath, config: DecoderConfig) -> CacheRanges:
@@ -185,13 +190,19 @@ def _ranges(table: Mapping[str, Any], side: str, file: FilePath, config: Decoder
 
 def write_ranges(file: FilePath, ranges: CacheRanges, about: Mapping[str, Any]) -> None:
     """Writes a new file. `about`: how the ranges were found. Raises ConfigError where that cannot be."""
-    table = {"format": _FORMAT, "version": _VERSION, **about}
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items()]
-    for side in ("keys", "values"):
-        rows = ",\n  ".join(json.dumps([float(f"{x:.6g}") for x in row]) for row in getattr(ranges, side))
+    table = ranges_table(ranges, about)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name not in _SIDES.values()]
+    for side in _SIDES.values():
+        rows = ",\n  ".join(json.dumps(row) for row in table[side])
         lines.append(f'"{side}": [\n  {rows}\n ]')
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write("{\n " + ",\n ".join(lines) + "\n}\n")
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}; give the name of a new file") from error
+
+
+def ranges_table(ranges: CacheRanges, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of ranges holds."""
+    lists = {side: [[float(f"{x:.6g}") for x in row] for row in getattr(ranges, side)] for side in _SIDES.values()}
+    return {"format": _FORMAT, "version": _VERSION, **about, **lists}

@@ -31,13 +31,12 @@ from jaxserve.models.checkpoint import (
 )
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
-from jaxserve.models.layout import write_source
 from jaxserve.models.loading import decoder_config, split_abstract
 from jaxserve.models.orbax_store import LAYOUT_VERSION, open_arrays, read_shapes, save_arrays
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import read_scheme
 from jaxserve.models.safetensors_files import ReadableTensor
-from jaxserve.models.shard_reading import checked_tensors, shard_reader
+from jaxserve.models.shard_reading import checked_tensors, shard_reader, tensors_of
 from jaxserve.models.sharding import Axes, arrays_of, axes_of
 from jaxserve.models.weights import Path, Piece, plan_weights
 from jaxserve.new_directory import new_directory
@@ -103,7 +102,7 @@ def _to_orbax(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -
     num_bytes = sum(array.nbytes for array in arrays.values())
     progress.begin(f"writing {num_bytes / 2**30:.2f} GiB")
     save_arrays(directory, arrays, axes)
-    _copy_small_files(checkpoint.path, directory)
+    copy_small_files(checkpoint.path, directory)
     marker = {"layout_version": LAYOUT_VERSION, "architecture": family.architecture}
     (directory / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
@@ -119,16 +118,10 @@ def _to_hugging_face(checkpoint: Checkpoint, directory: FilePath, progress: Prog
     _, _, plan, shapes, _ = _plan(checkpoint)
     progress.begin("reading the weights")
     arrays, stored = open_arrays(checkpoint.path, shapes), read_shapes(checkpoint.path)
-    tensors: dict[str, np.ndarray] = {}
-    for path, pieces in plan.items():
-        whole = arrays[path].read((slice(None),) * len(shapes[path]), stored[path].dtype)
-        for piece in pieces:
-            share = write_source(whole[tuple(slice(w.start, w.stop) for w in piece.window)], piece.pattern)
-            tensor = tensors.setdefault(piece.source, np.empty(piece.source_shape, share.dtype))
-            tensor[piece.first : piece.first + len(share)] = share
+    tensors = tensors_of(plan, lambda path: arrays[path].read((slice(None),) * len(shapes[path]), stored[path].dtype))
     progress.begin(f"writing {sum(tensor.nbytes for tensor in tensors.values()) / 2**30:.2f} GiB")
     _write_safetensors(directory, tensors)
-    _copy_small_files(checkpoint.path, directory)
+    copy_small_files(checkpoint.path, directory)
 
 
 def _on_host() -> jax.sharding.Sharding:
@@ -157,7 +150,7 @@ def _write_safetensors(directory: FilePath, tensors: Mapping[str, np.ndarray]) -
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_small_files(source: FilePath, target: FilePath) -> None:
+def copy_small_files(source: FilePath, target: FilePath) -> None:
     """config.json, generation_config.json, tokenizer and chat template files: all top-level files but weights."""
     assert (source / CONFIG_NAME).is_file(), source
     for file in source.iterdir():

@@ -112,7 +112,7 @@ def open_tensors(directory: Path) -> dict[str, TensorSource]:
     disagree, or when an element type is unknown.
     """
     file = find_weights(directory)
-    return _open_indexed(file) if file.name == INDEX_NAME else _open_file(file)
+    return _open_indexed(file) if file.name == INDEX_NAME else open_file(file)
 
 
 def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
@@ -126,13 +126,14 @@ def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
         raise CheckpointError(f"{index_file} names files that are missing: {', '.join(missing)}")
     tensors: dict[str, TensorSource] = {}
     for name in names:
-        tensors |= _open_file(index_file.parent / name)
+        tensors |= open_file(index_file.parent / name)
     if absent := sorted(t for t, f in weight_map.items() if t not in tensors or tensors[t].file.name != f):
         raise CheckpointError(f"{index_file} promises tensors that its files lack: {fold_names(absent)}")
     return tensors
 
 
-def _open_file(file: Path) -> dict[str, TensorSource]:
+def open_file(file: Path) -> dict[str, TensorSource]:
+    """Every tensor of one file. Raises CheckpointError where it is truncated or corrupt, or an element type unknown."""
     try:
         with safe_open(str(file), framework="numpy"):  # checks the header and the length of the file
             pass

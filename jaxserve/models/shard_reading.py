@@ -14,7 +14,7 @@ from jaxserve.models.checkpoint import Checkpoint, CheckpointKind
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
 from jaxserve.models.gguf.tensors import open_gguf
-from jaxserve.models.layout import Index, read_target
+from jaxserve.models.layout import Index, read_target, write_source
 from jaxserve.models.partition import Block
 from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
 from jaxserve.models.quantised.coding import CodedTensor
@@ -158,6 +158,18 @@ def shard_reader(
         return out
 
     return read_shard
+
+
+def tensors_of(plan: Mapping[Path, list[Piece]], array_of: Callable[[Path], np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse: the tensors of a checkpoint, by name, from the whole parameters that they fill."""
+    tensors: dict[str, np.ndarray] = {}
+    for path, pieces in plan.items():
+        whole = array_of(path)
+        for piece in pieces:
+            share = write_source(whole[tuple(slice(w.start, w.stop) for w in piece.window)], piece.pattern)
+            tensor = tensors.setdefault(piece.source, np.empty(piece.source_shape, share.dtype))
+            tensor[piece.first : piece.first + len(share)] = share
+    return tensors
 
 
 def _rows_from(read: Callable[[Index], np.ndarray], first: int) -> Callable[[Index], np.ndarray]:

@@ -71,14 +71,14 @@ def measure_ranges(
     largest = tuple(Largest(keys=empty, values=empty) for _ in range(config.num_layers))
     step = jax.jit(
         on_mesh(
-            functools.partial(_forward, model.graphdef, _recording(attention)),
+            functools.partial(_forward, model.graphdef, recording(attention)),
             model.mesh,
             (specs_for(model.state), by_heads, PartitionSpec(), PartitionSpec()),
             by_heads,
         )
     )
     done = 0
-    for batch, tokens in _batches(sequences, page_size):
+    for batch, tokens in whole_batches(sequences, page_size):
         largest = step(model.state, largest, tokens, batch)
         done += int(batch.q_starts[-1])
         count(done, total)
@@ -102,7 +102,7 @@ def _forward(
     return decoder(tokens, largest, (batch,), places, attention)[1]
 
 
-def _recording(attention: PagedAttention) -> PagedAttention:
+def recording(attention: PagedAttention) -> PagedAttention:
     """`attention` whose "cache" of a layer is a `Largest`; the pages are new in each call, which has whole prompts."""
 
     def attend(
@@ -116,7 +116,7 @@ def _recording(attention: PagedAttention) -> PagedAttention:
     return dataclasses.replace(attention, attend=attend)
 
 
-def _batches(sequences: Sequence[Sequence[int]], page_size: int) -> Iterator[tuple[AttentionBatch, Array]]:
+def whole_batches(sequences: Sequence[Sequence[int]], page_size: int) -> Iterator[tuple[AttentionBatch, Array]]:
     """Steps of whole sequences, all of one shape."""
     waiting: list[Sequence[int]] = []
     for sequence in sequences:

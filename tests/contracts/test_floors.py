@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "new_directory": {"errors"},
     "progress": set(),
     "runtime": {*_F0, "chips", "config", "kernels", "models", "progress", "sched"},
+    "quantise": {*_F0, "config", "kernels", "models", "new_directory", "progress", "runtime"},
     "client": {*_F0, "serve"},
     "telemetry": {*_F0, "config", "engine"},
     "hosts": {*_F0, "config", "gguf_file", "sched"},

@@ -189,7 +189,7 @@ def test_the_command_measures_what_the_cache_keeps(tmp_path: Path, capsys: pytes
         ("", "empty.txt", "holds no text"),
         ('{"text": 3}\n', "data.jsonl", "data.jsonl:1: text is 3, but must be text"),
         ('{"word": "a"}\n', "data.jsonl", "exactly one of text, prompt, prompt_token_ids, messages"),
-        ('{"prompt_token_ids": [70000]}\n', "data.jsonl", "has token 70000, but demo has 1160"),
+        ('{"prompt_token_ids": [70000]}\n', "data.jsonl", "has token 70000, but the model has 1160"),
     ],
 )
 def test_text_that_cannot_be(

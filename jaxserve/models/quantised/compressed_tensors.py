@@ -18,7 +18,7 @@ from jaxserve.models.quantised.nvfp4_packed import Nvfp4Packed
 from jaxserve.models.quantised.pack_quantized import PackQuantized
 from jaxserve.models.quantised.scheme import Format, MethodConfig, Module, ModuleKind, Scheme
 
-_FORMATS: dict[str, Callable[[GroupArgs], Format]] = {
+FORMATS: dict[str, Callable[[GroupArgs], Format]] = {
     "pack-quantized": PackQuantized.read,
     "int-quantized": IntQuantized.read,
     "float-quantized": FloatQuantized.read,
@@ -105,16 +105,16 @@ class CompressedTensorsScheme(Scheme):
         for key, table in tables.items():
             group = MethodConfig(table, f"{config.origin}: config_groups {key!r}")
             name = group.get("format") or (None if stated == _MIXED else stated)
-            if name not in _FORMATS:
+            if name not in FORMATS:
                 group.fail(
-                    f"format is {name!r}, which is not supported; known: {', '.join(_FORMATS)}. Take the checkpoint in "
+                    f"format is {name!r}, which is not supported; known: {', '.join(FORMATS)}. Take the checkpoint in "
                     "one of these, or without quantisation"
                 )
             weights, targets = group.get("weights"), group.strings("targets")
             if not isinstance(weights, Mapping) or not targets:
                 group.fail("a group must have targets and weights")
             args = GroupArgs.read(MethodConfig(weights, f"{group.origin}: weights"), name)
-            groups.append((name, targets, _FORMATS[name](args)))
+            groups.append((name, targets, FORMATS[name](args)))
             for side in ("input_activations", "output_activations"):
                 if said := _describe(group.get(side)):
                     activations.append(said)

@@ -108,7 +108,9 @@ def choose_kept(
             "auto, which keeps the codes, to none, which widens them, to int8-a8, which rounds activations as well, "
             "or take the checkpoint without quantisation"
         )
-    rules = _Rules(wanted, [module.name for module in modules.values()])
+    rules = Rules(
+        wanted, [module.name for module in modules.values()], known=("none", *RECIPES), label="model.quantization_rules"
+    )
     kept = {}
     for path, pieces in plan.items():
         of_path = [modules.get(piece.source) for piece in pieces]
@@ -130,22 +132,23 @@ def choose_kept(
     return kept
 
 
-class _Rules:
-    """Raises ConfigError for a pattern that is none, or matches no name."""
+class Rules:
+    """The scheme of each module by its name: of the first pattern that is the whole name, or that of all others.
 
-    def __init__(self, wanted: Quantisation, names: Sequence[str]) -> None:
-        self._default = wanted.scheme
+    Raises ConfigError for a pattern that is none, or matches no name, and for a scheme that is none of `known`.
+    `label`: where the rules stand.
+    """
+
+    def __init__(self, wanted: Quantisation, names: Sequence[str], *, known: Sequence[str], label: str) -> None:
+        self._default, self._label = wanted.scheme, label
         self._rules = [(self._compiled(pattern), name) for pattern, name in wanted.rules.items()]
         for pattern, name in self._rules:
-            if name not in ("none", *RECIPES):
-                raise ConfigError(
-                    f"model.quantization_rules: {pattern.pattern!r} has {name!r}; known: none, {', '.join(RECIPES)}"
-                )
+            if name not in known:
+                raise ConfigError(f"{label}: {pattern.pattern!r} has {name!r}; known: {', '.join(known)}")
             if not any(pattern.fullmatch(found) for found in names):
                 near = difflib.get_close_matches(pattern.pattern, names, n=3, cutoff=0.0)
                 raise ConfigError(
-                    f"model.quantization_rules: {pattern.pattern!r} is the whole name of no weight; near it are "
-                    f"{', '.join(near)}"
+                    f"{label}: {pattern.pattern!r} is the whole name of no weight; near it are {', '.join(near)}"
                 )
 
     def scheme_of(self, name: str) -> tuple[str, bool]:
@@ -159,7 +162,7 @@ class _Rules:
         try:
             return re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"model.quantization_rules: {pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(f"{self._label}: {pattern!r} is no regular expression: {error}") from error
 
 
 def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> tuple[Storage | None, Arithmetic]:
