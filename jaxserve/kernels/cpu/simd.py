@@ -191,13 +191,13 @@ def panel_product(target: Target) -> Callable[..., Any]:
 
     product(a, a_stride, panel, depth, c, c_stride, rows, kind)
 
-    The next panel is expected behind this one. As many rows as the largest block has, or fewer, are one block, which
-    reads the panel once. Many rows compute longer than the memory takes, and each block fetches its share of the next
-    panel meanwhile: without, the first block would wait for the memory, and the memory for the other blocks. A few rows
-    only read. The processor's own prefetcher then keeps more lines on their way than instructions can, which must only
-    help it from one page to the next: asking for a whole panel at once cost a quarter of the speed.
+    The next panel is expected behind this one. Many rows compute longer than the memory takes, and each block fetches
+    its share of the next panel meanwhile: without, the first block would wait for the memory, and the memory for the
+    other blocks. A few rows only read, in one block, which reads the panel once. The processor's own prefetcher then
+    keeps more lines on their way than instructions can, which must only help it from one page to the next: asking for a
+    whole panel at once cost a quarter of the speed.
     """
-    row_steps = range(target.row_steps[0], 0, -1)
+    row_steps = sorted({*target.row_steps, 3}, reverse=True)  # half of the largest block and less are all there
     in_blocks = _product_in_blocks(
         row_steps, target.vectors, target.lanes, fetches=True, dot_bfloat16=target.dot_bfloat16
     )
