@@ -12,6 +12,11 @@ from peers.workloads import TINY, WORKLOADS, Sizes
 DENSE = "cpu-125m"
 _FAMILY_WORKLOADS = "one,streams,prefill"
 
+# A step may hold whole prompts beside rows that decode, as in the other engines. By default jaxserve's server on a CPU
+# gives prompts 32 tokens a step then, so that gaps between tokens stay even; the first of 16 requests that come at once
+# have then ended before the last one begins, and no 16 streams would ever decode together.
+_WHOLE_PROMPTS = {"sched.max_mixed_tokens": 0}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeerModel:
@@ -136,12 +141,14 @@ MODELS = {
         engines="jaxserve,jaxserve-dense,hf,hf-grouped,llamacpp",
         workloads=_FAMILY_WORKLOADS,
         dense=DENSE,
+        overrides=_WHOLE_PROMPTS,
     ),
     "bloom-560m": PeerModel(
         config=_bloom(hidden=1024, layers=24, heads=16, vocab=250880),
         sizes=Sizes(output=32, requests=16),
         engines="jaxserve,hf,llamacpp",
         workloads=_FAMILY_WORKLOADS,
+        overrides=_WHOLE_PROMPTS,
     ),
     "gemma-2-2b": PeerModel(
         config=_gemma2(hidden=2304, layers=26, heads=8, kv_heads=4, head_dim=256, ffn=9216, vocab=256000),
@@ -151,6 +158,7 @@ MODELS = {
         engines="jaxserve,hf,llamacpp",
         workloads=_FAMILY_WORKLOADS,
         one_at_a_time=True,
+        overrides=_WHOLE_PROMPTS,
     ),
     "tiny": PeerModel(config=_llama(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=512), sizes=TINY),
     "tiny-experts": PeerModel(
