@@ -95,7 +95,11 @@ def main() -> int:
             rate, tokens = statistics.median(rates[task][name]), statistics.median(per_step[task][name])
             results[task][name] = {"tokens_per_s": rate, "ratio": ratio, "tokens_per_step": tokens}
         table.add_row(
-            task, *(f"{r['tokens_per_s']:.0f} ({r['ratio']:.2f}; {r['tokens_per_step']:.2f})" for r in results[task].values())
+            task,
+            *(
+                f"{r['tokens_per_s']:.0f} ({r['ratio']:.2f}; {r['tokens_per_step']:.2f})"
+                for r in results[task].values()
+            ),
         )
     graded = [task for task in tasks if task != "story"]
     means = {name: statistics.geometric_mean(results[task][name]["ratio"] for task in graded) for name in names}

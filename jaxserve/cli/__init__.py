@@ -45,7 +45,7 @@ COMMANDS = {
     ),
     "train-draft": Command(
         "jaxserve.lab.training.command:train_draft_command",
-        "Train a draft head for speculation on a model's own answers to prompts. Exit code 4: stopped, goes on later.",
+        "Train a draft head on the model's own answers. Exit code 4: it was stopped, and the same command goes on.",
     ),
     "plan": Command(
         "jaxserve.cli.commands:plan_command",

@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from jaxserve.api import SamplingParams
 from jaxserve.models.sharding import WHOLE
 from jaxserve.runtime.pack import Layout
-from jaxserve.runtime.rounds import Rows, RoundsStep
+from jaxserve.runtime.rounds import RoundsStep, Rows
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, init_sampling_state
 from jaxserve.runtime.sampling_draw import draw
 from jaxserve.sched.plan import Bucket, PageGroup, RowSetup
@@ -80,7 +80,7 @@ def params() -> np.ndarray:
 
 
 def drawn(params: np.ndarray, coupled: bool) -> tuple[np.ndarray, float]:
-    """The first ROUNDS tokens [SEEDS, ROUNDS] of all seeds after token 0, and the share of drafts that were accepted."""
+    """The first ROUNDS tokens [SEEDS, ROUNDS] after token 0, and the share of drafts that were accepted."""
     layout = Layout.of(
         Bucket(ROWS * WIDTH, ROWS, True, WIDTH, ROUNDS), max_rows=ROWS, num_params=NUM_ROW_FIELDS, page_size=16,
         num_groups=1,
