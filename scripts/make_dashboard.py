@@ -184,6 +184,31 @@ ROWS: dict[str, list[Panel]] = {
             queries={"{{state}}": "sum by (state) (jaxserve:step_shapesSELECT)"},
         ),
         Panel(
+            title="Tokens of a sequence in a step",
+            text="1 without speculation; drafts and rounds bring more.",
+            queries={"mean": f"{_rate('decode_tokens_total')} / {_rate('decode_rows_total')}"},
+        ),
+        Panel(
+            title="Drafts accepted",
+            unit="percentunit",
+            max=1.0,
+            text="Of the tokens drafted, by their source. Drafts that are not accepted cost time, and change no token.",
+            queries={
+                "{{method}}": f"{_rate('spec_decode_num_accepted_tokens_total', 'method')} / "
+                f"{_rate('spec_decode_num_draft_tokens_total', 'method')}"
+            },
+        ),
+        Panel(
+            title="Drafts accepted, by place",
+            unit="percentunit",
+            max=1.0,
+            text="Of the rounds that had drafts. Place 0 is the draft of the next token.",
+            queries={
+                "{{position}}": f"{_rate('spec_decode_num_accepted_tokens_per_pos_total', 'position')} / "
+                f"scalar({_rate('spec_decode_num_drafts_total')})"
+            },
+        ),
+        Panel(
             title="Process memory",
             unit="bytes",
             queries={"resident": "process_resident_memory_bytes"},

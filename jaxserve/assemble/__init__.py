@@ -244,6 +244,7 @@ def describe_model(
         max_position=first.max_position,
         embedding=embedding,
         reranker=reranker,
+        drafter=config.speculation.method,
     )
 
 

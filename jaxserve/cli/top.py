@@ -192,6 +192,10 @@ def _rates(now: Scrape, before: Scrape | None, columns: int) -> Table:
         "padding": _share(slots - gain("step_tokens_total"), slots),
         "host": _share(total_s - parts["wait"], total_s),
     }
+    if (more := gain("decode_tokens_total")) > gain("decode_rows_total") > 0:
+        cells["tokens/step"] = f"{more / gain('decode_rows_total'):.2f}"
+    if drafted := gain("spec_decode_num_draft_tokens_total"):
+        cells["accepted"] = _share(gain("spec_decode_num_accepted_tokens_total"), drafted)
     table = Table.grid(padding=(0, 1))
     for _ in range(columns):
         table.add_column(style="dim", no_wrap=True, min_width=11)

@@ -28,13 +28,18 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The whole answer. `prompt_logprobs` has one entry per prompt token after the first, when asked for."""
+    """The whole answer. `prompt_logprobs` has one entry per prompt token after the first, when asked for.
+
+    Of the generated tokens, `num_accepted_tokens` had been drafted, with `num_drafted_tokens` drafts in all.
+    """
 
     request_id: str
     outputs: tuple[Output, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_accepted_tokens: int
+    num_drafted_tokens: int
     prompt_logprobs: tuple[TokenLogprobs, ...]
 
     @property
@@ -56,6 +61,8 @@ def collect_replies(replies: Sequence[pb.GenerateResponse]) -> Completion:
         num_prompt_tokens=last.usage.num_prompt_tokens,
         num_cached_tokens=last.usage.num_cached_tokens,
         num_generated_tokens=last.usage.num_generated_tokens,
+        num_accepted_tokens=last.usage.num_accepted_tokens,
+        num_drafted_tokens=last.usage.num_drafted_tokens,
         prompt_logprobs=logprobs_from_proto(replies[0].prompt.prompt_logprobs),
     )
 

@@ -286,6 +286,7 @@ class Engine:
             result = previous.handle.result()
             stats.note_result()
             events = scheduler.commit(previous.plan, result)
+            live.note_result(previous.plan, result)
             live.take(events)
             self._committed = Committed(previous, result, len(events), asked_s, stats.add_time("commit"))
             if launched is None:
@@ -404,7 +405,7 @@ class Engine:
             times = StepMarks(
                 step.begun_s, step.planned_s, step.launched_s, done.asked_s, stats.now_s, stats.previous_s, commit_s
             )
-            self._step_log.add(step.plan, done.result.token_ids, times, counts=done.result.counts, limits=step.limits)
+            self._step_log.add(step.plan, done.result, times, limits=step.limits)
 
     def _set_working(self, working: bool) -> None:
         if self._interpreter is None or self._working == working:

@@ -40,6 +40,7 @@ class ModelInfo:
       max_position: tokens that the checkpoint is made for, of which max_model_len may be a part; None: not known.
       embedding: how prompts are embedded.
       reranker: how documents are judged; None: the model is not known to judge.
+      drafter: source of drafts, `speculation.method`; "none": there are none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ModelInfo:
     max_position: int | None = None
     embedding: EmbeddingRules = dataclasses.field(default_factory=EmbeddingRules)
     reranker: Reranker | None = None
+    drafter: str = "none"
 
 
 def prepare_request(

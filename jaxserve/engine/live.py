@@ -19,6 +19,7 @@ from jaxserve.engine.stats import EngineStats, RequestTimes
 from jaxserve.engine.waiting import Waiting, deadline_error
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.sched.base import Scheduler, TakesEnds
+from jaxserve.sched.plan import StepPlan, StepResult
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import PieceTexts
 
@@ -48,6 +49,7 @@ class LiveRequests:
         self._unread: list[TokenEvent] = []
         self._num_affecting_plans = 0  # live requests whose tokens must be read before the next plan
         self._pieces: PieceTexts | None = None  # of the one tokenizer
+        self._owners: dict[int, tuple[str, int]] = {}  # request and sequence of each row, in the step that came last
         self._scheduler = scheduler
         self._finish = scheduler.finish if isinstance(scheduler, TakesEnds) else scheduler.abort
         self._waiting = waiting
@@ -84,6 +86,21 @@ class LiveRequests:
     def _decline(self, command: Submit, error: JaxserveError) -> None:
         self._waiting.leave(command.request, command.request.sampling.n, first=True)
         self._make_silent(command).fail(error)
+
+    def note_result(self, plan: StepPlan, result: StepResult) -> None:
+        """The result of a step is here, and `take` will have its tokens: counts its drafts, for each request."""
+        for setup in plan.setups:
+            self._owners[setup.row] = (setup.request_id, setup.index)
+        if result.counts is not None:
+            self._stats.note_drawn(result.counts)
+        if result.drafts is None:
+            return
+        self._stats.note_drafts(result.drafts)
+        for row, rounds in zip(plan.sampled_rows, result.drafts, strict=True):
+            request_id, index = self._owners[row]
+            live = self.by_id.get(request_id)
+            if live is not None:
+                live.add_drafts(index, rounds)
 
     def take(self, events: list[TokenEvent]) -> None:
         """Takes the tokens of a step; `deliver` must have handed out those of the step before."""

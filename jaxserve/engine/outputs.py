@@ -4,16 +4,42 @@ The state of each request's text is kept here. Used by the loop thread alone.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 from jaxserve.engine.stats import EngineStats, RequestTimes
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFinite
+from jaxserve.sched.plan import Drafted
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer, PieceTexts
 
 logger = logging.getLogger(__name__)
+
+
+class _SequenceDrafts:
+    """What became of the drafts of one sequence. Mutated by its LiveRequest only."""
+
+    __slots__ = ("_accepted", "_drafted", "_latest", "_num_before")
+
+    def __init__(self) -> None:
+        self._drafted = self._accepted = 0
+        self._latest: Sequence[Drafted] = ()  # rounds of the latest step that had any
+        self._num_before = 0  # tokens of the sequence before that step
+
+    def add(self, rounds: Sequence[Drafted], num_tokens: int) -> None:
+        """A step has been computed, before which the sequence had `num_tokens`."""
+        self._drafted += sum(drafted for drafted, _ in rounds)
+        self._accepted += sum(accepted for _, accepted in rounds)
+        self._latest, self._num_before = rounds, num_tokens
+
+    def total(self, num_tokens: int) -> Drafted:
+        """Of an answer that ended with `num_tokens`: what the latest step drew beyond them is not part of it."""
+        left, accepted = num_tokens - self._num_before, self._accepted
+        for round_ in self._latest:
+            accepted -= round_.accepted - min(round_.accepted, max(0, left))
+            left -= round_.accepted + 1
+        return Drafted(self._drafted, accepted)
 
 
 class Update(NamedTuple):
@@ -30,6 +56,8 @@ class Update(NamedTuple):
       error: set when the request ends without an answer; then `finish_reason` is ERROR.
       last: no update of any sequence of this request follows.
       admitted_s: beside `prompt`: when a step first gave the request a row, on the engine's clock.
+      drafts: beside `finish_reason`: drafts that the sequence fed, and how many of its tokens were drafts; None: no
+        step fed any.
     """
 
     request_id: str
@@ -43,6 +71,7 @@ class Update(NamedTuple):
     error: JaxserveError | None = None
     last: bool = False
     admitted_s: float | None = None
+    drafts: Drafted | None = None
 
 
 # Called on the loop thread; must return at once (put it in a queue). To wake a thread costs more than all else here:
@@ -53,13 +82,25 @@ Sink = Callable[[Update], None]
 class _LiveSequence:
     """Text state of one sequence. Mutated by its LiveRequest only."""
 
-    __slots__ = ("detokenizer", "done", "first_s", "last_s", "num_tokens")
+    __slots__ = ("_drafts", "detokenizer", "done", "first_s", "last_s", "num_tokens")
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self.detokenizer = detokenizer
         self.num_tokens = 0
         self.first_s = self.last_s = -1.0  # when its tokens came; see `SequenceTimes`
         self.done = False
+        self._drafts: _SequenceDrafts | None = None
+
+    def add_drafts(self, rounds: Sequence[Drafted]) -> None:
+        """A step has been computed, whose tokens come next."""
+        if self._drafts is None:
+            self._drafts = _SequenceDrafts()
+        self._drafts.add(rounds, self.num_tokens)
+
+    @property
+    def drafts(self) -> Drafted | None:
+        """Drafts so far, and how many of the tokens so far were drafts."""
+        return None if self._drafts is None else self._drafts.total(self.num_tokens)
 
 
 class LiveRequest:
@@ -111,6 +152,11 @@ class LiveRequest:
         """Whether all sequences have ended."""
         return all(s.done for s in self._sequences)
 
+    def add_drafts(self, index: int, rounds: Sequence[Drafted]) -> None:
+        """What became of the drafts of a step, before its tokens are pushed and after those of the step before."""
+        if not self._sequences[index].done:
+            self._sequences[index].add_drafts(rounds)
+
     def push(self, event: TokenEvent) -> Update | None:
         """Takes one token and returns the news, or None when the sequence has already ended.
 
@@ -130,7 +176,8 @@ class LiveRequest:
             text = "" if detokenizer is None else detokenizer.push(token_ids)
             logprobs = None if event.logprobs is None else (event.logprobs,)
             return tuple.__new__(
-                Update, (event.request_id, event.index, token_ids, text, None, None, logprobs, None, None, False, None)
+                Update,
+                (event.request_id, event.index, token_ids, text, None, None, logprobs, None, None, False, None, None),
             )
         if event.finish_reason is FinishReason.ERROR:
             return self._end_broken(sequence, event)
@@ -177,6 +224,7 @@ class LiveRequest:
             error,
             last,
             self.times.scheduled_s if event.prompt is not None else None,
+            None if finish_reason is None else sequence.drafts,
         )
 
     def _end_broken(self, sequence: _LiveSequence, event: TokenEvent) -> Update:
@@ -229,8 +277,10 @@ class LiveRequest:
         self._stats.note_end(self.times, self._sequences, reason)
         try:
             for i in open_sequences:
+                drafts = self._sequences[i].drafts
+                last = i == open_sequences[-1]
                 self.sink(
-                    Update(self.request.request_id, i, finish_reason=reason, error=error, last=i == open_sequences[-1])
+                    Update(self.request.request_id, i, finish_reason=reason, error=error, last=last, drafts=drafts)
                 )
         except Exception:  # a closed event loop, say
             logger.exception("a client could not be told that its request ended")

@@ -26,7 +26,8 @@ from jaxserve.api import FinishReason, PromptInfo, Request
 from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
 from jaxserve.sched.base import BucketCounts, Scheduler
 from jaxserve.sched.counts import SchedulerCounts, counts_of, page_states_of
-from jaxserve.sched.plan import Limits, StepPlan
+from jaxserve.sched.draft_counts import DraftCounts, DraftTotals
+from jaxserve.sched.plan import Drafted, Limits, StepPlan
 
 
 class StepStats(NamedTuple):
@@ -41,6 +42,8 @@ class StepStats(NamedTuple):
       schedule_s, dispatch_s, wait_s, commit_s: the parts of the turn: planning and launching a step after this one,
         waiting for this one, and handing out its tokens.
       counts: what the scheduler held afterwards; None for a scheduler without counts.
+      width: tokens that each of `decode_rows` had room to feed at once: its last one, and drafts.
+      drafted, accepted: drafts that were fed in all its rounds, and those of them that were drawn as well.
     """
 
     step_id: int
@@ -56,6 +59,9 @@ class StepStats(NamedTuple):
     wait_s: float
     commit_s: float
     counts: SchedulerCounts | None
+    width: int = 1
+    drafted: int = 0
+    accepted: int = 0
 
 
 class FirstToken(NamedTuple):
@@ -69,7 +75,8 @@ class FirstToken(NamedTuple):
 class RequestStats(NamedTuple):
     """One request that has ended. Times that it never reached are None.
 
-    `finish_reason` is that of its sequence that ended last; `new_tokens` those of all its sequences.
+    `finish_reason` is that of its sequence that ended last; `new_tokens` those of all its sequences, of which
+    `accepted_tokens` were drafts, out of `drafted_tokens`.
     """
 
     request_id: str
@@ -82,6 +89,8 @@ class RequestStats(NamedTuple):
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +98,9 @@ class Totals:
     """Sums since the start.
 
     Attributes:
+        A step of several rounds counts as one of them.
+      decode_rows, decode_tokens: rows that fed tokens of their own, over all steps, and the tokens that they drew.
+      drafts: what became of drafts.
       ended: requests by finish reason.
       computed_tokens, slots: of all steps, without and with padding.
       part_s: seconds of the loop by part: schedule, dispatch, wait, commit.
@@ -99,17 +111,26 @@ class Totals:
     new_tokens: int
     computed_tokens: int
     slots: int
+    decode_rows: int
+    decode_tokens: int
+    drafts: DraftTotals
     ended: Mapping[FinishReason, int]
     part_s: Mapping[str, float]
     histograms: Mapping[str, HistogramSnapshot]
 
 
 class SequenceTimes(Protocol):
-    """When the tokens of one sequence came; -1 before the first. Mutated by `EngineStats.take`."""
+    """When the tokens of one sequence came; -1 before the first. Mutated by `EngineStats.take`.
+
+    `drafts`: those that it fed, and how many of its tokens were drafts; None where there were none.
+    """
 
     first_s: float
     last_s: float
     num_tokens: int
+
+    @property
+    def drafts(self) -> Drafted | None: ...
 
 
 class RequestTimes:
@@ -164,6 +185,9 @@ class EngineStats:
         self._requests: collections.deque[RequestStats] = collections.deque(maxlen=KEPT_REQUESTS)
         self._num_steps = self._num_prompt_tokens = self._num_new_tokens = 0
         self._num_computed_tokens = self._num_slots = self._num_firsts = 0
+        self._num_decode_rows = self._num_more_tokens = 0  # tokens of rows beyond the first of each
+        self._drafts = DraftCounts()
+        self._num_drafted = self._num_accepted = 0  # of this step
         self._num_begun = 0  # sequences that got their first token in this step
         self._odd_gaps: list[float] = []  # ITLs of this step that are not like those of its other rows
         self._watchers: list[Callable[[RequestTimes, RequestStats], None]] = []
@@ -239,6 +263,9 @@ class EngineStats:
             new_tokens=self._num_new_tokens,
             computed_tokens=self._num_computed_tokens,
             slots=self._num_slots,
+            decode_rows=self._num_decode_rows,
+            decode_tokens=self._num_decode_rows + self._num_more_tokens,
+            drafts=self._drafts.totals(),
             ended=dict(self._ended),
             part_s=dict(self._part_s),
             histograms={name: histogram.snapshot() for name, histogram in self._histograms.items()},
@@ -313,6 +340,18 @@ class EngineStats:
         self._num_firsts += 1
         self._firsts.append(FirstToken(self._num_firsts, self.now_s, ttft_s))
 
+    def note_drawn(self, counts: Sequence[int]) -> None:
+        """How many tokens each row of the step drew, where that may be more than one."""
+        self._num_more_tokens += sum(counts) - len(counts)
+
+    def note_drafts(self, drafts: Sequence[Sequence[Drafted]]) -> None:
+        """What became of the drafts of each row of the step."""
+        for rounds in drafts:
+            self._drafts.add(rounds)
+            for drafted, accepted in rounds:
+                self._num_drafted += drafted
+                self._num_accepted += accepted
+
     def note_commit(self, plan: StepPlan, num_events: int) -> float:
         """All tokens of the step have been handed out. Returns the new mark."""
         ended_s = self.add_time("commit")
@@ -326,7 +365,7 @@ class EngineStats:
             add_itl(odd_gap_s)
         add_itl(0.0, self.num_together)
         self._add_step(plan, new_tokens, itl_s)
-        self.dropped = self.num_together = self._num_begun = 0
+        self.dropped = self.num_together = self._num_begun = self._num_drafted = self._num_accepted = 0
         self._odd_gaps.clear()
         return ended_s
 
@@ -348,6 +387,7 @@ class EngineStats:
         self._num_new_tokens += new_tokens
         self._num_computed_tokens += num_tokens
         self._num_slots += slots
+        self._num_decode_rows += decode_rows
         self._histograms["step_tokens"].add(num_tokens)
         self._histograms["step"].add(schedule_s + dispatch_s + wait_s + commit_s)
         self._steps.append(
@@ -365,6 +405,9 @@ class EngineStats:
                 wait_s,
                 commit_s,
                 counts_of(self._scheduler),
+                plan.width,
+                self._num_drafted,
+                self._num_accepted,
             )
         )
 
@@ -387,6 +430,7 @@ class EngineStats:
             self._histograms["e2e"].add(now_s - times.arrival_s)
         self._ended[reason] += 1
         prompt_tokens = len(times.request.prompt_token_ids)
+        drafts = [found for one in sequences if (found := one.drafts) is not None]
         stats = RequestStats(
             times.request.request_id,
             now_s,
@@ -398,6 +442,8 @@ class EngineStats:
             ttft_s,
             tpot_s,
             now_s - times.arrival_s,
+            sum(found.drafted for found in drafts),
+            sum(found.accepted for found in drafts),
         )
         self._requests.append(stats)
         for watcher in self._watchers:

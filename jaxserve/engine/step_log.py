@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.sched.plan import Limits, StepPlan
+from jaxserve.sched.plan import Drafted, Limits, StepPlan, StepResult
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class _Step(NamedTuple):
     times: StepMarks
     missing: int
     counts: list[int] | None
+    drafts: list[list[Drafted]] | None
 
 
 class StepLogWriter:
@@ -97,20 +98,20 @@ class StepLogWriter:
     def add(
         self,
         plan: StepPlan,
-        token_ids: list[int],
+        result: StepResult,
         times: StepMarks,
         *,
-        counts: list[int] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Takes a step that was committed, with the `counts` of its result.
+        """Takes a step that was committed.
 
         Waits for a slow disk; for one that stands still, once. `limits`: those of the device when it was launched;
         None: those of the header, which has all buckets.
         """
         if self._closed:
             return
-        step = _Step(plan, limits or self._limits, token_ids, times, self._missing, counts)
+        # Not the result itself: its log-probabilities may be large, and the log has none.
+        step = _Step(plan, limits or self._limits, result.token_ids, times, self._missing, result.counts, result.drafts)
         try:
             if self._may_wait:
                 self._queue.put(step, timeout=self._patience_s)
@@ -165,7 +166,7 @@ class StepLogWriter:
             logger.error("%s has no end: %s", self.path, error)
 
     def _record(self, step: _Step) -> StepRecord:
-        plan, times, counts = step.plan, step.times, step.counts
+        plan, times, counts, drafts = step.plan, step.times, step.counts, step.drafts
         bucket = step.limits.bucket_of(plan)
         assert bucket is not None, f"step {plan.step_id} was run in no bucket"
         begun_on_device_s = times.launched_s
@@ -176,6 +177,7 @@ class StepLogWriter:
             bucket=bucket,
             token_ids=tuple(step.token_ids),
             counts=None if counts is None else tuple(counts),
+            drafts=None if drafts is None else tuple(map(tuple, drafts)),
             start_s=times.begun_s - self._start_s,
             schedule_ms=1e3 * (times.planned_s - times.begun_s),
             pack_ms=1e3 * (times.launched_s - times.planned_s),

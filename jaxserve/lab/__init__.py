@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxserve.lab.simulation.cluster import simulate_cluster
     from jaxserve.lab.simulation.cluster_values import Autoscale, ClusterResult, Failure, ScaleTo, Slowdown
     from jaxserve.lab.simulation.compare import compare_policies
+    from jaxserve.lab.simulation.drafts import SimulatedDrafts
     from jaxserve.lab.simulation.fitted import Fitted
     from jaxserve.lab.simulation.plots import plot_gantt, plot_latencies, plot_overview, plot_pages, save_figure
     from jaxserve.lab.simulation.requests import ClientOptions, Trace, sim_requests
@@ -61,6 +62,7 @@ __all__ = [
     "ScaleTo",
     "Shape",
     "SimRequest",
+    "SimulatedDrafts",
     "SimulationResult",
     "Slowdown",
     "StepCost",
@@ -92,6 +94,7 @@ _HOME = {
         "Slowdown",
     ),
     "simulation.compare": ("compare_policies",),
+    "simulation.drafts": ("SimulatedDrafts",),
     "simulation.fitted": ("Fitted",),
     "simulation.plots": (
         "plot_gantt",

@@ -9,6 +9,7 @@ from jaxserve.api import FinishReason, PromptInfo, TokenLogprobs
 from jaxserve.engine import Update, embedding_of
 from jaxserve.errors import JaxserveError
 from jaxserve.offline.jobs import Job
+from jaxserve.sched.plan import Drafted
 from jaxserve.text import Tokenizer
 
 
@@ -49,13 +50,16 @@ class RequestMetrics:
     """Monotonic seconds. `first_token_s` and `admitted_s` are None when nothing was generated.
 
     `admitted_s` is when a step first gave the request a row: it queued from `arrival_s` until then, and its prompt was
-    computed from then to `first_token_s`.
+    computed from then to `first_token_s`. Of the generated tokens, `accepted_tokens` had been drafted before the model
+    drew them; `drafted_tokens` are all drafts.
     """
 
     arrival_s: float
     first_token_s: float | None
     finished_s: float
     admitted_s: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +166,7 @@ class Gatherer:
         self._error: JaxserveError | None = None
         self._first_token_s: float | None = None
         self._admitted_s: float | None = None
+        self._drafts = Drafted(0, 0)
 
     @property
     def request_id(self) -> str:
@@ -181,6 +186,9 @@ class Gatherer:
         self._prompt = self._prompt or update.prompt
         self._admitted_s = update.admitted_s if self._admitted_s is None else self._admitted_s
         self._error = self._error or update.error
+        if update.drafts is not None:
+            before = self._drafts
+            self._drafts = Drafted(before.drafted + update.drafts.drafted, before.accepted + update.drafts.accepted)
         self._counts.output_tokens += len(update.token_ids)
         if update.last:
             self._on_end(self)
@@ -210,6 +218,8 @@ class Gatherer:
                 first_token_s=self._first_token_s,
                 finished_s=time.monotonic(),
                 admitted_s=self._admitted_s,
+                drafted_tokens=self._drafts.drafted,
+                accepted_tokens=self._drafts.accepted,
             ),
             embedding=embedding,
         )

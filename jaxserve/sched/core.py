@@ -418,13 +418,12 @@ class ContinuousScheduler:
         """Width and rounds of the step. Beside prompts there is one round of one token."""
         if draft.chunks or not self._speculator.active:
             return PLAIN
-        chosen = self.policy.speculate(decoding, self._speculator.shapes)
+        offered = self._speculator.offered(len(decoding))
+        chosen = self.policy.speculate(decoding, offered)
         if chosen is None:
             return self._speculator.choose(decoding)
-        if chosen not in self._speculator.shapes:
-            raise broken_rule(
-                self.policy, "speculate", f"{chosen} is none of the shapes (width, rounds) {self._speculator.shapes}"
-            )
+        if chosen not in offered:
+            raise broken_rule(self.policy, "speculate", f"{chosen} is none of the shapes (width, rounds) {offered}")
         return chosen
 
     def _feed(self, decoding: list[Sequence], draft: Draft, most: int) -> tuple[int, ...]:

@@ -16,12 +16,21 @@ from typing import IO, Any, Self
 
 from jaxserve.errors import StepLogError
 from jaxserve.sched import codec
-from jaxserve.sched.plan import Bucket, Limits, StepPlan
+from jaxserve.sched.plan import Bucket, Drafted, Limits, StepPlan, StepResult
 
-__all__ = ["LogEnd", "LogHeader", "StepLog", "StepRecord", "context_tokens", "read_header", "read_records"]
+__all__ = [
+    "LogEnd",
+    "LogHeader",
+    "StepLog",
+    "StepRecord",
+    "context_tokens",
+    "read_header",
+    "read_records",
+    "rounds_run",
+]
 
 FORMAT = "jaxserve step log"
-VERSION = 3
+VERSION = 4
 
 
 def context_tokens(plan: StepPlan) -> int:
@@ -31,13 +40,20 @@ def context_tokens(plan: StepPlan) -> int:
     return decoded + sum(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
 
 
+def rounds_run(result: "StepResult | StepRecord") -> int:
+    """The rounds that a step really had: it ends when all its rows have, perhaps before those that its plan allows."""
+    if result.drafts is not None:
+        return max(map(len, result.drafts))
+    return 1 if result.counts is None else max(result.counts)  # without drafts a round draws one token of a row
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One step that was run and committed. Times are those of its own plan, in whichever turns of the loop.
 
     Attributes:
       bucket: the compiled shape; of the step as a whole where a pipeline runs it in parts.
-      token_ids, counts: what was drawn, as in `StepResult`.
+      token_ids, counts, drafts: what was drawn, and what became of drafts, as in `StepResult`.
       start_s: when planning began, in seconds since the log began, on a monotonic clock.
       schedule_ms: planning, the masks of grammars included.
       pack_ms: packing, the transfer to the device and the launch: the runner's `dispatch`.
@@ -59,6 +75,7 @@ class StepRecord:
     commit_ms: float
     missing: int = 0
     counts: tuple[int, ...] | None = None
+    drafts: tuple[tuple[Drafted, ...], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -89,9 +106,9 @@ class StepRecord:
             f'"commit_ms":{self.commit_ms:.4f},"num_tokens":{plan.num_tokens},"padded_tokens":{self.padded_tokens},'
             f'"context_tokens":{self.context_tokens},"missing":{self.missing},'
         )
-        bucket, drawn = (json.dumps(values, separators=(",", ":")) for values in (self.bucket, self.token_ids))
-        counts = "" if self.counts is None else f'"counts":{json.dumps(self.counts, separators=(",", ":"))},'
-        return f'{head}"bucket":{bucket},"token_ids":{drawn},{counts}"plan":{plan.to_json()}}}'
+        lists = {"bucket": self.bucket, "token_ids": self.token_ids, "counts": self.counts, "drafts": self.drafts}
+        texts = [f'"{name}":{_line(values)},' for name, values in lists.items() if values is not None]
+        return f'{head}{"".join(texts)}"plan":{plan.to_json()}}}'
 
     @classmethod
     def from_json(cls, line: str) -> "StepRecord":
@@ -108,6 +125,7 @@ class StepRecord:
             token_ids=tuple(raw["token_ids"]),
             missing=raw["missing"],
             counts=tuple(raw["counts"]) if "counts" in raw else None,
+            drafts=tuple(tuple(Drafted(*one) for one in row) for row in raw["drafts"]) if "drafts" in raw else None,
             **{name: float(raw[name]) for name in _TIMES},
         )
         for name, found in (
@@ -123,7 +141,16 @@ class StepRecord:
             raise ValueError(f"counts {counts} of up to {record.plan.row_tokens} tokens of {len(rows)} rows")
         if len(record.token_ids) != (len(rows) if counts is None else sum(counts)):
             raise ValueError(f"{len(record.token_ids)} tokens of {len(rows)} rows")
+        if record.drafts is not None:
+            drawn = [sum(accepted + 1 for _, accepted in row) for row in record.drafts]
+            wrong = any(not 0 <= accepted <= drafted for row in record.drafts for drafted, accepted in row)
+            if wrong or counts is None or drawn != [*counts]:
+                raise ValueError(f"drafts {record.drafts} of rows that drew {counts} tokens")
         return record
+
+
+def _line(values: object) -> str:
+    return json.dumps(values, separators=(",", ":"))
 
 
 _TIMES = ("start_s", "schedule_ms", "pack_ms", "device_ms", "wait_ms", "commit_ms")

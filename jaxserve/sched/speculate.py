@@ -92,6 +92,7 @@ class Speculator:
         self.shapes = tuple(
             sorted({PLAIN, *((b.width, r) for b in wide for r in {1, min(b.rounds, rounds)} if (b.width, r) != PLAIN)})
         )
+        self._offered: dict[int, tuple[tuple[int, int], ...]] = {}
         places = self._widest - 1
         if len(self._all.reached) < places:
             self._all = Acceptance(places)
@@ -102,11 +103,21 @@ class Speculator:
         """Whether there is anything to choose."""
         return len(self.shapes) > 1
 
+    def offered(self, num_rows: int) -> tuple[tuple[int, int], ...]:
+        """Shapes (width, rounds) of a step of so many rows. Large widths are not compiled for many rows."""
+        found = self._offered.get(num_rows)
+        if found is None:
+            found = self._offered[num_rows] = tuple(
+                (width, rounds)
+                for width, rounds in self.shapes
+                if self._limits.find_bucket(num_rows * width, num_rows, True, width, rounds) is not None
+            )
+        return found
+
     def choose(self, decoding: Seq[Sequence]) -> tuple[int, int]:
         """Width and rounds of a step of these rows."""
         rows = [seq for seq in decoding if not seq.stepwise]
-        found = {shape: self._tokens_per_ms(shape, rows, len(decoding)) for shape in self.shapes}
-        possible = {shape: speed for shape, speed in found.items() if speed is not None}
+        possible = {shape: self._tokens_per_ms(shape, rows, len(decoding)) for shape in self.offered(len(decoding))}
         if not self._options.adaptive or any(speed == 0.0 for speed in possible.values()) or not rows:
             return max(possible, key=lambda shape: (shape[0] * shape[1], shape)) if rows else PLAIN
         best = max(possible, key=lambda shape: possible[shape] * (_STICKY if shape == self._last else 1.0))
@@ -121,12 +132,11 @@ class Speculator:
         self._last = best
         return best
 
-    def _tokens_per_ms(self, shape: tuple[int, int], rows: Seq[Sequence], num_rows: int) -> float | None:
-        """None where the device has no such shape; 0 where nobody knows its time."""
+    def _tokens_per_ms(self, shape: tuple[int, int], rows: Seq[Sequence], num_rows: int) -> float:
+        """0 where nobody knows its time."""
         width, rounds = shape
         bucket = self._limits.find_bucket(num_rows * width, num_rows, True, width, rounds)
-        if bucket is None:
-            return None
+        assert bucket is not None, (shape, num_rows)
         round_ms = self._ms.get(bucket, 0.0)
         if not round_ms:
             return 0.0

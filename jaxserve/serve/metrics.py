@@ -54,7 +54,7 @@ def shares_of(steps: tuple[StepStats, ...], count: int = 128) -> Shares:
     waited_s = sum(s.wait_s for s in recent)
     worked_s = sum(s.schedule_s + s.dispatch_s + s.commit_s for s in recent)
     slots = sum(s.slots for s in recent)
-    tokens = sum(s.decode_rows + s.prefill_tokens for s in recent)
+    tokens = sum(s.decode_rows * s.width + s.prefill_tokens for s in recent)
     total_s = waited_s + worked_s
     return Shares(worked_s / total_s if total_s else 0.0, 1 - tokens / slots if slots else 0.0)
 
@@ -126,6 +126,7 @@ class EngineCollector(Collector):
         yield from _request_metrics(readings)
         yield from _page_metrics(readings)
         yield from _step_metrics(readings)
+        yield from _draft_metrics(readings, self._engine.model.drafter)
         yield from _histograms(readings)
         yield _alive(readings)
         yield self._bucket_metrics(name)
@@ -229,7 +230,13 @@ def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     )
     host = GaugeMetricFamily(PREFIX + "host_share", "Of the loop's time, not waiting; latest steps.", labels=_LABELS)
     padding = GaugeMetricFamily(PREFIX + "padding_waste", "Padding in the slots; latest steps.", labels=_LABELS)
+    rows = CounterMetricFamily(
+        PREFIX + "decode_rows", "Rows that fed tokens of their own, over all steps.", labels=_LABELS
+    )
+    drawn = CounterMetricFamily(PREFIX + "decode_tokens", "Tokens that these drew.", labels=_LABELS)
     for labels, totals, _, shares, _ in readings:
+        rows.add_metric(labels, totals.decode_rows)
+        drawn.add_metric(labels, totals.decode_tokens)
         steps.add_metric(labels, totals.steps)
         tokens.add_metric(labels, totals.computed_tokens)
         slots.add_metric(labels, totals.slots)
@@ -237,7 +244,30 @@ def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             seconds.add_metric([*labels, part], value)
         host.add_metric(labels, shares.host)
         padding.add_metric(labels, shares.padding)
-    yield from (steps, tokens, slots, seconds, host, padding)
+    yield from (steps, tokens, slots, rows, drawn, seconds, host, padding)
+
+
+def _draft_metrics(readings: list[_Reading], method: str) -> Iterator[Metric]:
+    """Families of a server without drafts have no samples."""
+    labels = (*_LABELS, "method")
+    rounds = CounterMetricFamily(PREFIX + "spec_decode_num_drafts", "Rounds of rows that fed drafts.", labels=labels)
+    drafted = CounterMetricFamily(PREFIX + "spec_decode_num_draft_tokens", "Drafts that were fed.", labels=labels)
+    accepted = CounterMetricFamily(
+        PREFIX + "spec_decode_num_accepted_tokens", "Drafts that the model drew as well.", labels=labels
+    )
+    by_place = CounterMetricFamily(
+        PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+        "The same by place in the round, from 0.",
+        labels=(*labels, "position"),
+    )
+    for reading in readings if method != "none" else ():
+        values, drafts = [*reading.labels, method], reading.totals.drafts
+        rounds.add_metric(values, drafts.rounds)
+        drafted.add_metric(values, drafts.drafted)
+        accepted.add_metric(values, drafts.accepted)
+        for place, number in enumerate(drafts.drawn):
+            by_place.add_metric([*values, str(place)], number)
+    yield from (rounds, drafted, accepted, by_place)
 
 
 def _histograms(readings: list[_Reading]) -> Iterator[Metric]:

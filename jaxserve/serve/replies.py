@@ -67,6 +67,7 @@ class Replies:
         self._first = True
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
+        self._num_accepted_tokens = self._num_drafted_tokens = 0
 
     async def build(self, update: Update) -> pb.GenerateResponse:
         """The next message. Lets other calls go on meanwhile when it is a large one."""
@@ -90,7 +91,12 @@ class Replies:
             reply.stop_text = update.stop_reason
         elif update.stop_reason is not None:
             reply.stop_token_id = update.stop_reason
+        if update.drafts is not None:
+            self._num_drafted_tokens += update.drafts.drafted
+            self._num_accepted_tokens += update.drafts.accepted
         if update.last:
+            reply.usage.num_accepted_tokens = self._num_accepted_tokens
+            reply.usage.num_drafted_tokens = self._num_drafted_tokens
             reply.usage.num_prompt_tokens = len(self._request.prompt_token_ids)
             reply.usage.num_cached_tokens = self._num_cached_tokens
             reply.usage.num_generated_tokens = self._num_generated_tokens

@@ -57,6 +57,8 @@ class RequestLog:
             "tpot_ms": _ms(stats.tpot_s),
             "e2e_ms": _ms(stats.e2e_s),
         }
+        if stats.drafted_tokens:
+            fields |= {"drafted_tokens": stats.drafted_tokens, "accepted_tokens": stats.accepted_tokens}
         if times.request.tenant:
             fields["tenant"] = times.request.tenant
         if self._with_prompts:

@@ -79,6 +79,8 @@ class RequestTracer:
             "gen_ai.response.id": stats.request_id,
             "gen_ai.response.finish_reasons": [stats.finish_reason.value],
             "jaxserve.cached_tokens": stats.cached_tokens,
+            "jaxserve.drafted_tokens": stats.drafted_tokens,
+            "jaxserve.accepted_tokens": stats.accepted_tokens,
         }
 
 

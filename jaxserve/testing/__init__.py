@@ -3,7 +3,8 @@
 The fakes need no JAX, so that the whole path from a prompt to a stream runs in milliseconds in tests and notebooks.
 `FakeRunner` is written to be obviously right, not fast, and fails at the first plan that breaks a rule of `sched.plan`.
 
-The fake runner keeps the tokens themselves in its pages, where a device keeps keys and values. In the mode "context"
+The fake runner keeps the tokens themselves in its pages, where a device keeps keys and values. Where drafts were wrong,
+it leaves numbers that are no tokens. In the mode "context"
 the next token is a hash of all tokens before it. Each token that a row can see is read back through its block tables
 and compared, so that a page that was lost, shared wrongly or copied too late is found at once.
 """
@@ -30,6 +31,8 @@ from jaxserve.sched.plan import (
     reads_history,
 )
 from jaxserve.testing.parts import ByteTokenizer, ManualClock
+
+_POISON = -7_777  # where a draft was wrong
 
 __all__ = ["ByteTokenizer", "FakeRunner", "ManualClock", "Output", "drive", "make_limits", "make_request"]
 
@@ -143,6 +146,8 @@ class FakeRunner:
         and of the whole context. Either way each token that a row can see must be in its pages.
       forced: (request id, index) -> {output position: token id}, to inject stop ids.
       draw_count: of the tokens that a plan lets a decode row draw, how many it draws.
+      accept: in place of `draw_count`: (request id, index, position of the first draft, number of drafts) -> how many
+        of the drafts of a round are drawn. The row then has rounds as on a device, and ends with a token that ends it.
       fail_at: step at which the device fails: "dispatch" raises there, "result" when the result is asked for.
       clock, step_s: let each step take time.
       plans: every plan executed, in order, when `keep_plans`.
@@ -156,6 +161,7 @@ class FakeRunner:
         mode: Literal["count", "context"] = "count",
         forced: Mapping[tuple[str, int], Mapping[int, int]] | None = None,
         draw_count: Callable[[int], int] = lambda most: most,
+        accept: Callable[[str, int, int, int], int] | None = None,
         fail_at: tuple[int, Literal["dispatch", "result"]] | None = None,
         clock: ManualClock | None = None,
         step_s: float = 0.0,
@@ -169,6 +175,7 @@ class FakeRunner:
         self._mode = mode
         self._forced = forced or {}
         self._draw_count = draw_count
+        self._accept = accept
         self._fail_at = fail_at
         self._clock = clock
         self._step_s = step_s
@@ -273,15 +280,22 @@ class FakeRunner:
             for token_id in token_ids:
                 self._write(row, token_id)
         most_of = dict(zip(plan.decode_rows, plan.row_tokens, strict=False))
-        tokens, logprobs, counts = [], [], []
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        counts: list[int] = []
+        drafts: list[list[Drafted]] = []
         for number in plan.sampled_rows:
             row, most = self._rows[number], most_of.get(number, 1)
-            counts.append(self._draw_count(most))
-            for already_drawn in range(counts[-1]):
-                if already_drawn:
-                    self._write(row, row.known[-1])
-                tokens.append(self._sample(row))
-                logprobs.append(self._logprobs(row))
+            before, end = len(tokens), row.length - 1 + most
+            if self._accept is None or not plan.row_tokens:
+                count = self._draw_count(most)
+                self._draw(row, count, tokens, logprobs)
+                drafts.append(_rounds(count, plan))
+            else:
+                drafts.append(self._run_rounds(row, most, plan, tokens, logprobs))
+            counts.append(len(tokens) - before)
+            # What a wrong draft wrote is behind the row's length; the last round fed at most `width` tokens.
+            self._poison(row, min(end, row.length + plan.width - 1))
         asked = any(entry is not None for entry in logprobs)
         prompt = {c.row: self._prompt_logprobs(c) for c in plan.chunks if c.prompt_logprobs}
         # The hidden state of token t at position p is (t, p, 1).
@@ -292,8 +306,43 @@ class FakeRunner:
             prompt_logprobs=prompt if prompt else None,
             hidden_sums=sums if sums else None,
             counts=counts if plan.row_tokens else None,
-            drafts=[_rounds(count, plan) for count in counts] if plan.width > 1 else None,
+            drafts=drafts if plan.width > 1 else None,
         )
+
+    def _draw(self, row: _Row, count: int, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:
+        """Draws `count` tokens, the first of them after the token that was fed last."""
+        for already_drawn in range(count):
+            if already_drawn:
+                self._write(row, row.known[-1])
+            tokens.append(self._sample(row))
+            logprobs.append(self._logprobs(row))
+
+    def _run_rounds(
+        self, row: _Row, room: int, plan: StepPlan, tokens: list[int], logprobs: list[TokenLogprobs | None]
+    ) -> list[Drafted]:
+        """Rounds until the row has drawn `room` tokens, or one that ends it, or the step has no more rounds."""
+        assert self._accept is not None
+        setup, rounds = row.setup, []
+        while room and len(rounds) < plan.rounds:
+            if rounds:
+                self._write(row, row.known[-1])
+            drafted = min(plan.width, room) - 1
+            accepted = self._accept(setup.request_id, setup.index, row.length, drafted) if drafted else 0
+            for place in range(accepted + 1):
+                if place:
+                    self._write(row, row.known[-1])
+                self._draw(row, 1, tokens, logprobs)
+                room -= 1
+                if tokens[-1] in setup.stop_token_ids and len(row.known) - setup.prompt_len > setup.sampling.min_tokens:
+                    accepted, room = place, 0
+                    break
+            rounds.append(Drafted(drafted, accepted))
+        return rounds
+
+    def _poison(self, row: _Row, end: int) -> None:
+        """Overwrites the places from the row's length up to `end`, as wrong drafts do. Nobody may read them."""
+        for position in range(row.length, end):
+            self._put(row, position, _POISON)
 
     def _start(self, chunk: Chunk) -> list[int]:
         """Checks a chunk against what the row knows and, for its first one, what it claims to be cached."""
@@ -315,7 +364,10 @@ class FakeRunner:
         return list(chunk.token_ids)
 
     def _write(self, row: _Row, token_id: int) -> None:
-        position = row.length
+        self._put(row, row.length, token_id)
+        row.length += 1
+
+    def _put(self, row: _Row, position: int, token_id: int) -> None:
         assert position < self._limits.max_model_len, (row.setup.request_id, position)
         column, slot = divmod(position, self._limits.page_size)
         for table in row.tables:
@@ -323,7 +375,6 @@ class FakeRunner:
             page_id, num_users = table[column], self._num_users[table[column]]
             assert page_id != DUMMY_PAGE and num_users == 1, f"page {page_id} is written while {num_users} rows use it"
             self._pages[page_id][slot] = token_id
-        row.length += 1
 
     def _check_context(self, row: _Row, position: int, end: int) -> None:
         """Asserts that the pages of each group hold those tokens before `end` that one at `position` sees."""

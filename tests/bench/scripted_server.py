@@ -144,6 +144,12 @@ class ScriptedServer:
                     "completion_tokens": tokens,
                     "prompt_tokens_details": {"cached_tokens": 2},
                 }
+                if script.tokens_each > 1:  # all but one of each piece were drafts, and three others came to nothing
+                    accepted = tokens - len(script.waits_s)
+                    usage["completion_tokens_details"] = {
+                        "accepted_prediction_tokens": accepted,
+                        "rejected_prediction_tokens": 3,
+                    }
                 event = _event({"choices": [], "usage": usage})
                 yield event if script.whole_end else event.rstrip("\n")
             if script.whole_end:

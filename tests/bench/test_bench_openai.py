@@ -58,6 +58,8 @@ def test_the_figures_are_those_of_the_schedule(tmp_path: Path, backend: str) -> 
     assert (metrics.completed, metrics.failed) == (3, 0)
     assert metrics.output_tokens == 5 + 10 + 1
     assert metrics.cached_tokens == 6
+    assert (metrics.drafted_tokens, metrics.accepted_tokens) == (8 + 3, 8)
+    assert metrics.tokens_per_round == 16 / 8
     assert metrics.max_concurrency == 3
     for outcome, script, sent_s in zip(run.outcomes, scripts, map(server.sent_s.__getitem__, range(3)), strict=True):
         due_s = outcome.start_s + np.cumsum(script.waits_s)

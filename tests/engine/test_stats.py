@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +16,7 @@ from jaxserve.engine.histogram import SECONDS, Histogram
 from jaxserve.engine.stats import KEPT_REQUESTS, KEPT_STEPS, EngineStats
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.sched import InFlight, SchedulerOptions, StepPlan, StepResult, create_scheduler
+from jaxserve.sched.plan import Drafted
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 
 
@@ -47,9 +49,17 @@ class _Timed:
 class Parts:
     """An engine on a clock, and when each sequence's tokens reached its client."""
 
-    def __init__(self, seconds: list[float], *, prefix_caching: bool = True, **limits) -> None:
+    def __init__(
+        self,
+        seconds: list[float],
+        *,
+        prefix_caching: bool = True,
+        accept: Callable[[str, int, int, int], int] | None = None,
+        **limits,
+    ) -> None:
         self.clock = ManualClock(100.0)
-        self.runner = TimedRunner(FakeRunner(make_limits(**limits), vocab_size=259), self.clock, seconds)
+        inner = FakeRunner(make_limits(**limits), vocab_size=259, accept=accept)
+        self.runner = TimedRunner(inner, self.clock, seconds)
         # Admission that never looks ahead, so that a small pool preempts.
         options = SchedulerOptions(prefix_caching=prefix_caching, watermark=0.0, growth=0.0)
         self.scheduler = create_scheduler("fcfs", self.runner.limits, options=options, clock=self.clock)
@@ -64,6 +74,7 @@ class Parts:
         self.arrivals: dict[str, float] = {}
         self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.reasons: dict[str, FinishReason] = {}
+        self.drafts: dict[tuple[str, int], Drafted | None] = {}
 
     def submit(self, prompt: str, **sampling) -> str:
         request = self.engine.prepare(prompt, SamplingParams(temperature=0.0, **sampling))
@@ -73,6 +84,8 @@ class Parts:
 
     def _see(self, update: Update) -> None:
         self.times[update.request_id, update.index] += [self.clock()] * len(update.token_ids)
+        if update.finish_reason is not None:
+            self.drafts[update.request_id, update.index] = update.drafts
         if update.last:
             assert update.finish_reason is not None
             self.reasons[update.request_id] = update.finish_reason
@@ -105,6 +118,63 @@ def test_definitions_by_hand() -> None:
     assert totals.histograms["queue"].total == 2.0
 
 
+def test_drafts_by_hand() -> None:
+    """Of three drafts the first two are right. The prompt's step draws `c`, the next `def`. The one after it is planned
+    before that is known, so that it has room for one token, `g`; and `h` is left for the last."""
+    parts = Parts([1.0], accept=lambda request_id, index, position, count: min(2, count), shapes=((4, 1),))
+    request_id = parts.submit("ab", max_tokens=6)
+    parts.engine.run_until_idle()
+    assert [(s.width, s.decode_rows, s.drafted, s.accepted, s.new_tokens) for s in parts.stats.steps()] == [
+        (1, 0, 0, 0, 1),
+        (4, 1, 3, 2, 3),
+        (4, 1, 0, 0, 1),
+        (4, 1, 0, 0, 1),
+    ]
+    totals = parts.stats.totals()
+    assert totals.drafts == (1, 3, 2, (1, 1, 1), (1, 1, 0))
+    assert (totals.decode_rows, totals.decode_tokens) == (3, 5)
+    (request,) = parts.stats.requests()
+    assert (request.drafted_tokens, request.accepted_tokens, request.new_tokens) == (3, 2, 6)
+    assert parts.drafts == {(request_id, 0): Drafted(3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("stop", "accepted", "delivered"),
+    [("d", 1, 2), ("e", 2, 3), ("f", 3, 4), ("g", 3, 5), ("h", 4, 6), ("c", 0, 1)],
+)
+def test_drafts_behind_the_end_of_an_answer_are_no_part_of_it(stop: str, accepted: int, delivered: int) -> None:
+    """All drafts are right: the first wide step draws `defg`, of which `g` is no draft, and the next `hijk`."""
+    parts = Parts([1.0], accept=lambda request_id, index, position, count: count, shapes=((4, 1),))
+    request_id = parts.submit("ab", max_tokens=30, stop=[stop])
+    parts.engine.run_until_idle()
+    (request,) = parts.stats.requests()
+    assert (request.new_tokens, request.accepted_tokens) == (delivered, accepted)
+    found = parts.drafts[request_id, 0]
+    assert found is None if stop == "c" else found is not None and found.accepted == accepted < found.drafted + 1
+
+
+def test_drafts_are_counted_for_the_request_that_has_the_row() -> None:
+    rng = random.Random(3)
+    parts = Parts(
+        [1.0], accept=lambda *draft: rng.randint(0, draft[-1]), max_rows=4, num_pages=10, shapes=((2, 1), (4, 2))
+    )
+    names = [parts.submit("abcde"[: 1 + i % 5], max_tokens=3 + i % 20, n=1 + i % 2) for i in range(30)]
+    parts.engine.run_until_idle()
+    totals, requests = parts.stats.totals(), {r.request_id: r for r in parts.stats.requests()}
+    assert parts.scheduler.num_preemptions > 3 and totals.drafts.accepted > 50
+    assert sum(s.drafted for s in parts.stats.steps()) == totals.drafts.drafted
+    assert sum(s.accepted for s in parts.stats.steps()) == totals.drafts.accepted == sum(totals.drafts.drawn)
+    assert sum(r.drafted_tokens for r in requests.values()) <= totals.drafts.drafted
+    for i, name in enumerate(names):
+        found = [parts.drafts[name, index] or Drafted(0, 0) for index in range(1 + i % 2)]
+        assert sum(one.accepted for one in found) == requests[name].accepted_tokens < requests[name].new_tokens
+        assert sum(one.drafted for one in found) == requests[name].drafted_tokens
+    parts = Parts([1.0])
+    name = parts.submit("ab", max_tokens=6)
+    parts.engine.run_until_idle()
+    assert parts.drafts == {(name, 0): None}, "a server without drafts says nothing of them"
+
+
 def test_several_tokens_of_a_step_come_together() -> None:
     parts = Parts([1.0, 0.25, 0.5], shapes=((1, 4),))
     parts.submit("ab", max_tokens=8)
@@ -116,7 +186,7 @@ def test_several_tokens_of_a_step_come_together() -> None:
         (1, 4, 3, 0.5),
     ]
     totals = parts.stats.totals()
-    assert (totals.steps, totals.computed_tokens, totals.slots, totals.new_tokens) == (3, 3 + 2, 8 + 2, 8)
+    assert (totals.steps, totals.computed_tokens, totals.slots, totals.new_tokens) == (3, 3 + 2, 8 + 4 + 4, 8)
     itl = totals.histograms["itl"]
     assert (itl.total, sum(itl.counts), itl.counts[0]) == (0.75, 7, 5)
 

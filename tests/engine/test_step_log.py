@@ -230,10 +230,10 @@ def test_a_disk_that_stands_still_costs_one_wait_and_counted_steps(
 ) -> None:
     writer = _writer(tmp_path / "log", capacity=2)
     disk = _block(writer)
-    writer.add(_plan(0), [7, 8], PATIENT)
+    writer.add(_plan(0), StepResult(token_ids=[7, 8]), PATIENT)
     assert disk.entered.wait(WAIT_S)
     for step_id in (1, 2, 3, 4, 5):  # two wait in the queue
-        writer.add(_plan(step_id), [7, 8], PATIENT)
+        writer.add(_plan(step_id), StepResult(token_ids=[7, 8]), PATIENT)
     assert len(said.messages) == 1 and "steps are missing" in said.messages[0]
     disk.released.set()
     writer._queue.put(None)  # everything before it is written
@@ -250,15 +250,15 @@ def test_a_disk_that_stands_still_costs_one_wait_and_counted_steps(
 def test_a_gap_is_in_the_record_after_it(tmp_path: Path) -> None:
     writer = _writer(tmp_path / "log", capacity=1)
     disk = _block(writer)
-    writer.add(_plan(0), [7, 8], PATIENT)
+    writer.add(_plan(0), StepResult(token_ids=[7, 8]), PATIENT)
     assert disk.entered.wait(WAIT_S)
     for step_id in (1, 2, 3):
-        writer.add(_plan(step_id), [7, 8], PATIENT)
+        writer.add(_plan(step_id), StepResult(token_ids=[7, 8]), PATIENT)
     disk.released.set()
     while not writer._queue.empty():  # the writing thread empties it
         pass
-    writer.add(_plan(4), [7, 8], PATIENT)
-    writer.add(_plan(5), [7, 8], PATIENT)
+    writer.add(_plan(4), StepResult(token_ids=[7, 8]), PATIENT)
+    writer.add(_plan(5), StepResult(token_ids=[7, 8]), PATIENT)
     writer.close()
     assert [(r.plan.step_id, r.missing) for r in read_records(tmp_path / "log")] == [(0, 0), (1, 0), (4, 2), (5, 0)]
 
@@ -266,11 +266,11 @@ def test_a_gap_is_in_the_record_after_it(tmp_path: Path) -> None:
 def test_a_slow_disk_makes_the_loop_wait(tmp_path: Path) -> None:
     writer = _writer(tmp_path / "log", capacity=1, patience_s=WAIT_S)
     disk = _block(writer)
-    writer.add(_plan(0), [7, 8], PATIENT)
+    writer.add(_plan(0), StepResult(token_ids=[7, 8]), PATIENT)
     assert disk.entered.wait(WAIT_S)
     threading.Timer(0.05, disk.released.set).start()
     for step_id in range(1, 50):
-        writer.add(_plan(step_id), [7, 8], PATIENT)
+        writer.add(_plan(step_id), StepResult(token_ids=[7, 8]), PATIENT)
     writer.close()
     assert [r.plan.step_id for r in read_records(tmp_path / "log")] == list(range(50))
 
@@ -291,8 +291,10 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(tmp_path: Path, said: pytes
 
 def test_a_defect_of_the_log_does_not_end_the_engine(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     writer = _writer(tmp_path / "log")
-    writer.add(StepPlan(step_id=0, decode_rows=tuple(range(99)), decode_positions=(1,) * 99), [], PATIENT)
-    writer.add(_plan(1), [7, 8], PATIENT)
+    writer.add(
+        StepPlan(step_id=0, decode_rows=tuple(range(99)), decode_positions=(1,) * 99), StepResult(token_ids=[]), PATIENT
+    )
+    writer.add(_plan(1), StepResult(token_ids=[7, 8]), PATIENT)
     writer.close()
     assert "step 0 was run in no bucket" in said.messages[0]
     assert "0 steps, and 2 are missing" in said.messages[-1]

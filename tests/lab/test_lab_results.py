@@ -18,6 +18,7 @@ from jaxserve.lab.workloads.arrivals import ArrivalOptions
 from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.lab.workloads.metrics import Goodput
 from jaxserve.sched import Bucket, Limits
+from jaxserve.sched.draft_counts import DraftTotals
 
 LIMITS = Limits(
     max_rows=4, num_pages=200, page_size=4, max_model_len=256, buckets=(Bucket(4, 4, True), Bucket(32, 4, False))
@@ -59,6 +60,9 @@ def simulated(*requests: SimulatedRequest, duration_s: float = 2.0) -> Simulatio
         device_s=1.5,
         tokens=30,
         padded_tokens=40,
+        row_steps=20,
+        row_tokens=20,
+        drafts=DraftTotals(),
     )
 
 

@@ -1,20 +1,26 @@
 """/metrics of a served engine: the names, the values, the format."""
 
+import io
 import math
 from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from serve_parts import Parts
+from rich.console import Console
+from serve_parts import Parts, Served, served
 from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import RequestOptions, SamplingParams
+from jaxserve.cli.top import fetch, render
 from jaxserve.client import Client, RequestFailed
+from jaxserve.config.schema import GrpcConfig, HttpConfig
 from jaxserve.engine import EngineGroup
 from jaxserve.engine.stats import StepStats
 from jaxserve.routing import RouterOptions, create_router
+from jaxserve.serve.http.live import LiveFeed, Seen
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
+from jaxserve.testing import ByteTokenizer
 
 # vLLM's names, without the prefix: what a dashboard of vLLM asks for.
 CONVENTIONAL = {
@@ -37,6 +43,10 @@ CONVENTIONAL = {
     "request_prompt_tokens",
     "request_generation_tokens",
     "iteration_tokens_total",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
 }
 
 
@@ -45,7 +55,7 @@ def _samples(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for family in parse_plain(text):
         for sample in family.samples:
-            labels = [v for k, v in sample.labels.items() if k in ("finished_reason", "state", "part", "le")]
+            labels = [v for k, v in sample.labels.items() if k in ("finished_reason", "state", "part", "le", "method")]
             name = "/".join([sample.name.removeprefix(PREFIX), *labels])
             found[name] = found.get(name, 0.0) + sample.value
     return found
@@ -78,6 +88,32 @@ def test_values_after_known_requests() -> None:
     assert found["engine_accepting"] == 1
     assert found["compile_events_total"] == 0
     assert found["process_resident_memory_bytes"] > 0
+
+
+def test_drafts_show_in_metrics_live_view_and_usage() -> None:
+    """Of three drafts two are right. Ten tokens: one of the prompt's step, three, three, two of a step that has room
+    for two, since it was planned before it was known that the one before it drew three of four, and one."""
+    parts = Served(tokenizer=ByteTokenizer(), shapes=((4, 1),), accept=lambda *draft: min(2, draft[-1]))
+    with served(parts, grpc_config=GrpcConfig(port=0), http_config=HttpConfig(port=0)):
+        body = {"model": "fake", "prompt": "ab", "max_tokens": 10, "ignore_eos": True}
+        usage = http.post(f"{parts.http_url}/v1/completions", json=body).json()["usage"]
+        until_idle(parts)
+        found = _samples(http.get(f"{parts.http_url}/metrics").text)
+        with Client(parts.address) as client:
+            completion = client.complete("ab", SamplingParams(max_tokens=10, ignore_eos=True))
+        until_idle(parts)
+        live = LiveFeed(parts.engine).message([Seen()])["replicas"][0]
+        view = io.StringIO()
+        top = render(fetch(parts.http_url, None), None, "here")
+        Console(file=view, width=120).print(top)
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+    assert (completion.num_accepted_tokens, completion.num_drafted_tokens) == (5, 7)
+    assert found["spec_decode_num_drafts_total/ngram"] == 3
+    assert found["spec_decode_num_draft_tokens_total/ngram"] == 3 + 3 + 1
+    assert found["spec_decode_num_accepted_tokens_total/ngram"] == 2 + 2 + 1
+    assert found["decode_rows_total"] == 4 and found["decode_tokens_total"] == 9
+    assert (live["decode_rows"], live["decode_tokens"], live["drafted"], live["accepted"]) == (8, 18, 14, 10)
+    assert "tokens/step" in view.getvalue() and "2.25" in view.getvalue() and "71.4 %" in view.getvalue()
 
 
 def test_every_conventional_name_is_there_and_histograms_are_whole() -> None:
@@ -224,5 +260,6 @@ def test_shares() -> None:
     )  # fmt: skip
     assert shares_of((step, step)) == pytest.approx((0.3, 0.5))
     assert shares_of(()) == (0.0, 0.0)
+    assert shares_of((step._replace(width=4, slots=34),)).padding == pytest.approx(0.5)
     busy = step._replace(wait_s=0.0)
     assert shares_of((step, busy), count=1).host == 1.0

@@ -135,6 +135,39 @@ def test_seconds_follow_from_bytes_and_flops_by_hand(tmp_path):
     assert prompt.compute_seconds == prompt.flops / (0.25 * 918e12)
 
 
+DRAFTS = {"speculation.method": "ngram", "speculation.width": 4}
+
+
+def test_a_round_with_drafts_moves_little_more_than_one_without() -> None:
+    config = shipped("llama3.1-8b-v6e-1", **DRAFTS)
+    plan = make_plan(config, "v6e:1", PlanOptions(compile=False, context=2048))
+    found = {(p.width, p.rows): p for p in plan.predictions if p.decode}
+    plain, wide = found[1, 16], found[4, 16]
+    assert 1.0 < wide.moved_bytes / plain.moved_bytes < 1.1
+    assert wide.flops == pytest.approx(4 * plain.flops)
+    assert wide.seconds < 1.1 * plain.seconds
+    assert wide.tokens_per_second > 3.6 * plain.tokens_per_second, "if all its drafts are right"
+    assert [p.width for p in plan.predictions] == [*sorted(p.width for p in plan.predictions[:-1]), 1]
+
+
+def test_the_widest_step_is_counted_with_its_tokens() -> None:
+    limits = Limits(max_rows=8, num_pages=100, page_size=16, max_model_len=512, buckets=(Bucket(32, 8, True, 4),))
+    assert batch_of(limits.buckets[0], limits, 64) == ((4, 64),) * 8
+    assert batch_of(limits.buckets[0], limits, 2) == ((4, 4),) * 8, "a row sees the tokens that it feeds"
+
+
+@pytest.mark.slow
+def test_a_step_with_drafts_is_compiled_beside_the_others(tmp_path, capsys) -> None:
+    path = write_shape(tmp_path / "small", num_hidden_layers=LAYERS)
+    plan = make_plan(small_config(path, **DRAFTS), "v5e:1", PlanOptions(count=False))
+    names = ["decode 16x16", "mixed 64x16", "decode 64x16 of 4, up to 1 rounds"]
+    assert [step.name for step in plan.steps] == names
+    plain, _, wide = plan.steps
+    assert (plain.width, wide.width) == (1, 4)
+    assert plain.moved_bytes < wide.moved_bytes
+    assert {p.width: p.compiled for p in plan.predictions if p.rows == 16} == {1: True, 2: False, 4: True}
+
+
 def test_what_the_program_adds_is_scaled_to_other_batches(tmp_path):
     model = decoder(tmp_path, [None] * 8)
     work = Work(model=model, weight_size=2, cache_size=2)

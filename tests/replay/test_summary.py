@@ -6,6 +6,8 @@ from rich.console import Console
 
 from jaxserve.lab.replay.summary import show_summary, summarize
 from jaxserve.sched import Bucket, Chunk, StepPlan
+from jaxserve.sched.draft_counts import DraftTotals, sum_drafts
+from jaxserve.sched.plan import Drafted
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 from jaxserve.testing import make_limits
 
@@ -61,3 +63,28 @@ def test_what_is_missing_is_said() -> None:
 
 def test_a_log_of_nothing() -> None:
     assert "no steps" in _shown(end=LogEnd(records=0, dropped=0))
+
+
+def test_drafts_are_summed_by_place() -> None:
+    plan = StepPlan(step_id=1, decode_rows=(0, 1), decode_positions=(9, 9), row_tokens=(6, 6), width=3, rounds=2)
+    drafts = ((Drafted(2, 2), Drafted(2, 1)), (Drafted(2, 0), Drafted(1, 1)))
+    times = {"schedule_ms": 1.0, "pack_ms": 2.0, "device_ms": 9.0, "wait_ms": 5.0, "commit_ms": 3.0}
+    wide = StepRecord(
+        plan=plan,
+        bucket=Bucket(12, 4, True, 3, 8),
+        token_ids=(1,) * 8,
+        start_s=0.0,
+        counts=(5, 3),
+        drafts=drafts,
+        **times,
+    )
+    record = _record(0, 0.0, device_ms=1.0, decoding=2)
+    totals = summarize([record, wide]).total.drafts.totals()
+    assert totals == (4, 7, 4, (4, 2), (3, 1))
+    text = _shown(record, wide, end=None)
+    assert "A row drew 2.50 tokens in a decode step, and 2.00 in a round of a step of several." in text
+    assert "7 drafts, 57% accepted. By place, of drafts whose predecessors were accepted: 75%, 50%." in text
+    assert "drafts" not in _shown(record, end=None)
+    assert sum_drafts([totals, DraftTotals(), DraftTotals(1, 3, 2, (1, 1, 1), (1, 1, 0))]) == (
+        5, 10, 6, (5, 3, 1), (4, 2, 0),
+    )  # fmt: skip

@@ -6,12 +6,13 @@ whatever was added, cut, preempted, shared or aborted around it.
 
 import collections
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.errors import UserError
 from jaxserve.sched import InFlight, Limits, Policy, SchedulerOptions, Sequence, StepPlan, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.prefix import PageEntry
 from jaxserve.sched.state import sequence_seed
 from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_request
 
@@ -54,6 +55,29 @@ def expected_output(request: Request, index: int, max_model_len: int) -> tuple[l
             return tokens, FinishReason.LENGTH
 
 
+class PublishedPages:
+    """Asserts that a page never changes as long as others may find it. Mutated by `check`."""
+
+    def __init__(self, scheduler: ContinuousScheduler, runner: FakeRunner) -> None:
+        self._prefix = scheduler.memory.prefix
+        self._runner = runner
+        self._seen: dict[int, tuple[PageEntry, list[int | None]]] = {}
+
+    def check(self) -> None:
+        """Looks at the pages after a step has run."""
+        if self._prefix is None:
+            return
+        seen, self._seen = self._seen, {}
+        for page_id, entry in self._prefix._by_page.items():
+            holds = self._runner._pages[page_id]
+            before = seen.get(page_id)
+            if before is None or before[0] is not entry:
+                assert all(token is not None and token >= 0 for token in holds), f"page {page_id} is published: {holds}"
+                before = (entry, list(holds))
+            assert before[1] == holds, f"page {page_id} can be found and was written: {before[1]}, {holds}"
+            self._seen[page_id] = before
+
+
 def random_limits(rng: random.Random) -> Limits:
     max_rows = rng.randint(1, 8)
     largest = rng.choice([max_rows, max_rows + 1, 8, 12, 16, 33])
@@ -85,7 +109,10 @@ class World:
         chunked: bool = True,
         prefix_caching: bool = True,
         look_ahead: bool = False,
+        accept: Callable[[str, int, int, int], int] | None = None,
+        any_shape: bool = False,
     ) -> None:
+        """`accept`: as of `FakeRunner`. `any_shape`: each step has a random one of the shapes that are on offer."""
         self.clock = ManualClock()
         self.limits = limits
         scheduler = create_scheduler(
@@ -103,19 +130,24 @@ class World:
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
         counts = random.Random(0)
+        if any_shape:
+            scheduler.policy.speculate = lambda decoding, shapes: counts.choice(shapes)
         self.runner = FakeRunner(
             limits,
             vocab_size=VOCAB,
             mode="context",
             keep_plans=False,
             draw_count=lambda most: counts.randint(1, most),
+            accept=accept,
         )
+        self.published = PublishedPages(scheduler, self.runner)
         self.chunked = chunked
         self.requests: dict[str, Request] = {}
         self.outputs: dict[tuple[str, int], Output] = {}
         self.aborted: set[tuple[str, int]] = set()
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.num_rejected = 0
+        self.shapes = collections.Counter[tuple[int, int]]()  # steps by width and rounds
         self.num_several = 0  # rows that drew more than one token in a step
         self.num_fewer = 0  # rows that drew fewer tokens than they could
         self.num_added = 0
@@ -150,6 +182,8 @@ class World:
         if not self.chunked:
             assert all(c.sample or self._has_outputs(c.row) for c in plan.chunks), "a prompt was cut"
         self.flights.append((plan, self.runner.dispatch(plan)))
+        self.shapes[plan.width, plan.rounds] += 1
+        self.published.check()
 
     def _has_outputs(self, row: int) -> bool:
         return next(seq for seq in self.scheduler._running if seq.row == row).num_outputs > 0

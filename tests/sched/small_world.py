@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from sched_world import BLIND
+from sched_world import BLIND, PublishedPages
 
 from jaxserve.api import FinishReason, Request
 from jaxserve.sched import (
@@ -75,6 +75,10 @@ class SmallWorld:
             limits, mode="context", forced=self.forced, keep_plans=False, vocab_size=50,
             draw_count=lambda most: min(most, self.drawn_at_most),
         )  # fmt: skip
+        self.shapes = rules.shapes or ((1, 1),)
+        self.shape = (1, 1)  # of the next step without prompts
+        made.policy.speculate = lambda decoding, shapes: self.shape
+        self.published = PublishedPages(made, self.runner)
         self.requests = REQUESTS[: rules.num_requests]
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.added: list[int] = []
@@ -84,8 +88,8 @@ class SmallWorld:
     def moves(self) -> Iterator[Move]:
         """What may happen next.
 
-        `run` plans and launches a step: its low bits say which rows draw the stop id, the high ones how many tokens a
-        row draws at most.
+        `run` plans and launches a step: its low bits say which rows draw the stop id, the next ones how many tokens a
+        row draws at most, and the highest which shape the step has, where it has no prompts.
         """
         scheduler, rules = self.scheduler, self.rules
         yield from (("add", i) for i in range(len(self.requests)) if i not in self.added)
@@ -96,7 +100,8 @@ class SmallWorld:
         if self.num_made["tick"] < rules.max_ticks and self.added:
             yield ("tick", 0)
         if len(self.flights) < 2 and scheduler.has_work():
-            yield from (("run", bits) for bits in range(self.runner.limits.max_row_tokens << LIMITS.max_rows))
+            most = self.runner.limits.max_row_tokens
+            yield from (("run", bits) for bits in range(len(self.shapes) * most << LIMITS.max_rows))
         if self.flights:
             yield ("commit", 0)
 
@@ -119,11 +124,13 @@ class SmallWorld:
         elif kind == "commit":
             self.commit()
         else:
-            return self.run(arg & (1 << LIMITS.max_rows) - 1, 1 + (arg >> LIMITS.max_rows))
+            shape, drawn = divmod(arg >> LIMITS.max_rows, self.runner.limits.max_row_tokens)
+            return self.run(arg & (1 << LIMITS.max_rows) - 1, 1 + drawn, self.shapes[shape])
         return True
 
-    def run(self, bits: int, drawn_at_most: int) -> bool:
+    def run(self, bits: int, drawn_at_most: int, shape: tuple[int, int]) -> bool:
         """Plans a step; the i-th drawing row begins with the stop id if bit i is set. False: as in `move`."""
+        self.shape = shape
         plan = self.scheduler.schedule()
         if plan is None:
             assert self.flights or not self.scheduler.has_work(), "deadlock: work is left and nothing can ever run"
@@ -131,7 +138,7 @@ class SmallWorld:
         sampled = self.scheduler._flights[-1].sampled
         if bits >> len(sampled):
             return False
-        if drawn_at_most > max(plan.row_tokens, default=1):
+        if drawn_at_most > max(plan.row_tokens, default=1) or (plan.chunks and shape != self.shapes[-1]):
             return False
         self.drawn_at_most = drawn_at_most
         self.forced.clear()
@@ -142,6 +149,7 @@ class SmallWorld:
                     num_drawn = len(self.runner._rows[plan.decode_rows[i]].known) - seq.prompt_len
                 self.forced[seq.request_id, 0] = {num_drawn: STOP}
         self.flights.append((plan, self.runner.dispatch(plan)))
+        self.published.check()
         return True
 
     def commit(self) -> None:
@@ -157,7 +165,7 @@ class SmallWorld:
         for _ in range(MAX_DRAIN):
             if not scheduler.has_work() and not self.flights:
                 break
-            if len(self.flights) == 2 or not self.run(0, 1):
+            if len(self.flights) == 2 or not self.run(0, 1, self.shapes[-1]):
                 self.commit()
         assert not scheduler.has_work(), f"starved: {list(scheduler._groups)}"
         scheduler.check()

@@ -1,6 +1,8 @@
 """100,000 random operations against the naive model, and a Hypothesis machine that shrinks what fails."""
 
+import collections
 import random
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,16 +14,25 @@ from jaxserve.testing import with_shapes
 
 NUM_WORLDS = 250
 OPS_PER_WORLD = 400
+SHAPES = (((1, 4),), ((2, 1), (4, 1)), ((2, 1), (4, 2)), ((1, 3), (2, 3), (8, 1)))
+
+
+def random_drafts(rate: float) -> Callable[[str, int, int, int], int]:
+    """Accepts drafts at random: `rate` of those whose predecessors were accepted."""
+    rng = random.Random(1)
+    return lambda request_id, index, position, count: next((i for i in range(count) if rng.random() >= rate), count)
 
 
 def run_world(seed: int) -> World:
     rng = random.Random(seed)
     world = World(
-        with_shapes(random_limits(rng), *rng.choice([(), (), ((1, 4),), ((2, 1), (4, 2))])),
+        with_shapes(random_limits(rng), *rng.choice([(), (), *SHAPES])),
         policy=rng.choice([*POLICIES, Urgent]),
         chunked=rng.random() < 0.7,
         prefix_caching=rng.random() < 0.8,
         look_ahead=rng.random() < 0.3,
+        accept=rng.choice([None, random_drafts(rng.choice([0.0, 0.3, 0.8, 1.0]))]),
+        any_shape=rng.random() < 0.7,
     )
     weights = rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)])
     for number in range(OPS_PER_WORLD):
@@ -42,6 +53,7 @@ def run_world(seed: int) -> World:
 
 def test_random_operations_agree_with_the_naive_model():
     preempted = hits = ended = forks = several = fewer = 0
+    shapes = collections.Counter[tuple[int, int]]()
     for seed in range(NUM_WORLDS):
         world = run_world(seed)
         preempted += world.scheduler.num_preemptions
@@ -50,6 +62,7 @@ def test_random_operations_agree_with_the_naive_model():
         forks += world.runner.num_copies
         several += world.num_several
         fewer += world.num_fewer
+        shapes += world.shapes
     # The worlds must really have been through what they are for.
     assert NUM_WORLDS * OPS_PER_WORLD >= 100_000
     assert preempted > 500, preempted
@@ -58,6 +71,8 @@ def test_random_operations_agree_with_the_naive_model():
     assert ended > 5000, ended
     assert several > 2000, several
     assert fewer > 1000, fewer
+    wanted = {(1, 1)}.union(*SHAPES)
+    assert min(shapes[shape] for shape in wanted) > 100, shapes
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -69,11 +84,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**32),
         policy=st.sampled_from([*POLICIES, Urgent]),
         chunked=st.booleans(),
-        shapes=st.sampled_from([(), ((1, 4),), ((2, 1), (4, 2))]),
+        shapes=st.sampled_from([(), *SHAPES]),
+        any_shape=st.booleans(),
     )
-    def start(self, seed: int, policy: str | type[Policy], chunked: bool, shapes: tuple[tuple[int, int], ...]) -> None:
+    def start(
+        self,
+        seed: int,
+        policy: str | type[Policy],
+        chunked: bool,
+        shapes: tuple[tuple[int, int], ...],
+        any_shape: bool,
+    ) -> None:
         limits = with_shapes(random_limits(random.Random(seed)), *shapes)
-        self.world = World(limits, policy=policy, chunked=chunked)
+        self.world = World(limits, policy=policy, chunked=chunked, any_shape=any_shape)
         self.number = 0
 
     @rule(seed=st.integers(0, 2**32))

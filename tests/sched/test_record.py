@@ -11,7 +11,17 @@ import pytest
 from jaxserve.api import SamplingParams
 from jaxserve.errors import StepLogError
 from jaxserve.sched import Bucket, Chunk, PageCopy, PageGrant, PoolSpan, RowMask, RowSetup, StepPlan
-from jaxserve.sched.record import LogEnd, LogHeader, StepLog, StepRecord, context_tokens, read_header, read_records
+from jaxserve.sched.plan import Drafted
+from jaxserve.sched.record import (
+    LogEnd,
+    LogHeader,
+    StepLog,
+    StepRecord,
+    context_tokens,
+    read_header,
+    read_records,
+    rounds_run,
+)
 from jaxserve.testing import make_limits
 
 LIMITS = make_limits(max_rows=8, num_pages=20)
@@ -78,6 +88,22 @@ def test_a_step_says_how_many_tokens_its_rows_drew() -> None:
             StepRecord.from_json(dataclasses.replace(record, counts=wrong).to_json())
 
 
+def test_a_step_says_what_became_of_its_drafts() -> None:
+    plan = StepPlan(step_id=3, decode_rows=(0, 4), decode_positions=(7, 2), row_tokens=(6, 4), width=3, rounds=4)
+    drafts = ((Drafted(2, 2), Drafted(2, 0)), (Drafted(0, 0), Drafted(2, 1), Drafted(0, 0)))
+    record = _record(
+        plan=plan, bucket=Bucket(12, 4, True, 3, 8), token_ids=tuple(range(8)), counts=(4, 4), drafts=drafts
+    )
+    assert StepRecord.from_json(record.to_json()) == record
+    assert (record.num_tokens, record.padded_tokens) == (6, 6)
+    assert rounds_run(record) == 3, "of the four that it could have had"
+    assert rounds_run(_record()) == 1
+    assert rounds_run(_record(counts=(1, 4), token_ids=(1,) * 5)) == 4, "without drafts a round draws one token"
+    for wrong in (drafts[:1], ((Drafted(2, 3),), drafts[1]), ((Drafted(3, 2), Drafted(0, 0)), ((1, 1),))):
+        with pytest.raises(ValueError, match="drafts .* of rows that drew"):
+            StepRecord.from_json(dataclasses.replace(record, drafts=wrong).to_json())
+
+
 def test_times_are_kept_to_a_tenth_of_a_microsecond() -> None:
     rng = random.Random(1)
     times = {name: rng.uniform(0, 100) for name in ("start_s", "schedule_ms", "device_ms", "commit_ms")}
@@ -127,7 +153,7 @@ def test_an_empty_file_and_an_absent_one(tmp_path: Path) -> None:
 
 def test_another_version_is_named(tmp_path: Path) -> None:
     header = {**json.loads(HEADER.to_json()), "version": 7}
-    with pytest.raises(StepLogError, match="line 1: version 7 of the format; this jaxserve reads 3"):
+    with pytest.raises(StepLogError, match="line 1: version 7 of the format; this jaxserve reads 4"):
         read_header(_write(tmp_path / "log", json.dumps(header)))
 
 

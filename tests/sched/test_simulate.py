@@ -6,10 +6,11 @@ import pytest
 
 from jaxserve.api import FinishReason, Pooling, Request, SamplingParams
 from jaxserve.engine import Engine, ModelInfo
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.lab.simulation.drafts import SimulatedDrafts
 from jaxserve.lab.simulation.simulate import FixedCost, SimRequest, StepCost, VirtualClock, simulate
-from jaxserve.sched import SCHEDULERS, Limits, SchedulerOptions, StepPlan, create_scheduler
-from jaxserve.testing import FakeRunner, ManualClock, make_limits
+from jaxserve.sched import SCHEDULERS, Bucket, Limits, SchedulerOptions, StepPlan, create_scheduler
+from jaxserve.testing import FakeRunner, ManualClock, make_limits, with_shapes
 
 STOP = 7
 TURN = FixedCost(cost=StepCost(1.0, 0.0))  # a turn a second
@@ -57,7 +58,9 @@ def random_trace(seed: int, count: int = 40) -> list[SimRequest]:
     return trace
 
 
-def engine_plans(policy: str, trace: list[SimRequest], limits: Limits) -> tuple[list[StepPlan], dict[str, list[int]]]:
+def engine_plans(
+    policy: str, trace: list[SimRequest], limits: Limits, accept: SimulatedDrafts | None = None
+) -> tuple[list[StepPlan], dict[str, list[int]]]:
     """The plans of the real loop on the fake runner, a turn a second, and the tokens of each request."""
     forced = {
         (t.request.request_id, index): {p: STOP if p == t.output_len - 1 else 1000 + i for p in range(40)}
@@ -65,7 +68,7 @@ def engine_plans(policy: str, trace: list[SimRequest], limits: Limits) -> tuple[
         for index in range(t.request.sampling.n)
     }
     clock = ManualClock()
-    runner = FakeRunner(limits, forced=forced, clock=clock, step_s=1.0)
+    runner = FakeRunner(limits, forced=forced, clock=clock, step_s=1.0, accept=accept)
     model = ModelInfo(name="fake", vocab_size=2000, max_model_len=limits.max_model_len, eos_token_ids=(STOP,))
     scheduler = create_scheduler(policy, limits, clock=clock)
     engine = Engine(runner=runner, scheduler=scheduler, tokenizer=None, model=model, clock=clock)
@@ -98,6 +101,78 @@ def test_plans_are_those_of_the_engine(policy: str, num_pages: int, seed: int) -
         assert outcome.token_times_s[0] == outcome.first_token_s
         assert outcome.token_times_s[-1] == outcome.last_token_s
     assert num_pages > 14 or sum(r.preemptions for r in found.requests) > 0
+
+
+# Milliseconds of a round, by width and rounds: a turn takes 1000, so launches are the most of what a step costs.
+STEP_MS = {(1, 1): 300.0, (2, 1): 330.0, (4, 1): 500.0, (1, 3): 310.0, (2, 2): 340.0}
+SHAPES = (((2, 1), (4, 1)), ((1, 3),), ((2, 2), (4, 1)))
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(("num_pages", "rates"), [(200, (0.9, 0.6)), (18, (0.5,)), (18, (1.0,)), (16, (0.0,))])
+def test_plans_of_several_tokens_are_those_of_the_engine(
+    num_pages: int, rates: tuple[float, ...], shapes: tuple[tuple[int, int], ...]
+) -> None:
+    limits = with_shapes(make_limits(max_rows=6, num_pages=num_pages, page_size=4, max_model_len=48), *shapes)
+    times = {b: STEP_MS[b.width, b.rounds] for b in limits.buckets if b.decode_only}
+    limits = limits.with_buckets(limits.buckets, times)
+    trace, accept = random_trace(num_pages), SimulatedDrafts(rates=rates, seed=3)
+    expected, tokens = engine_plans("preemptive", trace, limits, accept)
+    found = simulate("preemptive", trace, TURN, limits, accept=accept, keep_plans=True, keep_token_times=True)
+    assert list(found.plans) == expected
+    assert {name: len(ids) for name, ids in tokens.items()} == {r.request_id: r.output_tokens for r in found.requests}
+    assert all(len(r.token_times_s) == r.output_tokens for r in found.requests)
+    used = {(plan.width, plan.rounds) for plan in expected}
+    assert used & {*shapes}, used
+    if rates == (0.0,) and (1, 3) not in shapes:
+        assert used > {(1, 1)} and found.drafts.drafted > found.drafts.accepted == 0
+    if rates == (1.0,):
+        assert found.row_tokens > 1.5 * found.row_steps
+        if (1, 3) not in shapes:
+            assert found.drafts.rate > 0.9, "all, but for those that an end of a sequence cuts off"
+
+
+def test_drafts_are_accepted_at_the_rates_of_their_places() -> None:
+    accept = SimulatedDrafts(rates=(0.8, 0.5, 0.25), seed=1)
+
+    def all_counts(accept: SimulatedDrafts) -> list[int]:
+        return [accept(f"r{n}", n % 3, position, 4) for n in range(200) for position in range(0, 400, 4)]
+
+    counts = all_counts(accept)
+    for place, rate in enumerate((0.8, 0.5, 0.25, 0.25)):
+        reached = [count for count in counts if count >= place]
+        share = sum(count > place for count in reached) / len(reached)
+        assert abs(share - rate) < 4 * (rate * (1 - rate) / len(reached)) ** 0.5, (place, share)
+    assert counts == [accept(f"r{n}", n % 3, position, 4) for n in range(200) for position in range(0, 400, 4)]
+    assert counts != [
+        SimulatedDrafts(rates=(0.8, 0.5, 0.25))(f"r{n}", n % 3, p, 4) for n in range(200) for p in range(0, 400, 4)
+    ]
+    for rates in ((), (0.5, 1.2), (float("nan"),)):
+        with pytest.raises(ConfigError, match="rate of acceptance is"):
+            SimulatedDrafts(rates=rates)
+
+
+def test_steps_with_drafts_need_rates() -> None:
+    with pytest.raises(ConfigError, match=r"nothing says how many of them are right; give SimulatedDrafts\(rates"):
+        simulate("fcfs", [sim_request(0, [1, 2, 3], 3)], TURN, with_shapes(make_limits(), (2, 1)))
+
+
+def test_rounds_that_a_step_does_not_need_take_no_time() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.rounds: list[int] = []
+
+        def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
+            self.rounds.append(plan.rounds)
+            return StepCost(0.0, float(plan.rounds))
+
+    cost = Counting()
+    limits = with_shapes(make_limits(max_rows=1), (2, 4))
+    found = simulate("fcfs", [sim_request(0, [1, 2, 3], 6)], cost, limits, accept=SimulatedDrafts(rates=(1.0,)))
+    # The prompt's step draws one token. Two rounds of two follow, and the one whose first token ends it; the step in
+    # flight meanwhile goes on behind the end, to the limit of 16 tokens: two rounds each, then one.
+    assert cost.rounds[:2] == [1, 3]
+    assert found.requests[0].output_tokens == 6
 
 
 def test_times_of_one_request_by_hand() -> None:

@@ -25,8 +25,14 @@ def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
     assert num_preempted > 20, "memory must run short by itself"
 
 
-def test_several_tokens_a_step_in_every_order_of_arrival_and_finish() -> None:
-    num_worlds, num_moves, _ = explore("fcfs", Rules(max_aborts=0, max_preempts=0, max_ticks=0, shapes=((3, 1),)))
+MORE_SHAPES = (((2, 1), (4, 1)), ((1, 1), (2, 2)), ((1, 3),))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 1),), *(pytest.param(shapes, marks=pytest.mark.slow) for shapes in MORE_SHAPES)]
+)
+def test_several_tokens_a_step_in_every_order_of_arrival_and_finish(shapes: tuple[tuple[int, int], ...]) -> None:
+    num_worlds, num_moves, _ = explore("fcfs", Rules(max_aborts=0, max_preempts=0, max_ticks=0, shapes=shapes))
     assert num_worlds > 400 and num_moves > 1500, (num_worlds, num_moves)
 
 
@@ -47,8 +53,11 @@ def test_two_groups_of_pages_with_every_move() -> None:
     assert num_worlds > 400, num_worlds
 
 
-def test_two_of_several_tokens_a_step_with_every_move() -> None:
-    num_worlds, _, _ = explore("fcfs", Rules(num_requests=2, shapes=((3, 1),)))
+@pytest.mark.parametrize(
+    "shapes", [((3, 1),), *(pytest.param(shapes, marks=pytest.mark.slow) for shapes in MORE_SHAPES)]
+)
+def test_two_of_several_tokens_a_step_with_every_move(shapes: tuple[tuple[int, int], ...]) -> None:
+    num_worlds, _, _ = explore("fcfs", Rules(num_requests=2, shapes=shapes))
     assert num_worlds > 400, num_worlds
 
 

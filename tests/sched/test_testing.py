@@ -7,7 +7,7 @@ import pytest
 from jaxserve.errors import MissingBucket
 from jaxserve.sched import Chunk, PageCopy, PageGrant, StepPlan, create_scheduler
 from jaxserve.sched.draft import row_setup
-from jaxserve.sched.plan import RowSetup
+from jaxserve.sched.plan import Drafted, RowSetup
 from jaxserve.sched.state import Sequence
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, drive, make_limits, make_request
 
@@ -118,3 +118,64 @@ def test_byte_tokenizer():
     assert tokenizer.encode("hi", add_special_tokens=False) == [104, 105]
     assert tokenizer.decode("\u00fc".encode()[:1]) == "\ufffd"
     assert max(ids) < tokenizer.vocab_size
+
+
+def runner_with_wrong_drafts() -> FakeRunner:
+    """Row 0 has five tokens in the pages 3 and 7 and has drawn 6; no draft is ever right."""
+    limits = make_limits(max_rows=2, page_size=4, num_pages=8, max_model_len=16, shapes=((4, 1),))
+    runner = FakeRunner(limits, accept=lambda request_id, index, position, count: 0)
+    runner.dispatch(good_plan())
+    return runner
+
+
+def wide_plan(most: int, **changes: object) -> StepPlan:
+    plan = StepPlan(step_id=1, decode_rows=(0,), decode_positions=(5,), row_tokens=(most,), width=4)
+    return dataclasses.replace(plan, **changes)
+
+
+def test_wrong_drafts_leave_what_nobody_may_read() -> None:
+    runner = runner_with_wrong_drafts()
+    result = runner.dispatch(wide_plan(3)).result()
+    assert (result.token_ids, result.counts, result.drafts) == ([7], [1], [[Drafted(2, 0)]])
+    assert runner._pages[7][:2] == [5, 6] and all(left is not None and left < 0 for left in runner._pages[7][2:])
+    # The next token of the row overwrites the first of them; then a row claims that the page holds eight tokens.
+    runner.dispatch(wide_plan(1, step_id=2, decode_positions=(6,)))
+    assert runner._pages[7][:3] == [5, 6, 7]
+    setup = dataclasses.replace(good_setup(row=1), num_tokens=9, prompt_len=9, token_ids=(1, 2, 3, 4, 5, 6, 7, 8))
+    claim = StepPlan(
+        step_id=3,
+        chunks=(Chunk(1, 8, (9,), True),),
+        setups=(setup,),
+        grants=(PageGrant(1, 0, (3, 7, 5)),),
+    )
+    with pytest.raises(AssertionError, match=r"reads \[1, 2, 3, 4, 5, 6, 7, -\d+\]"):
+        runner.dispatch(claim)
+
+
+def test_wrong_drafts_write_into_pages_of_their_row_alone() -> None:
+    with pytest.raises(AssertionError, match="no page for position 8"):
+        runner_with_wrong_drafts().dispatch(wide_plan(4))
+    runner = runner_with_wrong_drafts()
+    other = StepPlan(
+        step_id=1, chunks=(Chunk(1, 4, (5,), True),), setups=(good_setup(4, row=1),), grants=(PageGrant(1, 0, (3, 7)),)
+    )
+    runner._num_users[7] += 1  # another row was given the page in which this one goes on
+    with pytest.raises(AssertionError, match="page 7 is written while 3 rows use it"):
+        runner.dispatch(other)
+    with pytest.raises(AssertionError, match="page 7 is written while 2 rows use it"):
+        runner = runner_with_wrong_drafts()
+        runner._num_users[7] += 1
+        runner.dispatch(wide_plan(3))
+
+
+def test_rounds_end_with_a_token_that_ends_the_row() -> None:
+    limits = make_limits(max_rows=1, num_pages=20, max_model_len=40, shapes=((4, 3),))
+    runner = FakeRunner(limits, accept=lambda request_id, index, position, count: count)
+    seq = Sequence(make_request("a", [1, 2], 30, stop=[9]), 0, 0, 40)
+    seq.row = 0
+    pages = PageGrant(0, 0, (1, 2, 3, 4))
+    runner.dispatch(StepPlan(step_id=0, chunks=(Chunk(0, 0, (1, 2), True),), setups=(row_setup(seq),), grants=(pages,)))
+    plan = StepPlan(step_id=1, decode_rows=(0,), decode_positions=(2,), row_tokens=(12,), width=4, rounds=3)
+    result = runner.dispatch(plan).result()
+    assert (result.token_ids, result.counts) == ([4, 5, 6, 7, 8, 9], [6])
+    assert result.drafts == [[Drafted(3, 3), Drafted(3, 1)]], "of the second round `8` was accepted, and `9` ends it"

@@ -94,13 +94,21 @@ class Parts:
         forced: dict[tuple[str, int], dict[int, int]] | None = None,
         vocab_size: int = 128,
         reranker: Reranker | None = None,
+        shapes: tuple[tuple[int, int], ...] = (),
+        accept: Callable[[str, int, int, int], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = make_limits(
-            max_rows=max_rows, num_pages=num_pages, page_size=8, max_model_len=max_model_len, token_buckets=(16, 64)
+            max_rows=max_rows,
+            num_pages=num_pages,
+            page_size=8,
+            max_model_len=max_model_len,
+            token_buckets=(16, 64),
+            shapes=shapes,
         )
         self.runner = SteerableRunner(
-            FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False), delay_s
+            FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False, accept=accept),
+            delay_s,
         )
         scheduler = create_scheduler("fcfs", limits)
         assert isinstance(scheduler, ContinuousScheduler)
@@ -110,7 +118,12 @@ class Parts:
             scheduler=scheduler,
             tokenizer=tokenizer,
             model=ModelInfo(
-                name="fake", vocab_size=259, max_model_len=max_model_len, eos_token_ids=(257,), reranker=reranker
+                name="fake",
+                vocab_size=259,
+                max_model_len=max_model_len,
+                eos_token_ids=(257,),
+                reranker=reranker,
+                drafter="ngram" if accept else "none",
             ),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,

@@ -59,6 +59,8 @@ class GrpcClient:
                         recording.prompt_tokens = reply.usage.num_prompt_tokens
                         recording.output_tokens = reply.usage.num_generated_tokens
                         recording.cached_tokens = reply.usage.num_cached_tokens
+                        recording.drafted_tokens = reply.usage.num_drafted_tokens
+                        recording.accepted_tokens = reply.usage.num_accepted_tokens
         except CallFailed as error:
             raise RequestFailed(f"gRPC {error.status}", str(error)) from error
         except InvalidRequest as error:

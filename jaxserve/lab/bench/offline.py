@@ -42,12 +42,27 @@ def bench_throughput(llm: LLM, dataset: DatasetOptions, vocab_size: int | None) 
             "total_input_tokens": num_input,
             "total_cached_tokens": sum(output.num_cached_tokens for output in outputs),
             "total_output_tokens": num_output,
+            **_drafts(outputs, num_output),
             "requests_per_second": len(outputs) / elapsed_s,
             "output_tokens_per_second": num_output / elapsed_s,
             "tokens_per_second": (num_input + num_output) / elapsed_s,
         },
         spreads={"first token after submission (ms)": spread_ms(firsts_s, _PERCENTILES)},
     )
+
+
+def _drafts(outputs: Sequence[RequestOutput], num_output: int) -> dict[str, float]:
+    """Figures of drafts; none without any."""
+    drafted, accepted = (
+        sum(getattr(output.metrics, name) for output in outputs) for name in ("drafted_tokens", "accepted_tokens")
+    )
+    if not drafted:
+        return {}
+    return {
+        "total_drafted_tokens": drafted,
+        "total_accepted_tokens": accepted,
+        "tokens_per_round": num_output / max(1, num_output - accepted),
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,6 +182,10 @@ def _take_event(data: bytes, now_s: float, recording: Recording) -> bool:
             recording.prompt_tokens = usage.get("prompt_tokens")
             recording.output_tokens = usage.get("completion_tokens")
             recording.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            drafts = usage.get("completion_tokens_details") or {}
+            if (accepted := drafts.get("accepted_prediction_tokens")) is not None:
+                recording.accepted_tokens = accepted
+                recording.drafted_tokens = accepted + drafts.get("rejected_prediction_tokens", 0)
         choices = event.get("choices")
         if not choices:
             return False

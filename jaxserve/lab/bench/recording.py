@@ -20,7 +20,15 @@ class RequestFailed(Exception):
 class Recording:
     """The times so far. Filled by one client for one request."""
 
-    __slots__ = ("cached_tokens", "output_times_s", "output_tokens", "prompt_tokens", "start_s")
+    __slots__ = (
+        "accepted_tokens",
+        "cached_tokens",
+        "drafted_tokens",
+        "output_times_s",
+        "output_tokens",
+        "prompt_tokens",
+        "start_s",
+    )
 
     def __init__(self) -> None:
         self.start_s = time.perf_counter()
@@ -28,6 +36,8 @@ class Recording:
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
+        self.drafted_tokens: int | None = None
+        self.accepted_tokens: int | None = None
 
     def start(self) -> None:
         """The request is sent now."""
@@ -43,6 +53,8 @@ class Recording:
             prompt_tokens=prompt_len if self.prompt_tokens is None else self.prompt_tokens,
             output_tokens=self.output_tokens,
             cached_tokens=self.cached_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             asked_tokens=asked_tokens,
             failure=None if failed is None else failed.kind,
             detail="" if failed is None else failed.detail,

@@ -67,7 +67,7 @@ class StepCounter:
                     cache_dtype=use.cache_dtype,
                     padding_rows=bucket.rows - len(rows),
                     padding_tokens=bucket.tokens - sum(n for n, _ in rows),
-                    mixed=not bucket.decode_only,
+                    mixed=not (bucket.decode_only and bucket.plain),
                     sinks=use.sinks,
                     alibi=use.alibi,
                 ),
@@ -118,7 +118,8 @@ class StepCounter:
             seconds=time.seconds,
             parts=time.parts,
             byte_seconds=time.moved_bytes / self._topology.chip.memory_bandwidth,
-            flop_seconds=self._work.flops(tokens, len(rows), pairs) / peak_flops(self._topology, self._dtype.name),
+            flop_seconds=self._work.flops(tokens, len(rows) * bucket.width, pairs)
+            / peak_flops(self._topology, self._dtype.name),
             instructions=time.instructions,
             unestimated=time.unestimated,
             unestimated_seconds=time.unestimated_seconds,
@@ -138,14 +139,15 @@ def _ceil(a: int, b: int) -> int:
 
 
 def batch_of(bucket: Bucket, limits: Limits, context: int) -> tuple[tuple[int, int], ...]:
-    """(tokens of the step, tokens of context) of each row: all rows decode, or one prompt fills the bucket.
+    """(tokens of a round, tokens of context) of each row: all rows decode, or one prompt fills the bucket.
 
     As much of the context as the pages hold.
     """
     num_pages, least = limits.num_pages, len(limits.page_groups)
     if bucket.decode_only:
         held = tokens_within(limits, max(least, num_pages // bucket.rows))
-        return ((1, min(context, held, limits.max_model_len)),) * min(bucket.rows, num_pages // least)
+        seen = max(bucket.width, min(context, held, limits.max_model_len))
+        return ((bucket.width, seen),) * min(bucket.rows, num_pages // least)
     tokens = min(bucket.tokens, tokens_within(limits, num_pages, bucket.tokens), limits.max_model_len)
     return ((tokens, tokens),)
 

@@ -40,7 +40,7 @@ class PlanOptions:
 
     Attributes:
       tensor: replaces parallel.tensor; 'auto' takes all devices of the topology.
-      buckets: names of the steps to compile ('decode 64x64'); ('all',) for all; empty: the largest of either kind.
+      buckets: names of the steps to compile ('decode 64x64'); ('all',) for all; empty: the largest of each kind.
       context: tokens a row in the predictions; None: 2048, or model.max_len where that is less.
       compile: False sizes by arithmetic alone, in seconds, and needs no compiler for the topology.
       exact: compile every layer; False: few of them, and extend. None: every layer on TPUs and CPUs, few on GPUs.
@@ -259,10 +259,10 @@ def _predict(
     # Without a compiled step the bytes between devices are unknown.
     if not steps and absent.config.parallel.tensor > 1:
         return ()
-    rows = [b.rows for b in sizes.buckets if b.decode_only]
+    decoding = dict.fromkeys((b.width, b.rows) for b in sizes.buckets if b.decode_only)
     largest = max(b.tokens for b in sizes.buckets if not b.decode_only)
     return (
-        *(roofline.decode(number, context) for number in rows),
+        *(roofline.decode(rows, context, width) for width, rows in sorted(decoding)),
         roofline.prefill(min(largest, sizes.max_model_len)),
     )
 

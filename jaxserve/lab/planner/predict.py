@@ -26,19 +26,22 @@ class Roofline:
     limits: Limits
     replicas: int
 
-    def decode(self, rows: int, context: int) -> Prediction:
-        """One token for each of `rows` rows."""
-        return self._predict(tokens=rows, rows=rows, context=context, pairs=rows * context, decode=True)
+    def decode(self, rows: int, context: int, width: int = 1) -> Prediction:
+        """A round in which each of `rows` rows feeds `width` tokens: its last one, and drafts."""
+        tokens = rows * width
+        return self._predict(tokens=tokens, rows=rows, context=context, pairs=tokens * context, width=width)
 
     def prefill(self, tokens: int) -> Prediction:
         """A prompt of `tokens` tokens, alone, in one step."""
-        return self._predict(tokens=tokens, rows=1, context=tokens, pairs=tokens * (tokens + 1) / 2, decode=False)
+        return self._predict(tokens=tokens, rows=1, context=tokens, pairs=tokens * (tokens + 1) / 2, width=0)
 
-    def _predict(self, *, tokens: int, rows: int, context: int, pairs: float, decode: bool) -> Prediction:
-        near = self._nearest(tokens, decode)
-        flops = self.work.flops(tokens, rows, pairs)
+    def _predict(self, *, tokens: int, rows: int, context: int, pairs: float, width: int) -> Prediction:
+        """`width`: tokens of each row of a decode step; 0: of a prompt."""
+        decode, lines = width > 0, rows * max(1, width)  # of logits
+        near = self._nearest(tokens, width)
+        flops = self.work.flops(tokens, lines, pairs)
         moved = self.work.cache_bytes(tokens, rows, context) + (
-            self._other_bytes(tokens, rows, near if decode else None)
+            self._other_bytes(tokens, lines, near if decode else None)
         )
         # Exchanges per layer are alike in all buckets; their bytes grow with the tokens.
         growth = tokens / near.tokens if near is not None else 1.0
@@ -68,22 +71,26 @@ class Roofline:
             seconds=seconds.total,
             tokens_per_second=self.replicas * tokens / seconds.total,
             fits_pages=rows * self.limits.pages_of(context) <= self.limits.num_pages,
-            compiled=near is not None and (near.tokens, near.decode_only) == (tokens, decode),
+            compiled=near is not None
+            and (near.tokens, near.decode_only, near.width) == (tokens, decode, max(1, width)),
+            width=max(1, width),
         )
 
-    def _nearest(self, tokens: int, decode: bool) -> StepFacts | None:
-        same = [step for step in self.steps if step.decode_only == decode]
+    def _nearest(self, tokens: int, width: int) -> StepFacts | None:
+        kind = [step for step in self.steps if step.decode_only == (width > 0)]
+        same = [step for step in kind if step.width == max(1, width)] or kind
         # Either kind of step exchanges the same arrays in every layer.
         return min(same or self.steps, key=lambda step: abs(math.log(step.tokens / tokens)), default=None)
 
-    def _other_bytes(self, tokens: int, rows: int, near: StepFacts | None) -> float:
-        """Bytes outside of kernels: the least, times the factor of the compiled program, and sampling by the row.
+    def _other_bytes(self, tokens: int, lines: int, near: StepFacts | None) -> float:
+        """Bytes outside of kernels: the least, times the factor of the compiled program, and sampling by the line.
 
         Without kernels the bytes of attention cannot be told apart in a program: then the least is used.
         """
-        least = self.work.other_bytes(tokens, rows)
+        least = self.work.other_bytes(tokens, lines)
         if near is None or not near.kernels or not near.decode_only:
             return least
-        added = (near.moved_bytes - near.sampling_bytes) / self.work.other_bytes(near.tokens, near.rows)
+        near_lines = near.rows * near.width
+        added = (near.moved_bytes - near.sampling_bytes) / self.work.other_bytes(near.tokens, near_lines)
         # Weights small enough to stay in a TPU's fast memory are counted as never read; no step is planned with that.
-        return least * max(1.0, added) + near.sampling_bytes * rows / near.rows
+        return least * max(1.0, added) + near.sampling_bytes * lines / near_lines

@@ -86,9 +86,10 @@ class CountedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """Facts of one compiled step, from the compiler.
+    """Facts of one compiled step, from the compiler. Of a step of several rounds: of one of them.
 
     Attributes:
+      width: tokens that each row feeds in a decode step: 1, or more with drafts.
       compiled_layers: of the programs that were compiled; where they are fewer than the model's, the rest is extended.
       compile_seconds: for the whole model on this machine.
       argument_bytes: XLA's count of weights, state and inputs.
@@ -116,6 +117,7 @@ class StepFacts:
     kernels: Mapping[str, int]
     collectives: tuple[Collective, ...]
     counted: CountedStep | None = None
+    width: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +126,10 @@ class Prediction:
 
     Attributes:
       seconds: the larger of memory_seconds and compute_seconds, and the collectives after it.
-      tokens_per_second: of all replicas; for a mixed step, prompt tokens.
+      tokens_per_second: of all replicas; for a mixed step, prompt tokens; with drafts, if all of them are right.
       fits_pages: the pages hold that many rows of that context.
       compiled: the step itself was compiled; otherwise its bytes are extended from the nearest that was.
+      width: tokens of each row of a decode step: its last one, and drafts.
     """
 
     decode: bool
@@ -143,6 +146,7 @@ class Prediction:
     tokens_per_second: float
     fits_pages: bool
     compiled: bool
+    width: int = 1
 
     @property
     def bound_by(self) -> str:

@@ -251,7 +251,7 @@ def _predictions_table(plan: Plan) -> rich.table.Table:
     for p in plan.predictions:
         times = (p.compute_seconds, p.memory_seconds, p.collective_seconds, p.seconds)
         table.add_row(
-            f"TPOT, {p.rows} row{'s' * (p.rows > 1)}" if p.decode else f"TTFT, {p.tokens} tokens",
+            _what(p),
             f"{p.flops / 1e9:.0f}",
             f"{p.moved_bytes / 1e9:.2f}",
             *(f"{1e3 * seconds:.2f}" for seconds in times),
@@ -262,6 +262,13 @@ def _predictions_table(plan: Plan) -> rich.table.Table:
     return table
 
 
+def _what(p: Prediction) -> str:
+    if not p.decode:
+        return f"TTFT, {p.tokens} tokens"
+    rows = f"{p.rows} row{'s' * (p.rows > 1)}"
+    return f"TPOT, {rows}" if p.width == 1 else f"round of {p.width}, {rows}"
+
+
 def _remark(prediction: Prediction) -> str:
     if not prediction.fits_pages:
         return "too few pages"
@@ -269,7 +276,7 @@ def _remark(prediction: Prediction) -> str:
 
 
 def _largest_decode(plan: Plan) -> Prediction | None:
-    fitting = [p for p in plan.predictions if p.decode and p.fits_pages]
+    fitting = [p for p in plan.predictions if p.decode and p.width == 1 and p.fits_pages]
     return max(fitting, key=lambda p: p.rows, default=None)
 
 

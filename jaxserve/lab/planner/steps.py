@@ -35,12 +35,15 @@ _NO_LIMIT = 2**62  # bytes of a device on which any number of pages fits
 
 
 def choose_buckets(absent: AbsentModel, names: Sequence[str]) -> list[Bucket]:
-    """The buckets to compile: those named as in reports ('decode 64x64'), all for 'all', the largest two for none."""
+    """The buckets to compile: those named as in reports ('decode 64x64'), all for 'all', for none the largest of each
+    kind: decode, with prompts, and of several tokens a row where there are drafts."""
     buckets = absent.sizes.buckets
     if list(names) == ["all"]:
         return list(buckets)
     if not names:
-        return [max(b for b in buckets if b.decode_only), max(b for b in buckets if not b.decode_only)]
+        wide = [b for b in buckets if not b.plain]
+        plain = max(b for b in buckets if b.decode_only and b.plain)
+        return [plain, max(b for b in buckets if not b.decode_only), *([max(wide)] if wide else ())]
     known = {step_name(b): b for b in buckets}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--buckets names {unknown[0]!r}; this config has {', '.join(known)}, or 'all'")
@@ -180,6 +183,7 @@ def _read(
         kernels=dict(Counter(kernels.values())),
         collectives=count_collectives(module, stage.mesh.size),
         counted=None if counter is None else counter.count(module, bucket, stage.partition.local),
+        width=bucket.width,
     )
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.sched.draft_counts import DraftCounts
 from jaxserve.sched.record import LogEnd, LogHeader, StepLog, StepRecord
 
 _WIDTH = 160
@@ -24,7 +25,8 @@ class KindSums:
 
     Attributes:
       tokens, slots: computed, without and with padding.
-      drawn: tokens that were sampled.
+      drawn: tokens that were sampled; `drawn_wide` those of `row_rounds`, the rounds of rows that may draw several.
+      drafts: what became of drafts.
       context: tokens whose keys and values were read.
       ms: milliseconds by the name of the record's field.
     """
@@ -34,6 +36,9 @@ class KindSums:
     tokens: int = 0
     slots: int = 0
     drawn: int = 0
+    drawn_wide: int = 0
+    row_rounds: int = 0
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
     context: int = 0
     ms: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
 
@@ -44,6 +49,11 @@ class KindSums:
         self.slots += record.bucket.tokens
         self.drawn += len(record.token_ids)
         self.context += record.context_tokens
+        if record.counts is not None:
+            self.drawn_wide += sum(record.counts)
+            self.row_rounds += sum(record.counts) if record.drafts is None else sum(map(len, record.drafts))
+        for rounds in record.drafts or ():
+            self.drafts.add(rounds)
         for name in _PARTS:
             self.ms[name] += getattr(record, name)
 
@@ -118,11 +128,31 @@ def show_summary(header: LogHeader, summary: Summary, end: LogEnd | None, consol
             f"{summary.wall_s:.3f} s from first to last. Device at work: {_share(total, 'device_ms', summary)}, host "
             f"waiting for it: {_share(total, 'wait_ms', summary)}. {total.drawn:,} tokens drawn."
         )
+        for line in _speculation(summary):
+            console.print(line)
     if end is None:
         console.print("the log has no end: its engine was killed, or is still running")
     dropped = max(summary.missing, 0 if end is None else end.dropped)
     if dropped:
         console.print(f"{dropped} steps are missing: the disk was too slow")
+
+
+def _speculation(summary: Summary) -> Iterator[str]:
+    """What several tokens a step, and drafts, have brought; nothing of a log without."""
+    total, decode = summary.total, summary.kinds.get("decode")
+    if decode is None or not total.row_rounds:
+        return
+    yield (
+        f"A row drew {decode.drawn / decode.rows:.2f} tokens in a decode step, and "
+        f"{total.drawn_wide / total.row_rounds:.2f} in a round of a step of several."
+    )
+    drafts = total.drafts.totals()
+    if drafts.drafted:
+        places = ", ".join(f"{rate:.0%}" for rate in drafts.rates)
+        yield (
+            f"{drafts.drafted:,} drafts, {drafts.rate:.0%} accepted. By place, of drafts whose predecessors were "
+            f"accepted: {places}."
+        )
 
 
 def _table(summary: Summary) -> Table:

@@ -67,6 +67,12 @@ TensorOption = Annotated[
 StepLogOption = Annotated[
     Path | None, typer.Option("--step-log", help="In place of --device: learn costs from steps that an engine ran.")
 ]
+AcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance", help="Share of drafts that are right, by place: 0.8 or 0.8,0.7,0.6. Default: the --step-log's."
+    ),
+]
 ReplicasOption = Annotated[
     int, typer.Option("--replicas", min=1, help="Servers behind one router; parallel.data: inside one.")
 ]
@@ -97,6 +103,7 @@ def simulate_command(
     device: DeviceOption = None,
     tensor: TensorOption = None,
     step_log: StepLogOption = None,
+    acceptance: AcceptanceOption = None,
     replicas: ReplicasOption = 1,
     router: RouterOption = None,
     dataset: DatasetOption = "random",
@@ -162,6 +169,7 @@ def simulate_command(
         device=device,
         tensor=tensor,
         step_log=step_log,
+        acceptance=tuple(parse_numbers(acceptance, "--acceptance")),
         replicas=replicas,
         routers=tuple(router or ()),
         goodput=Goodput.parse(goodput or ()),
@@ -181,6 +189,7 @@ class _Options:
     device: str | None
     tensor: int | None
     step_log: Path | None
+    acceptance: Sequence[float]
     replicas: int
     routers: Sequence[str]
     goodput: Goodput | None
@@ -207,9 +216,11 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
     with show_progress(write=complain) as progress:
         progress.begin("reading the costs of steps")
         if options.step_log is not None:
-            world = world_of_log(options.step_log, config)
+            world = world_of_log(options.step_log, config, acceptance=options.acceptance)
         else:
-            world = world_of_device(config, options.device or _DEFAULT_DEVICE, options.tensor)
+            world = world_of_device(
+                config, options.device or _DEFAULT_DEVICE, options.tensor, acceptance=options.acceptance
+            )
         results = compare_policies(
             options.policies,
             trace,
@@ -238,7 +249,12 @@ def _as_json(results: Sequence[LabResult], world: World, trace: Trace, *, with_r
     limits = dataclasses.asdict(world.limits)
     return {
         "about": about_machine(),
-        "world": {"about": world.about, "limits": limits, "options": dataclasses.asdict(world.options)},
+        "world": {
+            "about": world.about,
+            "limits": limits,
+            "options": dataclasses.asdict(world.options),
+            "acceptance": None if world.drafts is None else list(world.drafts.rates),
+        },
         "load": {
             **trace.dataset.as_json(),
             **trace.arrivals.as_json(),

@@ -27,7 +27,7 @@ from jaxserve.lab.simulation.cluster_values import (
     ScaleTo,
     Slowdown,
 )
-from jaxserve.lab.simulation.engine import SimulatedEngine, summarise
+from jaxserve.lab.simulation.engine import AcceptDrafts, SimulatedEngine, summarise
 from jaxserve.lab.simulation.simulate import in_order
 from jaxserve.lab.simulation.values import CostModel, SimRequest, SimulatedRequest, VirtualClock
 from jaxserve.routing import Balancer, Router, RouterOptions, create_router, key_of_tokens
@@ -47,6 +47,7 @@ def simulate_cluster(
     router: str | type[Router] | Router = "prefix",
     router_options: RouterOptions | None = None,
     options: SchedulerOptions | None = None,
+    accept: AcceptDrafts | None = None,
     events: Sequence[Event] = (),
     autoscale: Autoscale | None = None,
     restart_lost: bool = True,
@@ -60,6 +61,7 @@ def simulate_cluster(
       cost_model, limits: of one replica; all are alike.
       router, router_options: as for `create_router`. Prefix affinity without a cap is a large `slack`.
       options: of the schedulers.
+      accept: says which drafts are right, as in `simulate`.
       events: what happens, at which time.
       autoscale: scaling by load; `replicas` is where it begins.
       restart_lost: requests of a replica that dies begin anew elsewhere; their first token stays the one that was seen.
@@ -76,7 +78,9 @@ def simulate_cluster(
     def make_engine(number: int, on_end: Callable[[SimulatedRequest], None]) -> SimulatedEngine:
         clock = VirtualClock()
         made = create_scheduler(scheduler, limits, options=options, clock=clock)
-        return SimulatedEngine(made, cost_model, limits, clock, on_end, number=number, keep_steps=keep_steps)
+        return SimulatedEngine(
+            made, cost_model, limits, clock, on_end, accept=accept, number=number, keep_steps=keep_steps
+        )
 
     cluster = _Cluster(make_engine, Balancer(create_router(router, router_options)), autoscale, restart_lost)
     cluster.scale(replicas, 0.0)

@@ -65,6 +65,7 @@ def compare_policies(
                 world.cost_model,
                 world.limits,
                 options=world.options,
+                accept=world.drafts,
                 keep_steps=keep_steps,
                 keep_token_times=keep_token_times,
             )
@@ -78,6 +79,7 @@ def compare_policies(
                 router=router,
                 router_options=world.router_options,
                 options=world.options,
+                accept=world.drafts,
                 keep_steps=keep_steps,
             )
         result = LabResult.of(label, run, goodput=goodput, percentiles=percentiles, num_pages=world.limits.num_pages)

@@ -9,13 +9,14 @@ the commit is carried out at the begin of the next turn, the same moment: nothin
 """
 
 import collections
+import dataclasses
 import heapq
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import FinishReason, TokenEvent
-from jaxserve.errors import UnsupportedOption, UserError
+from jaxserve.errors import ConfigError, UnsupportedOption, UserError
 from jaxserve.lab.simulation.values import (
     CostModel,
     SimRequest,
@@ -27,28 +28,45 @@ from jaxserve.lab.simulation.values import (
 )
 from jaxserve.sched.base import MayWait, Scheduler
 from jaxserve.sched.core import ContinuousScheduler
-from jaxserve.sched.plan import Bucket, Limits, RowSetup, StepPlan, StepResult
+from jaxserve.sched.draft_counts import DraftCounts, sum_drafts
+from jaxserve.sched.plan import Bucket, Drafted, Limits, RowSetup, StepPlan, StepResult
+from jaxserve.sched.record import rounds_run
 
 _FIRST_OWN_ID = 2**40  # beyond any vocabulary
 _IDS_PER_REQUEST = 2048  # more than the sequences that one may have
 
 
+AcceptDrafts = Callable[[str, int, int, int], int]  # as `SimulatedDrafts`
+
+
 class _Row:
-    """The owner of a row. `last_position`: position of its last token; -1 where only a limit ends it."""
+    """The owner of a row. `last_position`: position of its last token; -1 where only a limit ends it.
 
-    __slots__ = ("last_position", "row", "stop_id", "token_id")
+    `length`: tokens in its pages, counted only where rows may draw several tokens in a step.
+    """
 
-    def __init__(self, row: int, token_id: int, stop_id: int, last_position: int) -> None:
-        self.row = row
+    __slots__ = ("index", "last_position", "length", "request_id", "row", "stop_id", "token_id")
+
+    def __init__(self, setup: RowSetup, token_id: int, stop_id: int, last_position: int) -> None:
+        self.row = setup.row
+        self.request_id = setup.request_id
+        self.index = setup.index
         self.token_id = token_id
         self.stop_id = stop_id
         self.last_position = last_position
+        self.length = 0
 
 
 class TokenSource:
-    """Executes plans in order. Mutated only by the simulated engine that made it."""
+    """Executes plans in order. Mutated only by the simulated engine that made it.
 
-    def __init__(self) -> None:
+    `most` is the number of tokens that a row may draw in a step. Where it is 1, the step in which a sequence ends is
+    known in advance, and a step costs nothing for each of its rows; else each row is looked at, as on a device.
+    """
+
+    def __init__(self, most: int, accept: AcceptDrafts | None) -> None:
+        self._execute = self._draw_one if most == 1 else self._draw_several
+        self._accept = accept
         self._requests: dict[str, tuple[SimRequest, int]] = {}
         self._num_requests = 0
         self._rows: dict[int, _Row] = {}
@@ -72,7 +90,49 @@ class TokenSource:
         """The result of the device for this plan."""
         if plan.freed_rows or plan.setups:
             self._change_rows(plan)
-        assert not plan.row_tokens, "a simulated row draws one token a step"
+        return self._execute(plan)
+
+    def _draw_several(self, plan: StepPlan) -> StepResult:
+        tokens: list[int] = []
+        counts: list[int] = []
+        drafts: list[list[Drafted]] = []
+        for row, most in zip(plan.decode_rows, plan.row_tokens or (1,) * len(plan.decode_rows), strict=True):
+            before = len(tokens)
+            drafts.append(self._run_rounds(self._rows[row], most, plan, tokens))
+            counts.append(len(tokens) - before)
+        for chunk in plan.chunks:
+            owner = self._rows[chunk.row]
+            owner.length = chunk.start + len(chunk.token_ids)
+            if chunk.sample:
+                tokens.append(owner.stop_id if owner.length - 1 == owner.last_position else owner.token_id)
+        pooled = {chunk.row: [0.0] for chunk in plan.chunks if chunk.pooled}
+        return StepResult(
+            token_ids=tokens,
+            hidden_sums=pooled or None,
+            counts=counts if plan.row_tokens else None,
+            drafts=drafts if plan.width > 1 else None,
+        )
+
+    def _run_rounds(self, owner: _Row, room: int, plan: StepPlan, tokens: list[int]) -> list[Drafted]:
+        """Appends what the row draws in the rounds of a step, `room` tokens at most."""
+        rounds: list[Drafted] = []
+        while room and len(rounds) < plan.rounds:
+            drafted, accepted = min(plan.width, room) - 1, 0
+            if drafted:
+                assert self._accept is not None, plan
+                accepted = self._accept(owner.request_id, owner.index, owner.length + 1, drafted)
+            left = owner.last_position - owner.length  # tokens before the one that ends the sequence
+            ends = 0 <= left <= accepted
+            if ends:
+                accepted = left
+            tokens += [owner.token_id] * accepted
+            tokens.append(owner.stop_id if ends else owner.token_id)
+            owner.length += accepted + 1
+            room = 0 if ends else room - accepted - 1
+            rounds.append(Drafted(drafted, accepted))
+        return rounds
+
+    def _draw_one(self, plan: StepPlan) -> StepResult:
         self._tick += 1
         if plan.decode_rows is not self._decode_rows:
             self._decode_rows = plan.decode_rows
@@ -101,9 +161,9 @@ class TokenSource:
         request, own_id = self._requests[setup.request_id]
         token_id = own_id + setup.index if request.output_token_id is None else request.output_token_id
         if request.output_len >= request.request.max_tokens:
-            return _Row(setup.row, token_id, -1, -1)
+            return _Row(setup, token_id, -1, -1)
         # The token fed at position p yields the one at p + 1.
-        return _Row(setup.row, token_id, setup.stop_token_ids[0], setup.prompt_len + request.output_len - 2)
+        return _Row(setup, token_id, setup.stop_token_ids[0], setup.prompt_len + request.output_len - 2)
 
     def _draw_first(self, row: int, position: int) -> int:
         owner = self._rows[row]
@@ -161,12 +221,15 @@ class SimulatedEngine:
       scheduler: reads `clock`, and has run nothing yet.
       keep_steps, keep_plans, keep_token_times: collect `steps` and `plans`, and the time of every token.
       on_end: called with every request that has ended.
+      accept: says which drafts are right, where `limits` have steps with drafts.
 
     Attributes:
       number: of its replica.
       next_turn_s: when its next turn begins; infinity while it sleeps.
       slowness: multiplies the seconds of every step that is planned from now on.
-      num_steps, device_s, tokens, padded_tokens: so far, see `SimulationResult`.
+      num_steps, device_s, tokens, padded_tokens, row_steps, row_tokens, drafts: so far, see `SimulationResult`.
+
+    Raises ConfigError for steps with drafts and no `accept`.
     """
 
     def __init__(
@@ -177,11 +240,17 @@ class SimulatedEngine:
         clock: VirtualClock,
         on_end: Callable[[SimulatedRequest], None],
         *,
+        accept: AcceptDrafts | None = None,
         number: int = 0,
         keep_steps: bool = False,
         keep_plans: bool = False,
         keep_token_times: bool = False,
     ) -> None:
+        if accept is None and any(bucket.width > 1 for bucket in limits.buckets):
+            raise ConfigError(
+                "the simulated device has steps with drafts, and nothing says how many of them are right; give "
+                "SimulatedDrafts(rates=...), or limits without such steps"
+            )
         self.number = number
         self.next_turn_s = math.inf
         self.slowness = 1.0
@@ -189,6 +258,8 @@ class SimulatedEngine:
         self.device_s = 0.0
         self.tokens = 0
         self.padded_tokens = 0
+        self.row_steps = self.row_tokens = 0
+        self.drafts = DraftCounts()
         self.steps: list[SimulatedStep] = []
         self.plans: list[StepPlan] = []
         self._scheduler = scheduler
@@ -203,14 +274,14 @@ class SimulatedEngine:
         self._keep_steps = keep_steps
         self._keep_plans = keep_plans
         self._keep_token_times = keep_token_times
-        self._source = TokenSource()
+        self._source = TokenSource(limits.max_row_tokens, accept)
         self._live: dict[str, _Live] = {}
         self._inbox: list[SimRequest] = []
         self._deadlines: list[tuple[float, str]] = []
         self._launched: _Launched | None = None  # by the last turn
         self._awaited: _Launched | None = None  # by the one before; its commit ends the last turn
         self._device_free_s = 0.0
-        self._buckets: dict[tuple[int, int, bool], Bucket] = {}
+        self._buckets: dict[tuple[int, int, bool, int, int], Bucket] = {}
 
     @property
     def num_live(self) -> int:
@@ -292,14 +363,15 @@ class SimulatedEngine:
     def _launch(self, plan: StepPlan, now_s: float) -> float:
         """Starts a step; returns the time at which the host has launched it."""
         num_tokens, num_rows = plan.num_tokens, plan.num_rows
-        shape = (num_tokens, num_rows, not plan.chunks)
+        shape = (num_tokens, num_rows, not plan.chunks, plan.width, plan.rounds)
         bucket = self._buckets.get(shape)
         if bucket is None:
             bucket = self._limits.bucket_of(plan)
             assert bucket is not None, f"no bucket for {num_tokens} tokens of {num_rows} rows"
             self._buckets[shape] = bucket
-        host_s, device_s, commit_s = self._cost_model.step_seconds(plan, bucket)
         result = self._source.execute(plan)
+        as_run = plan if plan.rounds == 1 else dataclasses.replace(plan, rounds=rounds_run(result))
+        host_s, device_s, commit_s = self._cost_model.step_seconds(as_run, bucket)
         if self.slowness != 1.0:
             host_s, device_s, commit_s = (self.slowness * seconds for seconds in (host_s, device_s, commit_s))
         assert host_s >= 0 and device_s >= 0 and commit_s >= 0, (host_s, device_s, commit_s)
@@ -316,6 +388,11 @@ class SimulatedEngine:
         self.device_s += device_s
         self.tokens += num_tokens
         self.padded_tokens += bucket.tokens
+        num_decoding = len(plan.decode_rows)
+        self.row_steps += num_decoding
+        self.row_tokens += num_decoding if result.counts is None else sum(result.counts)
+        for rounds in result.drafts or ():
+            self.drafts.add(rounds)
         if self._keep_plans:
             self.plans.append(plan)
         if self._keep_steps:
@@ -404,4 +481,7 @@ def summarise(engines: list[SimulatedEngine], ended: list[SimulatedRequest], dur
         device_s=sum(engine.device_s for engine in engines),
         tokens=sum(engine.tokens for engine in engines),
         padded_tokens=sum(engine.padded_tokens for engine in engines),
+        row_steps=sum(engine.row_steps for engine in engines),
+        row_tokens=sum(engine.row_tokens for engine in engines),
+        drafts=sum_drafts(engine.drafts.totals() for engine in engines),
     )

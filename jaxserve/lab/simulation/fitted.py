@@ -2,10 +2,11 @@
 
 It does not extrapolate in silence: a kind of step that the log does not have is an error.
 
-The model. Seconds of a kind of step (decode alone, or with prompts) are a sum of a constant and of features of the
-step, each with a price of at least 0; a bucket that the log knows well has a factor of its own, since compilers do not
-treat all shapes alike. Prices are fitted by non-negative least squares (Lawson and Hanson, 1974, chapter 23), each step
-weighted by one over its predicted seconds: errors count in proportion, and the sum stays right.
+The model. Seconds of a kind of step (decode alone, decode of several tokens a row, or with prompts) are a sum of a
+constant and of features of the step, each with a price of at least 0; a bucket that the log knows well has a factor of
+its own, since compilers do not treat all shapes alike. Prices are fitted by non-negative least squares (Lawson and
+Hanson, 1974, chapter 23), each step weighted by one over its predicted seconds: errors count in proportion, and the sum
+stays right.
 
 The error is that of a fit to four fifths of the steps, on the fifth that it has not seen. The model itself is then
 fitted to all.
@@ -20,26 +21,28 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.values import StepCost
-from jaxserve.sched.plan import Bucket, StepPlan
-from jaxserve.sched.record import StepRecord, context_tokens
+from jaxserve.sched.draft_counts import DraftCounts
+from jaxserve.sched.plan import Bucket, Limits, StepPlan
+from jaxserve.sched.record import StepRecord, context_tokens, rounds_run
 
 _FEWEST = 10  # steps of a kind
 _FEWEST_OF_BUCKET = 8
 _HELD_OUT = 5  # one step in this many is held out
 _ROUNDS = 4  # of weights that follow from the fit before
 _PARTS = ("device", "host", "commit")
-_KINDS = ("decode", "mixed")
+_KINDS = ("decode", "wide", "mixed")
 
 
 def device_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
-    """Constant, padded tokens, padded rows, context tokens read, chunk tokens x their context."""
+    """Rounds, and for each of them padded tokens, padded rows, context tokens read; chunk tokens x their context."""
     products = sum(len(chunk.token_ids) * (chunk.start + (len(chunk.token_ids) + 1) / 2) for chunk in plan.chunks)
-    return (1.0, bucket.tokens, bucket.rows, context_tokens(plan), products)
+    rounds = plan.rounds
+    return (rounds, rounds * bucket.tokens, rounds * bucket.rows, rounds * context_tokens(plan), products)
 
 
 def host_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
     """Constant, rows, chunk tokens, rows that begin: of planning and launching as of the commit."""
-    return (1.0, plan.num_rows, plan.num_tokens - len(plan.decode_rows), len(plan.setups))
+    return (1.0, plan.num_rows, sum(len(chunk.token_ids) for chunk in plan.chunks), len(plan.setups))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +113,9 @@ class Fitted:
       skip: number of records left out at the beginning, while caches are cold.
 
     Attributes:
-      errors: 'device', 'host', 'commit' -> 'decode' or 'mixed' -> `FitError`.
+      errors: 'device', 'host', 'commit' -> 'decode', 'wide' or 'mixed' -> `FitError`.
       num_records: number of records used.
+      drafts: what became of drafts in all of them.
 
     Raises ConfigError when there are fewer than 10 records of every kind.
     """
@@ -120,11 +124,15 @@ class Fitted:
         samples: dict[str, dict[str, list[_Sample]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
         late: dict[str, list[_Sample]] = {kind: [] for kind in _KINDS}
         self.num_records = 0
+        drafts = DraftCounts()
         for number, record in enumerate(records):
             if number >= skip:
                 self.num_records += 1
                 kind = _kind(record.plan)
                 _take(record, samples[kind], late[kind])
+                for rounds in record.drafts or ():
+                    drafts.add(rounds)
+        self.drafts = drafts.totals()
         self.errors: dict[str, dict[str, FitError]] = {part: {} for part in _PARTS}
         self._counts = {kind: len(samples[kind]["host"]) for kind in _KINDS}
         self._kinds: dict[str, _Kind] = {}
@@ -158,6 +166,23 @@ class Fitted:
             kind.device.seconds(device_features(plan, bucket), bucket),
             kind.commit.seconds(of_host, bucket),
         )
+
+    def step_ms(self, limits: Limits) -> Limits:
+        """The limits with the time of a round of each decode bucket, for the choice among them: as the device measured
+        it, else without context as fitted to steps of its kind, or to those of the other where there are none."""
+        measured = dict(zip(limits.buckets, limits.step_ms, strict=False))
+        times = {}
+        for bucket in limits.buckets:
+            names = ("decode", "wide") if bucket.plain else ("wide", "decode")
+            kind = next((self._kinds[name] for name in names if name in self._kinds), None)
+            if bucket.decode_only and kind is not None:
+                fitted_s = kind.device.seconds((1.0, bucket.tokens, bucket.rows, 0.0, 0.0), bucket)
+                times[bucket] = measured.get(bucket) or 1e3 * fitted_s
+        return limits.with_buckets(limits.buckets, times)
+
+    def knows(self, kind: str) -> bool:
+        """Whether the records have enough steps of a kind: 'decode', 'wide' or 'mixed'."""
+        return kind in self._kinds
 
     def prices(self, part: str, kind: str) -> tuple[float, ...]:
         """Seconds of each feature, in the order of `device_features` or `host_features`, for inspection."""
@@ -197,12 +222,16 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _kind(plan: StepPlan) -> str:
+    if plan.row_tokens:
+        return "wide"
     return "decode" if plan.decode_only else "mixed"
 
 
 def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sample]) -> None:
     """Adds a record's times to the samples of each part of a step."""
     plan, bucket = record.plan, record.bucket
+    if plan.rounds > 1:
+        plan = dataclasses.replace(plan, rounds=rounds_run(record))
     of_host = host_features(plan, bucket)
     parts["host"].append(_Sample(bucket, of_host, (record.schedule_ms + record.pack_ms) / 1e3))
     parts["commit"].append(_Sample(bucket, of_host, record.commit_ms / 1e3))

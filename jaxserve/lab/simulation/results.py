@@ -106,6 +106,11 @@ class LabResult:
         return 1.0 - self.simulation.tokens / slots if slots else 0.0
 
     @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a row which decodes draws in a step: 1 without rounds and drafts."""
+        return self.simulation.row_tokens / self.simulation.row_steps if self.simulation.row_steps else 1.0
+
+    @property
     def cached_share(self) -> float:
         """The share of all prompts' tokens that were found in a prefix cache."""
         return (self.metrics.cached_tokens or 0) / max(self.metrics.input_tokens, 1)
@@ -162,6 +167,8 @@ class LabResult:
             "preemptions": self.num_preemptions,
             "device_busy_share": self.busy_share,
             "padded_share": self.padded_share,
+            "tokens_per_step": self.tokens_per_step,
+            "drafts": self.simulation.drafts._asdict(),
         }
 
 
@@ -187,7 +194,8 @@ def outcome_of(request: SimulatedRequest) -> Outcome:
 
 def compare_frame(results: Sequence[LabResult]) -> "pandas.DataFrame":
     """A line for each run, by label, with every figure of `LabResult.as_json`. Raises ConfigError without pandas."""
-    rows = [{name: value for name, value in result.as_json().items() if name != "failures"} for result in results]
+    left_out = ("failures", "drafts")
+    rows = [{name: value for name, value in result.as_json().items() if name not in left_out} for result in results]
     return _import_pandas().DataFrame(rows).set_index("label")
 
 
@@ -203,18 +211,24 @@ def show_results(results: Sequence[LabResult], console: rich.console.Console | N
     else:
         runs = [(result.label, result.metrics) for result in results]
         more = [{"cached": f"{result.cached_share:.0%}", **_more(result)} for result in results]
+        names = dict.fromkeys(name for row in more for name in row)
         console.print(make_title("simulated, one line for each run"))
-        console.print(compare_rates(runs, {name: [row[name] for row in more] for name in more[0]}))
+        console.print(compare_rates(runs, {name: [row.get(name, "") for row in more] for name in names}))
         console.print(make_title("times in ms"), compare_times(runs))
     for result in results:
         _print_failures(result, console)
 
 
 def _more(result: LabResult) -> dict[str, str]:
-    return {
+    more = {
         "preempted": str(result.num_preemptions),
         "busy": f"{result.busy_share:.0%}",
     }
+    if result.simulation.row_tokens > result.simulation.row_steps:
+        more["tokens a step"] = f"{result.tokens_per_step:.2f}"
+    if result.simulation.drafts.drafted:
+        more["accepted"] = f"{result.simulation.drafts.rate:.0%}"
+    return more
 
 
 def _print_failures(result: LabResult, console: rich.console.Console) -> None:

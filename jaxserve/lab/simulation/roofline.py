@@ -1,7 +1,8 @@
 """A cost model for devices that are not at hand: published peaks, the sizes of a model, and assumed shares.
 
 A plan becomes bytes and operations of one device, and these become seconds in `lab.roofline`, as in the planner. A step
-computes the whole bucket, padding included, but attends only to real tokens.
+computes the whole bucket, padding included, but attends only to real tokens. A step of several rounds does so in each
+of them. Drafts cost nothing here, which is true of those that are looked up.
 
 The work that a compiler adds, and the host, are unknown here. Compare with `jaxserve plan`, which compiles the real
 step for the same device, before you believe an absolute figure; differences between policies depend on it far less.
@@ -15,7 +16,7 @@ from jaxserve.chips import Topology, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.roofline import Assumptions, MlpShape, ModelShape, Seconds, Work, roofline_seconds
 from jaxserve.lab.simulation.values import StepCost
-from jaxserve.sched.plan import Bucket, StepPlan
+from jaxserve.sched.plan import Bucket, Limits, StepPlan
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
 _ALL = 2**30  # tokens that read every expert
@@ -173,7 +174,8 @@ class Roofline:
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
         """See `CostModel`."""
         num_rows = len(plan.decode_rows) + len(plan.chunks)
-        context = pairs = sum(plan.decode_positions) + len(plan.decode_positions)
+        context = sum(plan.decode_positions) + len(plan.decode_positions)
+        pairs = context * plan.width
         for chunk in plan.chunks:
             length = len(chunk.token_ids)
             context += chunk.start + length
@@ -190,8 +192,13 @@ class Roofline:
             compute_s += self._of_pair_s * pairs
             memory_s += self._of_context_s * context
         host = self.host
-        device_s = (memory_s if memory_s > compute_s else compute_s) + collective_s
+        device_s = ((memory_s if memory_s > compute_s else compute_s) + collective_s) * plan.rounds
         return StepCost(host.step_s + host.row_s * num_rows, device_s, host.commit_row_s * num_rows)
+
+    def step_ms(self, limits: Limits) -> Limits:
+        """The limits with the time of a round of each decode bucket, without context, as a device measures them."""
+        times = {bucket: 1e3 * self._base(bucket).total for bucket in limits.buckets if bucket.decode_only}
+        return limits.with_buckets(limits.buckets, times)
 
     def num_pages(
         self,
@@ -224,9 +231,10 @@ class Roofline:
         work, model = self.work, self.work.model
         number = _SUMS_PER_LAYER * model.num_layers if self.tensor > 1 else 0
         payload = number * bucket.tokens * model.hidden_size * work.activation_bytes
+        lines = bucket.rows * bucket.width  # of logits
         return self._seconds(
-            flops=work.flops(bucket.tokens, bucket.rows, 0.0),
-            moved_bytes=work.cache_bytes(bucket.tokens, 0, 0.0) + work.other_bytes(bucket.tokens, bucket.rows),
+            flops=work.flops(bucket.tokens, lines, 0.0),
+            moved_bytes=work.cache_bytes(bucket.tokens, 0, 0.0) + work.other_bytes(bucket.tokens, lines),
             collectives=number,
             sent_bytes=2 * (self.tensor - 1) / self.tensor * payload,  # a ring: scatter, then gather
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxserve.engine.interpreter import collector_paused
 from jaxserve.errors import InvalidRequest
-from jaxserve.lab.simulation.engine import SimulatedEngine, summarise
+from jaxserve.lab.simulation.engine import AcceptDrafts, SimulatedEngine, summarise
 from jaxserve.lab.simulation.values import (
     CostModel,
     FixedCost,
@@ -49,6 +49,7 @@ def simulate(
     limits: Limits,
     *,
     options: SchedulerOptions | None = None,
+    accept: AcceptDrafts | None = None,
     clock: VirtualClock | None = None,
     keep_steps: bool = False,
     keep_plans: bool = False,
@@ -63,10 +64,11 @@ def simulate(
       cost_model: seconds of each step.
       limits: of the device.
       options: of the scheduler that is made here.
+      accept: says which drafts are right, such as `SimulatedDrafts`; only for `limits` with steps of several tokens.
       keep_steps, keep_plans, keep_token_times: what to collect beside the requests.
 
-    Raises ConfigError as `create_scheduler`, InvalidRequest when the trace goes back in time. A request that the
-    scheduler refuses is in the result, with its error.
+    Raises ConfigError as `create_scheduler` and `SimulatedEngine`, InvalidRequest when the trace goes back in time. A
+    request that the scheduler refuses is in the result, with its error.
     """
     clock = VirtualClock() if clock is None else clock
     ended: list[SimulatedRequest] = []
@@ -76,6 +78,7 @@ def simulate(
         limits,
         clock,
         ended.append,
+        accept=accept,
         keep_steps=keep_steps,
         keep_plans=keep_plans,
         keep_token_times=keep_token_times,

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.api import FinishReason, Request
 from jaxserve.errors import InvalidRequest
+from jaxserve.sched.draft_counts import DraftTotals
 from jaxserve.sched.plan import Bucket, StepPlan
 
 
@@ -85,7 +86,10 @@ class CostModel(Protocol):
     """The time that a step takes."""
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
-        """Called once for each plan, in order. `bucket` is the shape that it runs in."""
+        """Called once for each plan, in order. `bucket` is the shape that it runs in.
+
+        `plan.rounds` are those that the step really has: all its rows may end before the rounds that were allowed.
+        """
         ...
 
 
@@ -171,7 +175,10 @@ class SimulationResult:
       requests: in the order in which they ended.
       steps, plans: in order; empty unless kept.
       duration_s: from 0 to the end of the last turn.
-      num_steps, device_s, tokens, padded_tokens: of all steps; `padded_tokens` counts the room of the buckets.
+      num_steps, device_s, tokens, padded_tokens: of all steps; `padded_tokens` counts the room of the buckets. A step
+        of several rounds counts as one of them.
+      row_steps, row_tokens: rows that decoded in a step, over all steps, and tokens that they drew.
+      drafts: what became of drafts.
     """
 
     requests: tuple[SimulatedRequest, ...]
@@ -182,3 +189,6 @@ class SimulationResult:
     device_s: float
     tokens: int
     padded_tokens: int
+    row_steps: int
+    row_tokens: int
+    drafts: DraftTotals

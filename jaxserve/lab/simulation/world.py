@@ -5,16 +5,18 @@ estimate, since nothing is compiled.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.drafts import SimulatedDrafts
 from jaxserve.lab.simulation.fitted import Fitted
 from jaxserve.lab.simulation.roofline import Roofline
 from jaxserve.lab.simulation.simulate import CostModel
 from jaxserve.routing import RouterOptions
-from jaxserve.sched import Limits, SchedulerOptions
+from jaxserve.sched import Limits, SchedulerOptions, SpeculationOptions
 from jaxserve.sched.record import LogHeader, StepLog
 
 
@@ -24,6 +26,7 @@ class World:
 
     Attributes:
       limits, cost_model, options: of one replica.
+      drafts: says which drafts are right; None where no step has drafts.
       about: a few words about it, for titles and files.
       replicas: engines behind its one door, `parallel.data`.
     """
@@ -33,13 +36,17 @@ class World:
     options: SchedulerOptions
     router_options: RouterOptions
     about: str
+    drafts: SimulatedDrafts | None = None
     replicas: int = 1
 
 
-def world_of_device(config: Config, topology_name: str, tensor: int | None = None) -> World:
+def world_of_device(
+    config: Config, topology_name: str, tensor: int | None = None, *, acceptance: Sequence[float] = ()
+) -> World:
     """The model of a config on devices such as 'v5e:2x2', by published peaks. Weights need not be there.
 
     `tensor` None takes parallel.tensor where that is more than 1, else all devices that a replica of parallel.data has.
+    `acceptance` has the `rates` of `SimulatedDrafts`, where speculation.method makes drafts: nothing here knows them.
     Loads JAX, and starts no device. Raises ConfigError, also for stages of a pipeline, CheckpointError for a
     config.json that cannot be read, CapacityError when nothing fits.
     """
@@ -80,11 +87,15 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
             cache_fraction=reserved * share.cache,
         )
         pages = min(fitting, enough_pages(sizes.limits(fitting)))  # as a server takes no more
+    limits = sizes.limits(pages)
+    if sizes.speculation is not None:
+        limits = roofline.step_ms(limits)
     name = config.model.name or Path(config.model.path).name
     replicas = config.parallel.data
     cut = f"tensor {tensor}" if replicas == 1 else f"{replicas} replicas of tensor {tensor}"
     return World(
-        limits=sizes.limits(pages),
+        limits=limits,
+        drafts=_drafts(limits, acceptance),
         cost_model=roofline,
         options=scheduler_options(config),
         router_options=router_options(config),
@@ -93,11 +104,15 @@ def world_of_device(config: Config, topology_name: str, tensor: int | None = Non
     )
 
 
-def world_of_log(path: Path, config: Config) -> World:
+def world_of_log(path: Path, config: Config, *, acceptance: Sequence[float] = ()) -> World:
     """The device that wrote a step log, by its own times; scheduler options are those of the config.
 
-    Raises StepLogError for a log that cannot be read, ConfigError for one that is too short, or for a layout over
-    devices other than that of the engine that wrote it.
+    Steps of several tokens a row are those of the log, as far as it has enough of them, and no more than
+    `speculation` asks for, where the config has it. `acceptance` replaces the rates at which the log's drafts were
+    right.
+
+    Raises StepLogError for a log that cannot be read, ConfigError for one that is too short, for a layout over
+    devices other than that of the engine that wrote it, or for speculation that it lacks.
     """
     from jaxserve.assemble import router_options, scheduler_options
 
@@ -105,16 +120,62 @@ def world_of_log(path: Path, config: Config) -> World:
         header = log.header
         _check_layout(config, header)
         fitted = Fitted(log)
+    limits, options = _shapes_of_log(config, header, fitted)
     replicas = config.parallel.data
     name = header.model if replicas == 1 else f"{replicas} replicas of {header.model}"
     return World(
-        limits=header.limits,
+        limits=limits,
+        drafts=_drafts(limits, acceptance or fitted.drafts.rates),
         cost_model=fitted,
-        options=scheduler_options(config),
+        options=dataclasses.replace(scheduler_options(config), speculation=options),
         router_options=router_options(config),
         about=f"{name} as fitted to {fitted.num_records} steps of {path.name} ({_off(fitted)})",
         replicas=replicas,
     )
+
+
+def _drafts(limits: Limits, acceptance: Sequence[float]) -> SimulatedDrafts | None:
+    """What accepts drafts on a device of these limits."""
+    if all(bucket.width == 1 for bucket in limits.buckets):
+        if acceptance:
+            raise ConfigError(
+                "a rate of acceptance was given, but no step of the simulated server has drafts; set "
+                "speculation.method, or leave the rate out"
+            )
+        return None
+    if not acceptance:
+        raise ConfigError(
+            "speculation.method makes drafts, and how many of them are right depends on texts that a simulation does "
+            "not have; give --acceptance, such as 0.8 or 0.8,0.7,0.6 by place (`jaxserve steps` tells that of a server"
+            "), or the --step-log of a server that speculates"
+        )
+    return SimulatedDrafts(rates=tuple(acceptance))
+
+
+def _shapes_of_log(config: Config, header: LogHeader, fitted: Fitted) -> tuple[Limits, SpeculationOptions]:
+    """Limits with the shapes that the log can tell of, and the part of them that the config allows."""
+    asked, limits = config.speculation, header.limits
+    if fitted.knows("wide"):
+        limits = fitted.step_ms(limits)
+    else:
+        limits = limits.with_buckets(b for b in limits.buckets if b.plain)
+    width, rounds = (max(getattr(b, name) for b in limits.buckets) for name in ("width", "rounds"))
+    options = SpeculationOptions(adaptive=asked.adaptive)
+    if asked.method == "none" and asked.rounds == 1:
+        return limits, options
+    if asked.method == "none":
+        limits = limits.with_buckets(
+            (b for b in limits.buckets if b.width == 1), dict(zip(limits.buckets, limits.step_ms, strict=False))
+        )
+        width = 1
+    wanted = 1 if asked.method == "none" else asked.width
+    if width < wanted or rounds < asked.rounds:
+        raise ConfigError(
+            f"speculation asks for {wanted} tokens of a row in each of {asked.rounds} rounds, and the step log has "
+            f"enough steps of up to {width} and {rounds}; leave it out, to have those of the log, or record a log of "
+            "a server with these settings"
+        )
+    return limits, dataclasses.replace(options, width=wanted, rounds=asked.rounds)
 
 
 def _tensor(config: Config, topology: Topology, tensor: int | None) -> int:

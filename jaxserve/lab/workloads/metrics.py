@@ -91,6 +91,8 @@ class Metrics:
       duration_s: from the start of the load until the last request ended.
       failures: how many of each kind.
       cached_tokens: of the prompts; None when the server did not report them.
+      drafted_tokens, accepted_tokens: drafts of the server, and output tokens that were drafts; None when it reported
+        none.
       request_goodput: requests a second that keep every limit; None without limits.
       max_output_tokens_per_s: pieces of output in the best second, counted from the first start; None when the times
         of single pieces are unknown, and then there are no ITLs either.
@@ -106,6 +108,8 @@ class Metrics:
     input_tokens: int
     output_tokens: int
     cached_tokens: int | None
+    drafted_tokens: int | None
+    accepted_tokens: int | None
     request_throughput: float
     request_goodput: float | None
     output_throughput: float
@@ -119,6 +123,13 @@ class Metrics:
     num_short: int
     num_uncounted: int
 
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Output tokens of each forward pass that a sequence took part in: each gives one token that is no draft."""
+        if self.accepted_tokens is None or self.output_tokens <= self.accepted_tokens:
+            return None
+        return self.output_tokens / (self.output_tokens - self.accepted_tokens)
+
     def as_json(self) -> dict[str, Any]:
         """Plain values, under the names of vLLM's result files where it has them."""
         tree: dict[str, Any] = {
@@ -129,6 +140,9 @@ class Metrics:
             "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.output_tokens,
             "total_cached_tokens": self.cached_tokens,
+            "total_drafted_tokens": self.drafted_tokens,
+            "total_accepted_tokens": self.accepted_tokens,
+            "tokens_per_round": self.tokens_per_round,
             "request_throughput": self.request_throughput,
             "request_goodput": self.request_goodput,
             "output_throughput": self.output_throughput,
@@ -192,6 +206,10 @@ def compute_metrics(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         cached_tokens=sum(cached) if cached else None,
+        drafted_tokens=sum(o.drafted_tokens or 0 for o in answered) or None,
+        accepted_tokens=sum(o.accepted_tokens or 0 for o in answered)
+        if any(o.drafted_tokens for o in answered)
+        else None,
         request_throughput=len(answered) / duration_s,
         request_goodput=None if goodput is None else sum(map(goodput.keeps, requests)) / duration_s,
         output_throughput=output_tokens / duration_s,

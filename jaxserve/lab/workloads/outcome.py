@@ -16,6 +16,8 @@ class Outcome:
       prompt_tokens: as the server counts, else as the dataset did.
       output_tokens: as the server counts; None when it does not report them.
       cached_tokens: prompt tokens that the server had cached; None when it does not report them.
+      drafted_tokens, accepted_tokens: drafts of the server, and tokens of the output that were drafts; None when it
+        does not report them.
       asked_tokens: the requested output length.
       failure: kind of failure; None for an answer.
       end_s: of a failure, when it was noticed; else the last piece.
@@ -26,6 +28,8 @@ class Outcome:
     prompt_tokens: int
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
     asked_tokens: int = 0
     failure: str | None = None
     detail: str = ""

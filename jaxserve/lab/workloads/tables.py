@@ -119,6 +119,10 @@ def _figures(metrics: Metrics) -> list[tuple[str, str]]:
         rows.insert(-1, ("most output in one second", f"{metrics.max_output_tokens_per_s:.0f}"))
     if metrics.cached_tokens is not None:
         rows.insert(2, ("of the input, cached", f"{metrics.cached_tokens}"))
+    if metrics.drafted_tokens is not None and metrics.tokens_per_round is not None:
+        share = (metrics.accepted_tokens or 0) / metrics.drafted_tokens
+        rows.append(("drafts, accepted", f"{metrics.drafted_tokens}, {share:.0%}"))
+        rows.append(("tokens a round", f"{metrics.tokens_per_round:.2f}"))
     if metrics.request_goodput is not None:
         rows.append(("goodput, requests / s", f"{metrics.request_goodput:.2f}"))
     return rows

@@ -107,7 +107,7 @@ class InferenceServicer(object):
 
     def Abort(self, request, context):
         """Ends requests by their ids, whichever call they came with: each stream ends with FINISH_REASON_ABORT. Ids that are
-        not live are no error, since a request may just have ended.
+        not live are no error, since a request may just have ended. At most 4096 ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,13 +15,21 @@ class CachedTokens(pydantic.BaseModel):
     cached_tokens: int
 
 
+class PredictedTokens(pydantic.BaseModel):
+    """Drafts: tokens of the outputs that were drafted before the model drew them, and drafts that it did not draw."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(pydantic.BaseModel):
-    """Tokens of all prompts and of all outputs."""
+    """Tokens of all prompts and of all outputs. `completion_tokens_details` only where there were drafts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: PredictedTokens | None = None
 
 
 class CompletionLogprobs(pydantic.BaseModel):

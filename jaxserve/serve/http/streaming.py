@@ -12,7 +12,7 @@ from jaxserve.engine import Update
 from jaxserve.serve.http.door import Door, check_answered, follow
 from jaxserve.serve.http.errors import REASON, error_event, http_reason
 from jaxserve.serve.http.requests import StreamOptions
-from jaxserve.serve.http.responses import CachedTokens, Usage
+from jaxserve.serve.http.responses import CachedTokens, PredictedTokens, Usage
 
 DONE = "data: [DONE]\n\n"
 
@@ -89,9 +89,12 @@ class UsageCounter:
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
+        self._drafts: list[tuple[int, int]] = []  # of each sequence that had any: all, and accepted ones
 
     def take(self, update: Update) -> None:
         self._num_generated_tokens += len(update.token_ids)
+        if update.drafts is not None:
+            self._drafts.append(update.drafts)
         # Each sequence reports its prompt; it was read from the cache, or run, once.
         if update.prompt is not None and update.index == 0:
             self._num_cached_tokens += update.prompt.num_cached_tokens
@@ -100,9 +103,15 @@ class UsageCounter:
     def usage(self) -> Usage:
         prompt, generated = self._num_prompt_tokens, self._num_generated_tokens
         details = CachedTokens(cached_tokens=self._num_cached_tokens)
-        return Usage(
+        usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=generated,
             total_tokens=prompt + generated,
             prompt_tokens_details=details,
         )
+        if self._drafts:
+            drafted, accepted = map(sum, zip(*self._drafts, strict=True))
+            usage.completion_tokens_details = PredictedTokens(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+            )
+        return usage

@@ -54,7 +54,9 @@ const MEANINGS = {
   "preemptions": "How often a sequence lost its row and its pages to another, and had to be begun again.",
   "padding": "Share of the places of the latest steps that no token had: shapes are fixed, and what is left over is filled up.",
   "host share": "Share of the time of the latest steps that the engine worked itself, rather than wait for the device.",
-  "steps": "Steps of the model since the server began. Each adds a token to every sequence whose prompt is done.",
+  "steps": "Steps of the model since the server began. Each adds a token or more to every sequence whose prompt is done.",
+  "tokens a step": "Tokens that a sequence draws in a step of the model, since the server began: one, and more where drafts or rounds bring more.",
+  "drafts accepted": "Share of the drafted tokens that the model drew as well, since the server began. The others cost time, and change nothing.",
   "compiles": "Programs that were compiled after the start. It must stay 0: each makes all requests wait.",
 };
 
@@ -70,6 +72,8 @@ function tiles({ news, tokens }) {
   }
   all.push(["padding", percent(news.padding)], ["host share", percent(news.host)], ["steps", short(news.steps_total)],
     ["compiles", compiles, compiles > 0]);
+  if (news.decode_tokens > news.decode_rows) all.push(["tokens a step", (news.decode_tokens / news.decode_rows).toFixed(2)]);
+  if (news.drafted) all.push(["drafts accepted", percent(news.accepted / news.drafted)]);
   return all;
 }
 
