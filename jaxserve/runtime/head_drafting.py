@@ -188,8 +188,9 @@ class HeadDrafter:
     ) -> tuple[HeadState, tuple[LayerCache, ...]]:
         """Hidden states of tokens became known. `rows` are the device rows of the batch; `caches` as in `draft`."""
         head, batch = model.head, fed.batch
-        features = fed.hidden if isinstance(head, MedusaHead) else head.first_features(fed.hidden, fed.taps)
+        features = fed.hidden
         if isinstance(head, EagleHead):
+            features = head.first_features(fed.hidden, fed.taps)
             *before, cache = caches
             row = jnp.minimum(batch.token_rows, rows.shape[0] - 1)
             kept, at = state.features[rows][row], state.positions[rows][row]

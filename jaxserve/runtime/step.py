@@ -144,6 +144,7 @@ def make_step(
         if state.sampling is not None:
             output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
             if head is not None:
+                assert begin is not None, "a model with a head is one stage, which embeds its tokens"
                 fed = _fed(begin, batches[head.group], hidden, taps, inputs)
                 told, caches = head.absorb(model, state.drafter, caches, inputs.rows, fed, attention)
             elif drafter is not None:
