@@ -162,9 +162,9 @@ def test_wrong_drafts_write_into_pages_of_their_row_alone() -> None:
     runner._num_users[7] += 1  # another row was given the page in which this one goes on
     with pytest.raises(AssertionError, match="page 7 is written while 3 rows use it"):
         runner.dispatch(other)
+    runner = runner_with_wrong_drafts()
+    runner._num_users[7] += 1
     with pytest.raises(AssertionError, match="page 7 is written while 2 rows use it"):
-        runner = runner_with_wrong_drafts()
-        runner._num_users[7] += 1
         runner.dispatch(wide_plan(3))
 
 
