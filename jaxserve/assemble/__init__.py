@@ -34,12 +34,14 @@ from jaxserve.models import (
     resolve_model_path,
 )
 from jaxserve.models.decoder_config import RopeScaling
+from jaxserve.models.drafts.attaching import with_head
 from jaxserve.models.loading import describe_rounding
 from jaxserve.models.quantised import configured_quantisation, describe_quantisation
 from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
 from jaxserve.runtime.compile_events import CompileCounter
+from jaxserve.runtime.heads import find_head
 from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.sched import (
@@ -344,7 +346,7 @@ def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
     ranges: list[range | None] = [None]
     if len(meshes) > 1:
         ranges = [*layer_ranges(decoder_config(checkpoint)[1].num_layers, len(meshes))]
-    return [
+    planned = [
         plan_model(
             checkpoint,
             dtype=config.model.dtype,
@@ -358,3 +360,5 @@ def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
         )
         for mesh, layers in zip(meshes, ranges, strict=True)
     ]
+    head = find_head(config, planned[0].shapes.config) if len(planned) == 1 else None
+    return planned if head is None else [with_head(planned[0], head.path, head.config)]

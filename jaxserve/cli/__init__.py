@@ -39,6 +39,10 @@ COMMANDS = {
         "jaxserve.cli.commands:calibrate_cache_command",
         "Measure the keys and values of a model on a text, for caches of eight bits.",
     ),
+    "train-draft": Command(
+        "jaxserve.lab.training.command:train_draft_command",
+        "Train a draft head for speculation on a model's own answers to prompts. Exit code 4: stopped, goes on later.",
+    ),
     "plan": Command(
         "jaxserve.cli.commands:plan_command",
         "Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit.",

@@ -21,6 +21,7 @@ _LOCAL_FIELDS = {
     "model": {"path", "tokenizer", "name", "pooling"},
     "cache": {"scales"},  # a path: the scales themselves are a fact of the built device
     "sched": {"max_mixed_tokens"},
+    "speculation": {"model"},  # a path: samples of its files are a fact
     "runtime": {"compile_cache", "compile_cache_bytes", "compile_threads", "log_level", "step_log"},
 }
 _LOCAL_SECTIONS = {"serve", "route", "rerank"}
@@ -42,6 +43,8 @@ def config_facts(config: Config, checkpoint: Path, version_here: str) -> dict[st
         local = _LOCAL_FIELDS.get(section, set())
         facts |= {f"{section}.{key}": json.dumps(value) for key, value in values.items() if key not in local}
     facts["checkpoint"] = checkpoint_digest(checkpoint, config.model.random_weights)
+    if config.speculation.model is not None:
+        facts["drafts"] = checkpoint_digest(Path(config.speculation.model).expanduser(), config_only=False)
     return facts
 
 

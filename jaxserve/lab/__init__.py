@@ -6,6 +6,7 @@
     planner      whether a config fits devices that are not here, and how fast it could be
     compiled     facts of a compiled step: collectives, bytes moved, for chips that are not here
     replay       step logs: run again, or read as a table
+    training     draft heads for speculation, trained beside a frozen model
     roofline     seconds from operations, bytes and the peaks of a chip
 
 The engine imports nothing of this, which a test checks. The names below are for notebooks; each is imported

@@ -111,6 +111,7 @@ class Decoder(nnx.Module):
         self.placement = placement
         chosen = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = chosen.start == 0, chosen.stop == config.num_layers
+        self.head: nnx.Module | None = nnx.data(None)  # a draft head (`drafts.attaching`), which reads hidden states
         spec, hidden, tied = config.embedding, config.hidden_size, config.tied_embeddings
         width = hidden if spec.width is None else spec.width
 
@@ -163,7 +164,27 @@ class Decoder(nnx.Module):
         equals HF's single prefill of a prompt beyond the trained length too; pages of such prompts must then not be
         shared between prompts of different lengths.
         """
+        return self.with_taps(inputs, caches, batches, places, attention, rope_lengths)[:2]
+
+    def with_taps(
+        self,
+        inputs: Int[Array, " T"] | Float[Array, "T D"],
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionBatch],
+        places: Sequence[CachePlace],
+        attention: PagedAttention,
+        rope_lengths: Int[Array, " R"] | None = None,
+        *,
+        taps: Sequence[int] = (),
+    ) -> tuple[Float[Array, "T D"], tuple[LayerCache, ...], tuple[Float[Array, "T D"], ...]]:
+        """`__call__`, and the hidden states that layers of the numbers `taps` are given, which draft heads read.
+
+        The number of layers stands for the hidden states behind the last one, before the final norm. Of a whole decoder
+        alone, since a stage of a pipeline has not all layers.
+        """
+        assert not taps or (self.is_first and self.is_last), taps
         batch, written = batches[0], list(caches)
+        tapped: dict[int, Float[Array, "T D"]] = {}
         x = self._embed(inputs, batch.positions) if self.is_first else inputs  # [T, D]
         with jax.named_scope("rope_table"):
             lengths = batch.positions + 1
@@ -172,23 +193,30 @@ class Decoder(nnx.Module):
                 lengths = jnp.maximum(lengths, rope_lengths[rows])
             tables = {rope: rope_table(rope, batch.positions, lengths) for rope in self.config.ropes}
         for index, (layer, (group, slot)) in enumerate(zip(self.layers, places, strict=True)):
+            tapped[index] = x
             with jax.named_scope(f"layer_{index}"):
                 x, written[slot] = layer(x, tables, written[slot], batches[group], attention)
+        tapped[len(self.layers)] = x
         if self.final_norm is not None:
             with jax.named_scope("final_norm"):
                 x = self.final_norm(x)
-        return x, tuple(written)
+        return x, tuple(written), tuple(tapped[tap] for tap in taps)
 
-    @jax.named_scope("embed")
-    def _embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Each device looks up the tokens it has; the others' contribution is zero, so the sum is exact."""
+    def token_embeddings(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Embeddings without positions, which a draft head reads, too.
+
+        Each device looks up the tokens it has; the others' contribution is zero, so the sum is exact.
+        """
         assert self.embedding is not None
         spec, shards = self.config.embedding, self.placement.shards
         x = shards.sum(self.embedding.get_value().take(shards.local_ids(tokens, self.config.vocab_size)))
         if spec.scale != 1.0:
             x = x * jnp.asarray(spec.scale, x.dtype)
-        if self.embed_in is not None:
-            x = self.embed_in(x)
+        return x if self.embed_in is None else self.embed_in(x)
+
+    @jax.named_scope("embed")
+    def _embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Float[Array, "T D"]:
+        spec, x = self.config.embedding, self.token_embeddings(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding.get_value().take(positions + spec.position_offset)
         return _maybe(self.embedding_norm, x)

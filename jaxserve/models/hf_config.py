@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Fields of any config that change no logits: names and versions, training, ids and defaults of generation (read from
 # generation_config.json), how Hugging Face runs a model, the marks of tools that wrote the file, the sizes of
-# embeddings (read in `sentence_modules`), and how weights are stored (read in `quantised`).
+# embeddings (read in `sentence_modules`), how weights are stored (read in `quantised`), and layers that draft.
 _INERT_NAMES = """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map dtype
     finetuning_task model_type name_or_path task_specific_params tokenizer_class torch_dtype transformers_version
@@ -59,6 +59,8 @@ _INERT_NAMES = """
     is_matryoshka matryoshka_dimensions
 
     compression_config quantization_config
+
+    mtp_num_hidden_layers num_nextn_predict_layers
 
     id2label label2id num_labels problem_type pretraining_tp transformers.js_config unsloth_fixed unsloth_version
 """

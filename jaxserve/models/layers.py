@@ -173,13 +173,21 @@ class Attention(nnx.Module):
     `k_scale`, `v_scale` are float32 [K], of a cache of eight bits: it keeps keys and values divided by them.
     """
 
-    def __init__(self, config: DecoderConfig, layer: LayerSpec, dtype: DTypeLike, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerSpec,
+        dtype: DTypeLike,
+        placement: Placement,
+        num_inputs: int | None = None,
+    ) -> None:
+        """`num_inputs`: numbers of a token that queries, keys and values are made of; None: hidden_size of them."""
         heads, kv_heads, head_dim = config.num_query_heads, config.num_kv_heads, config.head_dim
         self.spec = attention_spec(config, layer)
         self.layer = layer
         self.placement = placement
         self.qkv = Projection(
-            (config.hidden_size,),
+            (num_inputs or config.hidden_size,),
             (kv_heads, config.group_size + 2, head_dim),
             ("kv_heads", "slots", "head_dim", "embed"),
             layer.qkv_bias,
@@ -213,6 +221,28 @@ class Attention(nnx.Module):
         attention: PagedAttention,
     ) -> tuple[Summand, LayerCache]:
         """What this device adds to the hidden states, and the cache. `tables` has one for each rotation."""
+        q, k, v = self._queries_keys_values(x, tables)
+        with jax.named_scope("attend"):
+            sinks = None if self.sinks is None else self.sinks[...]
+            out, cache = attention.attend(q, k, v, cache, batch, self.spec, sinks, self._slopes(), self._scales())
+        with jax.named_scope("out"):
+            return self.out.summand(out), cache
+
+    def write(
+        self,
+        x: Float[Array, "T D"],
+        tables: dict[RopeConfig, RopeTable],
+        cache: LayerCache,
+        batch: AttentionBatch,
+        attention: PagedAttention,
+    ) -> LayerCache:
+        """The cache alone: with the keys and values of these tokens, which attend to nothing."""
+        _, k, v = self._queries_keys_values(x, tables)
+        return attention.write(k, v, cache, batch, self._scales())
+
+    def _queries_keys_values(
+        self, x: Float[Array, "T D"], tables: dict[RopeConfig, RopeTable]
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         num_tokens, group = x.shape[0], self.spec.num_query_heads // self.spec.num_kv_heads
         with jax.named_scope("qkv"):
             qkv = self.qkv(x)  # [T, K, G + 2, H]
@@ -225,14 +255,13 @@ class Attention(nnx.Module):
         if self.layer.rope is not None:
             with jax.named_scope("rope"):
                 q, k = rotate(q, tables[self.layer.rope]), rotate(k, tables[self.layer.rope])
-        with jax.named_scope("attend"):
-            sinks = None if self.sinks is None else self.sinks[...]
-            scales = None
-            if self.k_scale is not None and self.v_scale is not None:
-                scales = KVScales(keys=self.k_scale[...], values=self.v_scale[...])
-            out, cache = attention.attend(q, k, v, cache, batch, self.spec, sinks, self._slopes(), scales)
-        with jax.named_scope("out"):
-            return self.out.summand(out), cache
+        return q, k, v
+
+    def _scales(self) -> KVScales | None:
+        """Of a cache of eight bits."""
+        if self.k_scale is None or self.v_scale is None:
+            return None
+        return KVScales(keys=self.k_scale[...], values=self.v_scale[...])
 
     def _slopes(self) -> Float[Array, " N"] | None:
         """Of this device's query heads."""

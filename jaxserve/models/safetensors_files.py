@@ -22,7 +22,7 @@ from jaxserve.models.checkpoint import INDEX_NAME, find_weights, read_json
 from jaxserve.models.weights import fold_names
 
 # Written names of element types, as numpy with ml_dtypes knows them. Weights are of the first three; the others are
-# codes, scales and indices of quantised weights.
+# codes, scales and indices of quantised weights, and the vocabularies of draft heads.
 _DTYPES = {
     "F32": "float32",
     "F16": "float16",
@@ -34,6 +34,7 @@ _DTYPES = {
     "U8": "uint8",
     "I32": "int32",
     "I64": "int64",
+    "BOOL": "bool",
 }
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 

@@ -134,7 +134,8 @@ def check_names(
 ) -> None:
     """Raises CheckpointError with the full lists of tensors that are missing and of those that nothing would read.
 
-    An output projection beside tied embeddings is accepted: exporters write both.
+    An output projection beside tied embeddings is accepted: exporters write both. So are MTP layers, which a draft head
+    is read from (`drafts`) and the model itself does without.
 
     Args:
       family: of the model.
@@ -147,7 +148,7 @@ def check_names(
       hint: the end of the message.
     """
     found = set(found)
-    accepted = [re.compile(pattern) for pattern in (*family.ignored, *ignored)]
+    accepted = [re.compile(pattern) for pattern in (*family.ignored, *ignored, r"mtp\..*")]
     if config.tied_embeddings:
         accepted += [re.compile(re.escape(rule.source)) for rule in family.weights if rule.target == "lm_head"]
     missing = sorted(needed - found)

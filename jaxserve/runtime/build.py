@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.config.schema import Config
@@ -24,7 +25,7 @@ from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.ops import MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.models.loading import LoadedModel, PlannedModel
-from jaxserve.models.sharding import shardings_for, specs_for
+from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
 from jaxserve.progress import Progress, Quiet
 from jaxserve.runtime.batch_invariance import check_kernels, check_steps, describe_invariance
 from jaxserve.runtime.compile import (
@@ -42,8 +43,10 @@ from jaxserve.runtime.executables import (
     Sizes,
     bucket_layouts,
     device_bytes,
+    draft_caches,
     first_buckets,
     flat_weights,
+    head_of,
     make_jobs,
     make_state,
     state_job,
@@ -58,6 +61,7 @@ from jaxserve.runtime.resolve import (
     backend_of,
     choose,
     choose_grouped_matmul,
+    draft_uses,
     matmul_uses,
     resolve_sizes,
 )
@@ -129,7 +133,8 @@ def build_runners(
     grouped = choose_grouped_matmul(config, partition, dtype, device)
     models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]
-    attention = choose(PAGED_ATTENTION, config, attention_uses(partition.local, sizes, dtype), device)
+    uses = (*attention_uses(partition.local, sizes, dtype), *draft_uses(sizes, partition.devices, dtype))
+    attention = choose(PAGED_ATTENTION, config, uses, device)
     products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
     say(describe_invariance(sizes.backend, attention, products))
     if config.runtime.batch_invariant:
@@ -374,7 +379,7 @@ def plan_stage_memory(
         pages.append(device_bytes(shapes.caches, specs.caches, stage.mesh) // 2)  # the one page and the dummy
         rest, rest_specs = (dataclasses.replace(tree, caches=()) for tree in (shapes, specs))
         rows.append(device_bytes(rest, rest_specs, stage.mesh))
-    return plan_memory(
+    planned = plan_memory(
         total_bytes=total_bytes,
         share=memory_share(config.cache, sizes.backend),
         weight_bytes=max(weights),
@@ -392,4 +397,15 @@ def plan_stage_memory(
         page_groups=sizes.page_groups,
         num_pages=config.cache.num_pages,
         memory_bytes=config.cache.memory_bytes,
+    )
+    if head_of(sizes) is None:
+        return planned
+    [stage] = stages
+    head = nnx.from_flat_state([entry for entry in nnx.to_flat_state(stage.state) if entry[0][0] == "head"])
+    shapes = jax.eval_shape(lambda: draft_caches(stage, attention, sizes, 1))
+    specs = jax.tree.map(lambda _: spec_for((None, "kv_heads"), TENSOR_PARALLEL), shapes)
+    return dataclasses.replace(
+        planned,
+        draft_weight_bytes=device_bytes(head, specs_for(head), stage.mesh),
+        draft_page_bytes=device_bytes(shapes, specs, stage.mesh) // 2,
     )

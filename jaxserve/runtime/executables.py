@@ -18,9 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.paged_attention import LayerCache, PagedAttention
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.coded_params import with_codes
+from jaxserve.models.drafts import HeadConfig
+from jaxserve.models.drafts.attaching import attach_shapes
 from jaxserve.models.loading import split_abstract
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
@@ -29,6 +31,7 @@ from jaxserve.models.weights import Path
 from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.drafting import LearnsFromAnswers, Speculation
+from jaxserve.runtime.head_drafting import HeadDrafter
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.page_groups import PageGroups
@@ -103,10 +106,13 @@ class AbstractStage:
         mesh: Mesh,
         dtype: np.dtype,
         kept: Mapping[Path, Kept] = MappingProxyType({}),
+        head: HeadConfig | None = None,
     ) -> "AbstractStage":
-        """`kept`: parameters that are codes, by their paths in the whole model."""
+        """`kept`: parameters that are codes, by their paths in the whole model. `head`: of the decoder."""
         graphdef, state = split_abstract(partition, dtype, layers)
         state = with_codes(state, kept, layers.start, mesh)
+        if head is not None:
+            graphdef, state = attach_shapes(graphdef, state, head, partition, dtype)
         return cls(graphdef=graphdef, state=state, partition=partition, layers=layers, mesh=mesh, dtype=dtype)
 
     @property
@@ -196,12 +202,29 @@ def make_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, nu
         caches=tuple(
             attention.init_cache(num_pages, sizes.page_size, model.num_kv_heads, model.head_dim, sizes.cache_dtype)
             for _ in range(sizes.page_groups.num_slots(stage.layers))
-        ),
+        )
+        + draft_caches(stage, attention, sizes, num_pages),
         block_tables=jnp.zeros((len(sizes.page_groups.groups) * (sizes.max_rows + 1), columns), jnp.int32),
         length=jnp.zeros(sizes.max_rows + 1, jnp.int32),
         sampling=init_sampling_state(sizes.max_rows, model.vocab_size) if stage.is_last else None,
         drafter=() if sizes.speculation is None else sizes.speculation.init_state(sizes.max_rows, sizes.max_model_len),
     )
+
+
+def head_of(sizes: Sizes) -> HeadConfig | None:
+    """The draft head of an engine of these sizes."""
+    drafter = None if sizes.speculation is None else sizes.speculation.drafter
+    return drafter.config if isinstance(drafter, HeadDrafter) else None
+
+
+def draft_caches(
+    stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int
+) -> tuple[LayerCache, ...]:
+    """Pages of a draft head beside those of the layers; none where there is no head, or it attends to nothing."""
+    drafter = None if sizes.speculation is None else sizes.speculation.drafter
+    if not isinstance(drafter, HeadDrafter):
+        return ()
+    return drafter.init_cache(attention, num_pages, sizes.page_size, stage.partition.devices)
 
 
 def _with_fresh_pages(make: Callable[[], DeviceState]) -> DeviceState:

@@ -37,6 +37,7 @@ class MemoryPlan:
       limits: with the number of pages that can be granted.
       page_groups: those of `limits`, with the layers that they have.
       chosen_by: which rule fixed the number of pages.
+      draft_weight_bytes, draft_page_bytes: of weights and page, the part of a draft head.
     """
 
     total_bytes: int
@@ -48,6 +49,8 @@ class MemoryPlan:
     limits: Limits
     page_groups: PageGroups
     chosen_by: str
+    draft_weight_bytes: int = 0
+    draft_page_bytes: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -73,6 +76,7 @@ class MemoryPlan:
             f"KV pages        {self.cache_bytes / _GIB:9.3f} GiB = {self.num_pages} + 1 pages of {page_size} "
             f"tokens x {self.page_bytes / page_size / 1024:.1f} KiB a token ({self.chosen_by})",
             *self._group_lines(),
+            *self._draft_lines(),
             f"row state       {self.state_bytes / _GIB:9.3f} GiB of masks, counts and block tables",
             f"KV tokens       {held_tokens(self.limits, self.limits.max_model_len):9d}{self._of_length()}"
             f"{self._shortfall()}",
@@ -80,6 +84,15 @@ class MemoryPlan:
 
     def _group_lines(self) -> list[str]:
         return [f"page groups     {self.page_groups.describe()}"] if self.has_windows else []
+
+    def _draft_lines(self) -> list[str]:
+        if not self.draft_weight_bytes:
+            return []
+        per_token = self.draft_page_bytes / self.limits.page_size / 1024
+        return [
+            f"draft head      {self.draft_weight_bytes / _GIB:9.3f} GiB of the weights, and of the KV pages "
+            f"{per_token:.1f} KiB a token"
+        ]
 
     @property
     def has_windows(self) -> bool:

@@ -21,6 +21,7 @@ from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import GROUPED_MATMUL
 from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
+from jaxserve.models.drafts import EagleConfig
 from jaxserve.models.layers import attention_use
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
@@ -28,6 +29,8 @@ from jaxserve.models.weights import Path
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
 from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions, Speculation
 from jaxserve.runtime.executables import Sizes
+from jaxserve.runtime.head_drafting import HeadDrafter
+from jaxserve.runtime.heads import AUTO, find_head, make_drafter
 from jaxserve.runtime.page_groups import PageGroups
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,15 @@ def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple
         attention_use(model, layer, page_size=sizes.page_size, query_dtype=dtype, cache_dtype=sizes.cache_dtype)
         for layer in model.layers
     )
+
+
+def draft_uses(sizes: Sizes, devices: int, dtype: np.dtype) -> tuple[AttentionUse, ...]:
+    """The use of paged attention by a draft head on one of `devices`. It has no scales for a cache of eight bits."""
+    drafter = None if sizes.speculation is None else sizes.speculation.drafter
+    if not isinstance(drafter, HeadDrafter) or not isinstance(drafter.config, EagleConfig):
+        return ()
+    head = Partition.of(drafter.config.decoder, devices).local
+    return (attention_use(head, head.layers[0], page_size=sizes.page_size, query_dtype=dtype, cache_dtype=dtype),)
 
 
 def grouped_uses(partition: Partition, dtype: np.dtype) -> tuple[GroupedMatmulUse, ...]:
@@ -120,7 +132,8 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
         )
     if max_mixed_tokens is None:
         max_mixed_tokens = defaults.max_mixed_tokens
-    speculation = resolve_speculation(config)
+    page_groups = PageGroups.of(model.windows, max_model_len)
+    speculation = resolve_speculation(config, model, weights_dtype, page_groups)
     return Sizes(
         backend=backend,
         page_size=config.cache.page_size or PAGE_SIZES[backend],
@@ -137,17 +150,19 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
             max_wide_tokens=defaults.max_wide_tokens,
         ),
         cache_dtype=weights_dtype if config.cache.dtype == "auto" else jnp.dtype(config.cache.dtype),
-        page_groups=PageGroups.of(model.windows, max_model_len),
+        page_groups=page_groups,
         max_mixed_tokens=max_mixed_tokens or None,
         speculation=speculation,
     )
 
 
-def resolve_speculation(config: Config) -> Speculation | None:
-    """What makes drafts; None where steps have one token of each row. Raises ConfigError."""
+def resolve_speculation(
+    config: Config, model: DecoderConfig, dtype: np.dtype, page_groups: PageGroups
+) -> Speculation | None:
+    """What makes drafts; None where steps have one token of each row. Raises ConfigError, CheckpointError."""
     asked = config.speculation
-    make = DRAFTERS.get(asked.method)
     if asked.method == "none" and asked.rounds == 1:
+        find_head(config, model)  # refuses a head that nothing would read
         return None
     if config.parallel.pipeline > 1:
         raise ConfigError(
@@ -155,6 +170,10 @@ def resolve_speculation(config: Config) -> Speculation | None:
             f"{config.parallel.pipeline}: the stages of a pipeline run one token of a sequence at a time; use "
             "parallel.tensor, or leave speculation out"
         )
+    head = find_head(config, model)
+    if head is not None:
+        return Speculation(drafter=make_drafter(head, config, page_groups.groups, dtype), window=asked.window)
+    make = DRAFTERS.get("ngram" if asked.method == AUTO else asked.method)
     drafter = make(
         DrafterOptions(
             ngram_min=asked.ngram_min,

@@ -28,7 +28,8 @@ from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime.attention_batches import group_batches
 from jaxserve.runtime.drafting import Drafter, DrafterState
-from jaxserve.runtime.pack import Layout, RoundsInputs, unpack_rounds
+from jaxserve.runtime.head_drafting import Fed, HeadDrafter, RowsView
+from jaxserve.runtime.pack import Layout, RoundsInputs, table_line, unpack_rounds
 from jaxserve.runtime.row_state import NO_TOKEN, Field, SamplingState
 from jaxserve.runtime.sampling import Logprobs, choose_tokens, write_tokens
 from jaxserve.sched.plan import PageGroup
@@ -125,14 +126,23 @@ class RoundsStep:
         taking = room > 0  # [R]
         lens = rows.length[device_rows]  # [R], tokens in the pages: the position of the token that is fed first
         with jax.named_scope("draft"):
-            drafts = self._drafts(model, rows.drafter, device_rows, lens, room)  # [R, W-1]
+            drafts, caches = self._drafts(model, inputs, tables, rows, room)  # [R, W-1]
         num_drafts = jnp.sum(drafts != NO_TOKEN, axis=1, dtype=jnp.int32)
         fed = jnp.concatenate([sampling.last_token[device_rows][:, None], drafts], axis=1)  # [R, W]
         num_fed = jnp.where(taking, 1 + num_drafts, 0)
         batch, tokens = self._flat(fed, num_fed, lens)
         batches = group_batches(batch, device_rows, tables, self.layout.max_rows, self.groups)
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        hidden, caches = model(tokens, rows.caches, batches, self.places, self.attention, rope_lengths=prompt_lens)
+        head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
+        hidden, caches, taps = model.with_taps(
+            tokens,
+            caches,
+            batches,
+            self.places,
+            self.attention,
+            rope_lengths=prompt_lens,
+            taps=() if head is None else head.taps,
+        )
         # A line for each place of each row; those without a token repeat the last one of the row.
         place = jnp.arange(width)
         line = batch.q_starts[:-1, None] + jnp.minimum(place, jnp.maximum(num_fed - 1, 0)[:, None])  # [R, W]
@@ -164,13 +174,26 @@ class RoundsStep:
         # Rows with numbers that are not finite go on with what was drawn from them, as in a step of one token.
         drawn_ids = drawn.token_ids.reshape(num_rows, width)
         sampling = write_tokens(sampling, device_rows, drawn_ids, count, inputs.params, self.shards)
-        drafter = self.drafter.observe(
-            rows.drafter,
-            jnp.repeat(device_rows, width),
-            (lens[:, None] + 1 + place).reshape(-1),
-            drawn.token_ids,
-            (place < count[:, None]).reshape(-1),
-        )
+        if head is None:
+            drafter = self.drafter.observe(
+                rows.drafter,
+                jnp.repeat(device_rows, width),
+                (lens[:, None] + 1 + place).reshape(-1),
+                drawn.token_ids,
+                (place < count[:, None]).reshape(-1),
+            )
+        else:
+            newest = jnp.maximum(count - 1, 0)  # the place whose hidden state gave the row's last token
+            fed_tokens = Fed(
+                tokens=tokens,
+                batch=batches[head.group],
+                hidden=hidden,
+                taps=taps,
+                last=jnp.take_along_axis(line, newest[:, None], axis=1)[:, 0],
+                positions=lens + newest,
+                kept=taking,
+            )
+            drafter, caches = head.absorb(model, rows.drafter, caches, device_rows, fed_tokens, self.attention)
         output = RoundsOutput(
             token_ids=token_ids,
             drafted=jnp.where(taking, num_drafts, 0),
@@ -184,19 +207,33 @@ class RoundsStep:
     def _drafts(
         self,
         model: Decoder,
-        state: DrafterState,
-        device_rows: Int[Array, " R"],
-        lens: Int[Array, " R"],
+        inputs: RoundsInputs,
+        tables: Int[Array, "G*R+G P"],
+        rows: Rows,
         room: Int[Array, " R"],
-    ) -> Int[Array, "R W-1"]:
-        """Drafts of tokens that exist and have room, NO_TOKEN from the first place without one on."""
-        count = self.layout.bucket.width - 1
+    ) -> tuple[Int[Array, "R W-1"], tuple[LayerCache, ...]]:
+        """Drafts of tokens that exist and have room, NO_TOKEN from the first place without one on; and the caches."""
+        count, device_rows, caches = self.layout.bucket.width - 1, inputs.rows, rows.caches
         if count == 0:
-            return jnp.zeros((device_rows.shape[0], 0), jnp.int32)
-        drafts = self.drafter.propose(state, device_rows, lens + 1, count)
+            return jnp.zeros((device_rows.shape[0], 0), jnp.int32), caches
+        lens = rows.length[device_rows]
+        if isinstance(self.drafter, HeadDrafter):
+            view = RowsView(
+                rows=device_rows,
+                tables=tables[device_rows + table_line(0, self.drafter.group, self.layout.max_rows)],
+                lens=lens,
+                room=room,
+                params=inputs.params,
+                sampling=rows.sampling,
+            )
+            drafts, caches = self.drafter.draft(
+                model, rows.drafter, caches, view, count, self.attention, self.page_size, self.shards
+            )
+        else:
+            drafts = self.drafter.propose(rows.drafter, device_rows, lens + 1, count)
         assert drafts.shape == (device_rows.shape[0], count), (drafts.shape, self.drafter)
         sound = (drafts >= 0) & (drafts < model.placement.num_tokens) & (jnp.arange(count) < room[:, None] - 1)
-        return jnp.where(jnp.arange(count) < _leading(sound)[:, None], drafts, NO_TOKEN)
+        return jnp.where(jnp.arange(count) < _leading(sound)[:, None], drafts, NO_TOKEN), caches
 
     def _flat(
         self, fed: Int[Array, "R W"], num_fed: Int[Array, " R"], lens: Int[Array, " R"]

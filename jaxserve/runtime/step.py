@@ -16,12 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.api import NOT_FINITE
-from jaxserve.kernels.paged_attention import LayerCache, PagedAttention
+from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
 from jaxserve.runtime.attention_batches import attention_batches
 from jaxserve.runtime.drafting import Drafter, DrafterState, LearnsFromAnswers
+from jaxserve.runtime.head_drafting import Fed, HeadDrafter
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
 from jaxserve.runtime.rounds import RoundsOutput, RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
@@ -129,11 +130,23 @@ def make_step(
             begin = _input_tokens(inputs, layout, last_token)
         # The length that dynamic rope scaling is stretched for; other scalings do not use it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        hidden, caches = model(begin, state.caches, batches, places, attention, rope_lengths=prompt_lens)  # [T, D]
+        head = drafter if isinstance(drafter, HeadDrafter) and state.sampling is not None else None
+        hidden, caches, taps = model.with_taps(
+            begin,
+            state.caches,
+            batches,
+            places,
+            attention,
+            rope_lengths=prompt_lens,
+            taps=() if head is None else head.taps,
+        )  # [T, D]
         output, sampling, told = hidden, None, state.drafter
         if state.sampling is not None:
             output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
-            if drafter is not None:
+            if head is not None:
+                fed = _fed(begin, batches[head.group], hidden, taps, inputs)
+                told, caches = head.absorb(model, state.drafter, caches, inputs.rows, fed, attention)
+            elif drafter is not None:
                 told = _tell(drafter, state.drafter, inputs, layout, sampling.last_token)
         return output, DeviceState(
             caches=caches, block_tables=block_tables, length=length, sampling=sampling, drafter=told
@@ -157,6 +170,25 @@ def _tell(
         known = (inputs.tokens != FROM_DEVICE) & (inputs.token_rows < layout.bucket.rows)
         state = drafter.observe(state, device_rows, inputs.positions, inputs.tokens, known)
     return drafter.observe(state, inputs.rows, inputs.context_lens, last_token[inputs.rows], inputs.draws != 0)
+
+
+def _fed(
+    tokens: Int[Array, " T"],
+    batch: AttentionBatch,
+    hidden: Float[Array, "T D"],
+    taps: tuple[Float[Array, "T D"], ...],
+    inputs: StepInputs,
+) -> Fed:
+    """All tokens of a step of one round; the last of each row is what the next draft begins from."""
+    return Fed(
+        tokens=tokens,
+        batch=batch,
+        hidden=hidden,
+        taps=taps,
+        last=jnp.maximum(inputs.q_starts[1:] - 1, 0),
+        positions=inputs.context_lens - 1,
+        kept=inputs.q_starts[1:] > inputs.q_starts[:-1],
+    )
 
 
 def make_tell_tokens(drafter: Drafter):

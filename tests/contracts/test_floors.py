@@ -56,6 +56,7 @@ _TOP = {
     "lab.bench",
     "lab.replay",
     "lab.simulation",
+    "lab.training",
     "llm",
     "offline",
     "run",

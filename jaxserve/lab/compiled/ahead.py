@@ -27,9 +27,9 @@ from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
 from jaxserve.runtime.compile import Compiled, compile_all
 from jaxserve.runtime.convert_weights import Forms
-from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
+from jaxserve.runtime.executables import AbstractStage, Sizes, head_of, make_jobs
 from jaxserve.runtime.mesh import abstract_meshes, layer_ranges, make_meshes
-from jaxserve.runtime.resolve import attention_uses, grouped_uses, matmul_uses, resolve_sizes
+from jaxserve.runtime.resolve import attention_uses, draft_uses, grouped_uses, matmul_uses, resolve_sizes
 
 Keep = Callable[[Partition, str], Mapping[Path, Kept]]  # which parameters of a model cut so are codes on a backend
 
@@ -79,7 +79,10 @@ def place_ahead(
     attention = PAGED_ATTENTION.resolve(
         device=device,
         choice=config.kernels.paged_attention,
-        uses=attention_uses(partition.local, sizes, weights_dtype),
+        uses=(
+            *attention_uses(partition.local, sizes, weights_dtype),
+            *draft_uses(sizes, partition.devices, weights_dtype),
+        ),
     )
     uses = grouped_uses(partition, weights_dtype)
     choice = config.kernels.grouped_matmul
@@ -90,7 +93,7 @@ def place_ahead(
     )
     ranges = layer_ranges(model.num_layers, len(meshes))
     stages = tuple(
-        _in_forms(AbstractStage.of(partition, layers, mesh, weights_dtype, kept), matmul, grouped)
+        _in_forms(AbstractStage.of(partition, layers, mesh, weights_dtype, kept, head_of(sizes)), matmul, grouped)
         for layers, mesh in zip(ranges, meshes, strict=True)
     )
     return AbsentModel(

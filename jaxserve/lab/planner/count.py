@@ -19,7 +19,7 @@ from jaxserve.lab.roofline import Assumptions, Work, collective_wait, peak_flops
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.runtime.hlo import Instruction, Module
 from jaxserve.runtime.memory import tokens_within
-from jaxserve.runtime.resolve import attention_uses
+from jaxserve.runtime.resolve import attention_uses, draft_uses
 from jaxserve.sched.plan import Bucket, Limits
 
 _LAYER = re.compile(r"layer_(\d+)")
@@ -49,7 +49,9 @@ class StepCounter:
         self.failure: str | None = None
         self._sizes = sizes = absent.sizes
         limits = sizes.limits(num_pages)
-        uses = dict.fromkeys(attention_uses(absent.stages[0].partition.local, sizes, self._dtype))
+        partition = absent.stages[0].partition
+        self._draft_uses = draft_uses(sizes, partition.devices, self._dtype)
+        uses = dict.fromkeys((*attention_uses(partition.local, sizes, self._dtype), *self._draft_uses))
         self._batches = {bucket: batch_of(bucket, limits, context) for bucket in buckets}
         # Cases have all pages of a row, also those that a row gives back.
         whole = max(sum(_ceil(of, sizes.page_size) for _, of in rows) for rows in self._batches.values())
@@ -94,8 +96,9 @@ class StepCounter:
             assert i.kernel is not None
             if is_weight_kernel(i):
                 return None  # XLA's own kernel, or one that is bound by its bytes
-            layer = next(int(found.group(1)) for scope in i.scopes if (found := _LAYER.fullmatch(scope)))
-            return kernels[i.kernel, uses[layer]]
+            layers = [int(found.group(1)) for scope in i.scopes if (found := _LAYER.fullmatch(scope))]
+            use = uses[layers[0]] if layers else self._draft_uses[0]  # a draft head has one layer, in no such scope
+            return kernels[i.kernel, use]
 
         rows = self._batches[bucket]
         tokens, context = sum(n for n, _ in rows), rows[0][1]

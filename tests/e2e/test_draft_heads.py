@@ -1,0 +1,103 @@
+"""Heads of every kind change no token, and are told the truth about the pages: a draft of a head that knows the model
+is taken."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_speculation import Counting
+from whole import FIXTURES, POOL, Result, build, run, scheduler
+
+from jaxserve.api import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import draft_files
+
+PROMPTS = [[5, 9, 13, 5, 9, 13, 5, 9], [3] * 20, [17, 4, 90] * 12, [60], [3] * 20 + [7, 8]]
+PLAIN = SamplingParams(max_tokens=24, detokenize=False, ignore_eos=True, temperature=0.0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.7, "seed": 5},
+    "cut": {"temperature": 1.0, "seed": 6, "top_k": 12, "top_p": 0.8, "min_p": 0.01},
+    "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "log-probabilities": {"logprobs": 5, "temperature": 0.4, "seed": 2},
+    "three of each": {"n": 3, "temperature": 0.6, "seed": 4},
+}
+ASKED = [(prompt, dataclasses.replace(PLAIN, **more)) for more in OPTIONS.values() for prompt in PROMPTS]
+HEADS = {
+    "eagle3": ("eagle", draft_files.eagle3()),
+    "eagle": ("eagle", draft_files.eagle()),
+    "mtp": ("mtp", draft_files.mtp()),
+    "medusa": ("medusa", draft_files.medusa()),
+}
+
+
+def answers(found: list[list[Result]]) -> list[list[tuple]]:
+    return [[(r.token_ids, r.finish_reason, r.logprobs) for r in results] for results in found]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[tuple]]:
+    return answers(run(build(FIXTURES / "llama", **POOL), ASKED, stagger=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("eagle3", {}),
+        pytest.param("eagle3", {"speculation__rounds": 3}, marks=pytest.mark.slow),
+        pytest.param("eagle", {"speculation__rounds": 3}, marks=pytest.mark.slow),
+        pytest.param("mtp", {}, marks=pytest.mark.slow),
+        ("medusa", {"speculation__rounds": 3}),
+        pytest.param("eagle3", {"parallel__tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("medusa", {"parallel__tensor": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_one_token_a_step(
+    name: str, more: dict[str, Any], expected: list[list[tuple]], tmp_path: Path
+) -> None:
+    method, (values, tensors) = HEADS[name]
+    head = draft_files.write(tmp_path / "head", values, tensors)
+    # So few pages, and none kept back, that rows are taken away in the middle of an answer.
+    few = {**POOL, "cache__num_pages": 22, "sched__watermark": 0.0, "sched__growth": 0.0}
+    engine = build(
+        FIXTURES / "llama",
+        **few,
+        speculation__method=method,
+        speculation__model=str(head),
+        speculation__adaptive=False,
+        runtime__background_buckets=False,
+        **more,
+    )
+    found = answers(run(engine, ASKED, stagger=1))
+    named = [n for n in OPTIONS for _ in PROMPTS]
+    if "parallel__tensor" in more:  # log-probabilities differ in their last digits there
+        found, expected = ([[r[:2] for r in one] for one in of] for of in (found, expected))
+    for option, got, wanted in zip(named, found, expected, strict=True):
+        assert got == wanted, option
+    assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
+
+
+CHATS = [
+    'Spell "window" backwards.',
+    "Add 683 and 784 step by step.",
+    "Tell me a story about a fox.",
+    "Put these words in order: tree, apple, kite.",
+]
+
+
+@pytest.mark.slow
+def test_the_demo_models_own_head_drafts_well() -> None:
+    """By `auto`, which finds it. The floor is far below what the head reaches (docs/draft-heads.md)."""
+    asked = [
+        (f"<s><|user|>{text}<|end|><|assistant|>", SamplingParams(max_tokens=60, temperature=t, seed=3))
+        for text in CHATS
+        for t in (0.0, 0.8)
+    ]
+    plain = [r[0].token_ids for r in run(build("demo"), asked)]
+    engine = build("demo", speculation__method="auto", speculation__adaptive=False, runtime__background_buckets=False)
+    counting = engine._runner = Counting(engine._runner)
+    assert [r[0].token_ids for r in run(engine, asked)] == plain
+    assert counting.accepted > 0.3 * counting.drafted > 30, (counting.accepted, counting.drafted)

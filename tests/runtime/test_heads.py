@@ -1,0 +1,122 @@
+"""The choice of a draft head by config: what is found, and what is refused with the remedy."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import draft_files
+
+from jaxserve.config import load_config
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models import decoder_config, read_checkpoint
+from jaxserve.models.drafts import HeadKind
+from jaxserve.runtime.drafting import NgramDrafter
+from jaxserve.runtime.head_drafting import HeadDrafter
+from jaxserve.runtime.heads import find_head
+from jaxserve.runtime.resolve import resolve_sizes
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def sizes(fixture: str | Path = "llama", **settings: object):
+    path = FIXTURES / fixture if isinstance(fixture, str) else fixture
+    named = {f"speculation.{name}": value for name, value in settings.items()}
+    config = load_config(None, {"model.path": str(path), **named}, environ={}).config
+    model = decoder_config(read_checkpoint(path))[1]
+    return resolve_sizes(config, model, np.dtype("float32"), "cpu")
+
+
+@pytest.fixture
+def eagle(tmp_path: Path) -> str:
+    return str(draft_files.write(tmp_path / "eagle", *draft_files.eagle3()))
+
+
+@pytest.fixture
+def medusa(tmp_path: Path) -> str:
+    return str(draft_files.write(tmp_path / "medusa", *draft_files.medusa()))
+
+
+def test_a_head_by_its_method_or_by_auto(eagle: str, medusa: str) -> None:
+    for method, path, kind in (
+        ("eagle", eagle, HeadKind.EAGLE3),
+        ("auto", eagle, HeadKind.EAGLE3),
+        ("medusa", medusa, HeadKind.MEDUSA),
+        ("auto", medusa, HeadKind.MEDUSA),
+    ):
+        drafter = sizes(method=method, model=path).speculation.drafter
+        assert isinstance(drafter, HeadDrafter)
+        assert drafter.config.kind is kind
+        assert drafter.taps == ((0, 1, 2) if kind is HeadKind.EAGLE3 else ())
+
+
+def test_the_head_beside_the_model(tmp_path: Path, medusa: str) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(FIXTURES / "llama", copy)
+    assert isinstance(sizes(copy, method="auto").speculation.drafter, NgramDrafter)
+    shutil.copytree(medusa, copy / "draft")
+    for method in ("auto", "medusa"):
+        assert sizes(copy, method=method).speculation.drafter.config.kind is HeadKind.MEDUSA
+    with pytest.raises(ConfigError, match="is of kind medusa; set it to medusa or auto"):
+        sizes(copy, method="eagle")
+
+
+def test_mtp_layers_in_the_models_own_files(tmp_path: Path) -> None:
+    values, tensors = draft_files.mtp()
+    model = tmp_path / "model"
+    shutil.copytree(FIXTURES / "llama", model)
+    (model / "model.safetensors").unlink()
+    draft_files.write(model, values, tensors)
+    found = find_head(
+        load_config(None, {"model.path": str(model), "speculation.method": "mtp"}, environ={}).config,
+        decoder_config(read_checkpoint(FIXTURES / "llama"))[1],
+    )
+    assert found is not None
+    assert (found.path, found.config.kind) == (model, HeadKind.MTP)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "eagle"}, "has no head of its own"),
+        ({"method": "medusa"}, "train it with `jaxserve train-draft`"),
+        ({"method": "medusa", "model": "EAGLE"}, "is of kind eagle3; set it to eagle or auto"),
+        ({"method": "ngram", "model": "EAGLE"}, "drafts of method 'ngram' come from no model; leave it out"),
+        ({"method": "none", "model": "EAGLE"}, "drafts of method 'none' come from no model"),
+        ({"method": "medusa", "model": "MEDUSA", "width": 5}, "guesses 3 tokens; set speculation.width to 4 or less"),
+    ],
+)
+def test_heads_that_are_not_to_be_had(settings: dict, said: str, eagle: str, medusa: str) -> None:
+    paths = {"EAGLE": eagle, "MEDUSA": medusa}
+    settings = {name: paths.get(str(value), value) for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=said):
+        sizes(**settings)
+
+
+def test_a_path_without_a_head() -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        sizes(method="auto", model="/nowhere/at/all")
+
+
+def test_pages_that_are_given_back(eagle: str) -> None:
+    with pytest.raises(ConfigError, match=r"windows \(24 tokens\), so pages are given back"):
+        sizes("mistral_window", method="eagle", model=eagle)
+
+
+def test_stages_of_a_pipeline(medusa: str) -> None:
+    config = load_config(
+        None,
+        {
+            "model.path": str(FIXTURES / "llama"),
+            "speculation.method": "medusa",
+            "speculation.model": medusa,
+            "parallel.pipeline": 2,
+        },
+        environ={},
+    ).config
+    model = decoder_config(read_checkpoint(FIXTURES / "llama"))[1]
+    with pytest.raises(ConfigError, match=r"parallel.pipeline is 2"):
+        resolve_sizes(config, model, np.dtype("float32"), "cpu")
