@@ -8,6 +8,7 @@ import make_dashboard
 import pytest
 from prometheus_client.core import Metric
 
+from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import create_scheduler
 from jaxserve.serve.counts import DoorCounts
@@ -28,14 +29,17 @@ def _counted() -> DoorCounts:
 
 
 def _exported() -> dict[str, set[str]]:
-    """Every name that a scrape has, with its labels."""
-    limits = make_limits()
+    """Every name that a scrape of a server with drafts has, with its labels."""
+    limits = make_limits(shapes=((2, 1),))
     engine = Engine(
-        runner=FakeRunner(limits),
+        runner=FakeRunner(limits, accept=lambda request_id, index, position, count: count),
         scheduler=create_scheduler("fcfs", limits),
         tokenizer=None,
-        model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=()),
+        model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=(), drafter="ngram"),
     )
+    sampling = SamplingParams(max_tokens=4, detokenize=False)
+    engine.submit(engine.prepare({"prompt_token_ids": [1, 2]}, sampling), lambda update: None)
+    engine.run_until_idle()
     families: list[Metric] = list(make_registry(engine, _counted()).collect())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

@@ -8,19 +8,17 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from rich.console import Console
-from serve_parts import Parts, Served, served
+from serve_parts import Parts
 from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.cli.top import fetch, render
 from jaxserve.client import Client, RequestFailed
-from jaxserve.config.schema import GrpcConfig, HttpConfig
 from jaxserve.engine import EngineGroup
 from jaxserve.engine.stats import StepStats
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.http.live import LiveFeed, Seen
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
-from jaxserve.testing import ByteTokenizer
 
 # vLLM's names, without the prefix: what a dashboard of vLLM asks for.
 CONVENTIONAL = {
@@ -93,8 +91,7 @@ def test_values_after_known_requests() -> None:
 def test_drafts_show_in_metrics_live_view_and_usage() -> None:
     """Of three drafts two are right. Ten tokens: one of the prompt's step, three, three, two of a step that has room
     for two, since it was planned before it was known that the one before it drew three of four, and one."""
-    parts = Served(tokenizer=ByteTokenizer(), shapes=((4, 1),), accept=lambda *draft: min(2, draft[-1]))
-    with served(parts, grpc_config=GrpcConfig(port=0), http_config=HttpConfig(port=0)):
+    with watched(grpc=True, drafts=True) as parts:
         body = {"model": "fake", "prompt": "ab", "max_tokens": 10, "ignore_eos": True}
         usage = http.post(f"{parts.http_url}/v1/completions", json=body).json()["usage"]
         until_idle(parts)

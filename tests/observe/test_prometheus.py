@@ -147,7 +147,10 @@ def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no Prometheus on this machine: apt-get install prometheus")
-    with watched(grpc=True) as parts, _prometheus(tmp_path, parts.http_url.removeprefix("http://"), program) as found:
+    with (
+        watched(grpc=True, drafts=True) as parts,
+        _prometheus(tmp_path, parts.http_url.removeprefix("http://"), program) as found,
+    ):
         until(lambda: found.ask("jaxserve:steps_total") == [0.0], "a first scrape, with the documented names")
         left = dict.fromkeys(_queries(), "")
         assert len(left) > 60

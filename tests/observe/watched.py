@@ -26,14 +26,24 @@ def watched(
     num_pages: int = 256,
     drain_s: float = WAIT_S,
     grpc: bool = False,
+    drafts: bool = False,
     **http: Any,
 ) -> Iterator[Served]:
-    """A server whose engine answers in bytes. With `tmp_path` it wants one of KEYS."""
+    """A server whose engine answers in bytes. With `tmp_path` it wants one of KEYS.
+
+    `drafts`: it speculates, and of three drafts two are right.
+    """
     if tmp_path is not None:
         path = tmp_path / "keys"
         path.write_text("\n".join(KEYS))
         http["api_keys_file"] = str(path)
-    parts = Served(tokenizer=ByteTokenizer(), delay_s=delay_s, num_pages=num_pages)
+    parts = Served(
+        tokenizer=ByteTokenizer(),
+        delay_s=delay_s,
+        num_pages=num_pages,
+        shapes=((4, 1),) if drafts else (),
+        accept=(lambda *draft: min(2, draft[-1])) if drafts else None,
+    )
     with served(
         parts,
         grpc_config=GrpcConfig(port=0 if grpc else None),
