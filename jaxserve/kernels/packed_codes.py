@@ -6,6 +6,7 @@ eight bits, too, products are sums of integers, at four times the rate. The mach
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -107,7 +108,7 @@ class PackedCodes(Weight):
             scratch=(jax.ShapeDtypeStruct((rounded.num_bytes,), jnp.uint8),),
         )
 
-    def _run(self, call: "Call", gating: Array, results: list[jax.ShapeDtypeStruct]) -> list[Array]:
+    def _run(self, call: "Call", gating: Array, results: list[jax.ShapeDtypeStruct]) -> Sequence[Array]:
         target = prepare(code=self.code, zeros=self.zeros is not None, block=self.block)
         zeros = () if self.zeros is None else (self.zeros,)
         return jax.ffi.ffi_call(target, results)(

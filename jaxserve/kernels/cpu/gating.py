@@ -118,7 +118,7 @@ def begin_gating(frame: Any, shared: Any, index: int) -> int:
     shared[_ROWS], shared[_ROOM_BYTES], shared[_SHORT] = rows, max(rows, 2) * _WIDTH * 4, given[2]
     shared[_ROOMS], shared[_OUT] = result(frame, 1) + given[3], result(frame, 0)
     shared[_COLUMNS] = size_of(frame, 1, 0) * _WIDTH // 2
-    return np.int64(given[4])
+    return given[4]
 
 
 @njit
