@@ -97,10 +97,11 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             lines.append(f"| {r['topology']} | {r['scheme']} | does not fit | | | | | |")
             continue
         moved, least = r["moved_bytes"], r["least_bytes"]
+        largest = r.get("largest_temporary")  # records of before lack it
         lines.append(
             f"| {r['topology']} | {r['scheme']} | {r['weight_bytes'] / 2**30:.1f} | {least / 1e9:.1f} "
             f"| {moved / 1e9:.1f} | {moved / least:.3f} | {r['temporary_bytes'] / 1e6:.0f} "
-            f"| {r['largest_temporary']['size'] / 1e6:.0f} |"
+            f"| {'not counted' if largest is None else format(largest['size'] / 1e6, '.0f') + ' MB'} |"
         )
     return lines
 

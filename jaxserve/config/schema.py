@@ -218,8 +218,9 @@ class KernelsConfig(Section):
     )
     matmul: str = pydantic.Field(
         default="auto",
-        description="Products with weights: XLA's, or numba_cpu, with weights packed at load. auto: numba_cpu on a CPU "
-        "where Numba is installed and a device has all of a layer.",
+        description="Products with weights: XLA's; numba_cpu, with weights packed at load; mosaic_tpu and mosaic_gpu "
+        "(Hopper), with kernels for codes. auto: numba_cpu on a CPU where Numba is installed and a device has all of a "
+        "layer, the device's own on a GPU or TPU if it runs the model, else XLA's.",
     )
     grouped_matmul: str = pydantic.Field(
         default="auto",

@@ -17,7 +17,9 @@ MIB = 2**20
 def compiled(fn, *shapes, donate=()) -> Module:
     sharding = jax.sharding.SingleDeviceSharding(absent_devices("v5e:2x2")[0])
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
-    return parse_hlo(jax.jit(fn, donate_argnums=donate).lower(*args).compile().as_text())
+    text = jax.jit(fn, donate_argnums=donate).lower(*args).compile().as_text()
+    assert text is not None
+    return parse_hlo(text)
 
 
 def test_an_array_on_the_way_is_found_with_where_it_comes_from():

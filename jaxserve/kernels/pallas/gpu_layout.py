@@ -168,9 +168,9 @@ def copy_tile(
         plgpu.copy_gmem_to_smem(source, tile_ref.at[pl.ds(j * rows, rows)], barrier)
 
 
-def copyable(by_head: Float[Array, "K G"]) -> Float[Array, "K G'"]:
-    """Float32 numbers padded so that those of one kv head can be copied: a multiple of 128 bytes."""
-    return jnp.pad(by_head, ((0, 0), (0, -by_head.shape[1] % 32)))
+def copyable(lines: Float[Array, "K G"]) -> Float[Array, "K G'"]:
+    """Float32 numbers padded so that those of one line (a kv head) can be copied: a multiple of 128 bytes."""
+    return jnp.pad(lines, ((0, 0), (0, -lines.shape[1] % 32)))
 
 
 # --- what the interpreter of jax 0.10 and 0.11 does not know ---------------------------------------------------------

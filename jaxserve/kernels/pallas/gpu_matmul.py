@@ -147,9 +147,11 @@ def _padded(codes: Array, x: Array, by_run: list[Array], run: int | None) -> tup
 
 
 def tile_rows(num_rows: int) -> int:
-    """Rows of a tile: all of them in whole groups of 8, or of several tiles as few as do."""
+    """Rows of a tile: all of them, or of several tiles as few as do, in groups of 8, beyond 32 of 16: the integer
+    wgmma has no other widths."""
     tiles = -(-num_rows // _MAX_ROWS)
-    return -(-num_rows // (tiles * _GROUP)) * _GROUP
+    group = _GROUP if num_rows <= 4 * _GROUP else 2 * _GROUP
+    return -(-num_rows // (tiles * group)) * group
 
 
 def num_parts(num_programs: int, steps: int) -> int:
@@ -177,11 +179,12 @@ def _multiply(
     width = _HALF if gated else halves * _HALF  # columns of the result of a program
     parts = 1 if gated else num_parts(num_out // width * tiles, steps)
     runs = 1 if run is None else depth // run  # of a slot
+    of_one = depth // runs  # numbers of the depth of a run in a slot
     stored = math.gcd(size, _STORED)
     sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     exact_parts = sums == jnp.int32 and parts > 1  # so that integers are added before anything is rounded
     out_dtype = jnp.int32 if exact_parts else jnp.bfloat16 if gated else jnp.float32
-    by_row = () if x_scales is None else (x_scales,)
+    by_row = () if x_scales is None else (layout.copyable(x_scales.reshape(tiles, size)),)
     many_sums = run is not None and halves == 2 and size > _HALF
 
     def multiply_codes(codes_ref, x_ref, *refs) -> None:
@@ -206,7 +209,7 @@ def _multiply(
             if run is None:
                 copy_runs(0, 0, barriers["once"])
             for source, target in zip(by_row_refs, smem["by_row"], strict=True):
-                plgpu.copy_gmem_to_smem(source.at[pl.ds(row, size)], target, barriers["once"])
+                plgpu.copy_gmem_to_smem(source.at[lax.axis_index("tile")], target, barriers["once"])
 
             def step(i: Array, _: None) -> None:
                 slot, inputs = lax.rem(i, jnp.int32(stages)), pl.ds((begin + i) * depth, depth)
@@ -242,8 +245,8 @@ def _multiply(
             def by_runs(slot: Array, acc: Array) -> Array:
                 wide = layout.widened_codes(smem["codes"].at[slot, own], interpret)
                 for at in range(runs):
-                    one = less_zeros(wide[:, at * run : (at + 1) * run], slot, at)
-                    rows = smem["x"].at[slot, :, pl.ds(at * run, run)]
+                    one = less_zeros(wide[:, at * of_one : (at + 1) * of_one], slot, at)
+                    rows = smem["x"].at[slot, :, pl.ds(at * of_one, of_one)]
                     found = layout.product(one, rows, interpret, transpose_b=True)
                     acc = acc + found * lax.broadcast_in_dim(of_run(0, slot, at), found.shape, (0,))
                 return acc
@@ -261,7 +264,8 @@ def _multiply(
             if run is None and not exact_parts:
                 factors = lax.broadcast_in_dim(of_run(0, 0, 0), acc.shape, (0,))
                 for ref in smem["by_row"]:
-                    factors = factors * lax.broadcast_in_dim(layout.load(ref, _BY_ROW, interpret), acc.shape, (1,))
+                    of_rows = layout.load(ref.at[pl.ds(0, size)], _BY_ROW, interpret)
+                    factors = factors * lax.broadcast_in_dim(of_rows, acc.shape, (1,))
                 acc = acc.astype(jnp.float32) * factors
             if not gated:
                 store(half, acc)
@@ -308,7 +312,7 @@ def _multiply(
         "codes": layout.tile_type((stages, slot_columns, depth), codes.dtype),
         "x": layout.tile_type((stages, size, depth), x.dtype, 128 if run is None else min(128, 2 * run)),
         "by_run": [plgpu.SMEM(of_slots, array.dtype) for array in by_run],
-        "by_row": [plgpu.SMEM((size,), array.dtype) for array in by_row],
+        "by_row": [plgpu.SMEM(array.shape[1:], array.dtype) for array in by_row],
     }
     copies = (2 if gated else 1) * len(by_run)
     barriers = {
