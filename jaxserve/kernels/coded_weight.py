@@ -14,7 +14,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.matmul import Axes
-from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage, largest_by_row, round_to_codes, scales_for
+from jaxserve.kernels.storage import (
+    FLOAT,
+    Arithmetic,
+    Storage,
+    T,
+    decode_float4,
+    largest_by_row,
+    round_to_codes,
+    scales_for,
+)
 from jaxserve.kernels.xla_matmul import DenseWeight
 
 _LARGEST = 127.0  # magnitude of an int8 code of activations
@@ -59,7 +68,7 @@ class CodedWeight:
         """`Weight.multiply`."""
         assert self.num_in > 0, "a table that is only looked up"
         if self.arithmetic.activations == "int8":
-            return self._in_integers(x.reshape(x.shape[0], -1)).reshape(-1, *self.out_shape)
+            return self.multiply_rounded(self.rounded(x)).reshape(-1, *self.out_shape)
         if self.storage.group is None:
             dense = DenseWeight(array=self._centred(self.codes, self.zeros, x.dtype), num_in=self.num_in)
             return dense.multiply(x) * self.scales.reshape(self.out_shape)
@@ -77,7 +86,7 @@ class CodedWeight:
         """The weight [*out, *in] in float64, on the host."""
         codes, scales, zeros = (None if leaf is None else np.asarray(leaf, np.float64) for leaf in self._flat())
         assert codes is not None and scales is not None
-        size = codes.shape[1] // len(scales)
+        codes, size = self._decoded(codes), codes.shape[1] // len(scales)
         if zeros is not None:
             codes = codes - np.repeat(zeros.T, size, axis=1)
         return (codes * np.repeat(scales.T, size, axis=1)).reshape(self.codes.shape)
@@ -91,8 +100,11 @@ class CodedWeight:
 
     def _centred(self, codes: Array, zeros: Array | None, dtype: jax.typing.DTypeLike) -> Array:
         """Codes less their zeros. Exact in every dtype of activations: no difference has more than eight bits."""
-        wide = codes.astype(dtype)
+        wide = self._decoded(codes.astype(dtype))
         return wide if zeros is None else wide - zeros.astype(dtype)
+
+    def _decoded(self, codes: T) -> T:
+        return decode_float4(codes) if self.storage.code == "float4_e2m1fn" else codes
 
     def _flat(self) -> tuple[Array, Array, Array | None]:
         """Codes [N, K], scales and zeros [G, N]."""
@@ -112,28 +124,32 @@ class CodedWeight:
 
         return jax.lax.fori_loop(0, len(scales), turn, jnp.zeros((x.shape[0], len(codes)), jnp.float32))
 
-    def _in_integers(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
+    def rounded(self, x: Float[Array, "T ..."]) -> "RoundedRows":
+        """Rows as codes, for products in integers."""
+        x = x.reshape(x.shape[0], -1)
+        block = min(self.arithmetic.block or x.shape[1], x.shape[1])
+        return round_rows(x, block, self.cut_over if self.arithmetic.block is None else ())
+
+    def multiply_rounded(self, x: "RoundedRows") -> Float[Array, "T N"]:
         """Sums of products of codes are exact within a run of inputs that share both scales."""
         codes, scales, zeros = self._flat()
-        depth = codes.shape[1]
-        block = min(self.arithmetic.block or depth, depth)
+        depth, block = codes.shape[1], x.block
         of_group = depth // len(scales)
         run = math.gcd(block, of_group) if self.arithmetic.block else of_group
-        rounded, x_scales = _round_activations(x, block, self.cut_over if self.arithmetic.block is None else ())
 
         def part(start: Array | int, size: int) -> Array:
-            inputs = jax.lax.dynamic_slice_in_dim(rounded, start, size, axis=1)
-            weights = jax.lax.dynamic_slice_in_dim(codes, start, size, axis=1).astype(jnp.int8)
+            inputs = jax.lax.dynamic_slice_in_dim(x.codes, start, size, axis=1)
+            weights = self._decoded(jax.lax.dynamic_slice_in_dim(codes, start, size, axis=1).astype(jnp.int8))
             total = jax.lax.dot_general(inputs, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
             group = start // of_group
             if zeros is not None:
                 sums = jnp.sum(inputs, axis=1, dtype=jnp.int32)
                 total = total - sums[:, None] * zeros[group].astype(jnp.int32)
-            return total.astype(jnp.float32) * (scales[group] * x_scales[:, start // block, None])
+            return total.astype(jnp.float32) * (scales[group] * x.scales[:, start // block, None])
 
         if run == depth:
             return part(0, depth)
-        total = jnp.zeros((x.shape[0], len(codes)), jnp.float32)
+        total = jnp.zeros((x.codes.shape[0], len(codes)), jnp.float32)
         return jax.lax.fori_loop(0, depth // run, lambda i, total: total + part(i * run, run), total)
 
 
@@ -160,10 +176,17 @@ def round_weight(
     )
 
 
-def _round_activations(
-    x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
-) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
-    """int8 codes, and a scale for each block of inputs: the largest magnitude over 127.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundedRows:
+    """Activations as int8 codes, and a scale for each block of `block` inputs."""
+
+    codes: Int[Array, "T K"]
+    scales: Float[Array, "T B"]
+    block: int
+
+
+def round_rows(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) -> RoundedRows:
+    """The nearest codes. A scale is the largest magnitude of its inputs over 127, also on devices along `cut_over`.
 
     A block of zeros has the scale 0. One with a number that is not finite has a scale that is not either, and so has
     the row's product.
@@ -176,4 +199,4 @@ def _round_activations(
     steps = blocks * jnp.where((largest > 0) & (largest < jnp.inf), _LARGEST / largest, 0)
     codes = jnp.where(jnp.isfinite(steps), jnp.clip(jnp.round(steps), -_LARGEST, _LARGEST), 0).astype(jnp.int8)
     scales = jnp.where(largest < jnp.inf, largest / _LARGEST, jnp.nan)
-    return codes.reshape(len(x), -1)[:, :depth], scales[..., 0]
+    return RoundedRows(codes=codes.reshape(len(x), -1)[:, :depth], scales=scales[..., 0], block=block)

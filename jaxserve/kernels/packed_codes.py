@@ -68,24 +68,30 @@ class PackedCodes:
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         """`Weight.multiply`, as the class says."""
         panels, _, width, _ = self.panels.shape
-        depth = math.prod(self.in_shape)
-        rows = x.reshape(-1, depth).astype(jnp.float32)
-        results = [jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)]
-        if self.block is None:
-            rows = jnp.pad(rows, ((0, 0), (0, -depth % 4)))
-            sizes = [self.group or rows.shape[1], 1]
-        else:
-            run = math.gcd(self.group or self.block, self.block)
-            rounded = scratch.RoundedRows.of(num_rows=rows.shape[0], depth=depth, run=run)
-            places = [rounded.row_bytes, rounded.scales_begin, rounded.sums_begin]
-            sizes = [run, -(-(self.group or depth) // run), *places]
-            results.append(jax.ShapeDtypeStruct((rounded.num_bytes,), jnp.uint8))
+        call = self.call(x)
+        results = [jax.ShapeDtypeStruct((call.rows.shape[0], panels * width), jnp.float32), *call.scratch]
         zeros = () if self.zeros is None else (self.zeros,)
         target = prepare(zeros=self.zeros is not None, block=self.block)
         out, *_ = jax.ffi.ffi_call(target, results)(
-            rows, self.panels, self.scales, *zeros, jnp.asarray(sizes, jnp.int32)
+            call.rows, self.panels, self.scales, *zeros, jnp.asarray(call.sizes, jnp.int32)
         )
         return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
+
+    def call(self, x: Float[Array, "T ..."]) -> "Call":
+        """What the machine code is given beside the weight."""
+        depth = math.prod(self.in_shape)
+        rows = x.reshape(-1, depth).astype(jnp.float32)
+        if self.block is None:
+            rows = jnp.pad(rows, ((0, 0), (0, -depth % 4)))
+            return Call(rows=rows, sizes=(self.group or rows.shape[1], 1), scratch=())
+        run = math.gcd(self.group or self.block, self.block)
+        rounded = scratch.RoundedRows.of(num_rows=rows.shape[0], depth=depth, run=run)
+        places = (rounded.row_bytes, rounded.scales_begin, rounded.sums_begin)
+        return Call(
+            rows=rows,
+            sizes=(run, -(-(self.group or depth) // run), *places),
+            scratch=(jax.ShapeDtypeStruct((rounded.num_bytes,), jnp.uint8),),
+        )
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
         """`Weight.take`."""
@@ -105,6 +111,15 @@ class PackedCodes:
         del axes
         scales: Axes = (None, None, None)
         return ((None, None, None, None), *[scales] * (1 if self.zeros is None else 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Rows as the machine code takes them, its sizes, and the shapes of its scratch arrays."""
+
+    rows: Float[Array, "T K"]
+    sizes: tuple[int, ...]
+    scratch: tuple[jax.ShapeDtypeStruct, ...]
 
 
 def prepare(*, zeros: bool, block: int | None) -> str:

@@ -126,7 +126,7 @@ def build_runners(
         machine_code.keep_machine_code(directory)
     progress.begin(_kernels_phase(sizes, directory))
     matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept), device)
-    grouped = choose_grouped_matmul(config, partition, dtype, device)
+    grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
     models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]
     attention = choose(PAGED_ATTENTION, config, attention_uses(partition.local, sizes, dtype), device)

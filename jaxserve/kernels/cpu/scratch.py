@@ -13,6 +13,9 @@ FIRST_WORD, SHARES, TURNS, TAKEN, WORDS = 20, *(64 + n * MAX_WORKERS for n in ra
 BYTES = 0  # of a scratch array, before what attention keeps there
 RUN_BYTES = 3 * 8  # of the scratch array of the grouped product: expert, first row and rows of each expert hit
 
+EXPERT_RUN_WORDS = 4  # the same of experts in codes: also the first work item
+CALL_WORDS = 64  # of a state, before those that workers count in
+
 BLOCK = 128  # inputs of a row that are rounded with one scale
 
 _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, times tokens
@@ -79,3 +82,8 @@ class RoundedRows:
         sums_begin = scales_begin + num_rows * -(-depth // BLOCK) * 4
         num_bytes = sums_begin + num_rows * -(-depth // run) * 4
         return cls(row_bytes=row_bytes, scales_begin=scales_begin, sums_begin=sums_begin, num_bytes=num_bytes)
+
+
+def coded_experts_bytes(num_experts: int) -> int:
+    """Of a grouped product with codes: the runs of rows, then words of each worker."""
+    return 8 * (EXPERT_RUN_WORDS * num_experts + MAX_WORKERS * CALL_WORDS)
