@@ -1,6 +1,7 @@
 """Experts as codes and scales, multiplied by XLA in a loop over tiles of rows: runs everywhere.
 
-A turn reads the codes of one expert and widens no others. Where inputs are in groups, it is a loop over these.
+A turn reads the codes of one expert and widens no others. Where inputs are in groups, the products of all groups are
+one batched product, before their scales come: a loop over groups in a loop over tiles would be turns of microseconds.
 """
 
 import dataclasses
@@ -51,8 +52,10 @@ class CodedExperts:
         def product(expert: Array, first: Array, size: int) -> Array:
             weight = self.of(expert)
             found = [jax.lax.dynamic_slice_in_dim(operand, first, size) for operand in operands]
-            if rows is None:
+            if rows is None and self.storage.group is None:
                 return weight.multiply(found[0])
+            if rows is None:
+                return weight.multiply_batched(found[0]).reshape(size, *out_shape)
             tile = RoundedRows(codes=found[0], scales=found[1], block=rows.block)
             return weight.multiply_rounded(tile).reshape(size, *out_shape)
 

@@ -124,11 +124,31 @@ class CodedWeight:
 
         return jax.lax.fori_loop(0, len(scales), turn, jnp.zeros((x.shape[0], len(codes)), jnp.float32))
 
+    def multiply_batched(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
+        """The product with codes in groups, all groups at once: XLA may widen the codes of the whole weight for it."""
+        codes, scales, zeros = self._flat()
+        num_out, num_groups = len(codes), len(scales)
+        by_group = codes.reshape(num_out, num_groups, -1)
+        centred = self._centred(by_group, None if zeros is None else zeros.T[..., None], x.dtype)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        products = jax.lax.dot_general(
+            x.reshape(len(x), num_groups, -1),
+            centred,
+            (((2,), (2,)), ((1,), (1,))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.sum(products * scales[:, None], axis=0)
+
     def rounded(self, x: Float[Array, "T ..."]) -> "RoundedRows":
         """Rows as codes, for products in integers."""
         x = x.reshape(x.shape[0], -1)
-        block = min(self.arithmetic.block or x.shape[1], x.shape[1])
-        return round_rows(x, block, self.cut_over if self.arithmetic.block is None else ())
+        block, depth = self.arithmetic.block, x.shape[1]
+        if block is None:
+            return round_rows(x, depth, self.cut_over)
+        if self.cut_over and depth % block:
+            return _round_shared_blocks(x, block, self.cut_over)
+        return round_rows(x, min(block, depth), ())
 
     def multiply_rounded(self, x: "RoundedRows") -> Float[Array, "T N"]:
         """Sums of products of codes are exact within a run of inputs that share both scales."""
@@ -178,11 +198,24 @@ def round_weight(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundedRows:
-    """Activations as int8 codes, and a scale for each block of `block` inputs."""
+    """Activations as int8 codes, and a scale for each `block` inputs."""
 
     codes: Int[Array, "T K"]
     scales: Float[Array, "T B"]
     block: int
+
+
+def _round_shared_blocks(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) -> RoundedRows:
+    """`round_rows` in blocks of the inputs of all devices. Some lie on two or more, which share their scales."""
+    num_rows, depth = x.shape
+    run = math.gcd(depth, block)
+    runs = jnp.abs(x.astype(jnp.float32)).reshape(num_rows, -1, run).max(axis=2)
+    first = jax.lax.axis_index(cut_over) * (depth // run)
+    block_of = (first + jnp.arange(depth // run)) * run // block
+    num_blocks = -(-depth * jax.lax.psum(1, cut_over) // block)
+    largest = jnp.zeros((num_rows, num_blocks), jnp.float32).at[:, block_of].max(runs)
+    largest = jax.lax.pmax(largest, cut_over)[:, block_of]
+    return _codes_of(x, largest, run)
 
 
 def round_rows(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) -> RoundedRows:
@@ -193,10 +226,18 @@ def round_rows(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) ->
     """
     depth = x.shape[1]
     blocks = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -depth % block))).reshape(len(x), -1, block)
-    largest = jnp.max(jnp.abs(blocks), axis=2, keepdims=True)
+    largest = jnp.max(jnp.abs(blocks), axis=2)
     if cut_over:
         largest = jax.lax.pmax(largest, cut_over)
-    steps = blocks * jnp.where((largest > 0) & (largest < jnp.inf), _LARGEST / largest, 0)
+    return _codes_of(x, largest, block)
+
+
+def _codes_of(x: Float[Array, "T K"], largest: Float[Array, "T B"], block: int) -> RoundedRows:
+    """The nearest codes, given the magnitude that is 127 in each block of inputs."""
+    depth = x.shape[1]
+    blocks = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -depth % block))).reshape(len(x), -1, block)
+    by = largest[..., None]
+    steps = blocks * jnp.where((by > 0) & (by < jnp.inf), _LARGEST / by, 0)
     codes = jnp.where(jnp.isfinite(steps), jnp.clip(jnp.round(steps), -_LARGEST, _LARGEST), 0).astype(jnp.int8)
     scales = jnp.where(largest < jnp.inf, largest / _LARGEST, jnp.nan)
-    return RoundedRows(codes=codes.reshape(len(x), -1)[:, :depth], scales=scales[..., 0], block=block)
+    return RoundedRows(codes=codes.reshape(len(x), -1)[:, :depth], scales=scales, block=block)

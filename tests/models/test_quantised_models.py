@@ -12,6 +12,7 @@ import quantised_oracle as oracle
 from test_loading import mesh_of
 
 from jaxserve.config.schema import ParallelConfig
+from jaxserve.kernels.storage import Storage
 from jaxserve.models import load_model, read_checkpoint
 from jaxserve.models.quantised import Quantisation, describe_quantisation
 from jaxserve.models.safetensors_files import TensorSource
@@ -84,6 +85,8 @@ def test_three_formats_in_one_kernel(tmp_path: Path) -> None:
     makers = {"k_proj": None, "v_proj": oracle.float8, "": oracle.pack_quantized}
     pair = models.llama_pair(tmp_path, table, makers)
     assert_same_parameters(pair, "float32", mesh_of(2))
+    parts = load_model(pair.quantised, dtype="float32").kept["layers", 0, "attention", "qkv", "kernel"].parts
+    assert [part.kept and part.kept.storage for part in parts] == [Storage(code="int4", group=32), None]
 
 
 def test_dynamic_settings_of_gptq(tmp_path: Path) -> None:
