@@ -46,6 +46,10 @@ class MissingCompiler(ConfigError):
     """The compiler for a device that is not here is not installed; the message names the package."""
 
 
+class KernelsUnavailable(ConfigError):
+    """The compiler of some kernels is installed, and fails; the message has its reason and the remedy."""
+
+
 class HostMismatch(ConfigError):
     """Processes that run one model together were started with different versions, settings or weights."""
 

@@ -9,6 +9,7 @@ since one that is shared or slow shows in them.
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
@@ -23,10 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxserve.kernels.coded_weight import round_weight
 from jaxserve.kernels.cpu.target import find_target
 from jaxserve.kernels.matmul import Weight
-from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes
+from jaxserve.kernels.packed_codes import BLOCK
+from jaxserve.kernels.packed_codes import pack as pack_code_weight
 from jaxserve.kernels.packed_weight import pack
+from jaxserve.kernels.storage import Arithmetic, Storage
 from jaxserve.lab.bench.rates import machine_rates
 
 IN, OUT, WEIGHTS = 768, 4096, 24  # 302 MB of float32: far more than any cache, as in a model
@@ -54,16 +58,37 @@ def packed(x: Array, w: Weight) -> Array:
     return w.multiply(x)
 
 
+def then_gated(x: Array, w: Weight) -> Array:
+    """The kernels of this package, with gate before up, and loops of XLA for silu(gate) * up."""
+    gate, up = jnp.split(w.multiply(x).astype(x.dtype), 2, axis=1)
+    return jax.nn.silu(gate) * up
+
+
+def gated(x: Array, w: Weight) -> Array:
+    """The kernels of this package, silu(gate) * up included."""
+    return w.multiply_gated(x, "silu")
+
+
 def lay_panels(w: Array) -> Weight:
     return pack(w, 1, find_target().width)
 
 
-def lay_codes(w: Array, group: int | None, block: int | None) -> PackedCodes:
-    """Codes by rounding to nearest, with one scale for each output and group."""
-    grouped = np.asarray(w, np.float32).reshape(OUT, -1, group or IN)
-    scales = np.abs(grouped).max(axis=2) / 127
-    codes = np.rint(grouped / scales[..., None]).astype(np.int8).reshape(OUT, IN)
-    return pack_codes(codes, scales, (OUT,), (IN,), group, find_target().width, block=block)
+def lay_halves(w: Array) -> Weight:
+    return lay_panels(w.reshape(2, -1, IN))
+
+
+def lay_codes(w: Array, storage: Storage, block: int | None) -> Weight:
+    """Codes by rounding to nearest."""
+    rounded = round_weight(np.asarray(w), 1, storage, "float32", Arithmetic(block=block))
+    return pack_code_weight(rounded, find_target().width)
+
+
+def lay_row_codes(w: Array) -> Weight:
+    return lay_codes(w, Storage(code="int8"), BLOCK)
+
+
+def lay_half_codes(w: Array) -> Weight:
+    return lay_row_codes(w.reshape(2, -1, IN))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +109,31 @@ FORMS = (
     Form(name="packed", product=packed, lay=lay_panels),
     Form(name="right, out x in", product=right_out_in, lay=lambda w: w, dtype="bfloat16"),
     Form(name="packed", product=packed, lay=lay_panels, dtype="bfloat16"),
-    Form(name="packed", product=packed, lay=lambda w: lay_codes(w, None, None), storage="int8"),
-    Form(name="packed, rounded rows", product=packed, lay=lambda w: lay_codes(w, None, BLOCK), storage="int8"),
-    Form(name="packed, rounded rows", product=packed, lay=lambda w: lay_codes(w, 32, BLOCK), storage="int8, groups 32"),
+    *(
+        Form(name=f"gate and up, {name}", product=product, lay=lay, dtype=dtype, storage=storage)
+        for dtype, storage, plain, halves in (
+            ("float32", None, lay_panels, lay_halves),
+            ("bfloat16", None, lay_panels, lay_halves),
+            ("float32", "int8, rounded rows", lay_row_codes, lay_half_codes),
+        )
+        for name, product, lay in (("then silu in XLA", then_gated, plain), ("with silu", gated, halves))
+    ),
+    *(
+        Form(
+            name="packed" if block is None else "packed, rounded rows",
+            product=packed,
+            lay=functools.partial(lay_codes, storage=Storage(code=code, group=group), block=block),
+            storage=code if group is None else f"{code}, groups {group}",
+        )
+        for code, group, block in (
+            ("int8", None, None),
+            ("int8", None, BLOCK),
+            ("int8", 32, BLOCK),
+            ("int4", 128, None),
+            ("int4", 128, BLOCK),
+            ("int4", 32, BLOCK),
+        )
+    ),
 )
 
 

@@ -32,7 +32,7 @@ from jaxserve.text import ChatTemplate, encode_chat, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- quality: written by scripts/quality.py -->", "<!-- end of quality -->"
-WEIGHTS = ("none", "int8", "int8-a8", "int4", "fp8")
+WEIGHTS = ("none", "int8", "int8-a8", "int4", "int4-a8", "fp8")
 CACHES = ("int8", "float8_e4m3fn", "float8_e5m2")
 PAGE, TOKENS = 16, 256  # tokens of a page, and of a text with its answer
 

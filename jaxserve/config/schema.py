@@ -38,12 +38,12 @@ class ModelConfig(Section):
         description="Type of weights and activations; auto: float32 on CPU, else the checkpoint's; float16 becomes "
         "bfloat16, with a warning.",
     )
-    quantization: Literal["auto", "none", "int8", "int8-a8", "int4", "fp8"] = pydantic.Field(
+    quantization: Literal["auto", "none", "int8", "int8-a8", "int4", "int4-a8", "fp8"] = pydantic.Field(
         default="auto",
         description="What weights are kept as; auto: as the checkpoint has them, codes or floats; none: codes are "
         "widened to floats. The others round a float checkpoint at load: int8 and fp8 with a scale for each row, int4 "
-        "with one for each 128 inputs; int8-a8 rounds activations, too, and can be had of a checkpoint of integer "
-        "codes. Embeddings, norms and routers stay floats.",
+        "with one for each 128 inputs; int8-a8 and int4-a8 round activations, too, and int8-a8 can be had of a "
+        "checkpoint of integer codes. Embeddings, norms and routers stay floats.",
     )
     quantization_rules: dict[str, str] = pydantic.Field(
         default={},

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.storage import (
     FLOAT,
     Arithmetic,
@@ -31,7 +31,7 @@ _LARGEST = 127.0  # magnitude of an int8 code of activations
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodedWeight:
+class CodedWeight(Weight):
     """A matrix [*out, *in], or a table [out, in] of rows, as codes.
 
     Attributes:

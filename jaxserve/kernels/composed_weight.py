@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.row_sum import row_sum
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from jaxserve.kernels.xla_matmul import DenseWeight
@@ -24,7 +24,7 @@ Change = Callable[[Any], Any]  # of a weight that is not made of others
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SideBySide:
+class SideBySide(Weight):
     """Weights [*out, *in] that are pieces of one along an axis of its outputs, such as query, key and value.
 
     Attributes:
@@ -54,7 +54,7 @@ class SideBySide:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reordered:
+class Reordered(Weight):
     """A weight whose inputs lie in an order of their own, by which inputs that share a scale follow one another.
 
     Attributes:
@@ -91,7 +91,7 @@ class Reordered:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WithOffsets:
+class WithOffsets(Weight):
     """Codes whose groups have a number of their own that is subtracted: w = (code - zero) * scale - offset.
 
     A product is that of the codes, less that of the offsets and the sums of the groups of inputs, in float32.

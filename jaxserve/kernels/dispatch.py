@@ -11,6 +11,7 @@ implementation that the log names is the one that runs.
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from jaxserve.errors import ConfigError
@@ -71,6 +72,7 @@ class Op(Generic[I, U]):
       case_of: a small case that shows whether a use is computed right.
       error: how far an implementation is from float64 over a case, relative; infinity for NaN.
       limit: the largest such error that rounding explains.
+      slower: why 'auto' should pass an implementation over on this machine, by known or measured rates, or None.
     """
 
     name: str
@@ -84,12 +86,20 @@ class Op(Generic[I, U]):
     case_of: Callable[[U], Any]
     error: Callable[[I, Any], float]
     limit: Callable[[I, U], float]
+    slower: Callable[[I, U], str | None] = lambda implementation, use: None
 
-    def resolve(self, *, device: Device, uses: Sequence[U] = (), choice: str | I = "auto") -> I:
+    def resolve(
+        self,
+        *,
+        device: Device,
+        uses: Sequence[U] = (),
+        choice: str | I = "auto",
+        passed_over: Mapping[str, str] = MappingProxyType({}),
+    ) -> I:
         """The implementation that runs on `device`.
 
         `choice` is 'auto', a known name, 'package.module:NAME', or the implementation itself. `uses` are what it will
-        be asked for, checked here.
+        be asked for, checked here. `passed_over`: names that 'auto' must not take, with the reasons.
 
         Raises ConfigError when the backend or the name is unknown, or the implementation named cannot run a use, or
         when 'auto' finds none.
@@ -99,7 +109,7 @@ class Op(Generic[I, U]):
         for use in uses:
             self.validate(use)
         if isinstance(choice, str) and choice == "auto":
-            return self._best(device, uses)
+            return self._best(device, uses, passed_over)
         found = self.make(choice, device)
         if refusals := _refusals(found, uses):
             raise ConfigError(
@@ -118,19 +128,22 @@ class Op(Generic[I, U]):
             )
         return made
 
-    def _best(self, device: Device, uses: Sequence[U]) -> I:
-        passed_over = []
+    def _best(self, device: Device, uses: Sequence[U], passed_over: Mapping[str, str]) -> I:
+        reasons = []
         for name in self.preferred[device.backend]:
+            if name in passed_over:
+                reasons.append(f"{name!r} is passed over ({passed_over[name]})")
+                continue
             found = self.make(name, device)
             refusals = _refusals(found, uses)
             if refusals:
-                passed_over.append(f"{name!r} cannot run this model ({'; '.join(refusals)})")
+                reasons.append(f"{name!r} cannot run this model ({'; '.join(refusals)})")
             else:
-                reason = "; ".join(passed_over) or f"it is the one made for {device.backend}"
+                reason = "; ".join(reasons) or f"it is the one made for {device.backend}"
                 logger.info("%s on %s: %r, since %s", self.name, device.kind, name, reason)
                 return found
         wanted = " and ".join(dict.fromkeys(map(self.describe, uses))) or "any use"
-        raise ConfigError(f"no implementation of {self.name} runs {wanted} on {device.kind}: {'; '.join(passed_over)}")
+        raise ConfigError(f"no implementation of {self.name} runs {wanted} on {device.kind}: {'; '.join(reasons)}")
 
     def check(self, implementation: I, use: U, device: Device) -> float:
         """The relative error over a small batch on JAX's default device.

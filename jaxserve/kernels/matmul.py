@@ -11,6 +11,7 @@ from typing import Protocol
 
 from jaxtyping import Array, Float, Int
 
+from jaxserve.kernels.activations import ACTIVATIONS
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 
 Axes = tuple[str | None, ...]  # logical names of an array's axes; None: one that has none, and is never cut
@@ -19,12 +20,23 @@ Axes = tuple[str | None, ...]  # logical names of an array's axes; None: one tha
 class Weight(Protocol):
     """A matrix [*out, *in] that is multiplied with, or a table [out, in] of rows; a pytree of arrays.
 
+    Forms of weights derive from it, for what it does by way of `multiply`.
+
     Inside a step the arrays are those of one device, so what is static in a weight must not name a size that is cut.
     """
 
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         """x [T, *in] times the weight as [T, *out], summed and returned in float32."""
         ...
+
+    def multiply_gated(self, x: Float[Array, "T ..."], activation: str) -> Float[Array, "T F"]:
+        """Of a weight [2, F, *in], gate before up: activation(gate x) * (up x), in the dtype of x.
+
+        `activation` is a name of `ACTIVATIONS`. A form that cannot do it where its products end does it here, from
+        products in the dtype of x.
+        """
+        both = self.multiply(x).astype(x.dtype)
+        return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Rows of a table, in the dtype of activations; zeros for a row past the last."""

@@ -48,7 +48,7 @@ def make_matmul(device: Device) -> Matmul:
         if use.storage is None:
             machine_code.provide("matmul", use.dtype)
         else:
-            packed_codes.prepare(zeros=use.storage.zeros, block=use.arithmetic.block)
+            packed_codes.prepare(code=use.storage.code, zeros=use.storage.zeros, block=use.arithmetic.block)
 
     return Matmul(
         name="numba_cpu",

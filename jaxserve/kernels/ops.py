@@ -9,6 +9,7 @@ from jaxserve.kernels.dispatch import ENTRY_POINTS, Op
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Matmul, MatmulUse
 from jaxserve.kernels.paged_attention import CACHE_DTYPES, AttentionUse, PagedAttention
+from jaxserve.kernels.product_rates import slower_products
 from jaxserve.registry import Registry
 
 
@@ -79,6 +80,7 @@ MATMUL: Op[Matmul, MatmulUse] = Op(
     case_of=self_check.matmul_case,
     error=self_check.matmul_error,
     limit=self_check.matmul_limit,
+    slower=slower_products,
 )
 
 GROUPED_MATMUL: Op[GroupedMatmul, GroupedMatmulUse] = Op(

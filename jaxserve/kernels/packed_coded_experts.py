@@ -5,7 +5,6 @@ machine code, in `cpu.grouped_codes`, reads the panels of the experts that have 
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels import packed_codes
+from jaxserve.kernels import halves, packed_codes
 from jaxserve.kernels.coded_experts import CodedExperts
 from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.kernels.cpu import machine_code, scratch
@@ -50,18 +49,20 @@ class PackedCodedExperts:
         ]
         flat = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in jax.tree.leaves(codes))
         sizes = jnp.asarray([*call.sizes, *(0,) * (_SIZES - len(call.sizes)), experts, panels], jnp.int32)
-        target = prepare(zeros=codes.zeros is not None, block=codes.block)
-        out, *_ = jax.ffi.ffi_call(target, results)(call.rows, *flat, sizes, group_sizes.astype(jnp.int32))
-        return out[:, : math.prod(codes.out_shape)].reshape(-1, *codes.out_shape)
+        target = prepare(code=codes.code, zeros=codes.zeros is not None, block=codes.block)
+        gating = jnp.zeros(0, jnp.int32)
+        out, *_ = jax.ffi.ffi_call(target, results)(call.rows, *flat, sizes, gating, group_sizes.astype(jnp.int32))
+        return halves.from_panels(out, codes.out_shape, width)
 
     def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
         """`ExpertWeight.leaf_axes`: devices may have different experts; the panels of one are never cut."""
         return tuple((axes[0], *(None,) * (leaf.ndim - 1)) for leaf in jax.tree.leaves(self.codes))
 
 
-def prepare(*, zeros: bool, block: int | None) -> str:
+def prepare(*, code: str, zeros: bool, block: int | None) -> str:
     """Makes ready what products of such experts call by name (`GroupedMatmul.prepare`). Returns the name."""
-    form = "by_float32" if block is None else "by_int8"
+    code = "int8" if code == "float4_e2m1fn" else code
+    form = f"{code}_by_{'float32' if block is None else 'int8'}"
     return machine_code.provide("grouped_codes", f"{form}_zeros" if zeros else form)
 
 

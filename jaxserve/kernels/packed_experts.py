@@ -96,7 +96,8 @@ def make_grouped_matmul(device: Device) -> GroupedMatmul:
         if use.storage is None:
             machine_code.provide("grouped_matmul", use.dtype)
         else:
-            packed_coded_experts.prepare(zeros=use.storage.zeros, block=use.arithmetic.block)
+            storage, block = use.storage, use.arithmetic.block
+            packed_coded_experts.prepare(code=storage.code, zeros=storage.zeros, block=block)
 
     return GroupedMatmul(
         name="numba_cpu",

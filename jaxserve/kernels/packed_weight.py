@@ -15,18 +15,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.kernels import halves
 from jaxserve.kernels.cpu import machine_code
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 
 _ALIGNMENT = 64  # bytes, of buffers of XLA:CPU
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedWeight:
+class PackedWeight(Weight):
     """A weight [*out, *in] of which [p, k, w] is what row p * W + w of [out, in] has in column k.
 
     Of bfloat16, two columns lie side by side, as the instructions of processors take them: [p, k // 2, w, k % 2].
+    Of a weight [2, F, *in], a panel has W / 2 rows of the first half and the same of the second (`halves`).
 
     Attributes:
       panels: W is the width of the processor's blocks; rows and columns past the last are zeros.
@@ -46,12 +48,29 @@ class PackedWeight:
         panels, _, width = self.panels.shape[:3]
         rows = as_elements(x.reshape(-1, math.prod(self.in_shape)).astype(self.panels.dtype))
         result = jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)
-        out = jax.ffi.ffi_call(machine_code.provide("matmul", self.panels.dtype.name), result)(rows, self.panels)
-        return out[:, : math.prod(self.out_shape)].reshape(-1, *self.out_shape)
+        target, plain = machine_code.provide("matmul", self.panels.dtype.name), jnp.zeros(0, jnp.int32)
+        out = jax.ffi.ffi_call(target, result)(rows, self.panels, plain)
+        return halves.from_panels(out, self.out_shape, width)
+
+    def multiply_gated(self, x: Float[Array, "T ..."], activation: str) -> Float[Array, "T F"]:
+        """`Weight.multiply_gated`: both products as `multiply` gives them, and one rounding to the dtype of x."""
+        if activation not in halves.FACTORS:
+            return super().multiply_gated(x, activation)
+        assert halves.has_halves(self.out_shape), self.out_shape
+        panels, _, width = self.panels.shape[:3]
+        rows = as_elements(x.reshape(-1, math.prod(self.in_shape)).astype(self.panels.dtype))
+        rooms = halves.rooms_of(rows.shape[0], width)
+        numbers = halves.gating_numbers(activation, x.dtype, rooms)
+        results = halves.gated_results(rows.shape[0], panels * width // 2, x.dtype, rooms)
+        out, _ = jax.ffi.ffi_call(machine_code.provide("matmul", self.panels.dtype.name), results)(
+            rows, self.panels, numbers
+        )
+        return out[:, : self.out_shape[1]]
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
         """`Weight.take`."""
         width = self.panels.shape[2]
+        assert not halves.has_halves(self.out_shape), "no table has"
         taken = self.panels.at[rows // width, :, rows % width].get(mode="fill", fill_value=0)
         return taken.reshape(rows.shape[0], -1)[:, : math.prod(self.in_shape)]
 
@@ -72,7 +91,7 @@ def pack(weight: Float[Array, "..."], num_in: int, width: int) -> PackedWeight:
     """A weight whose last `num_in` axes are multiplied away, in panels of `width`; on the host, without compiling."""
     shape = packed_shape(weight, num_in, width)
     num_out, depth = math.prod(shape.out_shape), math.prod(shape.in_shape)
-    flat = np.asarray(weight).reshape(num_out, depth)
+    flat = halves.side_by_side(np.asarray(weight).reshape(num_out, depth), shape.out_shape, width)
     panels = empty_panels(shape.panels)
     fill_panels(panels, flat)
     sharding = weight.sharding
@@ -116,7 +135,7 @@ def packed_shape(weight: jax.ShapeDtypeStruct | Array, num_in: int, width: int) 
 
 def panels_shape(out_shape: tuple[int, ...], depth: int, width: int, dtype: Any) -> tuple[int, ...]:
     """Axes of the panels of one matrix."""
-    num_panels = -(-math.prod(out_shape) // width)
+    num_panels = halves.num_panels(out_shape, width)
     return (num_panels, -(-depth // 2), width, 2) if dtype == jnp.bfloat16 else (num_panels, depth, width)
 
 

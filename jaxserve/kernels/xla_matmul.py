@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.matmul import Axes, Matmul
+from jaxserve.kernels.matmul import Axes, Matmul, Weight
 
 # Rows up to which a CPU takes float32 weights as the left operand. YNNPACK then streams over them once, where it reads
 # a right operand of few rows in narrow blocks of columns. 1.5 times as fast at 16 rows, 1.2 at 64, slower at 512
@@ -22,7 +22,7 @@ _MAX_COLUMNS = 64
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseWeight:
+class DenseWeight(Weight):
     """One array [*out, *in], multiplied by XLA.
 
     Attributes:

@@ -132,7 +132,7 @@ class MlpSpec:
     Attributes:
       size: [F], columns between the two products.
       gated: down(activation(gate(x)) * up(x)), and not down(activation(up(x))).
-      activation: name in `layers.ACTIVATIONS`.
+      activation: name in `kernels.activations.ACTIVATIONS`.
       bias: all of its projections add one.
     """
 
@@ -170,7 +170,7 @@ class ExpertSpec:
         (gpt-oss). Otherwise they are what a softmax over all experts gives to the chosen (Qwen2-MoE).
       router_bias: the router adds a bias to its logits.
       bias: the products of the experts add biases.
-      activation: name in `layers.ACTIVATIONS`, of gate.
+      activation: name in `kernels.activations.ACTIVATIONS`, of gate.
       limit: gpt-oss's activation takes its place: (up + 1) * gate * sigmoid(1.702 * gate), where gate is at most
         `limit`, and up between -`limit` and `limit`.
       shared_size: columns of an expert that all tokens go to, whose output is multiplied with the sigmoid of a product

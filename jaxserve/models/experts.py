@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from jaxserve.kernels.activations import ACTIVATIONS
 from jaxserve.kernels.row_sum import row_sum
 from jaxserve.models.decoder_config import ExpertSpec
-from jaxserve.models.layers import ACTIVATIONS, Summand
+from jaxserve.models.layers import Summand
 from jaxserve.models.sharding import WHOLE, Shards, expert_weight, param, weight
 
 _ALPHA = 1.702  # of gpt-oss's activation
@@ -131,8 +132,7 @@ class SharedExpert(nnx.Module):
         self.gate = weight(jnp.zeros((1, hidden_size), dtype), ("one", "embed"), num_in=1)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up = self.gate_up.get_value().multiply(x).astype(x.dtype)  # [T, 2, F]
-        out = self.down.get_value().multiply(ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1])
+        out = self.down.get_value().multiply(self.gate_up.get_value().multiply_gated(x, self.activation))
         return out * jax.nn.sigmoid(self.gate.get_value().multiply(x))
 
 

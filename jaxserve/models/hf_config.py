@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from jaxserve.errors import CheckpointError
+from jaxserve.kernels.activations import ACTIVATIONS
 from jaxserve.models.decoder_config import NormKind, NormSpec, RopeConfig, RopeScaling
-from jaxserve.models.layers import ACTIVATIONS
 
-# From Hugging Face's names of activations to those of `layers.ACTIVATIONS`.
+# From Hugging Face's names of activations to those of `kernels.activations`.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",

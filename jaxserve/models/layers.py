@@ -7,7 +7,6 @@ Kernels are [out, in] (`kernels.xla_matmul` says why). Fused parts are grouped b
 the column index, so that cutting the named axis over devices gives each device whole heads and matching halves.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxserve.kernels.activations import ACTIVATIONS
 from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
@@ -27,13 +27,6 @@ from jaxserve.kernels.row_sum import row_sum
 from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, NormKind, NormSpec, QkNorm, RopeConfig
 from jaxserve.models.rope import RopeTable, rotate
 from jaxserve.models.sharding import Axes, Placement, Shards, param, weight
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
@@ -261,8 +254,10 @@ class Mlp(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Summand:
         """What this device adds to the hidden states."""
         activation = ACTIVATIONS[self.activation]
-        if self.gate_up is not None:
-            gate_up = self.gate_up(x)  # [T, 2, F]
-            return self.down.summand(activation(gate_up[:, 0]) * gate_up[:, 1])
-        assert self.up is not None
-        return self.down.summand(activation(self.up(x)))
+        if self.up is not None:
+            return self.down.summand(activation(self.up(x)))
+        assert self.gate_up is not None
+        if self.gate_up.bias is None:
+            return self.down.summand(self.gate_up.kernel.get_value().multiply_gated(x, self.activation))
+        gate_up = self.gate_up(x)  # [T, 2, F]
+        return self.down.summand(activation(gate_up[:, 0]) * gate_up[:, 1])

@@ -97,7 +97,7 @@ class FrontDoor:
           skip_tokenizer_init: token ids in, token ids out; no tokenizer is loaded.
           served_model_name: `model_name`, and the name in the log; default: the directory's.
           dtype: 'auto', 'float32' or 'bfloat16'.
-          quantization: 'auto', 'none', 'int8', 'int8-a8', 'int4' or 'fp8'.
+          quantization: 'auto', 'none', 'int8', 'int8-a8', 'int4', 'int4-a8' or 'fp8'.
           seed: of requests that bring none.
           max_model_len: tokens of a sequence, prompt and output.
           max_num_seqs: sequences that run at once.

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.chips import canonical_kind
 from jaxserve.config.schema import Config
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, KernelsUnavailable
 from jaxserve.kernels.dispatch import Device, I, Op, U
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import MatmulUse
@@ -155,14 +155,31 @@ def choose(
 ) -> I:
     """The implementation of `op` that the config names, or the best one, ready and checked on `device`.
 
-    Raises ConfigError as `Op.resolve` and `Op.check` do.
+    'auto' takes the next one, with a warning, where kernels cannot be compiled here or are slower than XLA's. Raises
+    ConfigError as `Op.resolve` and `Op.check` do, and KernelsUnavailable for kernels that the config names.
     """
-    described, uses = describe(device), tuple(dict.fromkeys(uses))
-    found = op.resolve(device=described, uses=uses, choice=getattr(config.kernels, op.name))
-    for use in uses:
-        found.prepare(use)
+    described, uses, choice = describe(device), tuple(dict.fromkeys(uses)), getattr(config.kernels, op.name)
+    found, passed_over = op.resolve(device=described, uses=uses, choice=choice), {}
+    while (reason := _passes_over(op, found, uses, choice)) is not None:
+        logger.warning("%s: %r is passed over: %s", op.name, found.name, reason)
+        passed_over[found.name] = reason
+        found = op.resolve(device=described, uses=uses, passed_over=passed_over)
     if config.kernels.self_check and found.name != op.reference:
         with jax.default_device(device):
             error = max(op.check(found, use, described) for use in uses)
         logger.info("%s: %r is right to %.1e on this device", op.name, found.name, error)
     return found
+
+
+def _passes_over(op: Op[I, U], implementation: I, uses: Sequence[U], choice: object) -> str | None:
+    """Makes an implementation ready. Returns why 'auto' must take another one, or None."""
+    try:
+        for use in uses:
+            implementation.prepare(use)
+    except KernelsUnavailable as error:
+        if choice != "auto":
+            raise
+        return str(error)
+    if choice != "auto":
+        return None
+    return next((reason for use in uses if (reason := op.slower(implementation, use)) is not None), None)

@@ -25,7 +25,7 @@ def engine_of(scheme: str, **overrides: object) -> AnyEngine:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int8-a8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "int4", "fp8"))]
+    "scheme", ["int8-a8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "int4", "int4-a8", "fp8"))]
 )
 def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
     engine = engine_of(scheme)
@@ -44,6 +44,7 @@ def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
         ("fp8", "tensor 8"),
         ("int8-a8", "tensor 8"),
         ("int8-a8", "pipeline 3"),
+        ("int4-a8", "pipeline 3"),
     ],
 )
 def test_a_cut_model_gives_the_tokens_of_one_device(scheme: str, cut: str) -> None:

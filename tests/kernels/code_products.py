@@ -1,7 +1,9 @@
 """Products with codes as `PackedCodes` defines them, in NumPy: every step in the type that the definition names."""
 
+import ml_dtypes
 import numpy as np
 
+from jaxserve.kernels.halves import FACTORS
 from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes
 
 
@@ -46,6 +48,25 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
+def gated(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    """activation(gate) * up as `cpu.gating` defines it, float32. Numbers below the smallest normal one count as 0."""
+    f = np.float32
+
+    def flushed(numbers: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(numbers) < np.finfo(f).tiny, f(0), numbers)
+
+    linear, cubic = (f(factor) for factor in FACTORS[activation])
+    x = -(fma(cubic * gate, gate, linear) * gate)
+    x = np.fmax(np.fmin(x, f(88.3)), f(-87.3))
+    power = np.floor(fma(x, f(1.44269504), f(0.5)))
+    rest = fma(power, f(2.12194440e-4), fma(power, f(-0.693359375), x))
+    value = f(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        value = fma(value, rest, f(factor))
+    value = (fma(value, rest * rest, rest) + f(1)) * np.ldexp(f(1), power.astype(int))
+    return flushed(flushed(gate / (value + f(1))) * up)
+
+
 def product(
     x: np.ndarray,
     codes: np.ndarray,
@@ -57,7 +78,8 @@ def product(
     """x [T, in] times (codes - zeros) * scales, codes [out, in], scales and zeros [out, groups]."""
     depth = x.shape[1]
     group_of = np.arange(depth) // (group or depth)
-    weights = codes.astype(np.int64) - (0 if zeros is None else zeros[:, group_of])
+    weights = codes.astype(np.float64 if codes.dtype == ml_dtypes.float8_e4m3fn else np.int64)
+    weights = weights - (0 if zeros is None else zeros[:, group_of])
     out = np.zeros((len(x), len(codes)), np.float32)
     if block is None:
         for begin in range(0, depth, group or depth):
@@ -87,16 +109,23 @@ class Given:
         group: int | None = None,
         zeros: bool = False,
         block: int | None = BLOCK,
+        code: str = "int8",
+        out_shape: tuple[int, ...] | None = None,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
         groups = 1 if group is None else -(-depth // group)
         self.group, self.block, self.depth = group, block, depth
-        self.codes = rng.integers(-128, 128, (num_out, depth)).astype(np.int8)
+        most = 8 if code == "int4" else 128
+        self.codes = rng.integers(-most, most, (num_out, depth)).astype(np.int8)
+        if code == "float8_e4m3fn":
+            self.codes[self.codes & 0x7F == 0x7F] = 0  # are no numbers
+            self.codes = self.codes.view(ml_dtypes.float8_e4m3fn)
         self.scales = rng.uniform(0.5, 2, (num_out, groups)).astype(np.float32)
-        self.zeros = rng.integers(-128, 129, (num_out, groups)) if zeros else None
+        self.zeros = rng.integers(-most, most + 1, (num_out, groups)) if zeros else None
+        shapes = (out_shape or (num_out,), (depth,), group, width)
         self.packed: PackedCodes = pack_codes(
-            self.codes, self.scales, (num_out,), (depth,), group, width, zeros=self.zeros, block=block
+            self.codes, self.scales, *shapes, code=code, zeros=self.zeros, block=block
         )
 
     def product(self, x: np.ndarray) -> np.ndarray:

@@ -1,34 +1,50 @@
-"""What XLA or Numba refuse to the kernels for CPUs: it costs time, or a start with its reason; no step hangs."""
+"""What XLA or Numba refuse to the kernels for CPUs: a step or a start fails with the reason, and nothing hangs."""
 
 import ctypes
+import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numba import cfunc, types
 from numba.core.errors import TypingError
 
 import jaxserve.kernels.cpu.machine_code as machine_code
-from jaxserve.errors import ConfigError
-from jaxserve.kernels.cpu.call import enter, join, launch, leave, take
+from jaxserve.config.schema import Config
+from jaxserve.errors import KernelsUnavailable
+from jaxserve.kernels.cpu.call import enter, join, launch, leave, take, words
+from jaxserve.kernels.cpu.simd import address_of
+from jaxserve.kernels.cpu.target import find_target
+from jaxserve.kernels.matmul import MatmulUse
+from jaxserve.kernels.ops import MATMUL
+from jaxserve.kernels.packed_weight import pack
+from jaxserve.runtime.resolve import choose
 
 ITEMS = 8
-_FUTURE = 21  # word of the frame
+_FUTURE, _TAKEN = 21, 30  # words of the frame; XLA's has not as many as the second
+_REFUSAL = 0x5000  # the address of an error
 _C_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_NAMES = {17: "schedule", 18: "num_threads", 19: "create_future", 20: "set_available", 21: "set_error"}
+
+_KEPT: list[Any] = []  # functions that XLA knows by address as long as the process lives
 
 
 @cfunc(types.intp(types.voidptr))
 def alone(frame_pointer):
-    """One call as a kernel makes it: launches, then works until no item is free. Returns the items that it took."""
+    """One call as a kernel makes it: launches, then works until no item is free. Returns what the kernel would."""
     state = enter(frame_pointer)
-    launch(frame_pointer, state, ITEMS, 4, 0)
+    error = launch(frame_pointer, state, ITEMS, 4, 0)
     worker, taken = join(state), 0
     while take(state, worker) >= 0:
         taken += 1
     leave(state)
-    return taken
+    words(address_of(frame_pointer), _TAKEN + 1)[_TAKEN] = taken
+    return error
 
 
 @cfunc(types.intp(types.intp))
@@ -41,56 +57,119 @@ def late(state):
     return taken
 
 
-def call_with(*, future: int, schedule: int) -> tuple[int, int, list[str], list[int]]:
-    """(items taken by the caller, the future it returned, XLA's functions that were called, states of the workers that
-    XLA has not run yet) where those two functions return these values: anything but 0 is an error."""
+@dataclasses.dataclass
+class Call:
+    """What a call did: the items that the caller took, the error that it returned, its future, the functions of XLA
+    that it called, the states of the workers that XLA has not run yet, and the errors that the future got."""
+
+    taken: int
+    error: int
+    future: int
+    called: list[str]
+    states: list[int]
+    reported: list[int]
+
+
+def call_with(refused: str = "") -> Call:
+    """A call in which one function of XLA returns an error."""
     called: list[str] = []
     states: list[int] = []
+    reported: list[int] = []
+    written = {"num_threads": (5, 4), "create_future": (2, 77)}
 
-    def function(name: str, result: int, word: int = 0, value: int = 0) -> Any:
+    def function(name: str) -> Any:
         def answer(arguments: int) -> int:
             called.append(name)
             given = (ctypes.c_int64 * 6).from_address(arguments)
-            if word:
+            if name == refused:
+                return _REFUSAL
+            if name in written:
+                word, value = written[name]
                 given[word] = value
-            if name == "schedule" and result == 0:
+            if name == "schedule":
                 states.append(given[4])
-            return result
+            if name == "set_error":
+                reported.append(given[3])
+            return 0
 
         return _C_FUNCTION(answer)
 
-    functions = {
-        17: function("schedule", schedule),
-        18: function("num_threads", 0, 5, 4),
-        19: function("create_future", future, 2, 77),
-        20: function("set_available", 0),
-    }
+    functions = {index: function(name) for index, name in _NAMES.items()}
     frame, api = np.zeros(32, np.int64), np.zeros(32, np.int64)
     for index, entry in functions.items():
         api[index] = ctypes.cast(entry, ctypes.c_void_p).value
     frame[2] = api.ctypes.data
-    taken = alone.ctypes(frame.ctypes.data)
-    return taken, int(frame[_FUTURE]), called, states
+    error = alone.ctypes(frame.ctypes.data)
+    return Call(int(frame[_TAKEN]), error, int(frame[_FUTURE]), called, states, reported)
 
 
-def test_without_a_future_the_caller_works_alone() -> None:
-    assert call_with(future=1, schedule=0) == (ITEMS, 0, ["num_threads", "create_future"], [])
+@pytest.mark.parametrize(("refused", "called"), [("num_threads", 1), ("create_future", 2)])
+def test_without_a_future_the_caller_works_alone_and_returns_the_error(refused: str, called: int) -> None:
+    found = call_with(refused)
+    assert (found.taken, found.error, found.future, found.states) == (ITEMS, _REFUSAL, 0, [])
+    assert found.called == ["num_threads", "create_future"][:called]
 
 
-def test_items_of_workers_that_did_not_start_are_taken_and_the_result_is_reported() -> None:
-    taken, future, called, states = call_with(future=0, schedule=1)
-    assert (taken, future, states) == (ITEMS, 77, [])
-    assert called == ["num_threads", "create_future", *["schedule"] * 3, "set_available"]
+def test_items_of_workers_that_did_not_start_are_taken_and_the_error_is_reported() -> None:
+    found = call_with("schedule")
+    assert (found.taken, found.error, found.future, found.states) == (ITEMS, 0, 77, [])
+    assert found.called == ["num_threads", "create_future", "schedule", "set_error"]
+    assert found.reported == [_REFUSAL]
 
 
 def test_workers_that_start_late_delay_nothing() -> None:
     """The result is reported when all items are complete. Workers that come later find their state, and no item."""
-    taken, future, called, states = call_with(future=0, schedule=0)
-    assert (taken, future) == (ITEMS, 77)
-    assert called == ["num_threads", "create_future", *["schedule"] * 3, "set_available"]
-    assert len(states) == 3
-    assert [late.ctypes(state) for state in states] == [0, 0, 0]
-    assert called[-2:] == ["schedule", "set_available"], "and it is reported once"
+    found = call_with()
+    assert (found.taken, found.error, found.future) == (ITEMS, 0, 77)
+    assert found.called == ["num_threads", "create_future", *["schedule"] * 3, "set_available"]
+    assert len(found.states) == 3
+    assert [late.ctypes(state) for state in found.states] == [0, 0, 0]
+    assert found.called[-2:] == ["schedule", "set_available"], "and it is reported once"
+
+
+@pytest.mark.parametrize("refused", ["schedule", "num_threads", "create_future"])
+def test_a_step_in_which_xla_refuses_fails_by_name(refused: str) -> None:
+    """XLA itself runs it: the error comes out of the executable, and the next call is right."""
+    if os.cpu_count() == 1 and refused != "num_threads":
+        pytest.skip("a pool of one thread is asked for nothing else")
+    _, compiled = machine_code._register("matmul", "float32")
+    kept: list[Any] = []
+
+    def kernel(frame_address: int) -> int:
+        frame = (ctypes.c_int64 * 22).from_address(frame_address)
+        if frame[1]:  # XLA asks for the version
+            return compiled.ctypes(frame_address)
+        whole = frame[2]
+        api = (ctypes.c_int64 * 24)(*(ctypes.c_int64 * 24).from_address(whole))
+        create = _C_FUNCTION(api[6])
+
+        def refuse(arguments: int) -> int:
+            del arguments
+            message = ctypes.create_string_buffer(b"refused by the test")
+            given = (ctypes.c_int64 * 4)(32, 0, ctypes.addressof(message), 8)
+            return create(ctypes.addressof(given))
+
+        entry = _C_FUNCTION(refuse)
+        kept.extend([entry, api])
+        (index,) = [index for index, name in _NAMES.items() if name == refused]
+        api[index] = ctypes.cast(entry, ctypes.c_void_p).value or 0
+        frame[2] = ctypes.addressof(api)
+        try:
+            return compiled.ctypes(frame_address)
+        finally:
+            frame[2] = whole
+
+    handler = _C_FUNCTION(kernel)
+    kept.append(handler)
+    _KEPT.append(kept)
+    name = f"jaxserve_test_{refused}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(handler, ctypes.c_void_p)), platform="cpu")
+    weight, x = jnp.ones((8 * find_target().width, 16)), jnp.ones((3, 16))
+    packed = pack(weight, 1, find_target().width)
+    result = jax.ShapeDtypeStruct((3, len(weight)), jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="refused by the test"):
+        jax.block_until_ready(jax.ffi.ffi_call(name, result)(x, packed.panels, jnp.zeros(0, jnp.int32)))
+    np.testing.assert_array_equal(packed.multiply(x), np.full((3, len(weight)), 16))
 
 
 def test_a_numba_without_the_parts_that_are_used_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +184,26 @@ def test_a_numba_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("numba.cfunc", refuse)
     (tmp_path / "kept").touch()
     for compile_it in (machine_code._compile, lambda f, keep: machine_code._compile_kept(f, str(tmp_path))):
-        with pytest.raises(ConfigError, match="cannot compile the kernels for CPUs: no such thing.*matmul to xla"):
+        with pytest.raises(KernelsUnavailable, match="cannot compile the kernels for CPUs: no such thing.* to xla"):
             compile_it(lambda frame: 0, keep=True)
     assert (tmp_path / "kept").exists(), "machine code of other kernels stays"
+
+
+def test_auto_takes_xla_where_numba_cannot_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LLVM's own errors are no errors of Numba's. Whoever names the kernels gets the error."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("LLVM knows no such instruction")
+
+    monkeypatch.setattr("numba.cfunc", refuse)
+    monkeypatch.setattr(machine_code, "_register", machine_code._register.__wrapped__)
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", "")
+    use, device = MatmulUse(dtype="float32", num_devices=1), jax.devices("cpu")[0]
+    assert choose(MATMUL, Config(), (use,), device).name == "xla"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "'numba_cpu' is passed over" in warning and "LLVM knows no such instruction" in warning
+    named = Config.model_validate({"kernels": {"matmul": "numba_cpu"}})
+    with pytest.raises(KernelsUnavailable, match="no such instruction"):
+        choose(MATMUL, named, (use,), device)

@@ -28,7 +28,7 @@ from jaxserve.kernels.packed_experts import make_grouped_matmul
 from jaxserve.kernels.packed_weight import pack
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.paged_attention import AttentionSpec, AttentionUse
-from tests.kernels.code_products import Given, chain
+from tests.kernels.code_products import Given, chain, gated
 
 rng = np.random.default_rng(0)
 weight = rng.standard_normal((100, 33), np.float32)
@@ -38,11 +38,23 @@ for dtype, all_rows in (("float32", range(1, 20)), ("bfloat16", (1, 2, 9, 17))):
         x = rng.standard_normal((rows, 33), np.float32)
         found = pack(rounded, 1, target.width).multiply(jnp.asarray(x))
         np.testing.assert_array_equal(found, chain(x, np.asarray(rounded)))
-for depth, group, zeros, block in ((160, None, False, 128), (160, 32, True, 128), (33, 16, False, None)):
-    given = Given(50, depth, target.width, group=group, zeros=zeros, block=block)
+for depth, group, zeros, block, code in (
+    (160, None, False, 128, "int8"), (160, 32, True, 128, "int8"), (33, 16, False, None, "int8"),
+    (160, 32, True, 128, "int4"), (33, 16, False, None, "int4"), (33, 16, False, None, "float8_e4m3fn"),
+):
+    given = Given(50, depth, target.width, group=group, zeros=zeros, block=block, code=code)
     for rows in (1, 2, 7, 19):
         x = rng.standard_normal((rows, depth), np.float32)
         np.testing.assert_array_equal(given.packed.multiply(jnp.asarray(x)), given.product(x))
+halves = rng.standard_normal((2, 21, 33), np.float32)
+for packed, rows in (
+    (pack(jnp.asarray(halves), 1, target.width), 7),
+    (Given(42, 160, target.width, group=32, code="int4", out_shape=(2, 21)).packed, 1),
+):
+    x = rng.standard_normal((rows, packed.in_shape[0]), np.float32)
+    both = np.asarray(packed.multiply(jnp.asarray(x)))
+    found = packed.multiply_gated(jnp.asarray(x), "gelu_tanh")
+    np.testing.assert_array_equal(found, gated(both[:, 0], both[:, 1], "gelu_tanh"))
 device = Device(backend="cpu", kind="cpu")
 experts = GroupedMatmulUse(dtype="float32", num_experts=4, hidden_size=33, size=50, num_devices=1)
 assert GROUPED_MATMUL.check(make_grouped_matmul(device), experts, device) < 1e-6
@@ -76,22 +88,28 @@ def test_other_vectors_give_right_results(lanes: int, vectors: int, dot: int) ->
     [(16, 2, False), (8, 2, False), pytest.param(8, 2, True, marks=WITH_DOT), (4, 4, False)],
     ids=["avx512f", "avx2", "avx-vnni", "neon"],
 )
-def test_a_run_is_the_same_integers_with_and_without_the_instruction(lanes: int, vectors: int, dot: bool) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_run_is_the_same_integers_with_and_without_the_instruction(
+    bits: int, lanes: int, vectors: int, dot: bool
+) -> None:
     """The extremes of codes and rows are among them."""
     target = Target(lanes=lanes, vectors=vectors, row_steps=(1,), dot_int8=dot)
     one_run, width, steps = run_product(1, 1, target), target.width, 32
+    kind = np.uint32(0) if bits == 8 else np.uint16(0)
 
     @njit
     def multiply(x: int, codes: int, total: int, x_scale: int, scales: int, c: int) -> None:
         add, strides = False, (0, 0, 0)
         one_run(
             *(x, 0, codes, steps, total, 0, 0, x_scale, 0, scales, c, 0),
-            *(add, strides, codes, 0, np.int8(0), None),
+            *(add, strides, codes, 0, np.int8(0), None, kind),
         )
 
     rng = np.random.default_rng(0)
     codes = rng.choice(np.asarray([0, 1, 127, 128, 254, 255], np.uint8), (steps, width, 4))
-    x = rng.choice(np.asarray([-127, -1, 0, 1, 127], np.int8), (steps, 4))
+    inputs = codes[:, None] if bits == 8 else np.stack([codes & 15, codes >> 4], axis=1)
+    x = rng.choice(np.asarray([-127, -1, 0, 1, 127], np.int8), (steps, inputs.shape[1], 4))
     total, one, c = np.asarray([x.sum(dtype=np.int32)]), np.ones(width, np.float32), np.zeros(width, np.float32)
     multiply(*(array.ctypes.data for array in (x, codes, total, one, one, c)))
-    assert list(c) == list(np.einsum("sc,swc->w", x.astype(np.int64), codes.astype(np.int64) - 128))
+    wanted = np.einsum("spc,spwc->w", x.astype(np.int64), inputs.astype(np.int64) - 2 ** (bits - 1))
+    assert list(c) == list(wanted)

@@ -1,7 +1,10 @@
 """Products with codes: the bits that their definition says, for every number of rows, alone and in any crowd."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,9 +13,10 @@ from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes, packed
 from tests.kernels.code_products import Given, rounded
 
 WIDTH = find_target().width
-ROWS = (1, 2, 7, 8, 9, 16, 17, 64)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 64)  # and 513 beside them: every mix of the heights of blocks
 DEPTHS = (128, 160, 768, 33)  # of blocks alone, with part of one, of several, and no multiple of four
 GROUPS = (None, 32, 64, 128, 96, 256)
+CODES = ("int8", "int4")  # that rounded rows can be multiplied with
 BLOCKS = (BLOCK, None)  # rows are rounded, or multiplied as they are
 multiply = jax.jit(PackedCodes.multiply)
 
@@ -27,28 +31,54 @@ def check(given: Given, x: np.ndarray) -> None:
     np.testing.assert_array_equal(out.view(np.uint32), given.product(x).view(np.uint32))
 
 
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros):
+def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros, code):
     for group in GROUPS:
-        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros)
-        for rows in ROWS if group in (None, 64) else (9,):
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, code=code)
+        for rows in (1, 9) if group in (None, 64) else (9,):
             check(given, make_x(rows, depth))
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("code", "zeros"), [*itertools.product(CODES, (False, True)), ("float8_e4m3fn", False)])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros):
+def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros, code):
     for group in (None, 16, 128):
-        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None)
-        for rows in (1, 2, 7, 17) if group is None else (9,):
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None, code=code)
+        for rows in (1, 9) if group is None else (9,):
             check(given, make_x(rows, depth))
 
 
-def test_many_rows():
-    """More than one worker rounds them."""
-    given = Given(3 * WIDTH, 160, WIDTH, group=32)
-    check(given, make_x(513, 160))
+@pytest.mark.parametrize("depth", [128, 160, 768])
+@pytest.mark.parametrize(("code", "block"), [*itertools.product(CODES, BLOCKS), ("float8_e4m3fn", None)])
+def test_products_with_any_number_of_rows(code, block, depth):
+    """513 rows have the bits of the definition and are close to float64, and fewer have the bits that they had in this
+    crowd. More than one worker rounds them. Integers are exact, so that rounded rows lose nothing after their rounding.
+    """
+    zeros = code in CODES
+    given, x = Given(2 * WIDTH + 11, depth, WIDTH, group=32, zeros=zeros, code=code, block=block), make_x(513, depth)
+    crowd = np.asarray(multiply(given.packed, x))
+    np.testing.assert_array_equal(crowd.view(np.uint32), given.product(x).view(np.uint32))
+    wide = x.astype(np.float64)
+    if block is not None:
+        codes, scales = rounded(x)
+        wide = codes * np.repeat(scales, BLOCK, axis=1)[:, :depth].astype(np.float64)
+    weight = given.weight()
+    assert (np.abs(crowd - wide @ weight.T) <= 2e-6 * (np.abs(wide) @ np.abs(weight.T))).all()
+    for rows in ROWS:
+        np.testing.assert_array_equal(multiply(given.packed, x[:rows]), crowd[:rows])
+
+
+def test_codes_of_four_bits_have_half_the_bytes_and_the_bits_that_a_byte_each_gives():
+    for group, zeros, block in ((None, False, BLOCK), (32, True, BLOCK), (64, True, None)):
+        four = Given(2 * WIDTH + 11, 160, WIDTH, group=group, zeros=zeros, block=block, code="int4")
+        shapes = ((len(four.codes),), (160,), group, WIDTH)
+        eight = pack_codes(four.codes, four.scales, *shapes, zeros=four.zeros, block=block)
+        assert four.packed.panels.nbytes * 2 == eight.panels.nbytes
+        for rows in (1, 9):
+            x = make_x(rows, 160)
+            np.testing.assert_array_equal(multiply(four.packed, x), multiply(eight, x))
 
 
 def test_rounding_costs_no_more_than_its_half_steps():
@@ -60,16 +90,15 @@ def test_rounding_costs_no_more_than_its_half_steps():
     assert (error <= limit * (1 + 1e-5)).all() and error.mean() < limit.mean() / 10
 
 
-@pytest.mark.parametrize("group", [None, 32])
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_row_has_the_same_bits_alone_and_in_any_crowd(block, zeros, group):
-    given = Given(3 * WIDTH + 5, 160, WIDTH, group=group, zeros=zeros, block=block)
+@pytest.mark.parametrize("code", CODES)
+def test_a_row_has_the_same_bits_wherever_it_stands(code, block):
+    given = Given(3 * WIDTH + 5, 160, WIDTH, group=None, code=code, block=block)
     x = make_x(130, 160)
     crowd = np.asarray(multiply(given.packed, x))
-    for first in (0, 64, 114):
+    for first in (64, 114):
         np.testing.assert_array_equal(multiply(given.packed, x[first : first + 16]), crowd[first : first + 16])
-    for row in (0, 7, 8, 125, 129):
+    for row in (7, 8, 125, 129):
         np.testing.assert_array_equal(np.asarray(multiply(given.packed, x[row : row + 1]))[0], crowd[row])
 
 
@@ -115,10 +144,24 @@ def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
     np.testing.assert_array_equal(out[others], clean[others])
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_every_float8_has_its_value():
+    """Small ones without a leading one, too. A code that is no number makes an output none, whatever its row is."""
+    codes = np.zeros((WIDTH + 1, 256), np.uint8)
+    codes[0], codes[WIDTH, 7] = np.arange(256), 0x7F
+    codes[0, [0x7F, 0xFF]] = 0
+    scales = np.full((WIDTH + 1, 1), 3, np.float32)
+    shapes = ((WIDTH + 1,), (256,), None, WIDTH)
+    packed = pack_codes(codes.view(ml_dtypes.float8_e4m3fn), scales, *shapes, code="float8_e4m3fn", block=None)
+    out = np.asarray(multiply(packed, np.eye(256, dtype=np.float32)))
+    np.testing.assert_array_equal(out[:, 0], 3 * codes[0].view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    assert np.isnan(out[:, WIDTH]).all() and (out[:, 1:WIDTH] == 0).all()
+
+
+@pytest.mark.parametrize(("code", "zeros"), [*itertools.product(CODES, (False, True)), ("float8_e4m3fn", False)])
 @pytest.mark.parametrize("group", [None, 16])
-def test_take_gives_the_rows_of_the_weight(group, zeros):
-    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros)
+def test_take_gives_the_rows_of_the_weight(code, group, zeros):
+    block = BLOCK if code in CODES else None
+    given = Given(2 * WIDTH + 3, 33, WIDTH, group=group, zeros=zeros, code=code, block=block)
     size = len(given.codes)
     taken = jax.jit(PackedCodes.take)(given.packed, np.asarray([0, size - 1, 5, 4 * WIDTH]))
     weight = given.weight().astype(np.float32)
@@ -135,12 +178,14 @@ def test_axes_of_several_sizes_and_rows_of_bfloat16():
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_shapes_are_known_before_the_numbers(zeros):
-    given = Given(70, 160, WIDTH, group=64, zeros=zeros)
-    shape = packed_codes_shape((70,), (160,), 64, WIDTH, zeros=zeros)
+@pytest.mark.parametrize("code", CODES)
+def test_shapes_are_known_before_the_numbers(code, zeros):
+    given = Given(70, 160, WIDTH, group=64, zeros=zeros, code=code)
+    shape = packed_codes_shape((70,), (160,), 64, WIDTH, code=code, zeros=zeros)
     assert jax.tree.structure(shape) == jax.tree.structure(given.packed)
     leaves = jax.tree.leaves(given.packed)
     assert [(a.shape, a.dtype) for a in jax.tree.leaves(shape)] == [(a.shape, a.dtype) for a in leaves]
     assert [len(axes) for axes in given.packed.leaf_axes(("out", "in"))] == [a.ndim for a in leaves]
     panels, scales = np.asarray(given.packed.panels), np.asarray(given.packed.scales)
-    assert (panels[2, :, 70 - 2 * WIDTH :] == 128).all() and (scales[2, :, 70 - 2 * WIDTH :] == 0).all()
+    middle = {"int8": 128, "int4": 0x88}[code]
+    assert (panels[2, :, 70 - 2 * WIDTH :] == middle).all() and (scales[2, :, 70 - 2 * WIDTH :] == 0).all()

@@ -17,7 +17,7 @@ from jaxserve.kernels.packed_weight import PackedWeight, empty_panels, pack
 from tests.kernels.code_products import chain
 
 WIDTH = find_target().width
-ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 64, 130)  # every mix of the heights of blocks
+ROWS = (1, 2, 7, 8, 9, 16, 17, 64, 513)  # every mix of the heights of blocks
 # Axes of the weight that stay, and those that are multiplied away: no output is a multiple of a panel's width but one,
 # and there are panels that are nearly empty.
 SHAPES = [
@@ -26,7 +26,8 @@ SHAPES = [
     ((WIDTH + 1,), (33,)),
     ((5 * WIDTH - 3,), (768,)),
     ((3, 5), (768,)),
-    ((100,), (4, 12)),
+    ((100,), (4, 40)),
+    ((2, 70), (128,)),
     ((2, 3, 11), (5, 7)),
 ]
 multiply = jax.jit(PackedWeight.multiply)
@@ -45,11 +46,10 @@ def make_x(rows: int, in_shape, seed=1) -> np.ndarray:
 
 
 def check(out: np.ndarray, x: np.ndarray, weight: jax.Array, num_in: int) -> None:
-    """Against NumPy in float64, within what a sum of that many rounded products can be off at most."""
+    """Against NumPy in float64. A chain of 768 rounded sums could be off by 5e-5 of the sum of |x| |w|; it is not."""
     wide, x = np.asarray(weight).astype(np.float64), x.astype(weight.dtype).astype(np.float64)
-    depth = int(np.prod(wide.shape[wide.ndim - num_in :]))
     product = functools.partial(np.tensordot, axes=(range(1, num_in + 1), range(wide.ndim - num_in, wide.ndim)))
-    limit = depth * 2.0**-24 * product(np.abs(x), np.abs(wide))
+    limit = 2e-6 * product(np.abs(x), np.abs(wide))
     assert out.dtype == np.float32 and out.shape == (len(x), *wide.shape[: wide.ndim - num_in])
     assert (np.abs(out - product(x, wide)) <= limit).all()
 

@@ -14,7 +14,7 @@ from quantised_models import numbers_of
 from test_loading import mesh_of
 
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.kernels.storage import FLOAT, Storage
+from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 from jaxserve.models import load_model, read_checkpoint
 from jaxserve.models.loading import LoadedModel, decoder_config, plan_kept
 from jaxserve.models.orbax_io import convert
@@ -82,6 +82,9 @@ def test_what_is_rounded_and_what_is_not() -> None:
     assert experts.keys() == {"gate_up", "down"} and {found.storage for found in experts.values()} == {ROW_INT8}
     assert all(found.arithmetic == FLOAT for found in kept.values())
     assert load("llama", "int8-a8").kept[("lm_head",)].arithmetic.activations == "int8"
+    rounded = load("llama", "int4-a8").kept
+    assert {path: found.storage for path, found in rounded.items()} == {path: x.storage for path, x in four.items()}
+    assert {found.arithmetic for found in rounded.values()} == {Arithmetic(activations="int8", block=128)}
 
 
 def codes_of(kept: Kept) -> list[str | None]:
@@ -152,7 +155,7 @@ def test_random_weights_in_codes_depend_on_the_seed_alone() -> None:
     [
         ("int8", {"model.layers.0": "none"}, "whole name of no weight; near it are model.layers.0"),
         ("int8", {"(": "none"}, "is no regular expression"),
-        ("none", {".*": "int3"}, "known: none, int8, int8-a8, int4, fp8"),
+        ("none", {".*": "int3"}, "known: none, int8, int8-a8, int4, int4-a8, fp8"),
     ],
 )
 def test_rules_that_cannot_be(scheme: str, rules: dict[str, str], said: str) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxserve.config.schema import ParallelConfig
-from jaxserve.kernels.matmul import Axes, Matmul
+from jaxserve.kernels.matmul import Axes, Matmul, Weight
 from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.models import LoadedModel, load_model, plan_model
 from jaxserve.models.sharding import LAYER_AXES, WeightParameter, specs_for
@@ -23,7 +23,7 @@ from jaxserve.runtime.mesh import make_meshes
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ColumnWeight:
+class ColumnWeight(Weight):
     """What codes [*out, *in] mean is codes * scales, with a scale for each output."""
 
     codes: Int8[Array, "..."]

@@ -5,8 +5,11 @@ import pytest
 from plan_parts import shipped, small_config, write_shape
 
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.kernels.packed_codes import packed_codes_shape
 from jaxserve.lab.planner import PlanOptions, make_plan
+from jaxserve.lab.planner.make import _number_bytes
 from jaxserve.models.loading import load_model
+from jaxserve.models.sharding import WeightParameter
 from jaxserve.runtime.mesh import make_meshes
 
 QUICK = PlanOptions(compile=False)
@@ -169,3 +172,10 @@ def test_a_plan_says_aloud_that_digits_are_lost(tmp_path, dtype, said):
     plan = make_plan(small_config(write_shape(tmp_path / "small", dtype=dtype)), "v5e:1", QUICK, lines.append)
     assert plan.dtype == "bfloat16"
     assert any(line.startswith("the checkpoint is float16") for line in lines) == said
+
+
+@pytest.mark.parametrize(("code", "size"), [("int8", 1.0), ("int4", 0.5)])
+def test_a_number_in_panels_of_cpus_has_the_bits_of_its_code(code, size):
+    panels = packed_codes_shape((64,), (256,), 128, 32, code=code, zeros=True)
+    found = _number_bytes([WeightParameter(panels, logical_axes=("mlp", "embed"))])
+    assert found == size + (4 + 2) / 128

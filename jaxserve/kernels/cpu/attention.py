@@ -257,54 +257,54 @@ def attention_float32(frame: Any) -> int:
     Integers: window or 0, whether there are a cap, sinks, slopes, then the fields of `AttentionScratch`. Numbers:
     scale, cap, sinks [N], slopes [N], and the scales of keys [K] and of values [K], which are 1 in a cache without.
     """
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
         shared = words(state, WORDS)
         num_items = _begin(frame_of(frame), shared)
-        launch(frame, state, num_items, shared[_ROOMS], _float32_worker())
+        error = launch(frame, state, num_items, shared[_ROOMS], _float32_worker())
         _work_float32(state)
-    return 0
+    return error
 
 
 def attention_bfloat16(frame: Any) -> int:
     """`attention_float32` of a cache in bfloat16."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
         shared = words(state, WORDS)
         num_items = _begin(frame_of(frame), shared)
-        launch(frame, state, num_items, shared[_ROOMS], _bfloat16_worker())
+        error = launch(frame, state, num_items, shared[_ROOMS], _bfloat16_worker())
         _work_bfloat16(state)
-    return 0
+    return error
 
 
 def attention_int8(frame: Any) -> int:
     """`attention_float32` of a cache in int8."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
         shared = words(state, WORDS)
         num_items = _begin(frame_of(frame), shared)
-        launch(frame, state, num_items, shared[_ROOMS], _int8_worker())
+        error = launch(frame, state, num_items, shared[_ROOMS], _int8_worker())
         _work_int8(state)
-    return 0
+    return error
 
 
 def attention_float8_e4m3fn(frame: Any) -> int:
     """`attention_float32` of a cache in float8_e4m3fn."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
         shared = words(state, WORDS)
         num_items = _begin(frame_of(frame), shared)
-        launch(frame, state, num_items, shared[_ROOMS], _float8_e4m3fn_worker())
+        error = launch(frame, state, num_items, shared[_ROOMS], _float8_e4m3fn_worker())
         _work_float8_e4m3fn(state)
-    return 0
+    return error
 
 
 def attention_float8_e5m2(frame: Any) -> int:
     """`attention_float32` of a cache in float8_e5m2."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
         shared = words(state, WORDS)
         num_items = _begin(frame_of(frame), shared)
-        launch(frame, state, num_items, shared[_ROOMS], _float8_e5m2_worker())
+        error = launch(frame, state, num_items, shared[_ROOMS], _float8_e5m2_worker())
         _work_float8_e5m2(state)
-    return 0
+    return error

@@ -21,14 +21,14 @@ from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, SHARES, TAKEN,
 from jaxserve.kernels.cpu.simd import address_of, allocate, call_function, fetch_add, pointer, release
 
 # Words of the state that this module uses.
-_ENDED, _WORKERS, _ITEMS, _FUTURE, _SET_AVAILABLE, _TICKETS, _COMPLETED = range(7)
-_BEGIN_CALL, _END_CALL = 8, 16  # arguments of calls back into XLA
-assert _END_CALL + 3 <= FIRST_WORD
+_ENDED, _WORKERS, _ITEMS, _FUTURE, _SET_AVAILABLE, _TICKETS, _COMPLETED, _ERROR = range(8)
+_BEGIN_CALL, _SET_ERROR, _END_CALL = 8, 14, 16  # arguments of calls back into XLA, and one more function of it
+assert _END_CALL + 4 <= FIRST_WORD
 
 # Offsets in words of eight bytes, from the C header; its structures only grow at their ends.
 _FRAME_EXTENSION, _FRAME_API, _FRAME_CONTEXT, _FRAME_OPERANDS, _FRAME_RESULTS, _FRAME_FUTURE = 1, 2, 3, 9, 14, 21
 _EXTENSION_METADATA, _METADATA_VERSION = 3, 3
-_API_VERSION, _API_SCHEDULE, _API_NUM_THREADS, _API_FUTURE, _API_SET_AVAILABLE = 4, 17, 18, 19, 20
+_API_VERSION, _API_SCHEDULE, _API_NUM_THREADS, _API_FUTURE, _API_SET_AVAILABLE, _API_SET_ERROR = 4, 17, 18, 19, 20, 21
 _BUFFER_DATA, _BUFFER_SIZES = 3, 5
 
 
@@ -94,33 +94,42 @@ def leave(state: int) -> None:
 
 
 @njit
-def launch(frame_pointer: Any, state: int, num_items: int, most_workers: int, worker_address: int) -> None:
+def launch(frame_pointer: Any, state: int, num_items: int, most_workers: int, worker_address: int) -> int:
     """Starts all workers but the one that the caller is to be; `worker_address` is of a C function of `state`.
 
     XLA's pool may have more threads than the machine has cores: `most_workers`: for which a scratch array has room.
-    What XLA refuses (its functions then return an error, else 0) costs time alone: without a future the caller works
-    alone, and the items of a worker that did not start are taken by the others.
+    Returns what the kernel must return when its own work is done: 0, or the error of XLA's that fails the step under
+    XLA's own message. Without a future the caller works alone, since operands are its own only until it returns. Where
+    XLA refuses a worker, the others take its items, and the last of them reports the error in place of the result: XLA
+    would free what they work on if it knew earlier.
     """
     frame, shared = frame_of(frame_pointer), words(state, WORDS)
-    api = words(frame[_FRAME_API], _API_SET_AVAILABLE + 1)
+    api = words(frame[_FRAME_API], _API_SET_ERROR + 1)
     arguments = state + 8 * _BEGIN_CALL
     call = words(arguments, 6)
     call[0], call[2], call[3], call[5] = 32, frame[_FRAME_CONTEXT], arguments + 40, 1
-    if call_function(api[_API_NUM_THREADS], arguments) != 0:
-        call[5] = 1
+    error = call_function(api[_API_NUM_THREADS], arguments)
+    if error != 0:
+        shared[_ITEMS], shared[_WORKERS] = num_items, 1
+        return error
     workers = max(min(call[5], num_items, most_workers, MAX_WORKERS), 1)
     shared[_ITEMS], shared[_WORKERS] = num_items, workers
     if workers > 1:
         call[0], call[2] = 24, 0
-        if call_function(api[_API_FUTURE], arguments) != 0:
+        error = call_function(api[_API_FUTURE], arguments)
+        if error != 0:
             shared[_WORKERS] = 1
-            return
+            return error
         shared[_FUTURE], shared[_SET_AVAILABLE] = call[2], api[_API_SET_AVAILABLE]
+        shared[_SET_ERROR] = api[_API_SET_ERROR]
         frame[_FRAME_FUTURE] = call[2]
         call[0], call[2], call[3], call[4] = 40, frame[_FRAME_CONTEXT], worker_address, state
         for _ in range(workers - 1):
-            if call_function(api[_API_SCHEDULE], arguments) != 0:
+            if shared[_ERROR] == 0:
+                shared[_ERROR] = call_function(api[_API_SCHEDULE], arguments)
+            if shared[_ERROR] != 0:
                 leave(state)  # in its place; the caller has not left, so that this ends nothing
+    return 0
 
 
 @njit
@@ -150,10 +159,15 @@ def take(state: int, worker: int) -> int:
 
 @njit
 def _complete(state: int, items: int) -> None:
-    """Counts items of a worker that finds no more. With the last ones, XLA is told that the result is there."""
+    """Counts items of a worker that finds no more. With the last ones, XLA is told that the result is there, or of the
+    error that `launch` met."""
     shared = words(state, WORDS)
     if items > 0 and fetch_add(state + 8 * _COMPLETED, items) + items == shared[_ITEMS] and shared[_FUTURE] != 0:
         arguments = state + 8 * _END_CALL
-        call = words(arguments, 3)
-        call[0], call[2] = 24, shared[_FUTURE]
-        call_function(shared[_SET_AVAILABLE], arguments)
+        call = words(arguments, 4)
+        call[0], call[2], call[3] = 24, shared[_FUTURE], shared[_ERROR]
+        if shared[_ERROR] != 0:
+            call[0] = 32
+            call_function(shared[_SET_ERROR], arguments)
+        else:
+            call_function(shared[_SET_AVAILABLE], arguments)

@@ -1,8 +1,17 @@
-"""Products of rows with a run of eight-bit codes, held in vector registers: the inside of `matmul_int8`.
+"""Products of rows with a run of codes, held in vector registers: the inside of `matmul_codes`.
 
 A run is a piece of the inputs whose codes share their scales. Four codes of one output lie side by side, which is what
 the dot instructions of processors take: `vpdpbusd` multiplies four unsigned bytes with four signed ones and adds all to
 a 32-bit sum. Processors without it add the same integers after widening them.
+
+Codes of four bits share a byte: four inputs in the low halves of four bytes, the next four in the high halves. Two
+instructions make them the bytes that codes of eight bits are, and all that follows is the same.
+
+Codes of float8_e4m3fn are multiplied as float32 numbers alone. Seven of their bits, shifted, are those of a half that
+is their value over 256, small numbers without a leading one included, and processors widen halves in one instruction.
+
+The type of the four codes of an output (`codes_kind` below) says how they lie: uint32, a byte each; uint16, half a
+byte each; int32, float8_e4m3fn.
 """
 
 from collections.abc import Callable
@@ -12,13 +21,27 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import types
 
-from jaxserve.kernels.cpu.emit import BYTE, FLOAT, LANE, LINE, WORD, declare, everywhere, load, prefetch, store, word
+from jaxserve.kernels.cpu.emit import (
+    BYTE,
+    FLOAT,
+    LANE,
+    LINE,
+    WORD,
+    declare,
+    element,
+    everywhere,
+    load,
+    prefetch,
+    store,
+    word,
+)
 from jaxserve.kernels.cpu.simd import intrinsic
 from jaxserve.kernels.cpu.target import Target
 
 _CODES = 4  # that lie side by side, and are one step of a loop
-_SYMMETRIC = 128  # the zero of codes without zeros
+_LOW_HALVES = 0x0F0F0F0F  # of the bytes of a word
 _BYTE_OPERANDS = 22  # version of LLVM since which its dot instruction takes vectors of bytes
+_PARTS = {types.uint32: 1, types.int32: 1, types.uint16: 2}  # codes that share a byte, by the type of four codes
 _TWO_23 = 0x4B000000  # bits of 2^23 in float32: its last bits count ones
 
 
@@ -26,13 +49,14 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
     """A function for Numba: c[rows, panels * W] = s * (x (u - z)) over one run, or c + that where `add`.
 
         product(x, x_stride, codes, steps, sums, sums_stride, zeros, x_scales, x_scales_stride, scales,
-                c, c_stride, add, panel_strides, ahead, ahead_step, x_kind, zeros_kind)
+                c, c_stride, add, panel_strides, ahead, ahead_step, x_kind, zeros_kind, codes_kind)
 
-    u are `steps` * 4 unsigned codes of each output, [steps, W, 4] at `codes`; s float32 and z int16 of each output lie
-    at `scales` and `zeros`. A second panel lies `panel_strides` bytes further: (codes, scales, zeros). Strides of x,
-    its sums and scales are in bytes, that of c too. z is 128 where `zeros_kind` is none.
+    u are unsigned codes of each output, bytes [steps, W, 4] at `codes`, of which a step holds the next `line_inputs` of
+    `codes_kind`; s float32 and z int16 of each output lie at `scales` and `zeros`. A second panel lies `panel_strides`
+    bytes further: (codes, scales, zeros). Strides of x, its sums and scales are in bytes, that of c too. z is half the
+    number of codes where `zeros_kind` is none. Of float8_e4m3fn, u - z is the value of a code over 256.
 
-    Where `x_kind` is int8, x are codes [rows, steps * 4], with the int32 sum of each row at `sums` and its float32
+    Where `x_kind` is int8, x are codes [rows, inputs], with the int32 sum of each row at `sums` and its float32
     scale at `x_scales`. The product of codes is exact in 32 bits, and c is one fused multiply-add: product * (s *
     x_scale) + c. Where it is float32, the run is a chain of fused multiply-adds in the order of inputs, and c is one
     more: chain * s + c.
@@ -66,12 +90,17 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
         ahead_step: Any,
         x_kind: Any,
         zeros_kind: Any,
+        codes_kind: Any,
     ):
         del context, x, x_stride, codes, steps, sums, sums_stride, zeros, x_scales, x_scales_stride, scales
         del c, c_stride, add, panel_strides, ahead, ahead_step
         strides = types.UniTuple(types.intp, 3)
-        signature = types.void(*[types.intp] * 12, types.boolean, strides, types.intp, types.intp, x_kind, zeros_kind)
+        kinds = (x_kind, zeros_kind, codes_kind)
+        signature = types.void(*[types.intp] * 12, types.boolean, strides, types.intp, types.intp, *kinds)
         by_codes, has_zeros = x_kind == types.int8, zeros_kind == types.int16
+        is_float8 = codes_kind == types.int32
+        assert not (is_float8 and (by_codes or has_zeros)), "float8 has no zeros, and is multiplied with floats"
+        parts, bits = _PARTS[codes_kind], 8 // _PARTS[codes_kind]
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature
@@ -85,13 +114,15 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                 return builder.add(builder.add(start, builder.mul(word(number), stride)), word(offset))
 
             x_rows = [place(x, row, x_stride) for row in range(rows)]
-            zero_codes = [ir.Constant(integers, [_SYMMETRIC] * lanes)] * len(columns)
+            zero_codes = [ir.Constant(integers, [2 ** (bits - 1)] * lanes)] * len(columns)
             if has_zeros:
                 kept = ir.VectorType(ir.IntType(16), lanes)
                 places = [place(zeros, panel, zero_stride, 2 * lanes * vector) for panel, vector in columns]
                 zero_codes = [builder.sext(load(builder, at, kept, 2), integers) for at in places]
             above = ir.Constant(integers, [_TWO_23] * lanes)
-            zero_floats = [builder.bitcast(builder.add(above, zero), floats) for zero in zero_codes]
+            zero_floats = [
+                builder.bitcast(builder.add(above, zero), floats) if has_zeros else None for zero in zero_codes
+            ]
             if by_codes:
                 empty: list[Any] = []
                 for row in range(rows):
@@ -116,19 +147,25 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
                 for panel, vector in columns
             ]
             new: list[Any] = list(held)
-            if by_codes:
-                dot = make_dot(builder, target, raw)
-                for row, start in enumerate(x_rows):
-                    four = load(builder, builder.add(start, builder.mul(step, word(_CODES))), LANE, 1)
-                    begin = row * len(columns)
-                    new[begin : begin + len(columns)] = dot(new[begin : begin + len(columns)], four)
-            else:
-                for code in range(_CODES):
-                    pairs = zip(raw, zero_floats, strict=True)
-                    wide = [_float_of_code(builder, value, code, zero) for value, zero in pairs]
+            for part in range(parts):
+                inputs = builder.add(builder.mul(step, word(parts * _CODES)), word(part * _CODES))
+                if by_codes:
+                    dot = make_dot(builder, target, [_bytes_of_part(builder, value, part, parts) for value in raw])
                     for row, start in enumerate(x_rows):
-                        at = builder.add(start, builder.mul(step, word(4 * _CODES)))
-                        number = everywhere(builder, load(builder, builder.add(at, word(4 * code)), FLOAT), floats)
+                        four = load(builder, builder.add(start, inputs), LANE, 1)
+                        begin = row * len(columns)
+                        new[begin : begin + len(columns)] = dot(new[begin : begin + len(columns)], four)
+                    continue
+                for code in range(_CODES):
+                    if is_float8:
+                        wide = [_float_of_float8(builder, value, 8 * code, floats) for value in raw]
+                    else:
+                        first, pairs = 8 * code + bits * part, zip(raw, zero_floats, strict=True)
+                        widen = _float_of_code if bits == 8 or lanes != 16 else _float_of_half_byte
+                        wide = [widen(builder, value, first, bits, zero) for value, zero in pairs]
+                    for row, start in enumerate(x_rows):
+                        at = element(builder, start, builder.add(inputs, word(code)), 4)
+                        number = everywhere(builder, load(builder, at, FLOAT), floats)
                         for column, value in enumerate(wide):
                             n = row * len(columns) + column
                             new[n] = builder.call(fma, [number, value, new[n]])
@@ -211,10 +248,61 @@ def make_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callabl
     return add_widened
 
 
-def _float_of_code(builder: ir.IRBuilder, codes: Any, number: int, zero: Any) -> Any:
-    """Code `number` of each group of four less its zero, as float32: 2^23 + u and 2^23 + z are both exact."""
+def _bytes_of_part(builder: ir.IRBuilder, raw: Any, part: int, parts: int) -> Any:
+    """Four codes of each output as unsigned bytes: all of `raw`, or the low or the high halves of its bytes."""
+    if parts == 1:
+        return raw
+    lanes = raw.type.count
+    shifted = builder.lshr(raw, ir.Constant(raw.type, [4] * lanes)) if part else raw
+    return builder.and_(shifted, ir.Constant(raw.type, [_LOW_HALVES] * lanes))
+
+
+def _float_of_code(builder: ir.IRBuilder, codes: Any, first: int, bits: int, zero: Any) -> Any:
+    """The code that begins at bit `first`, less its zero, as float32: 2^23 + u and 2^23 + z are both exact.
+
+    `zero` has 2^23 + z; None: z is half the number of codes.
+    """
     lanes = codes.type.count
-    shifted = builder.lshr(codes, ir.Constant(codes.type, [8 * number] * lanes)) if number else codes
-    low = builder.and_(shifted, ir.Constant(codes.type, [0xFF] * lanes))
+    if zero is None:
+        zero = ir.Constant(ir.VectorType(FLOAT, lanes), [2.0**23 + 2 ** (bits - 1)] * lanes)
+    shifted = builder.lshr(codes, ir.Constant(codes.type, [first] * lanes)) if first else codes
+    low = builder.and_(shifted, ir.Constant(codes.type, [2**bits - 1] * lanes))
     above = builder.or_(low, ir.Constant(codes.type, [_TWO_23] * lanes))
     return builder.fsub(builder.bitcast(above, zero.type), zero)
+
+
+def _float_of_half_byte(builder: ir.IRBuilder, codes: Any, first: int, bits: int, zero: Any) -> Any:
+    """`_float_of_code` of four bits in vectors of 16, which one instruction looks up in a vector of 16 numbers."""
+    assert (codes.type.count, bits) == (16, 4), codes.type
+    floats = ir.VectorType(FLOAT, 16)
+    look_up = declare(builder, "llvm.x86.avx512.permvar.sf.512", floats, [floats, codes.type])
+    shifted = builder.lshr(codes, ir.Constant(codes.type, [first] * 16)) if first else codes
+    table = ir.Constant(floats, [float(code - 8) if zero is None else 2.0**23 + code for code in range(16)])
+    found = builder.call(look_up, [table, shifted])
+    return found if zero is None else builder.fsub(found, zero)
+
+
+def _float_of_float8(builder: ir.IRBuilder, codes: Any, first: int, floats: ir.VectorType) -> Any:
+    """The float8_e4m3fn that begins at bit `first`, over 256, as float32; what stands for NaN is 480 / 256."""
+    lanes = codes.type.count
+
+    def constant(value: int) -> ir.Constant:
+        return ir.Constant(codes.type, [value] * lanes)
+
+    shifted = builder.lshr(codes, constant(first)) if first else codes
+    size = builder.shl(builder.and_(shifted, constant(0x7F)), constant(7))
+    sign = builder.shl(builder.and_(shifted, constant(0x80)), constant(8))
+    halves = builder.trunc(builder.or_(size, sign), ir.VectorType(ir.IntType(16), lanes))
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), lanes)), floats)
+
+
+@intrinsic
+def line_inputs(context: Any, codes_kind: Any):
+    """Inputs of a step of `run_product`, whose codes of W outputs lie in 4 * W bytes."""
+    del context
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
+        del context, builder, args
+        return word(_CODES * _PARTS[signature.args[0]])
+
+    return types.intp(codes_kind), generate

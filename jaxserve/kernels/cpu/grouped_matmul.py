@@ -92,17 +92,17 @@ _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_
 
 def grouped_matmul_float32(frame: Any) -> int:
     """(x [M, in], panels [E, out / W, in, W], group sizes [E]) -> (out [M, out], scratch)."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
+        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
         _work_float32(state)
-    return 0
+    return error
 
 
 def grouped_matmul_bfloat16(frame: Any) -> int:
     """`grouped_matmul_float32` of bfloat16: x, and panels [E, out / W, in / 2, W, 2]."""
-    state = enter(frame)
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
+        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
         _work_bfloat16(state)
-    return 0
+    return error

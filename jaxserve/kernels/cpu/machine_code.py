@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import KernelsUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ def is_kept() -> bool:
 def provide(kernel: str, form: str) -> str:
     """The name of a kernel's target for XLA. The first call compiles it (seconds), or reads it from its file.
 
+    Raises KernelsUnavailable where Numba cannot compile it.
+
     The kernel is the function `<kernel>_<form>` of the module `<kernel>`. The form is the dtype of weights or of the
     cache, or what the module names its functions by.
     """
@@ -128,7 +130,7 @@ def _compile_kept(function: Callable[[Any], int], kept: str) -> Any:
     """Reads machine code, or makes and writes it. A failed write costs time at the next start, and is no error."""
     try:
         return _compile(function, keep=True)
-    except ConfigError:
+    except KernelsUnavailable:
         raise
     except OSError as error:
         return _compile_unkept(function, kept, error)
@@ -154,12 +156,14 @@ def _compile(function: Callable[[Any], int], *, keep: bool) -> Any:
     from numba import cfunc, types
     from numba.core.errors import NumbaError
 
+    # What is read from a file may be damaged, and raise anything; what is not, fails in Numba or LLVM.
+    failures = NumbaError if keep else Exception
     try:
         return cfunc(types.intp(types.voidptr), cache=keep)(function)
-    except NumbaError as error:
+    except failures as error:
         # Where colorama is installed, Numba colours its messages for a terminal.
         reason = re.sub(r"\x1b\[[\d;]*m", "", str(error))
-        raise ConfigError(
+        raise KernelsUnavailable(
             f"Numba {metadata.version('numba')} cannot compile the kernels for CPUs: {reason}; install the version of "
             "constraints.txt, or set kernels.paged_attention, kernels.matmul and kernels.grouped_matmul to xla"
         ) from error

@@ -10,14 +10,15 @@ import numpy as np
 from numba import njit
 
 from jaxserve.kernels.cpu.call import enter, frame_of, join, launch, leave, operand, result, size_of, take, words
-from jaxserve.kernels.cpu.scratch import FIRST_WORD, MAX_WORKERS, WORDS
+from jaxserve.kernels.cpu.gating import begin_gating, gate_panel, room_of
+from jaxserve.kernels.cpu.scratch import FIRST_WORD, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function, panel_product
 from jaxserve.kernels.cpu.target import find_target
 
 _TARGET = find_target()
 _WIDTH = _TARGET.width
 _product = panel_product(_TARGET)
-_X, _PANELS, _OUT, _NUM_ROWS, _DEPTH, _NUM_COLUMNS = range(FIRST_WORD, FIRST_WORD + 6)
+_X, _PANELS, _OUT, _NUM_ROWS, _DEPTH, _NUM_COLUMNS, _ROOMS = range(FIRST_WORD, FIRST_WORD + 7)
 
 
 @njit
@@ -25,17 +26,21 @@ def _begin(frame: Any, shared: Any) -> int:
     shared[_X], shared[_PANELS], shared[_OUT] = operand(frame, 0), operand(frame, 1), result(frame, 0)
     shared[_NUM_ROWS], shared[_DEPTH] = size_of(frame, 0, 0), size_of(frame, 1, 1)
     panels = size_of(frame, 1, 0)
-    shared[_NUM_COLUMNS] = panels * _WIDTH
+    shared[_NUM_COLUMNS], shared[_ROOMS] = panels * _WIDTH, begin_gating(frame, shared, 2)
     return panels
 
 
 @njit
-def _item(shared: Any, index: int, kind: Any) -> None:
+def _item(shared: Any, index: int, worker: int, kind: Any) -> None:
     """Panel `index`, of elements like `kind`."""
     x, rows, depth, columns = shared[_X], shared[_NUM_ROWS], shared[_DEPTH], shared[_NUM_COLUMNS]
     panel = shared[_PANELS] + index * depth * _WIDTH * bytes_of(kind)
-    out = shared[_OUT] + index * _WIDTH * 4
-    _product(x, depth, panel, depth, out, columns, rows, kind)
+    room = room_of(shared, worker)
+    if room != 0:
+        _product(x, depth, panel, depth, room, _WIDTH, rows, kind)
+        gate_panel(shared, room, index)
+    else:
+        _product(x, depth, panel, depth, shared[_OUT] + index * _WIDTH * 4, columns, rows, kind)
 
 
 @njit
@@ -43,7 +48,7 @@ def _work(state: int, kind: Any) -> None:
     shared, worker = words(state, WORDS), join(state)
     index = take(state, worker)
     while index >= 0:
-        _item(shared, index, kind)
+        _item(shared, index, worker, kind)
         index = take(state, worker)
     leave(state)
 
@@ -62,18 +67,25 @@ _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_
 
 
 def matmul_float32(frame: Any) -> int:
-    """(x [T, in], panels [out / W, in, W]) -> out [T, out]."""
-    state = enter(frame)
+    """(x [T, in], panels [out / W, in, W], numbers []) -> out [T, out].
+
+    With `gating_numbers`, panels have gate and up side by side, and results are (out [T, out / 2], scratch).
+    """
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        error = launch(frame, state, num_items, shared[_ROOMS], _float32_worker())
         _work_float32(state)
-    return 0
+    return error
 
 
 def matmul_bfloat16(frame: Any) -> int:
-    """(x [T, in], panels [out / W, in / 2, W, 2]) -> out [T, out]; x and panels are bfloat16."""
-    state = enter(frame)
+    """`matmul_float32` of x and panels [out / W, in / 2, W, 2] in bfloat16."""
+    state, error = enter(frame), 0
     if state != 0:
-        launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        error = launch(frame, state, num_items, shared[_ROOMS], _bfloat16_worker())
         _work_bfloat16(state)
-    return 0
+    return error

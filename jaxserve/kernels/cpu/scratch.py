@@ -9,6 +9,7 @@ import dataclasses
 # taken, whose share it takes from, and how many items it has taken.
 MAX_WORKERS = 64
 FIRST_WORD, SHARES, TURNS, TAKEN, WORDS = 20, *(64 + n * MAX_WORKERS for n in range(4))
+GATING = 56  # the first word of `gating`; a kernel that gates has those before
 
 BYTES = 0  # of a scratch array, before what attention keeps there
 RUN_BYTES = 3 * 8  # of the scratch array of the grouped product: expert, first row and rows of each expert hit
@@ -82,6 +83,27 @@ class RoundedRows:
         sums_begin = scales_begin + num_rows * -(-depth // BLOCK) * 4
         num_bytes = sums_begin + num_rows * -(-depth // run) * 4
         return cls(row_bytes=row_bytes, scales_begin=scales_begin, sums_begin=sums_begin, num_bytes=num_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GatedRooms:
+    """Of a product whose halves are multiplied with each other: each worker's products of one panel.
+
+    Attributes:
+      begin: bytes of the scratch array before them.
+      workers: number of workers that have a room.
+      num_bytes: size of the whole scratch array.
+    """
+
+    begin: int
+    workers: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, *, num_rows: int, width: int, workers: int, begin: int = 0) -> "GatedRooms":
+        """Rooms for panels of `width`. Of a single row, an item of work is two panels."""
+        begin, workers = -(-begin // 64) * 64, min(workers, MAX_WORKERS)
+        return cls(begin=begin, workers=workers, num_bytes=begin + workers * max(num_rows, 2) * width * 4)
 
 
 def coded_experts_bytes(num_experts: int) -> int:

@@ -46,7 +46,7 @@ class Part:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedCodes:
+class GroupedCodes(Weight):
     """A weight [*out, *in] as matrices of groups.
 
     Attributes:

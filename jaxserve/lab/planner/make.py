@@ -12,6 +12,7 @@ from flax import nnx
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.kernels.packed_codes import PackedCodes
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.lab.compiled.ahead import AbsentModel, place_ahead
 from jaxserve.lab.ledger import counting_process
@@ -145,10 +146,12 @@ def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
     """Bytes of a number of these weights on average, with its share of scales and zeros."""
     stored = numbers = 0
     for variable in weights:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(variable.get_raw_value()):
+        weight = variable.get_raw_value()
+        per_byte = 2 if isinstance(weight, PackedCodes) and weight.code == "int4" else 1
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weight):
             stored += array_bytes(leaf.size, leaf.dtype)
             names = {getattr(step, "name", "") for step in path}
-            numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size
+            numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size * per_byte
     return stored / numbers
 
 

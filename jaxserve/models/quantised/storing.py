@@ -26,7 +26,7 @@ _GROUP = 128  # of codes of four bits that are rounded at load
 _LEAST_GROUP = 16  # smaller groups have more bytes of scales than they save in codes
 _INTEGERS = ("int4", "int8")  # each fits into the next
 _MOST_PARTS = 8  # of a fused weight
-_ON_CPUS = (*_INTEGERS, "float4_e2m1fn")
+_WHOLE_NUMBERS = (*_INTEGERS, "float4_e2m1fn")
 _CPU_BLOCK = 128  # inputs of a scale of activations on CPUs; elsewhere all of a token's: blocks would be slow products
 
 
@@ -40,10 +40,12 @@ class Recipe:
 
 
 _ROW_INT8, _ROW_FP8 = Storage(code="int8"), Storage(code="float8_e4m3fn")
+_GROUP_INT4, _ROUNDED = Storage(code="int4", group=_GROUP), Arithmetic(activations="int8")
 RECIPES: dict[str, Recipe] = {
     "int8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=FLOAT),
-    "int8-a8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=Arithmetic(activations="int8")),
-    "int4": Recipe(layers=Storage(code="int4", group=_GROUP), head=_ROW_INT8, activations=FLOAT),
+    "int8-a8": Recipe(layers=_ROW_INT8, head=_ROW_INT8, activations=_ROUNDED),
+    "int4": Recipe(layers=_GROUP_INT4, head=_ROW_INT8, activations=FLOAT),
+    "int4-a8": Recipe(layers=_GROUP_INT4, head=_ROW_INT8, activations=_ROUNDED),
     "fp8": Recipe(layers=_ROW_FP8, head=_ROW_FP8, activations=FLOAT),
 }
 
@@ -140,9 +142,7 @@ def choose_kept(
         of_path = [modules.get(piece.source) for piece in pieces]
         if not of_path or None in of_path:
             continue
-        chosen = [
-            _storage(module, rules.scheme_of(module.name), scheme, backend) for module in of_path if module is not None
-        ]
+        chosen = [_storage(module, rules.scheme_of(module.name), scheme) for module in of_path if module is not None]
         if "experts" not in axes[path]:
             chosen = [(_in_bytes(storage), arithmetic) for storage, arithmetic in chosen]
         found = _kept_of(pieces, chosen, sizes[path], is_rounded=scheme is None, axes=axes[path], backend=backend)
@@ -261,9 +261,7 @@ class _Rules:
             raise ConfigError(f"model.quantization_rules: {pattern!r} is no regular expression: {error}") from error
 
 
-def _storage(
-    module: Module, named: tuple[str, bool], scheme: Scheme | None, backend: str
-) -> tuple[Storage | None, Arithmetic]:
+def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> tuple[Storage | None, Arithmetic]:
     """Of one weight; None: floats."""
     name, by_rule = named
     recipe = RECIPES.get(name)
@@ -275,8 +273,6 @@ def _storage(
         storage = None if found is None else found.storage
         if module.kind is ModuleKind.EMBEDDING and storage is not None and storage.group is not None:
             storage = None  # rows of a table are looked up with one scale each
-        if backend == "cpu" and storage is not None and storage.code not in _ON_CPUS:
-            storage = None  # XLA:CPU would convert float8 in every step, which takes longer than reading floats
         return storage, arithmetic
     if recipe is None:
         return None, FLOAT
@@ -311,7 +307,7 @@ def _common(chosen: Iterable[_Chosen]) -> Storage | None:
 def _arithmetic(chosen: Iterable[tuple[Storage | None, Arithmetic]], backend: str) -> Arithmetic:
     """Of a parameter: floats, unless all its weights are whole numbers, as float4 is, whose activations are rounded."""
     arithmetics = {arithmetic for _, arithmetic in chosen}
-    is_integer = all(storage is not None and storage.code in _ON_CPUS for storage, _ in chosen)
+    is_integer = all(storage is not None and storage.code in _WHOLE_NUMBERS for storage, _ in chosen)
     if len(arithmetics) > 1 or FLOAT in arithmetics or not is_integer:
         return FLOAT
     return Arithmetic(activations="int8", block=_CPU_BLOCK if backend == "cpu" else None)

@@ -1,0 +1,13 @@
+"""The activations of feed-forward blocks, by name."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
