@@ -213,6 +213,7 @@ def _round_shared_blocks(x: Float[Array, "T K"], block: int, cut_over: tuple[str
     first = jax.lax.axis_index(cut_over) * (depth // run)
     block_of = (first + jnp.arange(depth // run)) * run // block
     num_blocks = -(-depth * jax.lax.psum(1, cut_over) // block)
+    runs = jnp.where(jnp.isnan(runs), jnp.inf, runs)  # not every maximum keeps NaN
     largest = jnp.zeros((num_rows, num_blocks), jnp.float32).at[:, block_of].max(runs)
     largest = jax.lax.pmax(largest, cut_over)[:, block_of]
     return _codes_of(x, largest, run)
@@ -228,7 +229,7 @@ def round_rows(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) ->
     blocks = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -depth % block))).reshape(len(x), -1, block)
     largest = jnp.max(jnp.abs(blocks), axis=2)
     if cut_over:
-        largest = jax.lax.pmax(largest, cut_over)
+        largest = jax.lax.pmax(jnp.where(jnp.isnan(largest), jnp.inf, largest), cut_over)
     return _codes_of(x, largest, block)
 
 
