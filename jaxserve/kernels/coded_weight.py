@@ -144,11 +144,12 @@ class CodedWeight(Weight):
         """Rows as codes, for products in integers."""
         x = x.reshape(x.shape[0], -1)
         block, depth = self.arithmetic.block, x.shape[1]
-        if block is None:
-            return round_rows(x, depth, self.cut_over)
-        if self.cut_over and depth % block:
-            return _round_shared_blocks(x, block, self.cut_over)
-        return round_rows(x, min(block, depth), ())
+        if block is not None and self.cut_over and depth % block:
+            codes, scales = _round_shared_blocks(x, block, self.cut_over)
+            return RoundedRows(codes=codes, scales=scales, block=math.gcd(depth, block))
+        size = min(block or depth, depth)
+        codes, scales = round_activations(x, size, self.cut_over if block is None else ())
+        return RoundedRows(codes=codes, scales=scales, block=size)
 
     def multiply_rounded(self, x: "RoundedRows") -> Float[Array, "T N"]:
         """Sums of products of codes are exact within a run of inputs that share both scales."""
@@ -205,8 +206,10 @@ class RoundedRows:
     block: int
 
 
-def _round_shared_blocks(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) -> RoundedRows:
-    """`round_rows` in blocks of the inputs of all devices. Some lie on two or more, which share their scales."""
+def _round_shared_blocks(
+    x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
+) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
+    """`round_activations` in blocks of the inputs of all devices. Some lie on two or more, which share their scales."""
     num_rows, depth = x.shape
     run = math.gcd(depth, block)
     runs = jnp.abs(x.astype(jnp.float32)).reshape(num_rows, -1, run).max(axis=2)
@@ -219,8 +222,10 @@ def _round_shared_blocks(x: Float[Array, "T K"], block: int, cut_over: tuple[str
     return _codes_of(x, largest, run)
 
 
-def round_rows(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) -> RoundedRows:
-    """The nearest codes. A scale is the largest magnitude of its inputs over 127, also on devices along `cut_over`.
+def round_activations(
+    x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
+) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
+    """int8 codes, and a scale for each block of inputs: the largest magnitude over 127, of all devices in `cut_over`.
 
     A block of zeros has the scale 0. One with a number that is not finite has a scale that is not either, and so has
     the row's product.
@@ -233,12 +238,14 @@ def round_rows(x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]) ->
     return _codes_of(x, largest, block)
 
 
-def _codes_of(x: Float[Array, "T K"], largest: Float[Array, "T B"], block: int) -> RoundedRows:
-    """The nearest codes, given the magnitude that is 127 in each block of inputs."""
+def _codes_of(
+    x: Float[Array, "T K"], largest: Float[Array, "T B"], block: int
+) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
+    """The nearest codes and their scales, given the magnitude that is 127 in each block of inputs."""
     depth = x.shape[1]
     blocks = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -depth % block))).reshape(len(x), -1, block)
     by = largest[..., None]
     steps = blocks * jnp.where((by > 0) & (by < jnp.inf), _LARGEST / by, 0)
     codes = jnp.where(jnp.isfinite(steps), jnp.clip(jnp.round(steps), -_LARGEST, _LARGEST), 0).astype(jnp.int8)
     scales = jnp.where(largest < jnp.inf, largest / _LARGEST, jnp.nan)
-    return RoundedRows(codes=codes.reshape(len(x), -1)[:, :depth], scales=scales, block=block)
+    return codes.reshape(len(x), -1)[:, :depth], scales

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.coded_experts import CodedExperts
-from jaxserve.kernels.coded_weight import round_rows
+from jaxserve.kernels.coded_weight import round_activations
 from jaxserve.kernels.grouped_matmul import GroupedMatmulUse
 from jaxserve.kernels.matmul import Axes
 from jaxserve.kernels.storage import array_bytes, decode_float4
@@ -73,8 +73,8 @@ class ExpertCodes:
         experts, pieces, size, _ = self.parts[0].codes.shape
         row_scales = None
         if self.is_rounded:
-            rounded = round_rows(x, x.shape[1], self.cut_over)
-            x, row_scales = rounded.codes.astype(jnp.bfloat16), rounded.scales
+            codes, row_scales = round_activations(x, x.shape[1], self.cut_over)
+            x = codes.astype(jnp.bfloat16)
         tile = _rows_of_tile(num_rows, experts, pieces, size, x.dtype.itemsize)
         tiles = cut_tiles(group_sizes.astype(jnp.int32), num_rows, tile)
         by_piece = jnp.swapaxes(x[tiles.sources].reshape(-1, pieces, size), 0, 1)
