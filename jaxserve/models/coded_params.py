@@ -153,7 +153,7 @@ def load_coded(
         arrays = [array for array in (parts.codes, parts.scales, parts.zeros, parts.offsets) if array is not None]
         for share, array in zip(shares, arrays, strict=True):
             share += [jax.device_put(array, device) for device in devices]
-    made = [
+    made: list[jax.Array] = [
         jax.make_array_from_single_device_arrays(leaf.shape, sharding, share)
         for leaf, sharding, share in zip(leaves[:of_codes], shardings[:of_codes], shares, strict=True)
     ]
@@ -194,7 +194,7 @@ def draw_others(weight: Any, placed: Any, reach: float) -> tuple[float, list[jax
     code = codes_of(weight).storage.code
     most = CODES[code][1]
     _, scales, *others = zip(jax.tree.leaves(weight), jax.tree.leaves(placed), strict=True)
-    made = [jnp.full(scales[0].shape, reach / most, scales[0].dtype, device=scales[1])]
+    made: list[jax.Array] = [jnp.full(scales[0].shape, reach / most, scales[0].dtype, device=scales[1])]
     for leaf, sharding in others:
         if isinstance(weight, Reordered) and leaf is weight.order:
             order = np.arange(math.prod(leaf.shape), dtype=np.int32).reshape(leaf.shape)

@@ -400,14 +400,23 @@ class _Filler:
         if storage is None:
             (leaf,), (sharding,) = jax.tree.leaves(weight), jax.tree.leaves(placed)
             return [jax.make_array_from_callback(leaf.shape, sharding, reader)]
-        name, order = ".".join(map(str, whole.source)), None
+        order = None
         if storage.ordered:
+            in_shape = whole.shape[len(whole.shape) - weight.order.ndim :]
+            order = functools.partial(self._order, whole, source, part, in_shape, weight.order.shape)
+        return load_coded(weight, placed, reader, order, storage, ".".join(map(str, whole.source)))
 
-            def order() -> np.ndarray:
-                in_shape = whole.shape[len(whole.shape) - weight.order.ndim :]
-                return padded_order(source.order(whole.source, part), in_shape, weight.order.shape, blocks)
-
-        return load_coded(weight, placed, reader, order, storage, name)
+    def _order(
+        self,
+        whole: "_Whole",
+        source: "_Source",
+        part: KeptPart | None,
+        in_shape: tuple[int, ...],
+        padded: tuple[int, ...],
+    ) -> np.ndarray:
+        """The order of the inputs of a weight, or of `part` of it, as it is padded."""
+        blocks = self._blocks(whole.path, whole.shape)
+        return padded_order(source.order(whole.source, part), in_shape, padded, blocks)
 
     def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> "_Source":
         config = self.partition.model
@@ -450,7 +459,7 @@ class _Filler:
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
             blocks, reach = tuple(self._blocks(path, shapes[source])), _RANDOM_STD * 3**0.5
 
-            def one(weight: Any, where: Any, kept: Kept | None, window: _Window | None) -> list[jax.Array]:
+            def leaves_of(weight: Any, where: Any, kept: Kept | None, window: _Window | None) -> list[jax.Array]:
                 is_coded = kept is not None and kept.storage is not None
                 leaf, sharding = jax.tree.leaves(weight)[0], jax.tree.leaves(where)[0]
                 most, others = draw_others(weight, where, reach) if is_coded else (reach, [])
@@ -462,11 +471,11 @@ class _Filler:
             weight, where = variables[path].get_raw_value(), placed[path].get_raw_value()
             kept = self.kept.get(source)
             if kept is None or not kept.parts:
-                return one(weight, where, kept, None)
+                return leaves_of(weight, where, kept, None)
             made = []
             for part, own, own_where in zip(kept.parts, weight.parts, where.parts, strict=True):
                 bounds = part.window.bounds(param.shape[weight.axis])
-                made += one(own, own_where, part.kept, (weight.axis, bounds.start, bounds.stop))
+                made += leaves_of(own, own_where, part.kept, (weight.axis, bounds.start, bounds.stop))
             return made
 
         arrays = {path: drawn(path, param) for path, param in params.items()} | self._scale_arrays()

@@ -38,7 +38,8 @@ def _begin(frame: Any, shared: Any, rounded: bool, zeros: int, codes_kind: Any) 
     """Lists the experts that have rows, and clears the output of the rows that have no expert."""
     dense._begin(frame, shared, rounded, zeros, codes_kind)
     given = integers(operand(frame, 3 + zeros), _SIZES + 2)
-    experts, panels = np.int64(given[_SIZES]), np.int64(given[_SIZES + 1])
+    experts: Any = np.int64(given[_SIZES])
+    panels: Any = np.int64(given[_SIZES + 1])
     shared[dense._COLUMNS], shared[_PANELS] = panels * _WIDTH, panels
     shared[_EXPERTS], shared[_RUNS_AT] = experts, result(frame, 2 if rounded else 1)
     sizes, runs = integers(operand(frame, 5 + zeros), experts), words(shared[_RUNS_AT], EXPERT_RUN_WORDS * experts)

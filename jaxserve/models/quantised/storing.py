@@ -283,8 +283,9 @@ def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> 
 
 def _in_bytes(storage: Storage | None) -> Storage | None:
     """float4 as whole numbers of eight bits, twice its values: dense products have no float4."""
-    is_float4 = storage is not None and storage.code == "float4_e2m1fn"
-    return dataclasses.replace(storage, code="int8") if is_float4 else storage
+    if storage is None or storage.code != "float4_e2m1fn":
+        return storage
+    return dataclasses.replace(storage, code="int8")
 
 
 def _common(chosen: Iterable[_Chosen]) -> Storage | None:
