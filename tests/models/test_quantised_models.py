@@ -84,7 +84,8 @@ def test_three_formats_in_one_kernel(tmp_path: Path) -> None:
     pair = models.llama_pair(tmp_path, table, makers)
     assert_same_parameters(pair, "float32", mesh_of(2))
     parts = load_model(pair.quantised, dtype="float32").kept["layers", 0, "attention", "qkv", "kernel"].parts
-    assert [part.kept and part.kept.storage for part in parts] == [Storage(code="int4", group=32), None]
+    query, value = Storage(code="int4", group=32), Storage(code="float8_e4m3fn")
+    assert [part.kept and part.kept.storage for part in parts] == [query, None, value]
 
 
 def test_dynamic_settings_of_gptq(tmp_path: Path) -> None:
