@@ -43,7 +43,7 @@ class ModelConfig(Section):
         description="What weights are kept as; auto: as the checkpoint has them, codes or floats; none: codes are "
         "widened to floats. The others round a float checkpoint at load: int8 and fp8 with a scale for each row, int4 "
         "with one for each 128 inputs; int8-a8 and int4-a8 round activations, too, and int8-a8 can be had of a "
-        "checkpoint of integer codes. Embeddings, norms, routers and experts stay floats.",
+        "checkpoint of integer codes. Embeddings, norms and routers stay floats.",
     )
     quantization_rules: dict[str, str] = pydantic.Field(
         default={},

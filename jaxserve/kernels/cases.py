@@ -283,7 +283,7 @@ class GroupedMatmulCase:
     """Tokens that each go to `per_token` different ones of `of_experts` experts, and a device that has the first few.
 
     Attributes:
-      num_experts: that the device holds, each a matrix [*out_shape, depth] in `dtype`.
+      num_experts: that the device holds, each a matrix [*out_shape, depth] in `dtype`, or in codes.
       tokens: of the step. The device gets tokens * per_token rows, of which those of others' experts come last.
     """
 
@@ -295,6 +295,8 @@ class GroupedMatmulCase:
     out_shape: tuple[int, ...]
     depth: int
     dtype: str
+    storage: Storage | None = None
+    arithmetic: Arithmetic = FLOAT
 
 
 # Of one device of several: experts cut over an axis (EP), and each expert's matrix over another (TP).

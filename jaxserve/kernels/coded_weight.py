@@ -14,7 +14,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.matmul import Axes, Weight
-from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage, largest_by_row, round_to_codes, scales_for
+from jaxserve.kernels.storage import (
+    FLOAT,
+    Arithmetic,
+    Storage,
+    T,
+    decode_float4,
+    largest_by_row,
+    round_to_codes,
+    scales_for,
+)
 from jaxserve.kernels.xla_matmul import DenseWeight
 
 _LARGEST = 127.0  # magnitude of an int8 code of activations
@@ -59,7 +68,7 @@ class CodedWeight(Weight):
         """`Weight.multiply`."""
         assert self.num_in > 0, "a table that is only looked up"
         if self.arithmetic.activations == "int8":
-            return self._in_integers(x.reshape(x.shape[0], -1)).reshape(-1, *self.out_shape)
+            return self.multiply_rounded(self.rounded(x)).reshape(-1, *self.out_shape)
         if self.storage.group is None:
             dense = DenseWeight(array=self._centred(self.codes, self.zeros, x.dtype), num_in=self.num_in)
             return dense.multiply(x) * self.scales.reshape(self.out_shape)
@@ -77,7 +86,7 @@ class CodedWeight(Weight):
         """The weight [*out, *in] in float64, on the host."""
         codes, scales, zeros = (None if leaf is None else np.asarray(leaf, np.float64) for leaf in self._flat())
         assert codes is not None and scales is not None
-        size = codes.shape[1] // len(scales)
+        codes, size = self._decoded(codes), codes.shape[1] // len(scales)
         if zeros is not None:
             codes = codes - np.repeat(zeros.T, size, axis=1)
         return (codes * np.repeat(scales.T, size, axis=1)).reshape(self.codes.shape)
@@ -91,8 +100,11 @@ class CodedWeight(Weight):
 
     def _centred(self, codes: Array, zeros: Array | None, dtype: jax.typing.DTypeLike) -> Array:
         """Codes less their zeros. Exact in every dtype of activations: no difference has more than eight bits."""
-        wide = codes.astype(dtype)
+        wide = self._decoded(codes.astype(dtype))
         return wide if zeros is None else wide - zeros.astype(dtype)
+
+    def _decoded(self, codes: T) -> T:
+        return decode_float4(codes) if self.storage.code == "float4_e2m1fn" else codes
 
     def _flat(self) -> tuple[Array, Array, Array | None]:
         """Codes [N, K], scales and zeros [G, N]."""
@@ -112,28 +124,53 @@ class CodedWeight(Weight):
 
         return jax.lax.fori_loop(0, len(scales), turn, jnp.zeros((x.shape[0], len(codes)), jnp.float32))
 
-    def _in_integers(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
+    def multiply_batched(self, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
+        """The product with codes in groups, all groups at once: XLA may widen the codes of the whole weight for it."""
+        codes, scales, zeros = self._flat()
+        num_out, num_groups = len(codes), len(scales)
+        by_group = codes.reshape(num_out, num_groups, -1)
+        centred = self._centred(by_group, None if zeros is None else zeros.T[..., None], x.dtype)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        products = jax.lax.dot_general(
+            x.reshape(len(x), num_groups, -1),
+            centred,
+            (((2,), (2,)), ((1,), (1,))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.sum(products * scales[:, None], axis=0)
+
+    def rounded(self, x: Float[Array, "T ..."]) -> "RoundedRows":
+        """Rows as codes, for products in integers."""
+        x = x.reshape(x.shape[0], -1)
+        block, depth = self.arithmetic.block, x.shape[1]
+        if block is not None and self.cut_over and depth % block:
+            codes, scales = _round_shared_blocks(x, block, self.cut_over)
+            return RoundedRows(codes=codes, scales=scales, block=math.gcd(depth, block))
+        size = min(block or depth, depth)
+        codes, scales = round_activations(x, size, self.cut_over if block is None else ())
+        return RoundedRows(codes=codes, scales=scales, block=size)
+
+    def multiply_rounded(self, x: "RoundedRows") -> Float[Array, "T N"]:
         """Sums of products of codes are exact within a run of inputs that share both scales."""
         codes, scales, zeros = self._flat()
-        depth = codes.shape[1]
-        block = min(self.arithmetic.block or depth, depth)
+        depth, block = codes.shape[1], x.block
         of_group = depth // len(scales)
         run = math.gcd(block, of_group) if self.arithmetic.block else of_group
-        rounded, x_scales = round_activations(x, block, self.cut_over if self.arithmetic.block is None else ())
 
         def part(start: Array | int, size: int) -> Array:
-            inputs = jax.lax.dynamic_slice_in_dim(rounded, start, size, axis=1)
-            weights = jax.lax.dynamic_slice_in_dim(codes, start, size, axis=1).astype(jnp.int8)
+            inputs = jax.lax.dynamic_slice_in_dim(x.codes, start, size, axis=1)
+            weights = self._decoded(jax.lax.dynamic_slice_in_dim(codes, start, size, axis=1).astype(jnp.int8))
             total = jax.lax.dot_general(inputs, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
             group = start // of_group
             if zeros is not None:
                 sums = jnp.sum(inputs, axis=1, dtype=jnp.int32)
                 total = total - sums[:, None] * zeros[group].astype(jnp.int32)
-            return total.astype(jnp.float32) * (scales[group] * x_scales[:, start // block, None])
+            return total.astype(jnp.float32) * (scales[group] * x.scales[:, start // block, None])
 
         if run == depth:
             return part(0, depth)
-        total = jnp.zeros((x.shape[0], len(codes)), jnp.float32)
+        total = jnp.zeros((x.codes.shape[0], len(codes)), jnp.float32)
         return jax.lax.fori_loop(0, depth // run, lambda i, total: total + part(i * run, run), total)
 
 
@@ -160,6 +197,31 @@ def round_weight(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundedRows:
+    """Activations as int8 codes, and a scale for each `block` inputs."""
+
+    codes: Int[Array, "T K"]
+    scales: Float[Array, "T B"]
+    block: int
+
+
+def _round_shared_blocks(
+    x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
+) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
+    """`round_activations` in blocks of the inputs of all devices. Some lie on two or more, which share their scales."""
+    num_rows, depth = x.shape
+    run = math.gcd(depth, block)
+    runs = jnp.abs(x.astype(jnp.float32)).reshape(num_rows, -1, run).max(axis=2)
+    first = jax.lax.axis_index(cut_over) * (depth // run)
+    block_of = (first + jnp.arange(depth // run)) * run // block
+    num_blocks = -(-depth * jax.lax.psum(1, cut_over) // block)
+    runs = jnp.where(jnp.isnan(runs), jnp.inf, runs)  # not every maximum keeps NaN
+    largest = jnp.zeros((num_rows, num_blocks), jnp.float32).at[:, block_of].max(runs)
+    largest = jax.lax.pmax(largest, cut_over)[:, block_of]
+    return _codes_of(x, largest, run)
+
+
 def round_activations(
     x: Float[Array, "T K"], block: int, cut_over: tuple[str, ...]
 ) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
@@ -170,10 +232,20 @@ def round_activations(
     """
     depth = x.shape[1]
     blocks = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -depth % block))).reshape(len(x), -1, block)
-    largest = jnp.max(jnp.abs(blocks), axis=2, keepdims=True)
+    largest = jnp.max(jnp.abs(blocks), axis=2)
     if cut_over:
-        largest = jax.lax.pmax(largest, cut_over)
-    steps = blocks * jnp.where((largest > 0) & (largest < jnp.inf), _LARGEST / largest, 0)
+        largest = jax.lax.pmax(jnp.where(jnp.isnan(largest), jnp.inf, largest), cut_over)
+    return _codes_of(x, largest, block)
+
+
+def _codes_of(
+    x: Float[Array, "T K"], largest: Float[Array, "T B"], block: int
+) -> tuple[Int[Array, "T K"], Float[Array, "T B"]]:
+    """The nearest codes and their scales, given the magnitude that is 127 in each block of inputs."""
+    depth = x.shape[1]
+    blocks = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -depth % block))).reshape(len(x), -1, block)
+    by = largest[..., None]
+    steps = blocks * jnp.where((by > 0) & (by < jnp.inf), _LARGEST / by, 0)
     codes = jnp.where(jnp.isfinite(steps), jnp.clip(jnp.round(steps), -_LARGEST, _LARGEST), 0).astype(jnp.int8)
     scales = jnp.where(largest < jnp.inf, largest / _LARGEST, jnp.nan)
-    return codes.reshape(len(x), -1)[:, :depth], scales[..., 0]
+    return codes.reshape(len(x), -1)[:, :depth], scales

@@ -19,6 +19,7 @@ from typing import Protocol
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 
 
 class ExpertWeight(Protocol):
@@ -49,6 +50,8 @@ class GroupedMatmulUse:
       num_experts: that one device holds.
       hidden_size, size: of an expert's matrices on one device: [size, hidden_size] twice, [hidden_size, size] once.
       num_devices: that share each expert's matrix; devices that have different experts do not count.
+      storage: of matrices that are codes; None: numbers of `dtype`.
+      arithmetic: of products with codes.
     """
 
     dtype: str
@@ -56,15 +59,25 @@ class GroupedMatmulUse:
     hidden_size: int
     size: int
     num_devices: int
+    storage: Storage | None = None
+    arithmetic: Arithmetic = FLOAT
+
+    def __str__(self) -> str:
+        stored = self.dtype if self.storage is None else str(self.storage)
+        rounded = f", times {self.arithmetic.activations} activations" if self.arithmetic != FLOAT else ""
+        return (
+            f"{self.num_experts} experts of {self.hidden_size} x {self.size} in {stored}{rounded}, each on "
+            f"{self.num_devices} devices"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatmul:
     """One implementation: the form in which it wants the matrices. The product itself is the weight's `multiply`.
 
-    `convert(weight)` is given a `xla_grouped_matmul.DenseExperts` of arrays that lie on their devices, and returns an
-    `ExpertWeight` of the same numbers. `shapes`, `refuses`, `prepare`, `rounding` and `row_invariant` are those of
-    `matmul.Matmul`.
+    `convert(weight)` is given a `xla_grouped_matmul.DenseExperts` or a `coded_experts.CodedExperts` of arrays that lie
+    on their devices, and returns an `ExpertWeight` of the same numbers. `shapes`, `refuses`, `prepare`, `rounding` and
+    `row_invariant` are those of `matmul.Matmul`.
     """
 
     name: str

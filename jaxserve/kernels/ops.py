@@ -98,13 +98,11 @@ GROUPED_MATMUL: Op[GroupedMatmul, GroupedMatmulUse] = Op(
         },
     ),
     preferred={"cpu": ("numba_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("ragged_tpu",)},
-    describe=lambda use: (
-        f"{use.num_experts} experts of {use.hidden_size} x {use.size} in {use.dtype}, each on {use.num_devices} devices"
-    ),
+    describe=str,
     cases=GROUPED_MATMUL_CASES,
     case_of=self_check.grouped_matmul_case,
     error=self_check.grouped_matmul_error,
-    limit=lambda implementation, use: implementation.rounding,
+    limit=self_check.matmul_limit,
 )
 
 OPS: tuple[Op[Any, Any], ...] = (PAGED_ATTENTION, MATMUL, GROUPED_MATMUL)

@@ -15,10 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.kernels import packed_coded_experts
+from jaxserve.kernels.coded_experts import CodedExperts
 from jaxserve.kernels.cpu import machine_code, scratch
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.packed_codes import LEAST_RUN
 from jaxserve.kernels.packed_weight import as_elements, empty_panels, fill_panels, panel_width, panels_shape
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 
@@ -70,14 +73,38 @@ def make_grouped_matmul(device: Device) -> GroupedMatmul:
             )
         if use.dtype not in machine_code.DTYPES:
             return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
+        if use.storage is not None and use.storage.code not in packed_coded_experts.STORED:
+            return f"it has no products with {use.storage.code}; model.quantization: none widens such weights"
+        if use.storage is not None and (use.storage.group or 0) % LEAST_RUN:
+            return (
+                f"{use.storage.group} inputs share a scale, but groups must be a multiple of {LEAST_RUN}; "
+                "model.quantization: none widens such weights"
+            )
         return machine_code.missing()
+
+    def convert(weight: DenseExperts | CodedExperts) -> ExpertWeight:
+        if isinstance(weight, CodedExperts):
+            return packed_coded_experts.pack_coded_experts(weight, panel_width())
+        return pack_experts(weight, panel_width())
+
+    def shapes(weight: DenseExperts | CodedExperts) -> ExpertWeight:
+        if isinstance(weight, CodedExperts):
+            return packed_coded_experts.coded_experts_shape(weight, panel_width())
+        return packed_shape(weight, panel_width())
+
+    def prepare(use: GroupedMatmulUse) -> None:
+        if use.storage is None:
+            machine_code.provide("grouped_matmul", use.dtype)
+        else:
+            storage, block = use.storage, use.arithmetic.block
+            packed_coded_experts.prepare(code=storage.code, zeros=storage.zeros, block=block)
 
     return GroupedMatmul(
         name="numba_cpu",
-        convert=lambda weight: pack_experts(weight, panel_width()),
-        shapes=lambda weight: packed_shape(weight, panel_width()),
+        convert=convert,
+        shapes=shapes,
         refuses=refuses,
-        prepare=lambda use: machine_code.provide("grouped_matmul", use.dtype),
+        prepare=prepare,
         row_invariant=True,
     )
 

@@ -10,12 +10,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int
 
+from jaxserve.kernels.coded_experts import CodedExperts
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.pallas.tpu_expert_codes import refuses_codes, to_expert_codes
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts, zero_past
 
 _ROWS = 8
@@ -74,17 +77,23 @@ def _convert(weight: DenseExperts) -> ExpertWeight:
     return InOutExperts(parts=tuple(jnp.swapaxes(part, 1, 2) for part in parts), is_split=array.ndim == 4)
 
 
-def make_grouped_matmul(device: Device) -> GroupedMatmul:
-    """The implementation for a device; it refuses all that are no TPUs."""
+def make_grouped_matmul(device: Device, interpret: pltpu.InterpretParams | None = None) -> GroupedMatmul:
+    """The implementation for a device; it refuses all that are no TPUs.
+
+    Experts that are codes have a kernel of their own (`pallas.tpu_expert_codes`); `interpret` runs it on a CPU.
+    """
 
     def refuses(use: GroupedMatmulUse) -> str | None:
-        del use
-        return None if device.backend == "tpu" else f"it runs on TPUs alone, and this is a {device.backend}"
+        if device.backend != "tpu":
+            return f"it runs on TPUs alone, and this is a {device.backend}"
+        return refuses_codes(use)
 
-    convert = jax.jit(_convert)
+    def form(weight: DenseExperts | CodedExperts) -> ExpertWeight:
+        return to_expert_codes(weight, interpret) if isinstance(weight, CodedExperts) else _convert(weight)
+
     return GroupedMatmul(
         name="ragged_tpu",
-        convert=convert,
-        shapes=lambda weight: jax.eval_shape(_convert, weight),
+        convert=jax.jit(form),
+        shapes=lambda weight: jax.eval_shape(form, weight),
         refuses=refuses,
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.kernels.cases import Case, GroupedMatmulCase, MatmulCase, make_inputs
+from jaxserve.kernels.coded_experts import round_experts
 from jaxserve.kernels.coded_weight import round_weight
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Matmul, MatmulUse, Weight
@@ -99,13 +100,14 @@ def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
     return max(error, _relative(np.asarray(both, np.float64), wanted) - rounding)
 
 
-def matmul_limit(matmul: Matmul, use: MatmulUse) -> float:
+def matmul_limit(matmul: Matmul | GroupedMatmul, use: MatmulUse | GroupedMatmulUse) -> float:
     """The error that rounding explains."""
     return matmul.rounding if use.arithmetic.activations == "float" else _ROUNDED_LIMIT
 
 
 def grouped_matmul_case(use: GroupedMatmulUse) -> GroupedMatmulCase:
     """Few rows, of which some are others', and small sizes that are as far from a multiple of 64 as the model's."""
+    group = None if use.storage is None else use.storage.group
     return GroupedMatmulCase(
         name="self check",
         num_experts=min(use.num_experts, 5),
@@ -113,8 +115,10 @@ def grouped_matmul_case(use: GroupedMatmulUse) -> GroupedMatmulCase:
         per_token=2,
         tokens=9,
         out_shape=(2, 64 + use.size % 64),
-        depth=128 + use.hidden_size % 64,
+        depth=128 + use.hidden_size % 64 if group is None else 2 * max(group, 64 // group * group),
         dtype=use.dtype,
+        storage=None if use.storage is None else dataclasses.replace(use.storage, zeros=False),
+        arithmetic=use.arithmetic,
     )
 
 
@@ -127,10 +131,14 @@ def grouped_matmul_error(grouped: GroupedMatmul, case: GroupedMatmulCase) -> flo
     )
     chosen = [rng.permutation(case.of_experts)[: case.per_token] for _ in range(case.tokens)]
     sizes = np.bincount(np.concatenate(chosen), minlength=case.of_experts)[: case.num_experts].astype(np.int32)
-    weight = grouped.convert(DenseExperts(array=array))
+    given, numbers = DenseExperts(array=array), np.asarray(array)
+    if case.storage is not None:
+        given = round_experts(numbers, case.storage, case.dtype, case.arithmetic)
+        numbers = given.numbers()
+    weight = grouped.convert(given)
     multiply = jax.jit(lambda weight, x, sizes: weight.multiply(x, sizes))
     out = np.asarray(multiply(weight, x, jnp.asarray(sizes)), np.float64)
-    return _relative(out, grouped_products(np.asarray(x), np.asarray(array), sizes))
+    return _relative(out, grouped_products(np.asarray(x), numbers, sizes))
 
 
 def _relative(out: np.ndarray, exact: np.ndarray) -> float:

@@ -3,23 +3,28 @@
 A weight of N outputs and K inputs has a code for each number, a scale for each run of `group` inputs, and, where codes
 are not symmetric, a zero beside it:
 
-    w[n, k] = (codes[n, k] - zeros[n, k // group]) * scales[n, k // group]
+    w[n, k] = (codes[n, k] - zeros[n, k // group]) * scales[n, k // group] - offsets[n, k // group]
 
 An arithmetic never depends on how many rows there are, on the other rows, or on how many devices share the weight.
 """
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array
+
+T = TypeVar("T", np.ndarray, Array)
 
 CODES: dict[str, tuple[int, float, np.dtype]] = {
     # bits, the magnitude that a scale is chosen for, and the element type of arrays
     "int8": (8, 127.0, np.dtype(np.int8)),
     "int4": (4, 7.5, np.dtype(ml_dtypes.int4)),  # from -8 to 7: half a step of the largest numbers is cut off
     "float8_e4m3fn": (8, 448.0, np.dtype(ml_dtypes.float8_e4m3fn)),
+    # Whole numbers: the n-th magnitude of the format, n below 8, with the sign. `decode_float4` gives twice the value.
+    "float4_e2m1fn": (4, 12.0, np.dtype(ml_dtypes.int4)),
 }
 
 
@@ -31,29 +36,41 @@ class Storage:
       code: a name of `CODES`.
       group: successive inputs that share a scale; None: all of them.
       zeros: groups have zeros, too.
+      offsets: groups have offsets, too (`composed_weight.WithOffsets`).
+      ordered: inputs lie in an order of their own (`composed_weight.Reordered`).
     """
 
     code: str
     group: int | None = None
     zeros: bool = False
+    offsets: bool = False
+    ordered: bool = False
 
     @property
     def bits(self) -> float:
-        """Of memory for each number, with its share of a float32 scale and an int16 zero; rows are taken as long."""
-        of_group = 0.0 if self.group is None else (32 + 16 * self.zeros) / self.group
+        """Of memory for each number, with its share of a float32 scale, an int16 zero and a float32 offset; rows are
+        taken as long."""
+        of_group = 0.0 if self.group is None else (32 + 16 * self.zeros + 32 * self.offsets) / self.group
         return CODES[self.code][0] + of_group
 
     def dtype(self, backend: str) -> np.dtype:
         """Of arrays of codes. Compiled programs of XLA:CPU refuse arrays of int4, so there each has a byte."""
-        return np.dtype(np.int8) if (self.code, backend) == ("int4", "cpu") else CODES[self.code][2]
+        found = CODES[self.code][2]
+        return np.dtype(np.int8) if found == ml_dtypes.int4 and backend == "cpu" else found
 
     def refined(self, size: int) -> "Storage":
         """The same numbers with groups that divide `size`, by repeating scales; exact."""
         return self if self.group is None else dataclasses.replace(self, group=math.gcd(self.group, size))
 
+    @property
+    def of_codes(self) -> "Storage":
+        """Of the weight of codes alone that is inside of one with offsets, or of one that is ordered."""
+        return dataclasses.replace(self, offsets=False, ordered=False)
+
     def __str__(self) -> str:
         by = "a scale for each row" if self.group is None else f"a scale for each {self.group} inputs"
-        return f"{self.code}, {by}{' and a zero' if self.zeros else ''}"
+        said = f"{' and an offset' if self.offsets else ''}{', inputs in an order' if self.ordered else ''}"
+        return f"{self.code}, {by}{' and a zero' if self.zeros else ''}{said}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,5 +112,22 @@ def round_to_codes(matrix: np.ndarray, scales: np.ndarray, storage: Storage) -> 
     steps = np.divide(matrix, scales, out=np.zeros_like(matrix), where=np.broadcast_to(scales > 0, matrix.shape))
     if storage.code == "float8_e4m3fn":
         return np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    if storage.code == "float4_e2m1fn":
+        return encode_float4((steps / 2).astype(ml_dtypes.float4_e2m1fn))
     most = 2 ** (CODES[storage.code][0] - 1)
     return np.clip(np.rint(steps), -most, most - 1).astype(np.int8)
+
+
+def encode_float4(values: np.ndarray) -> np.ndarray:
+    """float4_e2m1fn numbers as the int8 codes that stand for them: -7 to 7. Both zeros are 0."""
+    bits = values.view(np.uint8)
+    index = (bits & 7).astype(np.int8)
+    return np.where(bits & 8, -index, index)
+
+
+def decode_float4(codes: T) -> T:
+    """Twice the numbers of such codes: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives, in the dtype of the codes.
+
+    Without a table, which vector units would look up number by number: the magnitudes lie on three lines.
+    """
+    return 4 * codes - codes.clip(-4, 4) - 2 * codes.clip(-6, 6)

@@ -6,12 +6,13 @@ that have rows, each once for every tile of its rows.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.kernels.grouped_matmul import GroupedMatmul
+from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul
 from jaxserve.kernels.matmul import Axes
 from jaxserve.kernels.xla_matmul import DenseWeight
 
@@ -27,28 +28,48 @@ class DenseExperts:
 
     def multiply(self, x: Float[Array, "M D"], group_sizes: Int[Array, " E"]) -> Float[Array, "M ..."]:
         """`ExpertWeight.multiply`."""
-        num_rows, size = x.shape[0], tile_rows(x.shape[0], self.array.shape[0], _MAX_TILE)
-        tiles = -(-group_sizes // size)
-        ends = jnp.cumsum(tiles)
-        first_tiles, first_rows = ends - tiles, jnp.cumsum(group_sizes) - group_sizes
-        padded = jnp.pad(x, ((0, size), (0, 0)))
 
-        def turn(tile: Array, out: Array) -> Array:
-            expert = jnp.searchsorted(ends, tile, side="right", method="compare_all")
-            row = first_rows[expert] + (tile - first_tiles[expert]) * size
-            rows = jax.lax.dynamic_slice_in_dim(padded, row, size)
+        def product(expert: Array, first: Array, size: int) -> Array:
             matrix = jax.lax.dynamic_index_in_dim(self.array, expert, keepdims=False)
-            # The last tile of an expert runs over rows of the next one, whose own tiles come later and overwrite them.
-            product = DenseWeight(array=matrix, num_in=1).multiply(rows)
-            return jax.lax.dynamic_update_slice_in_dim(out, product, row, 0)
+            return DenseWeight(array=matrix, num_in=1).multiply(jax.lax.dynamic_slice_in_dim(padded, first, size))
 
-        out = jnp.zeros((num_rows + size, *self.array.shape[1:-1]), jnp.float32)
-        out = jax.lax.fori_loop(0, ends[-1], turn, out)
-        return zero_past(out[:num_rows], group_sizes)
+        padded = pad_rows(x, self.array.shape[0])
+        return by_tiles(product, group_sizes, x.shape[0], self.array.shape[1:-1])
 
     def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
         """`ExpertWeight.leaf_axes`."""
         return (axes,)
+
+
+def pad_rows(x: Float[Array, "M ..."], num_experts: int) -> Float[Array, "M+B ..."]:
+    """Rows, and zeros behind them for the last tile of `by_tiles`."""
+    size = tile_rows(x.shape[0], num_experts, _MAX_TILE)
+    return jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1)))
+
+
+def by_tiles(
+    product: Callable[[Array, Array, int], Float[Array, "B ..."]],
+    group_sizes: Int[Array, " E"],
+    num_rows: int,
+    out_shape: tuple[int, ...],
+) -> Float[Array, "M ..."]:
+    """Grouped products, tile by tile: `product(expert, first, size)` is that of `size` rows from row `first` on.
+
+    The last tile may run up to a tile over the rows (`pad_rows`).
+    """
+    size = tile_rows(num_rows, group_sizes.shape[0], _MAX_TILE)
+    tiles = -(-group_sizes // size)
+    ends = jnp.cumsum(tiles)
+    first_tiles, first_rows = ends - tiles, jnp.cumsum(group_sizes) - group_sizes
+
+    def turn(tile: Array, out: Array) -> Array:
+        expert = jnp.searchsorted(ends, tile, side="right", method="compare_all")
+        row = first_rows[expert] + (tile - first_tiles[expert]) * size
+        # The last tile of an expert runs over rows of the next one, whose own tiles come later and overwrite them.
+        return jax.lax.dynamic_update_slice_in_dim(out, product(expert, row, size), row, 0)
+
+    out = jax.lax.fori_loop(0, ends[-1], turn, jnp.zeros((num_rows + size, *out_shape), jnp.float32))
+    return zero_past(out[:num_rows], group_sizes)
 
 
 def zero_past(out: Float[Array, "M ..."], group_sizes: Int[Array, " E"]) -> Float[Array, "M ..."]:
@@ -65,7 +86,7 @@ def tile_rows(num_rows: int, num_experts: int, most: int) -> int:
     return size
 
 
-def _as_it_is(weight: DenseExperts) -> DenseExperts:
+def _as_it_is(weight: ExpertWeight) -> ExpertWeight:
     return weight
 
 

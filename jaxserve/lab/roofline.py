@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from jaxserve.chips import Topology
 
 _ACTIVATION_WIDTHS = (8, 4)  # of D and of F that a layer reads and writes for each token, in the weights' dtype
+_MANY = 2**20  # tokens that hit every expert
 _LOGIT_PASSES = 2  # of the logits of a row in float32: written, read
 _FLOAT32_PASSES = 6  # of bfloat16 products for one of float32, on units that have none
 
@@ -108,6 +109,7 @@ class Work:
     Attributes:
       model: the part of it on one device.
       weight_size: bytes of a number of the layers' matrices; of codes with their share of scales.
+      expert_size: the same of blocks with experts; None: `weight_size`.
       cache_size: bytes of a key's or value's number.
       head_size: bytes of a number of the output projection; None: `weight_size`.
       activation_size: bytes of a number of activations; None: `weight_size`.
@@ -118,6 +120,7 @@ class Work:
     cache_size: int
     head_size: float | None = None
     activation_size: int | None = None
+    expert_size: float | None = None
 
     @property
     def activation_bytes(self) -> float:
@@ -133,6 +136,14 @@ class Work:
         """Parameters of the matrices of all layers that a step of so many tokens reads."""
         columns = sum(mlp.columns_read(tokens) for mlp in self.model.mlps)
         return self._attention_params + self.model.hidden_size * columns
+
+    def matrix_bytes(self, tokens: int) -> float:
+        """Bytes of the matrices of all layers that a step of so many tokens reads."""
+        size = self.weight_size if self.expert_size is None else self.expert_size
+        columns = sum(
+            (size if _has_experts(mlp) else self.weight_size) * mlp.columns_read(tokens) for mlp in self.model.mlps
+        )
+        return self.weight_size * self._attention_params + self.model.hidden_size * columns
 
     @property
     def _attention_params(self) -> int:
@@ -165,7 +176,12 @@ class Work:
         m = self.model
         of_d, of_f = _ACTIVATION_WIDTHS
         activations = tokens * (of_d * m.num_layers * m.hidden_size + of_f * sum(mlp.width for mlp in m.mlps))
-        return self.weight_size * self.read_params(tokens) + self.activation_bytes * activations
+        return self.matrix_bytes(tokens) + self.activation_bytes * activations
+
+
+def _has_experts(mlp: MlpShape) -> bool:
+    """Whether some tokens together read more than one is multiplied with."""
+    return mlp.columns_read(_MANY) > mlp.num_columns
 
 
 class Seconds(NamedTuple):

@@ -32,16 +32,25 @@ from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.byte_budget import ByteBudget
 from jaxserve.models.cache_scales import CacheScales, find_scales, is_scale, with_cache
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind, read_checkpoint
-from jaxserve.models.coded_params import backend_of, draw_scales, load_coded, share_bytes, source_path, with_codes
+from jaxserve.models.coded_params import (
+    backend_of,
+    codes_of,
+    draw_others,
+    load_coded,
+    padded_order,
+    share_bytes,
+    source_path,
+    with_codes,
+)
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family, find_family
 from jaxserve.models.layout import Index
 from jaxserve.models.partition import Block, Partition, spread
 from jaxserve.models.quantised import read_scheme
-from jaxserve.models.quantised.coding import CODED, RoundedParam
-from jaxserve.models.quantised.storing import Kept, Quantisation, Sizes, choose_kept
-from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader
+from jaxserve.models.quantised.coding import CODED, CodedTensor, RoundedParam
+from jaxserve.models.quantised.storing import Kept, KeptPart, Quantisation, Sizes, choose_kept
+from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader, window_reader
 from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, plan_weights
 
@@ -49,9 +58,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
 _IN_FLIGHT = 0.05  # part of a process's share that may be in transit from the files to the devices
-_ReaderOf = Callable[
-    [Path, np.dtype], Callable[[Index | None], np.ndarray]
-]  # of a parameter: a function that reads any part of it
+_Window = tuple[int, int, int]  # an axis, and where its part begins and ends
 _RANDOM_STD = 0.02  # the initial spread of most published checkpoints
 
 
@@ -277,6 +284,29 @@ def describe_rounding(name: str, dtype: np.dtype, checkpoint: Checkpoint) -> str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """The files of a checkpoint.
+
+    Attributes:
+      reader: of a parameter, a function that reads any part of it.
+      order: of the inputs of one that is ordered, or of a part of it.
+    """
+
+    reader: Callable[[Path, np.dtype], Callable[[Index | None], np.ndarray]]
+    order: Callable[[Path, KeptPart | None], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole:
+    """A parameter: its paths in this stage and in the whole model, its shape in the checkpoint, and the padded one."""
+
+    path: Path
+    source: Path
+    shape: tuple[int, ...]
+    param: jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Filler:
     """The common part of the ways of filling an abstract model.
 
@@ -305,34 +335,27 @@ class _Filler:
         params, placed = self._weights(), dict(nnx.to_flat_state(self.shardings))
         variables, shapes = dict(nnx.to_flat_state(self.abstract)), self._checkpoint_shapes()
         open_source = self._orbax_reader if self.checkpoint.kind is CheckpointKind.ORBAX else self._safetensors_reader
-        reader_of = open_source(shapes)
+        source = open_source(shapes)
 
         share = {path: share_bytes(variable, placed[path]) for path, variable in variables.items()}
         budget = ByteBudget(int(sum(share.values()) * _IN_FLIGHT))
 
         def load(path: Path) -> list[jax.Array]:
-            source = source_path(path, self.first_layer)
-            param, shape, coded = params[path], shapes[source], self.kept.get(source)
-            is_coded = coded is not None and coded.storage is not None
-            dtype = CODED if is_coded else param.dtype
-            if coded is None or coded.rounded is None:
-                reader = reader_of(source, dtype)
-            else:
-                rounded = RoundedParam(
-                    read_floats=reader_of(source, np.dtype(np.float32)),
-                    shape=shape,
-                    num_in=max(1, variables[path].get_raw_value().num_in),
-                    storage=coded.rounded,
-                )
-                reader = rounded.read if is_coded else functools.partial(rounded.read_numbers, dtype=param.dtype)
-            if param.shape != shape:
-                reader = block_reader(reader, self._blocks(path, shape), param.shape, dtype)
+            whole = _Whole(
+                path=path,
+                source=source_path(path, self.first_layer),
+                shape=shapes[source_path(path, self.first_layer)],
+                param=params[path],
+            )
+            weight, where = variables[path].get_raw_value(), placed[path].get_raw_value()
+            kept = self.kept.get(whole.source)
             with budget.of(share[path]):
-                if not is_coded:
-                    (sharding,) = jax.tree.leaves(placed[path])
-                    arrays = [jax.make_array_from_callback(param.shape, sharding, reader)]
+                if kept is None or not kept.parts:
+                    arrays = self._load_weight(whole, weight, where, kept, source)
                 else:
-                    arrays = load_coded(variables[path], placed[path], reader, ".".join(map(str, source)))
+                    arrays = []
+                    for part, own, own_where in zip(kept.parts, weight.parts, where.parts, strict=True):
+                        arrays += self._load_weight(whole, own, own_where, part.kept, source, part, weight.axis)
                 return jax.block_until_ready(arrays)  # until then the host's copy is held
 
         # Parameters in transit come on top of those already on the devices.
@@ -346,18 +369,80 @@ class _Filler:
 
         return read
 
-    def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
+    def _load_weight(
+        self,
+        whole: "_Whole",
+        weight: Any,
+        placed: Any,
+        kept: Kept | None,
+        source: "_Source",
+        part: KeptPart | None = None,
+        axis: int = 0,
+    ) -> list[jax.Array]:
+        """The arrays of a weight, or of `part` of one along `axis`, in the order of its leaves."""
+        param, storage = whole.param, None if kept is None else kept.storage
+        dtype = param.dtype if storage is None else CODED
+        if kept is None or kept.rounded is None:
+            reader = source.reader(whole.source, dtype)
+        else:
+            rounded = RoundedParam(
+                read_floats=source.reader(whole.source, np.dtype(np.float32)),
+                shape=whole.shape,
+                num_in=1 if kept.is_experts else max(1, codes_of(weight).num_in),
+                storage=kept.rounded,
+            )
+            reader = rounded.read if storage is not None else functools.partial(rounded.read_numbers, dtype=dtype)
+        blocks = self._blocks(whole.path, whole.shape)
+        if param.shape != whole.shape:
+            reader = block_reader(reader, blocks, param.shape, dtype)
+        if part is not None:
+            reader = window_reader(reader, axis, part.window.bounds(param.shape[axis]))
+        if storage is None:
+            (leaf,), (sharding,) = jax.tree.leaves(weight), jax.tree.leaves(placed)
+            return [jax.make_array_from_callback(leaf.shape, sharding, reader)]
+        order = None
+        if storage.ordered:
+            in_shape = whole.shape[len(whole.shape) - weight.order.ndim :]
+            order = functools.partial(self._order, whole, source, part, in_shape, weight.order.shape)
+        return load_coded(weight, placed, reader, order, storage, ".".join(map(str, whole.source)))
+
+    def _order(
+        self,
+        whole: "_Whole",
+        source: "_Source",
+        part: KeptPart | None,
+        in_shape: tuple[int, ...],
+        padded: tuple[int, ...],
+    ) -> np.ndarray:
+        """The order of the inputs of a weight, or of `part` of it, as it is padded."""
+        blocks = self._blocks(whole.path, whole.shape)
+        return padded_order(source.order(whole.source, part), in_shape, padded, blocks)
+
+    def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> "_Source":
         config = self.partition.model
         plan = plan_weights(self.family, config, shapes, axes_of(self._checkpoint_state()))
         tensors = checked_tensors(self.checkpoint, self.family, config, plan, self.kept)
-        return lambda source, dtype: shard_reader(plan[source], tensors, shapes[source], dtype)
 
-    def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> _ReaderOf:
+        def order(source: Path, part: KeptPart | None) -> np.ndarray:
+            names = part.sources if part is not None else {piece.source for piece in plan[source]}
+            (tensor,) = (tensors[name] for name in names)
+            assert isinstance(tensor, CodedTensor), tensor
+            return tensor.order
+
+        return _Source(
+            reader=lambda source, dtype: shard_reader(plan[source], tensors, shapes[source], dtype), order=order
+        )
+
+    def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> "_Source":
         from jaxserve.models.orbax_store import open_arrays  # Orbax takes a quarter of a second to import
 
         wanted = {source_path(path, self.first_layer) for path in self._weights()}
         stored = open_arrays(self.checkpoint.path, shapes, wanted)
-        return lambda source, dtype: functools.partial(stored[source].read, dtype=dtype)
+
+        def no_order(source: Path, part: KeptPart | None) -> np.ndarray:
+            raise AssertionError((source, part))
+
+        return _Source(reader=lambda source, dtype: functools.partial(stored[source].read, dtype=dtype), order=no_order)
 
     def draw(self, seed: int) -> nnx.State:
         """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""
@@ -373,14 +458,25 @@ class _Filler:
                 return [jnp.zeros(param.shape, param.dtype, device=sharding)]
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, source)).encode()))
             blocks, reach = tuple(self._blocks(path, shapes[source])), _RANDOM_STD * 3**0.5
-            storage = self.kept[source].storage if source in self.kept else None
-            if storage is None:
-                return [_drawer(shapes[source], blocks, param.shape, param.dtype, reach, sharding)(key)]
-            most, scales = draw_scales(variables[path], placed[path], reach)
-            codes = _drawer(
-                shapes[source], blocks, param.shape, jax.tree.leaves(variables[path])[0].dtype, most, sharding
-            )
-            return [codes(key), *scales]
+
+            def leaves_of(weight: Any, where: Any, kept: Kept | None, window: _Window | None) -> list[jax.Array]:
+                is_coded = kept is not None and kept.storage is not None
+                leaf, sharding = jax.tree.leaves(weight)[0], jax.tree.leaves(where)[0]
+                most, others = draw_others(weight, where, reach) if is_coded else (reach, [])
+                return [
+                    _drawer(shapes[source], blocks, param.shape, leaf.dtype, most, sharding, window)(key),
+                    *others,
+                ]
+
+            weight, where = variables[path].get_raw_value(), placed[path].get_raw_value()
+            kept = self.kept.get(source)
+            if kept is None or not kept.parts:
+                return leaves_of(weight, where, kept, None)
+            made = []
+            for part, own, own_where in zip(kept.parts, weight.parts, where.parts, strict=True):
+                bounds = part.window.bounds(param.shape[weight.axis])
+                made += leaves_of(own, own_where, part.kept, (weight.axis, bounds.start, bounds.stop))
+            return made
 
         arrays = {path: drawn(path, param) for path, param in params.items()} | self._scale_arrays()
         return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
@@ -428,12 +524,17 @@ def _drawer(
     dtype: np.dtype,
     reach: float,
     sharding: jax.sharding.Sharding,
+    window: _Window | None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Draws where the array will live, so that no device holds more than its share; one compilation per shape."""
+    """Draws where the array will live, so that no device holds more than its share; one compilation per shape.
+
+    `window`: an axis and its part that is kept; None: all.
+    """
 
     def draw(key: jax.Array) -> jax.Array:
         # Uniform: the normal distribution costs several times as much on CPUs and shows nothing more.
         drawn = jax.random.uniform(key, shape, jnp.float32, -reach, reach).astype(dtype)
-        return spread(drawn, list(blocks), padded)
+        whole = spread(drawn, list(blocks), padded)
+        return whole if window is None else jax.lax.slice_in_dim(whole, window[1], window[2], axis=window[0])
 
     return jax.jit(draw, out_shardings=sharding)

@@ -81,11 +81,33 @@ def checked_tensors(
 def _storages(plan: Mapping[Path, list[Piece]], kept: Mapping[Path, Kept]) -> dict[str, Storage]:
     """What the codes of each tensor are kept as."""
     return {
-        piece.source: storage
+        piece.source: found.storage
         for path, pieces in plan.items()
-        if path in kept and kept[path].rounded is None and (storage := kept[path].storage) is not None
+        if path in kept
         for piece in pieces
+        if (found := _of_source(kept[path], piece.source)) is not None
+        and found.rounded is None
+        and found.storage is not None
     }
+
+
+def _of_source(kept: Kept, source: str) -> Kept | None:
+    """What one tensor of a parameter is kept as."""
+    return next((part.kept for part in kept.parts if source in part.sources), None) if kept.parts else kept
+
+
+def window_reader(
+    read: Callable[[Index | None], np.ndarray], axis: int, window: range
+) -> Callable[[Index | None], np.ndarray]:
+    """Reads a part of a parameter, `window` of an axis."""
+
+    def read_part(index: Index | None) -> np.ndarray:
+        assert index is not None
+        start, stop, _ = index[axis].indices(len(window))
+        moved = slice(window.start + start, window.start + stop)
+        return read((*index[:axis], moved, *index[axis + 1 :]))
+
+    return read_part
 
 
 def _check_float(tensor: TensorSource) -> TensorSource:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.family import PARTS, Family, Rule
+from jaxserve.models.family import PARTS, Family, Part, Rule
 from jaxserve.models.layout import Pattern, pattern_of
 from jaxserve.models.sharding import Axes
 
@@ -29,6 +29,7 @@ class Piece:
       pattern: the layout of that share on disk and in memory.
       window: its indices of each axis of the parameter.
       first, rows: of what the tensor holds along its first axis, where the share begins, and how much there is.
+      part: the slice of an axis of a fused parameter that it fills; None: all.
     """
 
     source: str
@@ -36,6 +37,7 @@ class Piece:
     window: tuple[range, ...]
     first: int
     rows: int
+    part: Part | None = None
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -94,7 +96,14 @@ def _pieces(rule: Rule, layer: int, axes: Axes, shape: tuple[int, ...]) -> Itera
             per_slot = rows // len(window[PARTS[rule.part].axis])
             rows, first = rows_beside * per_slot, before * per_slot
         source = rule.source.format(layer=layer, expert=expert)
-        yield Piece(source=source, pattern=pattern, window=tuple(window.values()), first=first, rows=rows)
+        yield Piece(
+            source=source,
+            pattern=pattern,
+            window=tuple(window.values()),
+            first=first,
+            rows=rows,
+            part=None if rule.part is None else PARTS[rule.part],
+        )
 
 
 def fold_names(names: Iterable[str]) -> str:

@@ -130,7 +130,7 @@ def build_runners(
         machine_code.keep_machine_code(directory)
     progress.begin(_kernels_phase(sizes, directory))
     matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept), device)
-    grouped = choose_grouped_matmul(config, partition, dtype, device)
+    grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
     models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]
     uses = (*attention_uses(partition.local, sizes, dtype), *draft_uses(sizes, partition.devices, dtype))

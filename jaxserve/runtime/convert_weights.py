@@ -6,13 +6,17 @@ so that two copies of all of them never exist.
 
 import dataclasses
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxserve.kernels.grouped_matmul import GroupedMatmul
-from jaxserve.kernels.matmul import Matmul
+from jaxserve.kernels.coded_experts import CodedExperts
+from jaxserve.kernels.composed_weight import mapped
+from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul
+from jaxserve.kernels.matmul import Matmul, Weight
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import WeightParameter, shardings_for
@@ -39,18 +43,22 @@ class Forms:
 
     def convert(self, variable: nnx.Variable) -> nnx.Variable:
         """The variable around its weight in the form that is wanted."""
-        form = self._of(variable)
-        return variable if form is None else variable.replace(form.convert(variable.get_raw_value()))
+        return self._changed(variable, lambda form, weight: form.convert(weight))
 
     def shapes(self, variable: nnx.Variable) -> nnx.Variable:
         """What `convert` gives, with shapes in place of arrays, for a variable around such."""
-        form = self._of(variable)
-        return variable if form is None else variable.replace(form.shapes(variable.get_raw_value()))
+        return self._changed(variable, lambda form, weight: form.shapes(weight))
 
-    def _of(self, variable: nnx.Variable) -> Matmul | GroupedMatmul | None:
+    def _changed(self, variable: nnx.Variable, change: Callable[[Matmul | GroupedMatmul, Any], Any]) -> nnx.Variable:
+        """The variable with `change` of each of the weights in it."""
         if not isinstance(variable, WeightParameter):
-            return None
-        if not isinstance(variable.get_raw_value(), DenseExperts):
+            return variable
+        weight = variable.get_raw_value()
+        new = mapped(weight, lambda inner: change(self._of(inner), inner))
+        return variable if new is weight else variable.replace(new)
+
+    def _of(self, weight: Weight | ExpertWeight) -> Matmul | GroupedMatmul:
+        if not isinstance(weight, DenseExperts | CodedExperts):
             return self.matmul
         assert self.grouped_matmul is not None, "a model with experts, and no implementation of their products"
         return self.grouped_matmul

@@ -69,40 +69,54 @@ def draft_uses(sizes: Sizes, devices: int, dtype: np.dtype) -> tuple[AttentionUs
     return (attention_use(head, head.layers[0], page_size=sizes.page_size, query_dtype=dtype, cache_dtype=dtype),)
 
 
-def grouped_uses(partition: Partition, dtype: np.dtype) -> tuple[GroupedMatmulUse, ...]:
-    """The use of grouped products by each layer with experts."""
-    return tuple(
-        GroupedMatmulUse(
+def grouped_uses(partition: Partition, dtype: np.dtype, kept: Mapping[Path, Kept]) -> tuple[GroupedMatmulUse, ...]:
+    """The uses of grouped products by layers with experts, of float matrices and of codes. `kept`: of the model."""
+    uses = []
+    for number, layer in enumerate(partition.local.layers):
+        if not isinstance(layer.mlp, ExpertSpec):
+            continue
+        floats = GroupedMatmulUse(
             dtype=jnp.dtype(dtype).name,
             num_experts=layer.mlp.num_held,
             hidden_size=partition.model.hidden_size,
             size=layer.mlp.size,
             num_devices=partition.devices // partition.expert_parts,
         )
-        for layer in partition.local.layers
-        if isinstance(layer.mlp, ExpertSpec)
-    )
+        for name in ("gate_up", "down"):
+            found = kept.get(("layers", number, "mlp", name))
+            if found is None or found.storage is None:
+                uses.append(floats)
+                continue
+            uses.append(dataclasses.replace(floats, storage=found.storage.of_codes, arithmetic=found.arithmetic))
+            if found.storage.offsets:
+                uses.append(dataclasses.replace(floats, dtype="float32"))
+    return tuple(dict.fromkeys(uses))
 
 
 def matmul_uses(dtype: np.dtype, mesh: Mesh | AbstractMesh, kept: Mapping[Path, Kept]) -> tuple[MatmulUse, ...]:
-    """The uses of products: with float weights, and with each form of codes. `kept`: parameters that are codes."""
+    """The uses of products: with float weights, and with each form of codes. `kept`: of the model; experts have uses
+    of their own (`grouped_uses`)."""
     floats = MatmulUse(dtype=jnp.dtype(dtype).name, num_devices=mesh.size)
+    dense = [found for whole in kept.values() for found in whole.each if not found.is_experts]
     codes = (
-        dataclasses.replace(floats, storage=found.storage, arithmetic=found.arithmetic)
-        for found in kept.values()
+        dataclasses.replace(floats, storage=found.storage.of_codes, arithmetic=found.arithmetic)
+        for found in dense
         if found.storage is not None
     )
-    return tuple(dict.fromkeys((floats, *codes)))
+    with_offsets = any(found.storage is not None and found.storage.offsets for found in dense)
+    offsets = (dataclasses.replace(floats, dtype="float32"),) if with_offsets else ()
+    return tuple(dict.fromkeys((floats, *offsets, *codes)))
 
 
 def choose_grouped_matmul(
     config: Config,
     partition: Partition,
     dtype: np.dtype,
+    kept: Mapping[Path, Kept],
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
 ) -> GroupedMatmul | None:
     """`choose` for the products of experts; None for a model that has none. Raises ConfigError as it does."""
-    uses = grouped_uses(partition, dtype)
+    uses = grouped_uses(partition, dtype, kept)
     return choose(GROUPED_MATMUL, config, uses, device) if uses else None
 
 

@@ -1,7 +1,7 @@
 """The whole engine with weights as codes: one stream, a crowd and every cut of the model give the same tokens."""
 
 import pytest
-from whole import build, run, scheduler
+from whole import FIXTURES, POOL, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import AnyEngine
@@ -42,6 +42,7 @@ def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
         ("int8", "tensor 8"),
         ("int4", "tensor 8"),
         ("fp8", "tensor 8"),
+        ("int8-a8", "tensor 8"),
         ("int8-a8", "pipeline 3"),
         ("int4-a8", "pipeline 3"),
     ],
@@ -50,3 +51,21 @@ def test_a_cut_model_gives_the_tokens_of_one_device(scheme: str, cut: str) -> No
     asked = [(prompt, GREEDY) for prompt in PROMPTS]
     whole, parts = (run(engine_of(scheme, **sizes), asked) for sizes in ({}, CUTS[cut]))
     assert [result.token_ids for [result] in parts] == [result.token_ids for [result] in whole]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "cut"),
+    [("int8", {}), ("int8-a8", {}), ("int8", {"parallel__tensor": 4, "parallel__expert": 2})],
+    ids=["int8", "int8-a8", "int8 cut"],
+)
+def test_experts_of_codes(scheme: str, cut: dict[str, int]) -> None:
+    """A crowd has the tokens of its requests alone; experts dealt out and cut have those of one device."""
+    settings = POOL | {"model__quantization": scheme}
+    engine = build(FIXTURES / "qwen2_moe", **settings)
+    prompts = [list(range(3 + n, 12 + 3 * n)) for n in range(5)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    alone = [run(engine, [(prompt, greedy)])[0][0].token_ids for prompt in prompts]
+    other = build(FIXTURES / "qwen2_moe", **settings, **cut) if cut else engine
+    crowd = run(other, [(prompt, greedy) for prompt in prompts * 2], stagger=1)
+    assert [result.token_ids for [result] in crowd] == alone * 2

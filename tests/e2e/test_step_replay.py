@@ -32,9 +32,22 @@ SETTINGS = {
 }
 
 
-def _write(path: Path) -> tuple[Engine, list[list[int]]]:
+CODES = [
+    {},
+    *(
+        pytest.param(settings, marks=pytest.mark.slow, id="-".join(settings.values()))
+        for settings in (
+            {"model.quantization": "int8-a8"},
+            {"model.quantization": "int4", "cache.dtype": "int8"},
+            {"model.quantization": "int8", "cache.dtype": "float8_e4m3fn"},
+        )
+    ),
+]
+
+
+def _write(path: Path, settings: dict[str, str]) -> tuple[Engine, list[list[int]]]:
     """The engine, and the tokens of each sequence."""
-    engine = assemble(load_config(None, {**SETTINGS, "runtime.step_log": str(path)})).engine
+    engine = assemble(load_config(None, {**SETTINGS, **settings, "runtime.step_log": str(path)})).engine
     assert isinstance(engine, Engine)
     rng = random.Random(5)
     outputs: list[list[int]] = []
@@ -69,9 +82,13 @@ def _read(path: Path) -> list[StepRecord]:
         return records
 
 
-def test_a_replay_draws_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("settings", CODES)
+def test_a_replay_draws_the_same_tokens(
+    settings: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of weights and caches in fewer bits."""
     path = tmp_path / "steps.jsonl"
-    engine, outputs = _write(path)
+    engine, outputs = _write(path, settings)
     records = _read(path)
     plans = [record.plan for record in records]
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.num_hit_tokens > 0
@@ -80,7 +97,7 @@ def test_a_replay_draws_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFi
     drawn = sum(len(record.token_ids) for record in records)
     assert drawn >= sum(map(len, outputs)) > 150
 
-    config = load_config(None, {"model.path": "demo"})  # all sizes are the log's
+    config = load_config(None, {"model.path": "demo", **settings})  # all sizes are the log's
     assert replay_and_print(path, config) == 0
     assert capsys.readouterr().out.startswith(f"{len(records)} steps, {drawn} tokens: all equal")
 

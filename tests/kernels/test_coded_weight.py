@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.coded_weight import CodedWeight, round_weight
@@ -19,6 +20,7 @@ from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage, round_to_codes,
 from jaxserve.kernels.xla_matmul import XLA_MATMUL
 
 V5E = Device(backend="tpu", kind="TPU v5 lite")
+CPU = Device(backend="cpu", kind="cpu")
 TPU = make_matmul(V5E, pltpu.InterpretParams())
 SHAPES = {"qkv": ((2, 3, 32), (160,)), "out": ((40,), (5, 32)), "gate_up": ((2, 48), (160,))}
 STORAGES = [
@@ -166,3 +168,45 @@ def test_small_groups_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="16 inputs share a scale on one device.*lower parallel.tensor"):
         MATMUL.resolve(device=V5E, uses=[use], choice="mosaic_tpu")
     assert MATMUL.resolve(device=V5E, uses=[use]).name == "xla"
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_scales_of_rounded_rows_do_not_depend_on_devices(devices: int) -> None:
+    """Blocks of 128 of 320 inputs, also where a device's 160, 80 or 40 end inside of one."""
+    array = np.random.default_rng(1).standard_normal((24, 320), np.float32)
+    one = round_weight(array, 1, Storage(code="int8", group=8), "float32", Arithmetic(activations="int8", block=128))
+    cut = dataclasses.replace(one, cut_over=("model",))
+    x = inputs(one, 5).at[3, 200].set(jnp.nan).at[4].set(0)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("model",))
+    axes = cut.leaf_axes((None, "model"))
+    specs = jax.tree.unflatten(jax.tree.structure(cut), [jax.P(*named) for named in axes])
+
+    def on_a_device(weight: CodedWeight, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return weight.rounded(x).codes, jax.lax.psum(weight.multiply(x), "model")
+
+    by_input = jax.P(None, "model")
+    rounded = jax.jit(
+        jax.shard_map(
+            on_a_device, mesh=mesh, in_specs=(specs, by_input), out_specs=(by_input, jax.P()), check_vma=False
+        )
+    )
+    codes, product = rounded(cut, x)
+    np.testing.assert_array_equal(codes, one.rounded(x).codes)
+    np.testing.assert_allclose(product, one.multiply(x), rtol=1e-5, atol=1e-5)
+    assert np.isnan(np.asarray(product)[3]).all() and np.isfinite(np.asarray(product)[:3]).all()
+
+
+@pytest.mark.parametrize("name", ["xla", "numba_cpu"])
+@pytest.mark.parametrize("storage", [Storage(code="int8"), Storage(code="int4", group=32)], ids=str)
+def test_rows_of_zeros_and_of_the_smallest_numbers(storage: Storage, name: str) -> None:
+    """A scale of 0 and one near the smallest: no quotient of either is NaN. The code -128 is a number like others."""
+    array = np.random.default_rng(1).standard_normal((4, 160), np.float32)
+    array[0], array[1] = 0, array[1] * 1e-36
+    weight = round_weight(array, 1, storage, "float32")
+    if storage.code == "int8":
+        weight = dataclasses.replace(weight, codes=weight.codes.at[2].set(-128))
+    x = inputs(weight, 9)
+    out = np.asarray(jax.jit(lambda weight, x: weight.multiply(x))(MATMUL.make(name, CPU).convert(weight), x))
+    wanted, bound = exact(weight, x)
+    assert (out[:, 0] == 0).all()
+    assert (np.abs(out - wanted) <= 2e-6 * bound + 1e-37).all()

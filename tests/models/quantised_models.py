@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import quantised_oracle as oracle
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxserve.kernels.coded_weight import CodedWeight
+from jaxserve.kernels.composed_weight import numbers_of as weight_numbers
 from jaxserve.models.loading import LoadedModel
+from jaxserve.models.sharding import WeightParameter
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -230,9 +230,14 @@ SCHEMES: dict[str, tuple[dict[str, Any], Make]] = {
 
 def numbers_of(model: LoadedModel) -> dict[tuple[Any, ...], np.ndarray]:
     """Every parameter in float64."""
+    return numbers_of_state(model.state)
+
+
+def numbers_of_state(state: nnx.State) -> dict[tuple[Any, ...], np.ndarray]:
+    """The same of a state."""
     found = {}
-    for path, variable in nnx.to_flat_state(model.state):
+    for path, variable in nnx.to_flat_state(state):
         value = variable.get_raw_value()
-        is_coded = isinstance(value, CodedWeight)
-        found[path] = value.numbers() if is_coded else np.asarray(jax.tree.leaves(value)[0], np.float64)
+        is_weight = isinstance(variable, WeightParameter)
+        found[path] = weight_numbers(value) if is_weight else np.asarray(value, np.float64)
     return found

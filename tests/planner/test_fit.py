@@ -32,6 +32,7 @@ SHIPPED = {
     "qwen3-30b-a3b-v6e-4": "v6e:2x2",
     "qwen3-30b-a3b-h200": "h200:1",
     "gpt-oss-20b-h200": "h200:1",
+    "gpt-oss-20b-mxfp4-v6e-1": "v6e:1",
 }
 # Bytes of a number of the layers with its share of scales, and how far norms and the scales of rows may lead from it.
 CODED_SIZES = {"int8": (1.0, 0.001), "int4": (0.5 + 4 / 128, 0.005)}
@@ -58,6 +59,12 @@ def test_every_shipped_config_fits_where_it_is_meant_to_run(name):
         expected = (size - 2 * table) * bits + table * (2 + 1)
         assert plan.memory.weight_bytes * plan.tensor / 1e6 == pytest.approx(expected, rel=floats)
         assert plan.weights == f"bfloat16 and {config.model.quantization}" + " and int8" * (bits < 1)
+        return
+    if "mxfp4" in name:
+        experts = 24 * 32 * 3 * 2880 * 2880 / 1e6  # four bits, and a float32 scale for each 32
+        expected = 2 * (size - experts) + experts * (0.5 + 4 / 32)
+        assert plan.memory.weight_bytes / 1e6 == pytest.approx(expected, rel=0.002)
+        assert plan.weights == "bfloat16 and float4_e2m1fn"
         return
     whole = plan.memory.weight_bytes * plan.tensor / (4 if plan.dtype == "float32" else 2) / 1e6
     assert whole == pytest.approx(size, rel=0.03 if "v5e-16" in name or "falcon" in name else 0.002)

@@ -14,6 +14,9 @@ GATING = 56  # the first word of `gating`; a kernel that gates has those before
 BYTES = 0  # of a scratch array, before what attention keeps there
 RUN_BYTES = 3 * 8  # of the scratch array of the grouped product: expert, first row and rows of each expert hit
 
+EXPERT_RUN_WORDS = 4  # the same of experts in codes: also the first work item
+CALL_WORDS = 64  # of a state, before those that workers count in
+
 BLOCK = 128  # inputs of a row that are rounded with one scale
 
 _MAX_QUERIES = 64  # of a tile of attention: query heads that share a key head, times tokens
@@ -101,3 +104,8 @@ class GatedRooms:
         """Rooms for panels of `width`. Of a single row, an item of work is two panels."""
         begin, workers = -(-begin // 64) * 64, min(workers, MAX_WORKERS)
         return cls(begin=begin, workers=workers, num_bytes=begin + workers * max(num_rows, 2) * width * 4)
+
+
+def coded_experts_bytes(num_experts: int) -> int:
+    """Of a grouped product with codes: the runs of rows, then words of each worker."""
+    return 8 * (EXPERT_RUN_WORDS * num_experts + MAX_WORKERS * CALL_WORDS)

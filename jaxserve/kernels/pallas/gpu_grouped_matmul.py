@@ -205,6 +205,8 @@ def make_grouped_matmul(device: Device, interpret: Interpret = None) -> GroupedM
         remedy = "kernels.grouped_matmul: xla runs it"
         if reason := layout.refuses_device(device):
             return f"{reason}; {remedy}"
+        if use.storage is not None:
+            return f"its experts are bfloat16 numbers, and these are {use.storage}; {remedy}"
         if use.dtype != "bfloat16":
             return f"weights are {use.dtype}, but the GPU kernel takes bfloat16; set model.dtype to it, or {remedy}"
         for name, size in (("hidden size", use.hidden_size), ("columns of an expert", use.size)):

@@ -84,10 +84,10 @@ def place_ahead(
             *draft_uses(sizes, partition.devices, weights_dtype),
         ),
     )
-    uses = grouped_uses(partition, weights_dtype)
+    kept = keep(partition, device.backend)
+    uses = grouped_uses(partition, weights_dtype, kept)
     choice = config.kernels.grouped_matmul
     grouped = GROUPED_MATMUL.resolve(device=device, choice=choice, uses=uses) if uses else None
-    kept = keep(partition, device.backend)
     matmul = MATMUL.resolve(
         device=device, choice=config.kernels.matmul, uses=matmul_uses(weights_dtype, meshes[0], kept)
     )

@@ -8,7 +8,7 @@ array. On decode, where bytes are time, that is more than twice the truth.
 import re
 from collections.abc import Mapping
 
-from jaxserve.kernels.pallas import gpu_matmul, tpu_matmul
+from jaxserve.kernels.pallas import gpu_matmul, tpu_expert_codes, tpu_matmul
 from jaxserve.runtime.hlo import Instruction, Module, all_bytes, arrays_of, dims_of, main_bytes, parse_hlo
 
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
@@ -18,6 +18,7 @@ _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _GPU_PRODUCT = "multiply_tile"  # the kernel of `kernels.pallas.gpu_grouped_matmul`
 _TPU_CODES = "grouped_codes"  # the kernel of `kernels.pallas.tpu_matmul`
 _GPU_CODES = "multiply_codes"  # the kernel of `kernels.pallas.gpu_matmul`
+_EXPERT_CODES = "expert_codes"  # the kernel of `kernels.pallas.tpu_expert_codes`
 _PRODUCT_SCOPES = frozenset(("gate_up", "down"))  # of the products of `models.experts`
 
 
@@ -50,8 +51,9 @@ def is_weight_kernel(i: Instruction) -> bool:
 
 
 def is_grouped_product(i: Instruction) -> bool:
-    """Whether a kernel of grouped products runs here: XLA's for TPUs, or the one for Hopper GPUs."""
-    return i.op == "custom-call" and (i.name.startswith("ragged-dot-none") or i.kernel == _GPU_PRODUCT)
+    """Whether a kernel of grouped products runs here: XLA's for TPUs, or one of ours."""
+    is_ours = i.kernel in (_GPU_PRODUCT, _EXPERT_CODES)
+    return i.op == "custom-call" and (i.name.startswith("ragged-dot-none") or is_ours)
 
 
 def kernel_calls(module: Module) -> Mapping[str, str]:
@@ -89,6 +91,8 @@ class _Counter:
         if i.op == "custom-call":
             if i.kernel in (_TPU_CODES, _GPU_CODES):
                 return _codes_bytes(i, shapes)
+            if i.kernel == _EXPERT_CODES:
+                return _expert_codes_bytes(i, shapes, self.hit_share)
             return _product_bytes(i, shapes, self.hit_share) if is_grouped_product(i) else _kernel_bytes(i, shapes)
         if i.op == "fusion":
             return self._fusion_bytes(i, shapes)
@@ -184,6 +188,13 @@ def _codes_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:
         block = gpu_matmul.tile_rows(num_rows)
     turns = -(-num_rows // block)
     return main_bytes(i.shape) + main_bytes(rows) + turns * sum(map(main_bytes, weights))
+
+
+def _expert_codes_bytes(i: Instruction, shapes: Mapping[str, str], hit_share: float) -> int:
+    """A grouped product with codes: rows once for each block of outputs, codes and scales of the experts hit once."""
+    rows, *weights = (shapes[operand] for operand in i.operands[2:])
+    blocks = -(-dims_of(weights[0])[-1] // tpu_expert_codes.COLUMNS)
+    return main_bytes(i.shape) + blocks * main_bytes(rows) + int(hit_share * sum(map(main_bytes, weights)))
 
 
 def _moved_bytes(i: Instruction, shapes: Mapping[str, str]) -> int:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxserve.lab.compiled.ahead import AbsentModel
 from jaxserve.lab.compiled.collectives import KINDS
 from jaxserve.lab.compiled.traffic import grouped_products, is_grouped_product, kernel_calls, memory_traffic
-from jaxserve.lab.roofline import Work
+from jaxserve.lab.planner.make import step_work
 from jaxserve.models.decoder_config import ExpertSpec
 from jaxserve.models.sharding import WeightParameter, shardings_for
 from jaxserve.runtime.hlo import Module, dims_of
@@ -59,7 +59,7 @@ def expert_facts(module: Module, absent: AbsentModel, bucket: Bucket) -> ExpertF
     model = stage.partition.local
     local = dataclasses.replace(model, layers=model.layers[stage.layers.start : stage.layers.stop])
     assert all(isinstance(mlp, ExpertSpec) for mlp in local.mlps), "every layer has experts"
-    work = Work(model=local, weight_size=stage.dtype.itemsize, cache_size=0)
+    work = dataclasses.replace(step_work(absent), model=local, cache_size=0)
     entry = module.computations[module.entry]
     outside = {i.name for i in entry if _OUTSIDE.intersection(i.scopes)}
     outside |= kernel_calls(module).keys() - grouped_products(module)
@@ -81,7 +81,7 @@ def expert_facts(module: Module, absent: AbsentModel, bucket: Bucket) -> ExpertF
         sums=exchanges.count("all-reduce"),
         other_exchanges=len(exchanges) - exchanges.count("all-reduce"),
         moved_bytes=sum(size for name, size in moved.items() if name not in outside),
-        weight_bytes=round(work.weight_size * work.read_params(bucket.tokens)),
+        weight_bytes=round(work.matrix_bytes(bucket.tokens)),
         least_bytes=round(work.layer_bytes(bucket.tokens)),
     )
 

@@ -87,7 +87,7 @@ def make_plan(
         say(line)
     fit = fit_memory(absent, topology)
     context = min(options.context or _CONTEXT, absent.sizes.max_model_len)
-    work = _work(absent)
+    work = step_work(absent)
     problem, suggestion, steps, uncounted = fit.problem, None, (), None
     if problem is None and options.compile:
         steps, problem, uncounted = _compile(absent, model, topology, fit, options, context, work, say)
@@ -109,7 +109,9 @@ def make_plan(
         data=config.parallel.data,
         model=config.model.name or checkpoint.path.name,
         dtype=dtype,
-        weights=" and ".join(sorted({found.storage.code for found in absent.kept.values() if found.storage} | {dtype})),
+        weights=" and ".join(
+            sorted({f.storage.code for found in absent.kept.values() for f in found.each if f.storage} | {dtype})
+        ),
         fits=problem is None,
         problem=problem,
         suggestion=suggestion,
@@ -124,14 +126,16 @@ def make_plan(
     )
 
 
-def _work(absent: AbsentModel) -> Work:
+def step_work(absent: AbsentModel) -> Work:
     """The work of a step, with the bytes that each part of the weights has."""
     stage = absent.stages[0]
     weights = {path: v for path, v in nnx.to_flat_state(stage.state) if isinstance(v, WeightParameter)}
+    experts = [path for path, variable in weights.items() if "experts" in variable.get_metadata()["logical_axes"]]
     head = ("lm_head",) if ("lm_head",) in weights else ("embedding",)
     return Work(
         model=stage.partition.local,
-        weight_size=_number_bytes([variable for path, variable in weights.items() if path[0] == "layers"]),
+        weight_size=_number_bytes([v for path, v in weights.items() if path[0] == "layers" and path not in experts]),
+        expert_size=_number_bytes([weights[path] for path in experts]) if experts else None,
         head_size=_number_bytes([weights[head]]),
         activation_size=stage.dtype.itemsize,
         cache_size=jnp.dtype(absent.sizes.cache_dtype).itemsize,
@@ -146,7 +150,8 @@ def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
         per_byte = 2 if isinstance(weight, PackedCodes) and weight.code == "int4" else 1
         for path, leaf in jax.tree_util.tree_leaves_with_path(weight):
             stored += array_bytes(leaf.size, leaf.dtype)
-            numbers += 0 if getattr(path[-1], "name", "") in ("scales", "zeros") else leaf.size * per_byte
+            names = {getattr(step, "name", "") for step in path}
+            numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size * per_byte
     return stored / numbers
 
 

@@ -40,19 +40,23 @@ class BlockFormat(Format):
 
     Attributes:
       block, group: inputs of a block and of a scale.
-      code: what the codes are kept as (`kernels.storage`); None: they have offsets, which no product takes.
+      code: what the codes are kept as (`kernels.storage`).
+      minima: groups have offsets.
     """
 
     name: str
     bits: int
     block: int
     group: int
-    code: str | None
+    code: str
     decode: Callable[[np.ndarray], Decoded]
+    minima: bool = False
 
     @property
     def storage(self) -> Storage | None:
-        return None if self.code is None else Storage(code=self.code, group=self.group)
+        # Codes from 0 to 15 are -8 to 7 in four bits.
+        zeros = self.minima and self.code == "int4"
+        return Storage(code=self.code, group=self.group, zeros=zeros, offsets=self.minima)
 
     def required(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -193,9 +197,16 @@ def _q6_k(raw: np.ndarray) -> Decoded:
 
 
 def _format(
-    name: str, bits: int, block: int, group: int, code: str | None, decode: Callable[[np.ndarray], Decoded]
+    name: str,
+    bits: int,
+    block: int,
+    group: int,
+    code: str,
+    decode: Callable[[np.ndarray], Decoded],
+    *,
+    minima: bool = False,
 ) -> BlockFormat:
-    return BlockFormat(name=name, bits=bits, block=block, group=group, code=code, decode=decode)
+    return BlockFormat(name=name, bits=bits, block=block, group=group, code=code, decode=decode, minima=minima)
 
 
 # By the names of `gguf_file`.
@@ -203,13 +214,13 @@ BLOCKS = {
     found.name: found
     for found in (
         _format("Q4_0", 4, 32, 32, "int4", _q4_0),
-        _format("Q4_1", 4, 32, 32, None, _q4_1),
+        _format("Q4_1", 4, 32, 32, "int4", _q4_1, minima=True),
         _format("Q5_0", 5, 32, 32, "int8", _q5_0),
-        _format("Q5_1", 5, 32, 32, None, _q5_1),
+        _format("Q5_1", 5, 32, 32, "int8", _q5_1, minima=True),
         _format("Q8_0", 8, 32, 32, "int8", _q8_0),
-        _format("Q4_K", 4, 256, 32, None, _q4_k),
-        _format("Q5_K", 5, 256, 32, None, _q5_k),
+        _format("Q4_K", 4, 256, 32, "int4", _q4_k, minima=True),
+        _format("Q5_K", 5, 256, 32, "int8", _q5_k, minima=True),
         _format("Q6_K", 6, 256, 16, "int8", _q6_k),
-        _format("MXFP4", 4, 32, 32, "int8", _mxfp4),
+        _format("MXFP4", 4, 32, 32, "float4_e2m1fn", _mxfp4),
     )
 }

@@ -1,7 +1,8 @@
 """Slices of weights as the codes that stay in memory: from a checkpoint's own, or rounded from floats as they are read.
 
-What stands here for a number of a weight is a record of its code, its zero and its scale. Records are rearranged,
-padded and cut as numbers are, by the same functions; of the scales and zeros of a group, one is kept in the end.
+What stands here for a number of a weight is a record of its code, its zero, its scale and its offset. Records are
+rearranged, padded and cut as numbers are, by the same functions; of the scales, zeros and offsets of a group, one is
+kept in the end.
 """
 
 import dataclasses
@@ -13,22 +14,24 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.kernels.storage import Storage, largest_by_row, round_to_codes, scales_for
+from jaxserve.kernels.storage import Storage, encode_float4, largest_by_row, round_to_codes, scales_for
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.bits import to_float32
-from jaxserve.models.quantised.slices import QuantisedSlice, QuantisedTensor
+from jaxserve.models.quantised.slices import ListedGroups, QuantisedSlice, QuantisedTensor
 from jaxserve.models.quantised.widening import check_range, turned
 
-CODED = np.dtype([("code", np.int8), ("zero", np.int16), ("scale", np.float32)])  # float8 codes are there as their bits
+# float8 codes are there as their bits.
+CODED = np.dtype([("code", np.int8), ("zero", np.int16), ("scale", np.float32), ("offset", np.float32)])
 _BAND = 2**20  # records that are made at once
 _REMEDY = "set model.quantization to none, which widens the weights"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CodedTensor:
     """A quantised weight of a checkpoint that reads as records (`safetensors_files.ReadableTensor`).
 
-    `storage`: of the records; one that the format's own fits into. `bits`: of a code in the files.
+    `storage`: of the records; one that the format's own fits into. `bits`: of a code in the files. Where the storage is
+    `ordered`, the records have the order of their groups: the n-th is that of input `order[n]`.
     """
 
     source: QuantisedTensor
@@ -54,14 +57,44 @@ class CodedTensor:
 
     def read(self, index: Index) -> np.ndarray:
         """Records at `index`. Raises CheckpointError for values that cannot be, or that the storage cannot hold."""
-        found = self.source.read(turned(index, self.in_major))
+        found = self._readable.read(turned(index, self.in_major))
         check_range(found, self.name)
         records = np.empty(found.codes.shape, CODED)
         codes, scales, zeros = _in_storage(found, self.storage, self.bits, self.name)
         records["code"] = codes
         records["scale"] = found.by_input(scales)
         records["zero"] = 0 if zeros is None else found.by_input(zeros)
+        records["offset"] = 0 if found.offsets is None else found.by_input(found.offsets)
         return records.swapaxes(-1, -2) if self.in_major else records
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """int32 [in]: inputs by their groups, those of a group as they come."""
+        assert isinstance(self.source, ListedGroups), self.name
+        groups = self.source.input_groups()
+        return np.argsort(groups, kind="stable").astype(np.int32)
+
+    @functools.cached_property
+    def _readable(self) -> "QuantisedTensor | SortedTensor":
+        return SortedTensor(source=self.source, order=self.order) if self.storage.ordered else self.source
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SortedTensor:
+    """A weight whose inputs are read in another order."""
+
+    source: QuantisedTensor
+    order: np.ndarray
+
+    def read(self, index: Index) -> QuantisedSlice:
+        """See `QuantisedTensor`. What is read of the files reaches from the first input asked for to the last."""
+        *outer, inputs = index
+        wanted = self.order[inputs]
+        first = int(wanted.min(initial=len(self.order)))
+        found = self.source.read((*outer, slice(first, int(wanted.max(initial=first)) + 1)))
+        return dataclasses.replace(
+            found, codes=found.codes[..., wanted - first], group_of=found.group_of[wanted - first]
+        )
 
 
 def _in_storage(
@@ -71,9 +104,16 @@ def _in_storage(
     if storage.code == "float8_e4m3fn":
         assert found.codes.dtype == ml_dtypes.float8_e4m3fn and found.zeros is None, (name, found.codes.dtype)
         return found.codes.view(np.int8), found.scales, None
+    if storage.code == "float4_e2m1fn":
+        assert found.codes.dtype == ml_dtypes.float4_e2m1fn and found.zeros is None, (name, found.codes.dtype)
+        return encode_float4(found.codes), found.scales / 2, None
     if found.codes.dtype == ml_dtypes.float4_e2m1fn:
         return (2 * found.codes.astype(np.float32)).astype(np.int8), found.scales / 2, None
     codes, zeros = found.codes, found.zeros
+    if storage.offsets and found.offsets is not None:  # codes from 0 on, which four bits hold as -8 and more
+        shift = np.int16(8 if storage.code == "int4" else 0)
+        zeros = np.full(found.scales.shape, -shift, np.int16) if storage.zeros else None
+        return (codes.astype(np.int16) - shift).astype(np.int8), found.scales, zeros
     if codes.dtype.kind == "u":  # codes of unsigned formats lie around half their range
         half = np.int16(2 ** (bits - 1))
         assert zeros is not None, name
@@ -153,22 +193,29 @@ class RoundedParam:
 
 
 def bands(out_shape: tuple[int, ...], depth: int) -> Iterator[Index]:
-    """Slices of the outputs of a weight of `depth` inputs, of some megabytes each, that cover all of them."""
-    axis = max(range(len(out_shape)), key=lambda at: out_shape[at])
-    size = out_shape[axis]
-    step = max(1, _BAND * size // max(1, math.prod(out_shape) * depth))
+    """Slices of the outputs of a weight of `depth` inputs, of some megabytes each, that cover all of them.
+
+    The first axis is cut first: experts, and the parts of a fused weight, are read one after the other.
+    """
+    if not out_shape:
+        yield ()
+        return
+    size, inner = out_shape[0], math.prod(out_shape[1:]) * depth
+    step = max(1, _BAND // max(1, inner))
     for low in range(0, size, step):
-        cut = slice(low, min(low + step, size))
-        yield tuple(cut if at == axis else slice(0, length) for at, length in enumerate(out_shape))
+        rest = bands(out_shape[1:], depth) if step == 1 else [tuple(slice(0, length) for length in out_shape[1:])]
+        for band in rest:
+            yield (slice(low, min(low + step, size)), *band)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The arrays of a slice of a weight, as `coded_weight.CodedWeight` has them."""
+    """The arrays of a slice of a weight, as `CodedWeight` and `WithOffsets` of `jaxserve.kernels` have them."""
 
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
+    offsets: np.ndarray | None
 
 
 def read_parts(
@@ -186,6 +233,7 @@ def read_parts(
     codes = np.empty((*out_shape, *in_shape), dtype)
     scales = np.empty(by_scale, np.float32)
     zeros = np.empty(by_scale, np.int16) if storage.zeros else None
+    offsets = np.empty(by_scale, np.float32) if storage.offsets else None
     for band in bands(out_shape, math.prod(in_shape)):
         place = tuple(slice(b.start + cut.start, b.stop + cut.start) for b, cut in zip(band, cuts, strict=True))
         records = read((*place, *index[len(index) - num_in :]))
@@ -196,14 +244,16 @@ def read_parts(
         scales[band] = of_scale["scale"]
         if zeros is not None:
             zeros[band] = of_scale["zero"]
-    return Parts(codes=codes, scales=scales, zeros=zeros)
+        if offsets is not None:
+            offsets[band] = of_scale["offset"]
+    return Parts(codes=codes, scales=scales, zeros=zeros, offsets=offsets)
 
 
 def _of_groups(records: np.ndarray, group: int, name: str) -> np.ndarray:
     """One record for each group of the last axis."""
     grouped = records.reshape(*records.shape[:-1], -1, group)
     first = grouped[..., :1]
-    if (grouped["scale"] != first["scale"]).any() or (grouped["zero"] != first["zero"]).any():
+    if any((grouped[field] != first[field]).any() for field in ("scale", "zero", "offset")):
         raise CheckpointError(
             f"{name}: inputs of one group of {group} have different scales or zeros, so the groups do not follow one "
             f"another as the config says; set desc_act or actorder as the weights are, or {_REMEDY}"

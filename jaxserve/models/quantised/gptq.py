@@ -52,9 +52,8 @@ class Gptq(Format):
 
     @property
     def storage(self) -> Storage | None:
-        if self.desc_act and self.group:
-            return None  # groups of inputs that do not follow one another
-        return Storage(code=f"int{self.bits}", group=self.group, zeros=not self.sym)
+        ordered = self.desc_act and self.group is not None
+        return Storage(code=f"int{self.bits}", group=self.group, zeros=not self.sym, ordered=ordered)
 
     def required(self, name: str) -> tuple[str, ...]:
         suffixes = ("qweight", "qzeros", "scales", *(("g_idx",) if self.desc_act and self.group else ()))
@@ -113,6 +112,12 @@ class GptqTensor:
         scales = to_float32(self.scales.read((groups, outputs)).T)
         check_scales(scales, self.scales, self.qweight.name, (outputs.start, groups.start))
         return QuantisedSlice(codes=codes, scales=scales, zeros=self._zeros(groups, outputs), group_of=group_of)
+
+    def input_groups(self) -> np.ndarray:
+        if self.g_idx is None:
+            return np.arange(self.shape[1], dtype=np.int32) // self.group
+        first, groups = listed_groups(self.g_idx, slice(0, self.shape[1]), self.scales.shape[0], self.scales.name)
+        return groups + np.int32(first.start)
 
     def _zeros(self, groups: slice, outputs: slice) -> np.ndarray:
         bits = self.format.bits

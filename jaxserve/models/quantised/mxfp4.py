@@ -33,7 +33,7 @@ class Mxfp4(Format):
 
     @property
     def storage(self) -> Storage | None:
-        return None  # experts have no products with codes yet
+        return Storage(code="float4_e2m1fn", group=_GROUP)
 
     def required(self, name: str) -> tuple[str, ...]:
         return f"{name}_blocks", f"{name}_scales"

@@ -33,7 +33,7 @@ class Nvfp4Packed(Format):
 
     @property
     def storage(self) -> Storage | None:
-        return Storage(code="int8", group=_GROUP)  # twice a float4 is a whole number
+        return Storage(code="float4_e2m1fn", group=_GROUP)  # twice a float4 is a whole number
 
     def required(self, name: str) -> tuple[str, ...]:
         return tuple(beside(name, suffix) for suffix in ("weight_packed", "weight_scale", "weight_global_scale"))

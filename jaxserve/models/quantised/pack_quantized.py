@@ -45,9 +45,8 @@ class PackQuantized(Format):
 
     @property
     def storage(self) -> Storage | None:
-        if self.by_activation:
-            return None  # groups of inputs that do not follow one another
-        return Storage(code=f"int{self.bits}", group=self.grid[1], zeros=not self.symmetric)
+        zeros, ordered = not self.symmetric, self.by_activation
+        return Storage(code=f"int{self.bits}", group=self.grid[1], zeros=zeros, ordered=ordered)
 
     def required(self, name: str) -> tuple[str, ...]:
         suffixes = ["weight_packed", "weight_scale", "weight_shape"]
@@ -112,6 +111,13 @@ class PackedTensor:
         zeros = None if self.zeros is None else self._read_zeros(self.zeros, outputs, groups)
         scales = self.grid.read_groups(outputs, groups)
         return QuantisedSlice(codes=codes, scales=scales, zeros=zeros, group_of=group_of)
+
+    def input_groups(self) -> np.ndarray:
+        if self.g_idx is None:
+            return np.arange(self.shape[1], dtype=np.int32) // self.grid.columns
+        whole, count = slice(0, self.shape[1]), self.grid.tensor.shape[1]
+        first, groups = listed_groups(self.g_idx, whole, count, self.grid.tensor.name)
+        return groups + np.int32(first.start)
 
     def _read_zeros(self, tensor: TensorSource, outputs: slice, groups: slice) -> np.ndarray:
         words, kept = words_of(outputs, 32 // self.bits)

@@ -92,7 +92,7 @@ def describe_quantisation(checkpoint: Checkpoint, dtype: np.dtype, kept: Mapping
     if scheme is None and not kept:
         return ()
     counts: dict[str, int] = {}
-    for found in kept.values():
+    for found in (part for whole in kept.values() for part in whole.each):
         rounded = ", times activations rounded to int8" if found.arithmetic != FLOAT else ""
         name = f"rounded to {found.rounded}, as floats" if found.storage is None else f"{found.storage}{rounded}"
         counts[name] = counts.get(name, 0) + 1

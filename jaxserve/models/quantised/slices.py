@@ -5,7 +5,7 @@ module of a format. What takes slices keeps their codes (`coding`) or widens the
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -75,4 +75,13 @@ class QuantisedTensor(Protocol):
         Cuts may lie anywhere, inside a packed word or a group, too. Raises CheckpointError for values that cannot be:
         NaN codes, scales that are negative or not finite, groups that do not exist.
         """
+        ...
+
+
+@runtime_checkable
+class ListedGroups(Protocol):
+    """A `QuantisedTensor` whose groups need not follow one another."""
+
+    def input_groups(self) -> np.ndarray:
+        """int32 [in]: the group of every input."""
         ...

@@ -1,9 +1,10 @@
 """The choice of what each parameter of a model is kept as: codes of its checkpoint, codes rounded at load, or floats.
 
 `model.quantization` and its rules name a scheme for each weight. A checkpoint's own codes are kept where the products
-take them. Weights that are fused into one parameter are kept in what holds all of them exactly: int4 beside int8 in
-int8, groups of 128 beside groups of 96 in groups of 32. Where nothing does, or one of them is a float, the parameter is
-one of floats. None of it needs more than the config.
+take them. Weights that are fused into one parameter and have the same codes are kept as one, groups of 128 beside
+groups of 96 in groups of 32; others run side by side, each in its own form, floats among them. Experts are in one
+array: int4 beside int8 is int8 there, and where nothing holds all of them exactly, they are floats. None of it needs
+more than the config.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
+from jaxserve.models.family import Part
 from jaxserve.models.quantised.choosing import modules_of
 from jaxserve.models.quantised.scheme import Module, ModuleKind, Scheme
 from jaxserve.models.sharding import Axes
@@ -23,6 +25,8 @@ from jaxserve.models.weights import Path, Piece
 _GROUP = 128  # of codes of four bits that are rounded at load
 _LEAST_GROUP = 16  # smaller groups have more bytes of scales than they save in codes
 _INTEGERS = ("int4", "int8")  # each fits into the next
+_MOST_PARTS = 8  # of a fused weight
+_WHOLE_NUMBERS = (*_INTEGERS, "float4_e2m1fn")
 _CPU_BLOCK = 128  # inputs of a scale of activations on CPUs; elsewhere all of a token's: blocks would be slow products
 
 
@@ -74,11 +78,35 @@ class Kept:
       storage: of the arrays on devices: the same numbers, in groups that divide a device's share. None: such groups
         would be too small, and the rounded numbers are kept as floats.
       arithmetic: of products.
+      is_experts: the parameter has the matrices of all experts.
+      parts: of a parameter whose weights run side by side, which has nothing of the above.
     """
 
     rounded: Storage | None
     storage: Storage | None
     arithmetic: Arithmetic
+    is_experts: bool = False
+    parts: "tuple[KeptPart, ...]" = ()
+
+    @property
+    def each(self) -> "tuple[Kept, ...]":
+        """Itself, or its parts that are no floats."""
+        return tuple(part.kept for part in self.parts if part.kept is not None) if self.parts else (self,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPart:
+    """One of the weights that run side by side in a parameter.
+
+    Attributes:
+      window: its slice of an axis of the parameter.
+      kept: what it is kept as; None: floats.
+      sources: names of its tensors in the files.
+    """
+
+    window: Part
+    kept: Kept | None
+    sources: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,25 +139,96 @@ def choose_kept(
     rules = Rules(
         wanted, [module.name for module in modules.values()], known=("none", *RECIPES), label="model.quantization_rules"
     )
-    kept = {}
+    kept: dict[Path, Kept] = {}
     for path, pieces in plan.items():
         of_path = [modules.get(piece.source) for piece in pieces]
-        if not of_path or None in of_path or "experts" in axes[path]:
+        if not of_path or None in of_path:
             continue
         chosen = [_storage(module, rules.scheme_of(module.name), scheme) for module in of_path if module is not None]
-        common = _common([storage for storage, _ in chosen])
-        if common is None:
-            continue
-        rounded = common if scheme is None else None
-        if rounded is not None:
-            rounded = common = common.refined(sizes[path].whole)
-        storage = common.refined(math.gcd(sizes[path].whole, sizes[path].local))
-        if storage.group is not None and storage.group < _LEAST_GROUP:
-            if rounded is None or (rounded.group or _LEAST_GROUP) < _LEAST_GROUP:
-                continue
-            storage = None
-        kept[path] = Kept(rounded=rounded, storage=storage, arithmetic=_arithmetic(chosen, backend))
+        if "experts" not in axes[path]:
+            chosen = [(_in_bytes(storage), arithmetic) for storage, arithmetic in chosen]
+        found = _kept_of(pieces, chosen, sizes[path], is_rounded=scheme is None, axes=axes[path], backend=backend)
+        if found is not None:
+            kept[path] = found
     return kept
+
+
+def _kept_of(
+    pieces: Sequence[Piece],
+    chosen: Sequence["_Chosen"],
+    sizes: Sizes,
+    *,
+    is_rounded: bool,
+    axes: Axes,
+    backend: str,
+) -> Kept | None:
+    """What one parameter of these pieces is kept as."""
+    is_experts = "experts" in axes
+    if is_experts or all(piece.part is None for piece in pieces):
+        return _kept_as_one(chosen, sizes, is_rounded=is_rounded, is_experts=is_experts, backend=backend)
+    runs: list[list[int]] = []
+    for place in sorted(range(len(pieces)), key=lambda at: _start_of(pieces[at])):
+        own = chosen[place]
+        if runs and _are_one(pieces[runs[-1][-1]], chosen[runs[-1][-1]], pieces[place], own):
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    parts = []
+    for run in runs:
+        of_run = [chosen[place] for place in run]
+        found = _kept_as_one(of_run, sizes, is_rounded=is_rounded, is_experts=False, backend=backend)
+        first, last = (pieces[place].part for place in (run[0], run[-1]))
+        assert first is not None and last is not None
+        window = dataclasses.replace(first, stop=last.stop)
+        parts.append(KeptPart(window=window, kept=found, sources=frozenset(pieces[place].source for place in run)))
+    if len(parts) == 1:
+        return parts[0].kept
+    return (
+        Kept(rounded=None, storage=None, arithmetic=FLOAT, parts=tuple(parts)) if any(p.kept for p in parts) else None
+    )
+
+
+def _start_of(piece: Piece) -> int:
+    """Where its part begins, of any that are fused; counted from the end it comes after what is counted from 0."""
+    assert piece.part is not None
+    return piece.part.start if piece.part.start >= 0 else piece.part.start + _MOST_PARTS
+
+
+def _are_one(last: Piece, before: "_Chosen", piece: Piece, own: "_Chosen") -> bool:
+    """Whether two weights that follow one another are kept as one: the same codes, or floats."""
+    (storage, arithmetic), (other, of_other) = own, before
+    if storage is None or other is None:
+        return storage is other
+    if storage.ordered or other.ordered:
+        return storage == other and arithmetic == of_other and last.source == piece.source
+    same = (storage.code, storage.offsets, arithmetic) == (other.code, other.offsets, of_other)
+    return same and (not storage.offsets or storage == other)
+
+
+def _kept_as_one(
+    chosen: Sequence["_Chosen"],
+    sizes: Sizes,
+    *,
+    is_rounded: bool,
+    is_experts: bool,
+    backend: str,
+) -> Kept | None:
+    """What holds all of these weights. None: floats."""
+    common = _common(chosen)
+    if common is None or (is_experts and common.ordered):
+        return None
+    rounded = None
+    if is_rounded:
+        rounded = common = common.refined(sizes.whole)
+    storage = common.refined(math.gcd(sizes.whole, sizes.local))
+    if storage.group is not None and storage.group < _LEAST_GROUP:
+        if rounded is None or (rounded.group or _LEAST_GROUP) < _LEAST_GROUP:
+            return None
+        storage = None
+    return Kept(rounded=rounded, storage=storage, arithmetic=_arithmetic(chosen, backend), is_experts=is_experts)
+
+
+_Chosen = tuple[Storage | None, Arithmetic]  # of one weight; None: floats
 
 
 class Rules:
@@ -185,9 +284,16 @@ def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> 
     return (recipe.head if module.kind is ModuleKind.OUTER else recipe.layers), arithmetic
 
 
-def _common(storages: Iterable[Storage | None]) -> Storage | None:
+def _in_bytes(storage: Storage | None) -> Storage | None:
+    """float4 as whole numbers of eight bits, twice its values: dense products have no float4."""
+    if storage is None or storage.code != "float4_e2m1fn":
+        return storage
+    return dataclasses.replace(storage, code="int8")
+
+
+def _common(chosen: Iterable[_Chosen]) -> Storage | None:
     """What holds all of them exactly; None: nothing does."""
-    found = list(storages)
+    found = [storage for storage, _ in chosen]
     some = [storage for storage in found if storage is not None]
     codes = {storage.code for storage in some}
     if len(some) < len(found) or (len(codes) > 1 and not codes <= set(_INTEGERS)):
@@ -197,13 +303,15 @@ def _common(storages: Iterable[Storage | None]) -> Storage | None:
         code=max(codes, key=lambda code: _INTEGERS.index(code) if code in _INTEGERS else 0),
         group=math.gcd(*groups) if groups else None,
         zeros=any(storage.zeros for storage in some),
+        offsets=any(storage.offsets for storage in some),
+        ordered=any(storage.ordered for storage in some),
     )
 
 
 def _arithmetic(chosen: Iterable[tuple[Storage | None, Arithmetic]], backend: str) -> Arithmetic:
-    """Of a parameter: floats, unless all its weights are integers whose activations are rounded."""
+    """Of a parameter: floats, unless all its weights are whole numbers, as float4 is, whose activations are rounded."""
     arithmetics = {arithmetic for _, arithmetic in chosen}
-    is_integer = all(storage is not None and storage.code in _INTEGERS for storage, _ in chosen)
+    is_integer = all(storage is not None and storage.code in _WHOLE_NUMBERS for storage, _ in chosen)
     if len(arithmetics) > 1 or FLOAT in arithmetics or not is_integer:
         return FLOAT
     return Arithmetic(activations="int8", block=_CPU_BLOCK if backend == "cpu" else None)
