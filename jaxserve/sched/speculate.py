@@ -69,7 +69,12 @@ PLAIN = (1, 1)
 
 
 class Speculator:
-    """Chooses the shape of decode-only steps. Mutated only by the scheduler that made it."""
+    """Chooses the shape of decode-only steps. Mutated only by the scheduler that made it.
+
+    Attributes:
+      shapes: width and rounds of all steps that the device has, one token a step first.
+      active: whether there is anything to choose.
+    """
 
     def __init__(self, options: SpeculationOptions, limits: Limits, clock: Callable[[], float]) -> None:
         self._options = options
@@ -92,16 +97,12 @@ class Speculator:
         self.shapes = tuple(
             sorted({PLAIN, *((b.width, r) for b in wide for r in {1, min(b.rounds, rounds)} if (b.width, r) != PLAIN)})
         )
+        self.active = len(self.shapes) > 1
         self._offered: dict[int, tuple[tuple[int, int], ...]] = {}
         places = self._widest - 1
         if len(self._all.reached) < places:
             self._all = Acceptance(places)
             self._of_sequence.clear()
-
-    @property
-    def active(self) -> bool:
-        """Whether there is anything to choose."""
-        return len(self.shapes) > 1
 
     def offered(self, num_rows: int) -> tuple[tuple[int, int], ...]:
         """Shapes (width, rounds) of a step of so many rows. Large widths are not compiled for many rows."""

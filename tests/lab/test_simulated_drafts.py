@@ -12,6 +12,7 @@ from jaxserve.engine import Engine, ModelInfo
 from jaxserve.engine.step_log import StepLogWriter
 from jaxserve.errors import ConfigError
 from jaxserve.lab import SimRequest, SimulatedDrafts, simulate, world_of_device, world_of_log
+from jaxserve.lab.simulation.fitted import Fitted
 from jaxserve.lab.simulation.roofline import LLAMA_3_8B, Roofline
 from jaxserve.sched import (
     Bucket,
@@ -23,7 +24,8 @@ from jaxserve.sched import (
     StepResult,
     create_scheduler,
 )
-from jaxserve.sched.record import LogHeader, read_records, rounds_run
+from jaxserve.sched.plan import Drafted
+from jaxserve.sched.record import LogHeader, StepRecord, read_records, rounds_run
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, with_shapes
 
 SHAPE = str(Path(__file__).parents[2] / "configs" / "shapes" / "llama3.1-8b")
@@ -120,6 +122,20 @@ def test_a_world_learned_from_a_log_draws_as_many_tokens_in_a_step(
     assert found.row_tokens / found.row_steps == pytest.approx(real, rel=0.15 if adaptive else 0.05)
     assert found.duration_s == pytest.approx(real_s, rel=0.05)
     assert real > 1.5 or rates[0] < 0.9
+
+
+def test_a_place_without_a_draft_counts_as_a_wrong_one() -> None:
+    """Two rows with room for six tokens, in rounds of three: the second row's drafter finds nothing at first."""
+    plan = StepPlan(step_id=1, decode_rows=(0, 1), decode_positions=(9, 9), row_tokens=(6, 6), width=3, rounds=3)
+    drafts = ((Drafted(2, 2), Drafted(2, 2)), (Drafted(0, 0), Drafted(2, 1), Drafted(1, 0)))
+    times = {"schedule_ms": 1.0, "pack_ms": 2.0, "device_ms": 9.0, "wait_ms": 5.0, "commit_ms": 3.0}
+    bucket = Bucket(12, 4, True, 3, 3)
+    record = StepRecord(
+        plan=plan, bucket=bucket, token_ids=(1,) * 10, start_s=0.0, counts=(6, 4), drafts=drafts, **times
+    )
+    found = Fitted([record] * 12).drafts
+    # Five rounds, all with room for two drafts: 6, 5 and 3 tokens are left to the second row when its rounds begin.
+    assert (found.reached, found.drawn) == ((5 * 12, 3 * 12), (3 * 12, 2 * 12))
 
 
 def test_a_config_may_ask_for_less_than_the_log_has_and_not_for_more(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ fitted to all.
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.values import StepCost
 from jaxserve.sched.draft_counts import DraftCounts
-from jaxserve.sched.plan import Bucket, Limits, StepPlan
+from jaxserve.sched.plan import Bucket, Drafted, Limits, StepPlan
 from jaxserve.sched.record import StepRecord, context_tokens, rounds_run
 
 _FEWEST = 10  # steps of a kind
@@ -115,7 +115,7 @@ class Fitted:
     Attributes:
       errors: 'device', 'host', 'commit' -> 'decode', 'wide' or 'mixed' -> `FitError`.
       num_records: number of records used.
-      drafts: what became of drafts in all of them.
+      drafts: what became of drafts in all of them; a place with room for a draft and none counts as a wrong one.
 
     Raises ConfigError when there are fewer than 10 records of every kind.
     """
@@ -130,7 +130,7 @@ class Fitted:
                 self.num_records += 1
                 kind = _kind(record.plan)
                 _take(record, samples[kind], late[kind])
-                for rounds in record.drafts or ():
+                for rounds in _full_rounds(record):
                     drafts.add(rounds)
         self.drafts = drafts.totals()
         self.errors: dict[str, dict[str, FitError]] = {part: {} for part in _PARTS}
@@ -239,6 +239,17 @@ def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sampl
     waited = record.wait_ms > 0.01 * record.device_ms
     of_device = _Sample(bucket, device_features(plan, bucket), record.device_ms / 1e3)
     (parts["device"] if waited else late).append(of_device)
+
+
+def _full_rounds(record: StepRecord) -> Iterator[list[Drafted]]:
+    """The rounds of each row, as if its drafter had filled all places that there were."""
+    plan = record.plan
+    for rounds, room in zip(record.drafts or (), plan.row_tokens, strict=False):
+        full: list[Drafted] = []
+        for _, accepted in rounds:
+            full.append(Drafted(min(plan.width, room) - 1, accepted))
+            room -= accepted + 1
+        yield full
 
 
 def _error(prices: _Prices, held_out: Sequence[_Sample]) -> FitError:

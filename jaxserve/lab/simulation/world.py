@@ -146,8 +146,8 @@ def _drafts(limits: Limits, acceptance: Sequence[float]) -> SimulatedDrafts | No
     if not acceptance:
         raise ConfigError(
             "speculation.method makes drafts, and how many of them are right depends on texts that a simulation does "
-            "not have; give --acceptance, such as 0.8 or 0.8,0.7,0.6 by place (`jaxserve steps` tells that of a server"
-            "), or the --step-log of a server that speculates"
+            "not have; give --acceptance, such as 0.8 or 0.8,0.7,0.6 by place, or the --step-log of a server that "
+            "speculates"
         )
     return SimulatedDrafts(rates=tuple(acceptance))
 
