@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import draft_files
 
 PROMPTS = [[5, 9, 13, 5, 9, 13, 5, 9], [3] * 20, [17, 4, 90] * 12, [60], [3] * 20 + [7, 8]]
-PLAIN = SamplingParams(max_tokens=24, detokenize=False, ignore_eos=True, temperature=0.0)
+PLAIN = SamplingParams(max_tokens=40, detokenize=False, ignore_eos=True, temperature=0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.7, "seed": 5},

@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,9 +13,13 @@ import draft_files
 
 from jaxserve.config import load_config
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.models import decoder_config, read_checkpoint
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
+from jaxserve.models import decoder_config, plan_model, read_checkpoint
 from jaxserve.models.drafts import HeadKind
+from jaxserve.models.drafts.attaching import with_head
+from jaxserve.runtime.build import plan_stage_memory
 from jaxserve.runtime.drafting import NgramDrafter
+from jaxserve.runtime.executables import AbstractStage
 from jaxserve.runtime.head_drafting import HeadDrafter
 from jaxserve.runtime.heads import find_head
 from jaxserve.runtime.resolve import resolve_sizes
@@ -120,3 +125,30 @@ def test_stages_of_a_pipeline(medusa: str) -> None:
     model = decoder_config(read_checkpoint(FIXTURES / "llama"))[1]
     with pytest.raises(ConfigError, match=r"parallel.pipeline is 2"):
         resolve_sizes(config, model, np.dtype("float32"), "cpu")
+
+
+def test_the_memory_breakdown_names_the_head(eagle: str, medusa: str) -> None:
+    page_bytes = {}
+    for path in (None, eagle, medusa):
+        settings = {} if path is None else {"speculation.method": "auto", "speculation.model": path}
+        config = load_config(None, {"model.path": str(FIXTURES / "llama"), **settings}, environ={}).config
+        planned = plan_model(FIXTURES / "llama")
+        found = find_head(config, planned.shapes.config) if path is not None else None
+        model = (planned if found is None else with_head(planned, found.path, found.config)).shapes
+        stage = AbstractStage(
+            graphdef=model.graphdef,
+            state=model.state,
+            partition=model.partition,
+            layers=model.layers,
+            mesh=model.mesh,
+            dtype=model.dtype,
+        )
+        sized = resolve_sizes(config, model.config, model.dtype, "cpu")
+        memory = plan_stage_memory(config, sized, [stage], XLA_ATTENTION, 10**9)
+        page_bytes[path] = memory.page_bytes
+        assert any(line.startswith("draft head") for line in memory.lines()) is (path is not None)
+        # A page has keys and values of two heads of 12 float32 numbers for each of its tokens.
+        assert memory.draft_page_bytes == (2 * 2 * 12 * 4 * sized.page_size if path == eagle else 0)
+        assert memory.weight_bytes == 4 * sum(leaf.size for leaf in jax.tree.leaves(model.state))
+    assert page_bytes[eagle] == page_bytes[None] * 3 // 2, "the model has two layers, and the head one"
+    assert page_bytes[medusa] == page_bytes[None]
