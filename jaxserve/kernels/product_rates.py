@@ -29,8 +29,8 @@ _MARGIN = 1.5  # a busy machine must not change the choice from one start to the
 def slower_products(matmul: Matmul, use: MatmulUse) -> str | None:
     """Why XLA's products should be taken instead of `matmul`'s, with the times; None where they should not.
 
-    Where each of them is faster for some rows, the one is taken that loses less where it loses most; XLA's, only if that
-    is clear.
+    Where each of them is faster for some rows, the one is taken that loses less where it loses most; XLA's, only if
+    that is clear.
     """
     if matmul.name == XLA_MATMUL.name or use.dtype != "bfloat16" or use.storage is not None:
         return None
