@@ -1,4 +1,4 @@
-"""The choice between the CPU's own products and XLA's, where no record says which are faster."""
+"""The choice between the CPU's own products and XLA's, where a start measures which are faster."""
 
 import logging
 
@@ -19,12 +19,6 @@ BFLOAT16 = MatmulUse(dtype="bfloat16", num_devices=1)
 CPU = Device(backend="cpu", kind="cpu")
 
 
-@pytest.fixture
-def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor that the record is not of."""
-    monkeypatch.setattr(product_rates, "is_known_to_be_faster", lambda: False)
-
-
 def set_times(monkeypatch: pytest.MonkeyPatch, own: tuple[float, float], other: tuple[float, float]) -> None:
     def measure(matmul: Matmul, dtype: str) -> list[float]:
         assert dtype == "bfloat16"
@@ -33,7 +27,6 @@ def set_times(monkeypatch: pytest.MonkeyPatch, own: tuple[float, float], other: 
     monkeypatch.setattr(product_rates, "measure_products", measure)
 
 
-@pytest.mark.usefixtures("unknown")
 @pytest.mark.parametrize(
     ("own", "other", "chosen"),
     [
@@ -59,9 +52,7 @@ def test_auto_takes_what_loses_less_and_says_so(
     assert choose(MATMUL, named, (BFLOAT16,), jax.devices("cpu")[0]).name == "numba_cpu"
 
 
-@pytest.mark.usefixtures("unknown")
-def test_what_the_record_knows_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32, codes, XLA itself, and, with the instruction, bfloat16."""
+def test_bfloat16_alone_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(matmul: Matmul, dtype: str) -> list[float]:
         raise AssertionError("measured")
@@ -74,8 +65,6 @@ def test_what_the_record_knows_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
     assert product_rates.slower_products(XLA_MATMUL, BFLOAT16) is None
     with pytest.raises(AssertionError, match="measured"):
         product_rates.slower_products(own, BFLOAT16)
-    monkeypatch.setattr(product_rates, "is_known_to_be_faster", lambda: True)
-    assert product_rates.slower_products(own, BFLOAT16) is None
 
 
 def test_a_measurement_has_a_time_for_each_number_of_rows() -> None:

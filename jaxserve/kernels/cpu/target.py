@@ -17,7 +17,6 @@ class Target:
       the registers.
     dot_bfloat16: whether one instruction adds two products of bfloat16 numbers to each number of such a vector (x86's
       `vdpbf16ps`).
-    tiles_bfloat16: whether the processor multiplies tiles of bfloat16 numbers (x86's AMX), which no kernel here does.
     dot_int8: whether one instruction adds four products of bytes to each 32-bit number of such a vector (x86's
       `vpdpbusd`).
     """
@@ -26,7 +25,6 @@ class Target:
     vectors: int
     row_steps: tuple[int, ...]
     dot_bfloat16: bool = False
-    tiles_bfloat16: bool = False
     dot_int8: bool = False
 
     @property
@@ -44,7 +42,6 @@ def find_target() -> Target:
             vectors=2,
             row_steps=(8, 4, 2, 1),
             dot_bfloat16=bool(features.get("avx512bf16")),
-            tiles_bfloat16=bool(features.get("amx-bf16")),
             dot_int8=bool(features.get("avx512vnni")),
         )
     if features.get("avx2"):
