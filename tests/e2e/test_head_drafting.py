@@ -90,7 +90,7 @@ CHATS = [
 
 @pytest.mark.slow
 def test_the_demo_models_own_head_drafts_well() -> None:
-    """By `auto`, which finds it. The floor is far below what the head reaches (docs/draft-heads.md)."""
+    """By `auto`, which finds it. The floor is far below what the head reaches (the model card has it by task)."""
     asked = [
         (f"<s><|user|>{text}<|end|><|assistant|>", SamplingParams(max_tokens=60, temperature=t, seed=3))
         for text in CHATS
@@ -100,4 +100,4 @@ def test_the_demo_models_own_head_drafts_well() -> None:
     engine = build("demo", speculation__method="auto", speculation__adaptive=False, runtime__background_buckets=False)
     counting = engine._runner = Counting(engine._runner)
     assert [r[0].token_ids for r in run(engine, asked)] == plain
-    assert counting.accepted > 0.3 * counting.drafted > 30, (counting.accepted, counting.drafted)
+    assert counting.accepted > 0.2 * counting.drafted > 20, (counting.accepted, counting.drafted)
