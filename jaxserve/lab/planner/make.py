@@ -136,7 +136,7 @@ def step_work(absent: AbsentModel) -> Work:
         model=stage.partition.local,
         weight_size=_number_bytes([v for path, v in weights.items() if path[0] == "layers" and path not in experts]),
         expert_size=_number_bytes([weights[path] for path in experts]) if experts else None,
-        head_size=_number_bytes([weights[head]]),
+        head_size=_number_bytes([weights[head]]) if head in weights else None,  # a stage in the middle has none
         activation_size=stage.dtype.itemsize,
         cache_size=jnp.dtype(absent.sizes.cache_dtype).itemsize,
     )
