@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.kernels.coded_weight import round_activations
-from jaxserve.kernels.matmul import Axes
+from jaxserve.kernels.matmul import Axes, Weight
 from jaxserve.kernels.paged_attention import AttentionBatch, PagedAttention
 from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.models.decoder import Decoder, DecoderLayer
@@ -63,7 +63,7 @@ class Inputs:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tapped:
+class _Tapped(Weight):
     """A `kernels.matmul.Weight` while a layer is traced: a dense one that hands its inputs to `saw`.
 
     `rounds_inputs`: it multiplies them as int8 codes would, one scale for each token.
