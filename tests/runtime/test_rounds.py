@@ -34,8 +34,8 @@ class TableModel:
 
     placement = SimpleNamespace(num_tokens=VOCAB)
 
-    def __call__(self, tokens, caches, batches, places, attention, rope_lengths):
-        return jax.nn.one_hot(tokens, VOCAB), caches
+    def with_taps(self, tokens, caches, batches, places, attention, rope_lengths, taps):
+        return jax.nn.one_hot(tokens, VOCAB), caches, None
 
     def logits(self, hidden):
         return hidden @ TARGET
