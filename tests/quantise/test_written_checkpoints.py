@@ -10,7 +10,9 @@ from flax import nnx
 from quantise_parts import model, run, stored, write_texts
 from safetensors.numpy import save_file
 
+from jaxserve.kernels.coded_experts import CodedExperts
 from jaxserve.kernels.coded_weight import CodedWeight
+from jaxserve.kernels.composed_weight import SideBySide, numbers_of
 from jaxserve.kernels.storage import Storage
 from jaxserve.models import load_model, read_checkpoint
 from jaxserve.models.quantised import Quantisation
@@ -46,8 +48,8 @@ def parameters(directory: Path, **options: object) -> dict[tuple, np.ndarray]:
     found = {}
     for path, variable in nnx.to_flat_state(loaded.state):
         value = variable.get_raw_value()
-        coded = isinstance(value, CodedWeight)
-        found[path] = value.numbers().astype(np.float32) if coded else np.asarray(jax.tree.leaves(value)[0])
+        coded = isinstance(value, CodedWeight | CodedExperts | SideBySide)
+        found[path] = numbers_of(value).astype(np.float32) if coded else np.asarray(jax.tree.leaves(value)[0])
     return found
 
 
