@@ -42,7 +42,6 @@ def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
         ("int8", "tensor 8"),
         ("int4", "tensor 8"),
         ("fp8", "tensor 8"),
-        ("int8-a8", "tensor 8"),
         ("int8-a8", "pipeline 3"),
         ("int4-a8", "pipeline 3"),
     ],
