@@ -206,7 +206,9 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         output_weight=sched.output_weight,
         ttft_target_s=sched.ttft_target_s,
         tpot_target_s=sched.tpot_target_s,
-        speculation=SpeculationOptions(adaptive=config.speculation.adaptive),
+        speculation=SpeculationOptions(
+            width=config.speculation.width, rounds=config.speculation.rounds, adaptive=config.speculation.adaptive
+        ),
     )
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.assemble import scheduler_options
+from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.drafting import (
     DrafterOptions,
@@ -21,6 +23,9 @@ from jaxserve.runtime.drafting import (
 from jaxserve.runtime.replay_drafts import make_replay
 from jaxserve.runtime.row_state import NO_TOKEN
 from jaxserve.runtime.suffix_drafts import SuffixDrafter, make_suffix
+from jaxserve.sched.plan import Bucket
+from jaxserve.sched.speculate import Speculator
+from jaxserve.testing import make_limits, with_shapes
 
 ROWS, WINDOW = 3, 24
 SIZES = DraftSizes(max_rows=ROWS, max_model_len=64, window=WINDOW)
@@ -162,6 +167,13 @@ def test_bad_recordings_are_refused(tmp_path: Path, content: str | None, word: s
         path.write_text(content)
     with pytest.raises(ConfigError, match=word):
         make_replay(OPTIONS if content is None else dataclasses.replace(OPTIONS, model=str(path)))
+
+
+def test_the_scheduler_is_told_of_the_widest_step_that_a_config_may_ask_for() -> None:
+    config = load_config(None, {"speculation.method": "ngram", "speculation.width": 16}).config
+    options, bucket = scheduler_options(config).speculation, Bucket(16, 1, True, 16, 1)
+    limits = with_shapes(make_limits(max_rows=1), (16, 1))
+    assert bucket in limits.buckets and (16, 1) in Speculator(options, limits, lambda: 0.0).shapes
 
 
 def test_bad_bounds_are_refused() -> None:
