@@ -6,7 +6,8 @@ for the processor at hand, as a built wheel could not.
 
 Files: `simd` (products of small blocks, in vector registers), `code_runs` and `rounding` (the same for integer codes),
 `gating` (gate and up where their product ends), `emit` (the words of LLVM that these are written in), `call` (how XLA
-calls, and how a call uses all cores), `scratch` (the memory of a call), `matmul`, `matmul_codes`, `grouped_matmul`,
-`grouped_codes` and `attention` (one kernel each), `target` (the registers of processors), `machine_code` (compiling,
-keeping, registering with XLA), `implementation` (of `paged_attention`).
+calls, and how a call uses all cores), `code_call` (what products with codes do in a call), `scratch` (the memory of a
+call), `matmul`, `matmul_codes`, `grouped_matmul`, `grouped_codes` and `attention` (one kernel each), `target` (the
+registers of processors), `machine_code` (compiling, keeping, registering with XLA), `implementation` (of
+`paged_attention`).
 """

@@ -1,4 +1,4 @@
-"""Rows times the codes of their own expert: the machine code behind `kernels.packed_coded_experts`.
+"""Rows times the codes of their own expert: the functions behind `kernels.packed_coded_experts`.
 
 A call is that of `matmul_codes` with the panels of all experts one behind the other. An item is one panel, or two, of
 an expert that has rows: the worker makes itself a copy of the call's words in which they are all there is, and
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from jaxserve.kernels.cpu import matmul_codes as dense
+from jaxserve.kernels.cpu import code_call as dense
 from jaxserve.kernels.cpu.call import (
     enter,
     floats,
@@ -24,23 +24,35 @@ from jaxserve.kernels.cpu.call import (
     take,
     words,
 )
-from jaxserve.kernels.cpu.scratch import CALL_WORDS, EXPERT_RUN_WORDS, MAX_WORKERS, WORDS
-from jaxserve.kernels.cpu.simd import c_function
+from jaxserve.kernels.cpu.code_call import (
+    BYTES,
+    FLOAT8,
+    FLOAT_ROWS,
+    HALVES,
+    INT16_ZEROS,
+    ROUNDED_ROWS,
+    begin_call,
+    multiply_item,
+    round_rows,
+)
+from jaxserve.kernels.cpu.scratch import BLOCK, CALL_WORDS, EXPERT_RUN_WORDS, MAX_WORKERS, WORDS
+from jaxserve.kernels.cpu.simd import bytes_of, c_function
 
-_WIDTH = dense._WIDTH
 _SIZES = 5  # of a dense call, before the numbers of experts and of panels of each
-_RUNS_AT, _HIT, _EXPERTS, _PANELS = range(dense._ROOMS + 1, dense._ROOMS + 5)
+_RUNS_AT, _HIT, _EXPERTS, _PANELS = range(dense.ROOMS + 1, dense.ROOMS + 5)
 assert _PANELS < CALL_WORDS
 
 
 @njit
-def _begin(frame: Any, shared: Any, rounded: bool, zeros: int, codes_kind: Any) -> int:
+def _begin(frame: Any, shared: Any, kinds: Any) -> int:
     """Lists the experts that have rows, and clears the output of the rows that have no expert."""
-    dense._begin(frame, shared, rounded, zeros, codes_kind)
+    begin_call(frame, shared, kinds)
+    x_kind, zeros_kind, _ = kinds
+    rounded, zeros = bytes_of(x_kind) == 1, 0 if zeros_kind is None else 1
     given = integers(operand(frame, 3 + zeros), _SIZES + 2)
     experts: Any = np.int64(given[_SIZES])
     panels: Any = np.int64(given[_SIZES + 1])
-    shared[dense._COLUMNS], shared[_PANELS] = panels * _WIDTH, panels
+    shared[dense.COLUMNS], shared[_PANELS] = panels * dense.WIDTH, panels
     shared[_EXPERTS], shared[_RUNS_AT] = experts, result(frame, 2 if rounded else 1)
     sizes, runs = integers(operand(frame, 5 + zeros), experts), words(shared[_RUNS_AT], EXPERT_RUN_WORDS * experts)
     count, row, items = 0, 0, 0
@@ -49,13 +61,13 @@ def _begin(frame: Any, shared: Any, rounded: bool, zeros: int, codes_kind: Any) 
         if size > 0:
             at = EXPERT_RUN_WORDS * count
             runs[at], runs[at + 1], runs[at + 2], runs[at + 3] = expert, row, size, items
-            items += (panels + 1) // 2 if size == 1 else panels  # as `dense._item` takes them
+            items += (panels + 1) // 2 if size == 1 else panels  # as `multiply_item` takes them
             count += 1
             row += size
     shared[_HIT] = count
-    columns = panels * _WIDTH
-    out = floats(shared[dense._OUT], shared[dense._ROWS] * columns)
-    for index in range(row * columns, shared[dense._ROWS] * columns):
+    columns = panels * dense.WIDTH
+    out = floats(shared[dense.OUT], shared[dense.ROWS] * columns)
+    for index in range(row * columns, shared[dense.ROWS] * columns):
         out[index] = np.float32(0)
     return items
 
@@ -70,23 +82,23 @@ def _item(shared: Any, own: Any, index: int, worker: int, kinds: Any) -> None:
     expert, row, rows, first = runs[at], runs[at + 1], runs[at + 2], runs[at + 3]
     for word in range(CALL_WORDS):
         own[word] = shared[word]
-    panel, groups, runs_of_row = expert * shared[_PANELS], shared[dense._GROUPS], shared[dense._RUNS]
-    blocks = (shared[dense._INPUTS] + dense.BLOCK - 1) // dense.BLOCK
-    own[dense._PANELS] += panel * shared[dense._STEPS] * 4 * _WIDTH
-    own[dense._SCALES] += panel * groups * _WIDTH * 4
-    own[dense._ZEROS] += panel * groups * _WIDTH * 2
-    own[dense._ROWS_AT] += row * shared[dense._ROW_BYTES]
-    own[dense._X_SCALES] += row * blocks * 4
-    own[dense._SUMS] += row * runs_of_row * 4
-    own[dense._OUT] += row * shared[dense._COLUMNS] * 4
-    own[dense._ROWS] = rows
-    dense._item(own, index - first, worker, kinds)
+    panel, groups, runs_of_row = expert * shared[_PANELS], shared[dense.GROUPS], shared[dense.RUNS]
+    blocks = (shared[dense.INPUTS] + BLOCK - 1) // BLOCK
+    own[dense.PANELS] += panel * shared[dense.STEPS] * 4 * dense.WIDTH
+    own[dense.SCALES] += panel * groups * dense.WIDTH * 4
+    own[dense.ZEROS] += panel * groups * dense.WIDTH * 2
+    own[dense.ROWS_AT] += row * shared[dense.ROW_BYTES]
+    own[dense.X_SCALES] += row * blocks * 4
+    own[dense.SUMS] += row * runs_of_row * 4
+    own[dense.OUT] += row * shared[dense.COLUMNS] * 4
+    own[dense.ROWS] = rows
+    multiply_item(own, index - first, worker, kinds)
 
 
 @njit
 def _work(state: int, kinds: Any) -> None:
     shared, worker = words(state, WORDS), join(state)
-    dense._round_rows(state, shared)
+    round_rows(state, shared)
     index = take(state, worker)
     while index >= 0:
         # Behind the runs of experts; a worker without an item must not look there.
@@ -96,53 +108,62 @@ def _work(state: int, kinds: Any) -> None:
     leave(state)
 
 
-_ROUNDED, _FLOATS, _ZEROS_KIND = dense._ROUNDED, dense._FLOATS, dense._ZEROS_KIND
-_BYTES, _HALVES, _FLOAT8 = dense._BYTES, dense._HALVES, dense._FLOAT8
+@njit
+def _call(frame: Any, kinds: Any, worker: int) -> int:
+    state, error = enter(frame), 0
+    if state != 0:
+        num_items = _begin(frame_of(frame), words(state, WORDS), kinds)
+        error = launch(frame, state, num_items, MAX_WORKERS, worker)
+        _work(state, kinds)
+    return error
+
+
+# One function for each form, since Numba keeps machine code by the names of functions.
 
 
 @njit
 def _work_int8_by_int8(state: int) -> None:
-    _work(state, (_ROUNDED, None, _BYTES))
+    _work(state, (ROUNDED_ROWS, None, BYTES))
 
 
 @njit
 def _work_int8_by_int8_zeros(state: int) -> None:
-    _work(state, (_ROUNDED, _ZEROS_KIND, _BYTES))
+    _work(state, (ROUNDED_ROWS, INT16_ZEROS, BYTES))
 
 
 @njit
 def _work_int8_by_float32(state: int) -> None:
-    _work(state, (_FLOATS, None, _BYTES))
+    _work(state, (FLOAT_ROWS, None, BYTES))
 
 
 @njit
 def _work_int8_by_float32_zeros(state: int) -> None:
-    _work(state, (_FLOATS, _ZEROS_KIND, _BYTES))
+    _work(state, (FLOAT_ROWS, INT16_ZEROS, BYTES))
 
 
 @njit
 def _work_int4_by_int8(state: int) -> None:
-    _work(state, (_ROUNDED, None, _HALVES))
+    _work(state, (ROUNDED_ROWS, None, HALVES))
 
 
 @njit
 def _work_int4_by_int8_zeros(state: int) -> None:
-    _work(state, (_ROUNDED, _ZEROS_KIND, _HALVES))
+    _work(state, (ROUNDED_ROWS, INT16_ZEROS, HALVES))
 
 
 @njit
 def _work_int4_by_float32(state: int) -> None:
-    _work(state, (_FLOATS, None, _HALVES))
+    _work(state, (FLOAT_ROWS, None, HALVES))
 
 
 @njit
 def _work_int4_by_float32_zeros(state: int) -> None:
-    _work(state, (_FLOATS, _ZEROS_KIND, _HALVES))
+    _work(state, (FLOAT_ROWS, INT16_ZEROS, HALVES))
 
 
 @njit
 def _work_float8_e4m3fn_by_float32(state: int) -> None:
-    _work(state, (_FLOATS, None, _FLOAT8))
+    _work(state, (FLOAT_ROWS, None, FLOAT8))
 
 
 _int8_by_int8_worker = c_function(_work_int8_by_int8)
@@ -162,89 +183,44 @@ def grouped_codes_int8_by_int8(frame: Any) -> int:
 
     Sizes: the five of `matmul_codes_int8_by_int8`, or two and zeros, then E and P.
     """
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 0, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_int8_worker())
-        _work_int8_by_int8(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, None, BYTES), _int8_by_int8_worker())
 
 
 def grouped_codes_int8_by_int8_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int8_by_int8_zeros`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 1, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_int8_zeros_worker())
-        _work_int8_by_int8_zeros(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, INT16_ZEROS, BYTES), _int8_by_int8_zeros_worker())
 
 
 def grouped_codes_int8_by_float32(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int8_by_float32`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_float32_worker())
-        _work_int8_by_float32(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, None, BYTES), _int8_by_float32_worker())
 
 
 def grouped_codes_int8_by_float32_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int8_by_float32_zeros`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1, _BYTES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int8_by_float32_zeros_worker())
-        _work_int8_by_float32_zeros(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, INT16_ZEROS, BYTES), _int8_by_float32_zeros_worker())
 
 
 def grouped_codes_int4_by_int8(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_int8`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 0, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_int8_worker())
-        _work_int4_by_int8(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, None, HALVES), _int4_by_int8_worker())
 
 
 def grouped_codes_int4_by_int8_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_int8_zeros`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), True, 1, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_int8_zeros_worker())
-        _work_int4_by_int8_zeros(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, INT16_ZEROS, HALVES), _int4_by_int8_zeros_worker())
 
 
 def grouped_codes_int4_by_float32(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_float32`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_float32_worker())
-        _work_int4_by_float32(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, None, HALVES), _int4_by_float32_worker())
 
 
 def grouped_codes_int4_by_float32_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_float32_zeros`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 1, _HALVES)
-        error = launch(frame, state, num_items, MAX_WORKERS, _int4_by_float32_zeros_worker())
-        _work_int4_by_float32_zeros(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, INT16_ZEROS, HALVES), _int4_by_float32_zeros_worker())
 
 
 def grouped_codes_float8_e4m3fn_by_float32(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_float8_e4m3fn_by_float32`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        num_items = _begin(frame_of(frame), words(state, WORDS), False, 0, _FLOAT8)
-        error = launch(frame, state, num_items, MAX_WORKERS, _float8_e4m3fn_by_float32_worker())
-        _work_float8_e4m3fn_by_float32(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, None, FLOAT8), _float8_e4m3fn_by_float32_worker())

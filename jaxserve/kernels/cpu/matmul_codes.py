@@ -1,279 +1,94 @@
-"""Rows times codes with scales: the machine code behind `kernels.packed_codes`.
+"""Rows times codes with scales: the functions behind `kernels.packed_codes`. `code_call` has what they do."""
 
-Rows are rounded to eight bits, once in a call, or multiplied as they are. A work item is one panel of codes, as in
-`matmul`. Shapes, layouts and the arithmetic are those of `PackedCodes`; `code_runs` multiplies one run.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from numba import njit
-from numba.np.numpy_support import carray
 
-from jaxserve.kernels.cpu.call import (
-    enter,
-    floats,
-    frame_of,
-    integers,
-    join,
-    launch,
-    leave,
-    operand,
-    result,
-    size_of,
-    take,
-    words,
+from jaxserve.kernels.cpu.call import enter, frame_of, join, launch, leave, take, words
+from jaxserve.kernels.cpu.code_call import (
+    BYTES,
+    FLOAT8,
+    FLOAT_ROWS,
+    HALVES,
+    INT16_ZEROS,
+    ROOMS,
+    ROUNDED_ROWS,
+    begin_call,
+    multiply_item,
+    round_rows,
 )
-from jaxserve.kernels.cpu.code_runs import line_inputs, run_product
-from jaxserve.kernels.cpu.gating import begin_gating, gate_panel, room_of
-from jaxserve.kernels.cpu.rounding import largest_size, round_vectors
-from jaxserve.kernels.cpu.scratch import BLOCK, FIRST_WORD, WORDS
-from jaxserve.kernels.cpu.simd import bytes_of, c_function, fetch_add, pointer
-from jaxserve.kernels.cpu.target import find_target
-
-_F, _I = np.float32, np.int32
-_TARGET = find_target()
-_WIDTH, _LANES, _HEIGHT = _TARGET.width, _TARGET.lanes, _TARGET.row_steps[0]
-_largest_size, _round_vectors = largest_size(_LANES), round_vectors(_LANES)
-_SIZE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, 0x04000000  # bits of |x|, infinity and 2^-119
-_LARGEST, _ZERO, _NAN = _F(127), _F(0), _F(np.nan)
-_PART = 8192  # numbers of the rows that a worker rounds at a time
-
-# Words of a call: addresses, then sizes. Rows begin at `_ROWS_AT`, `_ROW_BYTES` apart: rounded ones where they are.
-_X, _PANELS, _SCALES, _ZEROS, _OUT, _ROWS_AT, _X_SCALES, _SUMS = range(FIRST_WORD, FIRST_WORD + 8)
-_ROWS, _DEPTH, _COLUMNS, _STEPS, _INPUTS, _GROUPS, _RUN, _RUNS, _RUNS_OF_SCALE, _ROW_BYTES = range(
-    FIRST_WORD + 8, FIRST_WORD + 18
-)
-_PARTS, _BEGUN_PARTS, _ENDED_PARTS, _ROOMS = range(FIRST_WORD + 18, FIRST_WORD + 22)
-
-
-@njit
-def _begin(frame: Any, shared: Any, rounded: bool, zeros: int, codes_kind: Any) -> int:
-    shared[_X], shared[_PANELS], shared[_SCALES] = operand(frame, 0), operand(frame, 1), operand(frame, 2)
-    shared[_ZEROS], shared[_OUT] = operand(frame, 2 + zeros), result(frame, 0)
-    rows, depth, panels, steps = size_of(frame, 0, 0), size_of(frame, 0, 1), size_of(frame, 1, 0), size_of(frame, 1, 1)
-    given = integers(operand(frame, 3 + zeros), 5)
-    run = np.int64(given[0])
-    shared[_ROWS], shared[_DEPTH], shared[_COLUMNS], shared[_STEPS] = rows, depth, panels * _WIDTH, steps
-    shared[_INPUTS] = steps * line_inputs(codes_kind)
-    shared[_GROUPS], shared[_RUN], shared[_RUNS_OF_SCALE] = size_of(frame, 2, 1), run, given[1]
-    shared[_ROOMS] = begin_gating(frame, shared, 4 + zeros)
-    shared[_RUNS] = (shared[_INPUTS] + run - 1) // run
-    if rounded:
-        scratch = result(frame, 1)
-        shared[_ROWS_AT], shared[_ROW_BYTES] = scratch, given[2]
-        shared[_X_SCALES], shared[_SUMS] = scratch + given[3], scratch + given[4]
-        shared[_PARTS] = max(1, min(rows, rows * depth // _PART))
-    else:
-        shared[_ROWS_AT], shared[_ROW_BYTES] = shared[_X], depth * 4
-    return (panels + 1) // 2 if rows == 1 else panels
-
-
-@njit
-def _codes(address: int, count: int) -> Any:
-    return carray(pointer(address), (count,), np.int8)
-
-
-@njit(error_model="numpy")
-def _round_row(shared: Any, row: int) -> None:
-    """Codes of one row, with the scales of its blocks and the sums of its runs."""
-    depth, padded, run, runs = shared[_DEPTH], shared[_INPUTS], shared[_RUN], shared[_RUNS]
-    blocks = (padded + BLOCK - 1) // BLOCK
-    x, codes_at = shared[_X] + row * depth * 4, shared[_ROWS_AT] + row * shared[_ROW_BYTES]
-    numbers, bits, codes = floats(x, depth), integers(x, depth), _codes(codes_at, padded)
-    scales = floats(shared[_X_SCALES] + row * blocks * 4, blocks)
-    sums = integers(shared[_SUMS] + row * runs * 4, runs)
-    for block in range(blocks):
-        begin, end = block * BLOCK, min(block * BLOCK + BLOCK, depth)
-        vectors = (end - begin) // _LANES
-        largest = _largest_size(x + begin * 4, vectors)
-        for index in range(begin + vectors * _LANES, end):
-            largest = max(largest, np.int64(bits[index] & _SIZE))
-        rounds = _LEAST <= largest < _INFINITY
-        scales[block], inverse = _ZERO if largest < _LEAST else _NAN, _ZERO
-        if rounds:
-            top = _I(largest).view(np.float32)
-            scales[block], inverse = top / _LARGEST, _LARGEST / top
-        for first in range(begin, min(begin + BLOCK, padded), run):
-            last, total = min(first + run, end), 0
-            rest = first
-            if rounds:
-                vectors = (last - first) // _LANES
-                total = _round_vectors(x + first * 4, vectors, inverse, codes_at + first)
-                rest = first + vectors * _LANES
-                for index in range(rest, last):
-                    codes[index] = np.int8(np.rint(numbers[index] * inverse))
-                    total += codes[index]
-                rest = last
-            for index in range(rest, min(first + run, padded)):
-                codes[index] = np.int8(0)
-            sums[first // run] = total
-
-
-@njit
-def _round_rows(state: int, shared: Any) -> None:
-    """Rounds all rows, with the other workers of the call. A part that a worker has begun it ends, whatever the others
-    do, so that waiting for it is safe."""
-    parts, rows = shared[_PARTS], shared[_ROWS]
-    part = fetch_add(state + 8 * _BEGUN_PARTS, 1)
-    while part < parts:
-        for row in range(part * rows // parts, (part + 1) * rows // parts):
-            _round_row(shared, row)
-        fetch_add(state + 8 * _ENDED_PARTS, 1)
-        part = fetch_add(state + 8 * _BEGUN_PARTS, 1)
-    while fetch_add(state + 8 * _ENDED_PARTS, 0) < parts:
-        pass
-
-
-def _rows_product(row_steps: tuple[int, ...], panels: int) -> Callable[..., Any]:
-    """A function for Numba: some panels for the rows from `row` on, in blocks of `row_steps`, largest first, last 1.
-    `out` is the address of the first row's result, and the bytes from one row to the next."""
-    if not row_steps:
-
-        @njit
-        def no_rows(*arguments: Any) -> None:
-            pass
-
-        return no_rows
-    size, one_run = row_steps[0], run_product(row_steps[0], panels, _TARGET)
-
-    @njit
-    def block(shared: Any, panel: int, row: int, out: Any, ahead: int, ahead_step: int, kinds: Any) -> None:
-        x_kind, zeros_kind, codes_kind = kinds
-        all_steps, groups, runs = shared[_STEPS], shared[_GROUPS], shared[_RUNS]
-        row_bytes, blocks = shared[_ROW_BYTES], (shared[_INPUTS] + BLOCK - 1) // BLOCK
-        inputs = line_inputs(codes_kind)
-        run_steps = shared[_RUN] // inputs
-        strides = (all_steps * 4 * _WIDTH, groups * _WIDTH * 4, groups * _WIDTH * 2)
-        x, codes = shared[_ROWS_AT] + row * row_bytes, shared[_PANELS] + panel * strides[0]
-        scales, zeros = shared[_SCALES] + panel * strides[1], shared[_ZEROS] + panel * strides[2]
-        x_scales, sums = shared[_X_SCALES] + row * blocks * 4, shared[_SUMS] + row * runs * 4
-        for number in range(runs):
-            begin = number * run_steps
-            group = number // shared[_RUNS_OF_SCALE]
-            one_run(
-                x + begin * inputs * bytes_of(x_kind),
-                row_bytes,
-                codes + begin * 4 * _WIDTH,
-                min(run_steps, all_steps - begin),
-                sums + number * 4,
-                runs * 4,
-                zeros + group * _WIDTH * 2,
-                x_scales + begin * inputs // BLOCK * 4,
-                blocks * 4,
-                scales + group * _WIDTH * 4,
-                out[0] + row * out[1],
-                out[1],
-                number > 0,
-                strides,
-                ahead + begin * ahead_step,
-                ahead_step,
-                x_kind,
-                zeros_kind,
-                codes_kind,
-            )
-
-    smaller = _rows_product(row_steps[1:], panels)
-
-    @njit
-    def product_in_blocks(shared: Any, panel: int, row: int, out: Any, ahead: int, ahead_step: int, kinds: Any) -> None:
-        while row + size <= shared[_ROWS]:
-            block(shared, panel, row, out, ahead, ahead_step, kinds)
-            row += size
-            ahead += shared[_STEPS] * ahead_step
-        if row < shared[_ROWS]:
-            smaller(shared, panel, row, out, ahead, ahead_step, kinds)
-
-    return product_in_blocks
-
-
-_product, _pair_product = _rows_product(_TARGET.row_steps, 1), _rows_product((1,), 2)
-
-
-@njit
-def _item(shared: Any, index: int, worker: int, kinds: Any) -> None:
-    """Panel `index`. Each block of rows fetches its share of the next one, from memory, while it computes.
-
-    Of one row it is two panels: the sums of one would wait for each other, and not for the memory.
-    """
-    rows, panels, panel_bytes = shared[_ROWS], shared[_COLUMNS] // _WIDTH, shared[_STEPS] * 4 * _WIDTH
-    of_item = 2 if rows == 1 else 1
-    index *= of_item
-    room = room_of(shared, worker)
-    out = (room, _WIDTH * 4)
-    if room == 0:
-        out = (shared[_OUT] + index * _WIDTH * 4, shared[_COLUMNS] * 4)
-    ahead = shared[_PANELS] + (index + of_item) * panel_bytes
-    if rows == 1 and index + 1 < panels:
-        _pair_product(shared, index, 0, out, ahead, 4 * _WIDTH, kinds)
-    else:
-        blocks = (rows + _HEIGHT - 1) // _HEIGHT
-        _product(shared, index, 0, out, ahead, 4 * _WIDTH // blocks, kinds)
-    if room != 0:
-        for panel in range(index, min(index + of_item, panels)):
-            gate_panel(shared, room + (panel - index) * _WIDTH * 4, panel)
+from jaxserve.kernels.cpu.scratch import WORDS
+from jaxserve.kernels.cpu.simd import c_function
 
 
 @njit
 def _work(state: int, kinds: Any) -> None:
     shared, worker = words(state, WORDS), join(state)
-    _round_rows(state, shared)
+    round_rows(state, shared)
     index = take(state, worker)
     while index >= 0:
-        _item(shared, index, worker, kinds)
+        multiply_item(shared, index, worker, kinds)
         index = take(state, worker)
     leave(state)
 
 
-# The kinds of rows, zeros and codes, by the names of the functions below.
-_ROUNDED, _FLOATS = np.int8(0), np.float32(0)
-_ZEROS_KIND, _BYTES, _HALVES, _FLOAT8 = np.int16(0), np.uint32(0), np.uint16(0), np.int32(0)
+@njit
+def _call(frame: Any, kinds: Any, worker: int) -> int:
+    state, error = enter(frame), 0
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = begin_call(frame_of(frame), shared, kinds)
+        error = launch(frame, state, num_items, shared[ROOMS], worker)
+        _work(state, kinds)
+    return error
+
+
+# One function for each form, since Numba keeps machine code by the names of functions.
 
 
 @njit
 def _work_int8_by_int8(state: int) -> None:
-    _work(state, (_ROUNDED, None, _BYTES))
+    _work(state, (ROUNDED_ROWS, None, BYTES))
 
 
 @njit
 def _work_int8_by_int8_zeros(state: int) -> None:
-    _work(state, (_ROUNDED, _ZEROS_KIND, _BYTES))
+    _work(state, (ROUNDED_ROWS, INT16_ZEROS, BYTES))
 
 
 @njit
 def _work_int8_by_float32(state: int) -> None:
-    _work(state, (_FLOATS, None, _BYTES))
+    _work(state, (FLOAT_ROWS, None, BYTES))
 
 
 @njit
 def _work_int8_by_float32_zeros(state: int) -> None:
-    _work(state, (_FLOATS, _ZEROS_KIND, _BYTES))
+    _work(state, (FLOAT_ROWS, INT16_ZEROS, BYTES))
 
 
 @njit
 def _work_int4_by_int8(state: int) -> None:
-    _work(state, (_ROUNDED, None, _HALVES))
+    _work(state, (ROUNDED_ROWS, None, HALVES))
 
 
 @njit
 def _work_int4_by_int8_zeros(state: int) -> None:
-    _work(state, (_ROUNDED, _ZEROS_KIND, _HALVES))
+    _work(state, (ROUNDED_ROWS, INT16_ZEROS, HALVES))
 
 
 @njit
 def _work_int4_by_float32(state: int) -> None:
-    _work(state, (_FLOATS, None, _HALVES))
+    _work(state, (FLOAT_ROWS, None, HALVES))
 
 
 @njit
 def _work_int4_by_float32_zeros(state: int) -> None:
-    _work(state, (_FLOATS, _ZEROS_KIND, _HALVES))
+    _work(state, (FLOAT_ROWS, INT16_ZEROS, HALVES))
 
 
 @njit
-def _work_float8(state: int) -> None:
-    _work(state, (_FLOATS, None, _FLOAT8))
+def _work_float8_e4m3fn_by_float32(state: int) -> None:
+    _work(state, (FLOAT_ROWS, None, FLOAT8))
 
 
 _int8_by_int8_worker = c_function(_work_int8_by_int8)
@@ -284,106 +99,52 @@ _int4_by_int8_worker = c_function(_work_int4_by_int8)
 _int4_by_int8_zeros_worker = c_function(_work_int4_by_int8_zeros)
 _int4_by_float32_worker = c_function(_work_int4_by_float32)
 _int4_by_float32_zeros_worker = c_function(_work_int4_by_float32_zeros)
-_float8_worker = c_function(_work_float8)
+_float8_e4m3fn_by_float32_worker = c_function(_work_float8_e4m3fn_by_float32)
 
 
 def matmul_codes_int8_by_int8(frame: Any) -> int:
     """(x [T, in], codes [out / W, in / 4, W, 4], scales [out / W, G, W], sizes, numbers) -> (out [T, out], scratch);
     rows are rounded. Sizes: inputs of a run, runs that share a scale, then three fields of `RoundedRows`. Numbers: as
     of `matmul.matmul_float32`, with which out is [T, out / 2]."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, True, 0, _BYTES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_int8_worker())
-        _work_int8_by_int8(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, None, BYTES), _int8_by_int8_worker())
 
 
 def matmul_codes_int8_by_int8_zeros(frame: Any) -> int:
     """`matmul_codes_int8_by_int8` with zeros int16 [out / W, G, W] after the scales."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, True, 1, _BYTES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_int8_zeros_worker())
-        _work_int8_by_int8_zeros(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, INT16_ZEROS, BYTES), _int8_by_int8_zeros_worker())
 
 
 def matmul_codes_int8_by_float32(frame: Any) -> int:
     """`matmul_codes_int8_by_int8` with rows as they are, padded to whole steps of codes; two sizes, and
     scratch for rooms alone."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, False, 0, _BYTES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_float32_worker())
-        _work_int8_by_float32(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, None, BYTES), _int8_by_float32_worker())
 
 
 def matmul_codes_int8_by_float32_zeros(frame: Any) -> int:
     """`matmul_codes_int8_by_float32` with zeros int16 [out / W, G, W] after the scales."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, False, 1, _BYTES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int8_by_float32_zeros_worker())
-        _work_int8_by_float32_zeros(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, INT16_ZEROS, BYTES), _int8_by_float32_zeros_worker())
 
 
 def matmul_codes_int4_by_int8(frame: Any) -> int:
     """`matmul_codes_int8_by_int8` with two codes in a byte, [out / W, in / 8, W, 4]."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, True, 0, _HALVES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_int8_worker())
-        _work_int4_by_int8(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, None, HALVES), _int4_by_int8_worker())
 
 
 def matmul_codes_int4_by_int8_zeros(frame: Any) -> int:
     """`matmul_codes_int4_by_int8` with zeros int16 [out / W, G, W] after the scales."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, True, 1, _HALVES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_int8_zeros_worker())
-        _work_int4_by_int8_zeros(state)
-    return error
+    return _call(frame, (ROUNDED_ROWS, INT16_ZEROS, HALVES), _int4_by_int8_zeros_worker())
 
 
 def matmul_codes_int4_by_float32(frame: Any) -> int:
     """`matmul_codes_int8_by_float32` with two codes in a byte, [out / W, in / 8, W, 4]."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, False, 0, _HALVES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_float32_worker())
-        _work_int4_by_float32(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, None, HALVES), _int4_by_float32_worker())
 
 
 def matmul_codes_int4_by_float32_zeros(frame: Any) -> int:
     """`matmul_codes_int4_by_float32` with zeros int16 [out / W, G, W] after the scales."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, False, 1, _HALVES)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int4_by_float32_zeros_worker())
-        _work_int4_by_float32_zeros(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, INT16_ZEROS, HALVES), _int4_by_float32_zeros_worker())
 
 
 def matmul_codes_float8_e4m3fn_by_float32(frame: Any) -> int:
     """`matmul_codes_int8_by_float32` of float8_e4m3fn; scales are 256 times those of the weight."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared, False, 0, _FLOAT8)
-        error = launch(frame, state, num_items, shared[_ROOMS], _float8_worker())
-        _work_float8(state)
-    return error
+    return _call(frame, (FLOAT_ROWS, None, FLOAT8), _float8_e4m3fn_by_float32_worker())
