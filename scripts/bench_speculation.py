@@ -1,41 +1,79 @@
-"""What drafts and rounds gain: one stream, the demo's tasks, each setting in turn in one run.
+"""What drafts and rounds gain: the demo's tasks, each setting in turn in one run.
 
     python scripts/bench_speculation.py --json benchmarks/speculation_cpu.json
-    python scripts/bench_speculation.py --settings plain,burst8,suffix4 --items 8
+    python scripts/bench_speculation.py --model inflated --settings plain,medusa4,ngram8,suffix8 --items 4 --rounds 3
+    python scripts/bench_speculation.py --model inflated --streams 1,4,16,32 --tasks mixture --settings plain,medusa4
 
-Each setting answers the same held-out questions, one at a time, new ones in each round, so that no round meets what
-another has cached. Figures are tokens a second of all answers of a task together, medians over the rounds; ratios are
-medians over the rounds of a setting to `plain` in the same round. The answers of all settings must be equal.
+Each setting answers the same held-out questions, as many at a time as there are streams, new ones in each round, so
+that no round meets what another has cached. Figures are tokens a second of all answers of a task together, medians over
+the rounds; ratios are medians over the rounds of a setting to `plain` in the same round. The answers of all settings
+must be equal.
+
+"inflated" is the demo model at the cost of 125 million parameters (`inflate_demo`), made under `--envs` if it is not
+there. `--llamacpp` adds llama.cpp with the same weights, alone and with its own speculation, which looks the last
+tokens up in the prompt; one stream alone. Its environment is that of `scripts/peers/setup_peers.sh`.
 """
 
 import argparse
+import contextlib
+import itertools
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from demo_tasks import TASKS, held_out_items, story_turn
+from inflate_demo import DEMO, ensure_inflated
+from peers.process import SCRIPTS, PeerProcess
+from peers.values import Ask, Settings
 from record import write_record
 from rich.console import Console
 from rich.table import Table
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.lab.bench.rates import machine_rates
 
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {},
     **{f"burst{k}": {"speculation.rounds": k, "speculation.adaptive": False} for k in (4, 8, 16)},
     **{
         f"{method}{width}": {"speculation.method": method, "speculation.width": width}
-        for method in ("ngram", "suffix")
-        for width in (4, 8)
+        for method, width in itertools.product(("ngram", "suffix"), (4, 8))
     },
-    "suffix4x4": {"speculation.method": "suffix", "speculation.width": 4, "speculation.rounds": 4},
-    "suffix4x8": {"speculation.method": "suffix", "speculation.width": 4, "speculation.rounds": 8},
+    "medusa4": {"speculation.method": "medusa", "speculation.width": 4},
+    **{
+        f"{method}4x{rounds}": {"speculation.method": method, "speculation.width": 4, "speculation.rounds": rounds}
+        for method, rounds in itertools.product(("suffix", "medusa"), (4, 8))
+    },
 }
+LLAMACPP = {"llamacpp": 0, "llamacpp-lookup": 10}  # drafts a step; 10 is the default of llama-cpp-python
+MIXTURE = "mixture"  # of all tasks, an equal number of each
+_MAX_TOKENS = 160
+
+Chat = list[dict[str, str]]
 
 
-def questions(task: str, items: int, seed: int) -> list[list[dict[str, str]]]:
+class Found(NamedTuple):
+    """Of one setting, task and round: tokens of each prompt and answer, seconds for all, and steps (None: unknown)."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    seconds: float
+    steps: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+
+def questions(task: str, items: int, seed: int) -> list[Chat]:
     """Chats of one task; stories are asked for at random, the other tasks are held out."""
+    if task == MIXTURE:
+        share = -(-items // (len(TASKS) + 1))
+        by_task = [questions(one, share, seed) for one in (*TASKS, "story")]
+        return [chat for chats in zip(*by_task, strict=True) for chat in chats][:items]
     if task == "story":
         import random
 
@@ -44,69 +82,149 @@ def questions(task: str, items: int, seed: int) -> list[list[dict[str, str]]]:
     return [item.messages for item in held_out_items(task, items, seed)]
 
 
-def answer(llm: LLM, chats: list[list[dict[str, str]]]) -> tuple[list[list[int]], float, int]:
-    """Tokens of each answer, seconds for all, and steps."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=160)
+def answer(llm: LLM, chats: list[Chat], streams: int) -> Found:
+    sampling = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)
     steps, begin_s = llm._engine.stats[0].totals().steps, time.perf_counter()
-    found = [list(llm.chat(chat, sampling, use_tqdm=False)[0].outputs[0].token_ids) for chat in chats]
-    return found, time.perf_counter() - begin_s, llm._engine.stats[0].totals().steps - steps
+    found = []
+    for first in range(0, len(chats), streams):
+        found += llm.chat(chats[first : first + streams], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begin_s
+    return Found(
+        [list(output.prompt_token_ids) for output in found],
+        [list(output.outputs[0].token_ids) for output in found],
+        seconds,
+        llm._engine.stats[0].totals().steps - steps,
+    )
+
+
+def start_llamacpp(name: str, model: Path, envs: Path) -> PeerProcess:
+    """llama.cpp with the weights of `model`, which become a GGUF file beside it. Raises PeerError."""
+    python = str(envs / "llamacpp/bin/python")
+    gguf = model.with_suffix(".f32.gguf")
+    if not gguf.exists():
+        subprocess.run([python, "-m", "peers.gguf_file", str(model), str(gguf), "f32"], check=True, cwd=SCRIPTS)
+    settings = Settings(
+        model=str(model),
+        random_weights=False,
+        dtype="float32",
+        device="cpu",
+        threads=2,
+        max_len=1024,
+        max_requests=1,
+        kv_bytes=2**30,
+        memory_share=0.5,
+        overrides={"draft_tokens": LLAMACPP[name]},
+    )
+    return PeerProcess(name, "llamacpp_lookup", python, settings, envs / "logs" / f"{name}.log", 600.0, {})
+
+
+def ask_llamacpp(peer: PeerProcess, expected: Found) -> Found:
+    """As many tokens of each answer as the others gave; it is no error if rounding leads to others."""
+    answers, seconds = [], 0.0
+    for prompt, tokens in zip(expected.prompts, expected.answers, strict=True):
+        ((found,), _) = peer.run([Ask(prompt=tuple(prompt), num_tokens=len(tokens))], [])
+        answers.append(list(found.tokens))
+        seconds += found.times_s[-1]
+    return Found(expected.prompts, answers, seconds, None)
+
+
+def start(model: str, streams: int, overrides: dict[str, object]) -> LLM:
+    settings = {"model.path": model, "sched.max_rows": streams, "runtime.background_buckets": False, **overrides}
+    return LLM.from_config(None, overrides=settings)
+
+
+def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contextlib.ExitStack) -> dict[str, dict]:
+    """Task -> setting -> its rounds."""
+    names, tasks = args.settings.split(","), args.tasks.split(",")
+    engines = {name: start(str(model), streams, SETTINGS[name]) for name in names}
+    for llm in engines.values():
+        stack.callback(llm.close)
+    peers: dict[str, PeerProcess] = {}
+    for name in LLAMACPP if args.llamacpp and streams == 1 else ():
+        assert isinstance(model, Path), "llama.cpp has the weights of a directory"
+        peers[name] = start_llamacpp(name, model, args.envs)
+        stack.callback(peers[name].close)
+
+    rounds: dict[str, dict[str, list[Found]]] = {task: {name: [] for name in (*names, *peers)} for task in tasks}
+    for number in range(args.rounds + 1):  # the first teaches costs and answers, and does not count
+        for task in tasks:
+            chats = questions(task, max(args.items, streams), 100 + number)
+            found = {}
+            for name, llm in engines.items():
+                found[name] = answer(llm, chats, streams)
+                assert found[name].answers == found[names[0]].answers, f"{name} changes tokens of {task}"
+            for name, peer in peers.items():
+                found[name] = ask_llamacpp(peer, found[names[0]])
+            for name, one in found.items() if number else ():
+                rounds[task][name].append(one)
+        print(f"{streams} streams, round {number} of {args.rounds}", file=sys.stderr, flush=True)
+    return rounds
+
+
+def summarise(rounds: dict[str, dict[str, list[Found]]]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Medians; ratios to the first setting, and of llama.cpp's speculation to llama.cpp without."""
+    results: dict[str, dict[str, dict[str, float | None]]] = {}
+    for task, by_name in rounds.items():
+        rates = {name: [one.num_tokens / one.seconds for one in found] for name, found in by_name.items()}
+        first = next(iter(by_name))
+        results[task] = {}
+        for name, found in by_name.items():
+            base = rates["llamacpp" if name in LLAMACPP else first]
+            counted = [one.num_tokens / one.steps for one in found if one.steps]
+            results[task][name] = {
+                "tokens_per_s": statistics.median(rates[name]),
+                "ratio": statistics.median(a / b for a, b in zip(rates[name], base, strict=True)),
+                "tokens_per_step": statistics.median(counted) if counted else None,
+            }
+    return results
+
+
+def show(results: dict[str, dict], streams: int) -> dict[str, float]:
+    """A table, and the geometric means of the ratios over the tasks with one right answer, by setting."""
+    names = list(next(iter(results.values())))
+    title = f"tokens/s of {streams} stream(s) (ratio to {names[0]}; tokens a step of all streams, prompts included)"
+    table = Table("task", *names, title=title)
+    for task, by_name in results.items():
+        cells = []
+        for row in by_name.values():
+            per_step = "" if row["tokens_per_step"] is None else f"; {row['tokens_per_step']:.2f}"
+            cells.append(f"{row['tokens_per_s']:.0f} ({row['ratio']:.2f}{per_step})")
+        table.add_row(task, *cells)
+    graded = [task for task in results if task in TASKS] or list(results)
+    means = {name: statistics.geometric_mean(results[task][name]["ratio"] for task in graded) for name in names}
+    table.add_row("graded tasks", *(f"{mean:.2f}" for mean in means.values()))
+    Console(width=60 + 20 * len(names)).print(table)
+    return means
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--settings", default=",".join(SETTINGS))
-    parser.add_argument("--tasks", default=",".join((*TASKS, "story")))
-    parser.add_argument("--items", type=int, default=16)
+    parser.add_argument("--model", default="demo", help='"demo", "inflated", or a directory with the demo\'s tokens')
+    parser.add_argument(
+        "--settings", default=",".join(SETTINGS), help="the first is the one that others are compared with"
+    )
+    parser.add_argument("--tasks", default=",".join((*TASKS, "story")), help=f"or {MIXTURE}")
+    parser.add_argument("--streams", default="1", help="comma-separated numbers")
+    parser.add_argument("--items", type=int, default=16, help="questions of a task in a round; at least one a stream")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llamacpp", action="store_true", help="llama.cpp beside it")
+    parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    names, tasks = args.settings.split(","), args.tasks.split(",")
-    engines = {
-        name: LLM.from_config(
-            None,
-            overrides={
-                "model.path": args.model,
-                "sched.max_rows": 1,
-                "runtime.background_buckets": False,
-                **SETTINGS[name],
-            },
-        )
-        for name in names
-    }
-    rates: dict[str, dict[str, list[float]]] = {task: {name: [] for name in names} for task in tasks}
-    per_step: dict[str, dict[str, list[float]]] = {task: {name: [] for name in names} for task in tasks}
-    for number in range(args.rounds + 1):  # the first teaches costs and answers, and does not count
-        for task in tasks:
-            chats, expected = questions(task, args.items, 100 + number), None
-            for name, llm in engines.items():
-                found, seconds, steps = answer(llm, chats)
-                expected = expected or found
-                assert found == expected, f"{name} changes tokens of {task}"
-                if number:
-                    rates[task][name].append(sum(map(len, found)) / seconds)
-                    per_step[task][name].append(sum(map(len, found)) / steps)
-    table = Table("task", *names, title="tokens/s of one stream (ratio to plain; tokens a step, prompt included)")
-    results = {}
-    for task in tasks:
-        results[task] = {}
-        for name in names:
-            ratio = statistics.median(a / b for a, b in zip(rates[task][name], rates[task][names[0]], strict=True))
-            rate, tokens = statistics.median(rates[task][name]), statistics.median(per_step[task][name])
-            results[task][name] = {"tokens_per_s": rate, "ratio": ratio, "tokens_per_step": tokens}
-        table.add_row(
-            task,
-            *(
-                f"{r['tokens_per_s']:.0f} ({r['ratio']:.2f}; {r['tokens_per_step']:.2f})"
-                for r in results[task].values()
-            ),
-        )
-    graded = [task for task in tasks if task != "story"]
-    means = {name: statistics.geometric_mean(results[task][name]["ratio"] for task in graded) for name in names}
-    table.add_row("graded tasks", *(f"{means[name]:.2f}" for name in names))
-    Console(width=180).print(table)
-    if args.json:
-        write_record(args.json, {"tasks": results, "graded": means}, items=args.items, rounds=args.rounds)
+    model: Path | str = args.model
+    if args.model == "inflated":
+        model = ensure_inflated(args.envs / "models/inflated-demo")
+    elif args.model == "demo" and args.llamacpp:
+        model = DEMO
+    rates, by_streams = [machine_rates()], {}
+    for streams in map(int, args.streams.split(",")):
+        with contextlib.ExitStack() as stack:
+            results = summarise(run(args, model, streams, stack))
+        by_streams[streams] = {"tasks": results, "graded": show(results, streams)}
+        rates.append(machine_rates())
+        if args.json:
+            settings = {"model": args.model, "items": args.items, "rounds": args.rounds}
+            write_record(args.json, {"streams": by_streams}, rates_in_turn=rates, **settings)
     return 0
 
 

@@ -50,6 +50,7 @@ class Kind:
       env: folder of its environment.
       best: the fastest precision in which it works, by device.
       dtype: the only one, for an entry that is there for this precision.
+      weights: what they are rounded to when they are loaded, where that is not the dtype; a name of `limits`.
       for_experts: only beside an expert model.
       dense: runs the dense model that belongs to it, with weights of its own.
     """
@@ -58,14 +59,28 @@ class Kind:
     env: str
     best: dict[str, str]
     dtype: str | None = None
+    weights: str | None = None
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     for_experts: bool = False
     dense: bool = False
 
 
 _BFLOAT16 = {"cpu": "bfloat16", "gpu": "bfloat16"}
+
+
+def _rounded(scheme: str, dtype: str) -> Kind:
+    """jaxserve with weights of fewer bits on a CPU; `dtype`: of all else."""
+    overrides = {"model.quantization": scheme}
+    return Kind(
+        module="jaxserve", env="jaxserve", best={"cpu": dtype}, dtype=dtype, weights=scheme, overrides=overrides
+    )
+
+
 KINDS = {
     OURS: Kind(module="jaxserve", env="jaxserve", best={"cpu": "float32", "gpu": "bfloat16"}),
+    "jaxserve-bf16": Kind(module="jaxserve", env="jaxserve", best={"cpu": "bfloat16"}, dtype="bfloat16"),
+    "jaxserve-int8": _rounded("int8-a8", "float32"),
+    "jaxserve-int4": _rounded("int4-a8", "float32"),
     "jaxserve-dense": Kind(module="jaxserve", env="jaxserve", best={"cpu": "float32"}, for_experts=True, dense=True),
     "hf": Kind(module="hf", env="hf", best=_BFLOAT16),
     "hf-grouped": Kind(
@@ -81,7 +96,7 @@ KINDS = {
 }
 DEFAULT_ENGINES = {
     ("cpu", "float32"): "jaxserve,hf,hf-cb,llamacpp,vllm",
-    ("cpu", "best"): "jaxserve,hf,hf-cb,llamacpp,llamacpp-q8,vllm",
+    ("cpu", "best"): "jaxserve,jaxserve-bf16,jaxserve-int8,hf,llamacpp,llamacpp-q8,vllm",
     ("gpu", "float32"): "jaxserve,hf-cb,hf-compile",
     ("gpu", "best"): "jaxserve,hf-cb,hf-cb-compile,hf-compile",
 }
@@ -221,7 +236,7 @@ class Report:
             name: find_limits(
                 MODELS[model.dense].config if KINDS[name].dense and model.dense else model.config,
                 self.sizes,
-                dtype_of(KINDS[name], self.args),
+                KINDS[name].weights or dtype_of(KINDS[name], self.args),
                 best,
             )
             for name in self.args.engines
@@ -282,7 +297,7 @@ def run(report: Report) -> None:
                 print(f"loading {name}", file=sys.stderr, flush=True)
                 peer = start_engine(name, args, report.sizes)
                 stack.callback(peer.close)
-                comparison.add(name, peer, same_weights=not KINDS[name].dense)
+                comparison.add(name, peer, same_weights=not KINDS[name].dense and KINDS[name].weights is None)
             for name in args.workloads:
                 comparison.measure(name)
                 report.rates.append(machine_rates())

@@ -14,7 +14,10 @@ from jaxserve.models.family import FAMILIES
 from peers.figures import DECODE, PREFILL, Row
 from peers.workloads import Sizes
 
-_WIDTH = {"float32": 4}  # bytes of a number
+# Bytes of a number of the matrices, with its share of scales where they are not one a row.
+_WIDTH = {"float32": 4, "bfloat16": 2, "q8_0": 34 / 32, "int8-a8": 1, "int4-a8": 0.5 + 4 / 128}
+_CACHE_WIDTH = {"bfloat16": 2}  # of a key's or value's number; otherwise 4
+_HEAD_WIDTH = {"int4-a8": 1}  # where the logits' table has a format of its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class Limit:
       tokens: that it gives: one of each stream, or all of a prompt.
       step_bytes: that are read from the memory.
       step_flops: a multiply-add counts as two.
-      byte_limit, compute_limit: tokens a second, if nothing else took time. None where the rate is not known.
+      byte_limit, compute_limit: tokens a second, if nothing else took time. None where the rate is not known: that of
+        multiply-adds is measured in float32 alone, and instructions for fewer bits do several times as many.
     """
 
     figure: str
@@ -40,19 +44,22 @@ class Limit:
 def find_limits(
     config: Mapping[str, Any], sizes: Sizes, dtype: str, rates: Mapping[str, float] | None
 ) -> dict[str, Limit]:
-    """The limits of the workloads with one kind of step, by name; none in a precision other than float32.
+    """The limits of the workloads with one kind of step, by name.
 
-    `rates`: "read_gb_per_s" and "multiply_add_gflop_per_s" of as many threads as the engines have.
+    `dtype`: of the weights, a key of `_WIDTH`. `rates`: "read_gb_per_s" and "multiply_add_gflop_per_s" of as many
+    threads as the engines have.
     """
-    if dtype not in _WIDTH:
-        return {}
     architecture = config["architectures"][0]
     model = FAMILIES.get(architecture).decoder_config(config, architecture)
-    work = Work(model=model, weight_size=_WIDTH[dtype], cache_size=_WIDTH[dtype])
+    work = Work(model=model, weight_size=_WIDTH[dtype], cache_size=_CACHE_WIDTH.get(dtype, 4))
+    head_size = _HEAD_WIDTH.get(dtype, work.weight_size)
+    has_compute_rate = rates is not None and dtype == "float32"
 
     def limit(figure: str, tokens: int, rows: int, context: float) -> Limit:
         table = model.vocab_size * model.hidden_size
-        step_bytes = work.weight_size * (work.read_params(tokens) + table) + work.cache_bytes(tokens, rows, context)
+        step_bytes = (
+            work.weight_size * work.read_params(tokens) + head_size * table + work.cache_bytes(tokens, rows, context)
+        )
         step_flops = work.flops(tokens, rows, tokens * context)
         return Limit(
             figure=figure,
@@ -60,7 +67,7 @@ def find_limits(
             step_bytes=step_bytes,
             step_flops=step_flops,
             byte_limit=tokens * rates["read_gb_per_s"] * 1e9 / step_bytes if rates else None,
-            compute_limit=tokens * rates["multiply_add_gflop_per_s"] * 1e9 / step_flops if rates else None,
+            compute_limit=tokens * rates["multiply_add_gflop_per_s"] * 1e9 / step_flops if has_compute_rate else None,
         )
 
     halfway = sizes.prompt + sizes.output / 2
@@ -80,14 +87,14 @@ def best_rates(found: list[dict[str, dict[str, float]] | None], threads: int) ->
     return {name: max(rates[name][key] for rates in known) for name in known[0]}
 
 
-def shares(row: Row, limits: Mapping[str, Mapping[str, Limit]]) -> dict[str, dict[str, float]]:
-    """For each engine its median as a share of both limits. `limits`: engine -> workload -> limit."""
-    found: dict[str, dict[str, float]] = {}
+def shares(row: Row, limits: Mapping[str, Mapping[str, Limit]]) -> dict[str, dict[str, float | None]]:
+    """For each engine its median as a share of both limits (None: not known). `limits`: engine -> workload -> limit."""
+    found: dict[str, dict[str, float | None]] = {}
     for engine, median in row.medians.items():
         limit = limits.get(engine, {}).get(row.workload)
-        if limit and limit.figure == row.figure.name and limit.byte_limit and limit.compute_limit:
+        if limit and limit.figure == row.figure.name and limit.byte_limit:
             found[engine] = {
                 "of_byte_limit": median / limit.byte_limit,
-                "of_compute_limit": median / limit.compute_limit,
+                "of_compute_limit": median / limit.compute_limit if limit.compute_limit else None,
             }
     return found

@@ -46,7 +46,10 @@ def limit_table(
         table.add_column(engine, justify="right")
     for row in rows:
         if found := shares(row, limits):
-            values = {name: f"{of['of_byte_limit']:.2f} / {of['of_compute_limit']:.2f}" for name, of in found.items()}
+            values = {
+                name: " / ".join("-" if share is None else f"{share:.2f}" for share in of.values())
+                for name, of in found.items()
+            }
             table.add_row(names[row.workload], *(values.get(engine, "-") for engine in engines))
     return table
 

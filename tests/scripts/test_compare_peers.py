@@ -213,7 +213,9 @@ def test_the_expert_model_reads_as_many_bytes_a_token_as_the_dense_one():
     assert dense["one"].byte_limit == pytest.approx(34e9 / dense["one"].step_bytes)
     assert dense["prefill"].compute_limit == pytest.approx(512 * 230e9 / dense["prefill"].step_flops)
     assert find_limits(model.config, model.sizes, "float32", None)["one"].byte_limit is None
-    assert find_limits(model.config, model.sizes, "q8_0", rates) == {}
+    fewer_bits = find_limits(MODELS[DENSE].config, model.sizes, "int8-a8", rates)["one"]
+    assert fewer_bits.step_bytes == attention + mlp + table + of_token * (context + 1)  # keys and values stay float32
+    assert fewer_bits.compute_limit is None  # the rate is that of float32
     (row,) = make_rows("streams", {"jaxserve": [{"decode tokens/s": 100.0}]}, "jaxserve")
     limit = dense["streams"]
     assert limit.byte_limit is not None and limit.compute_limit is not None

@@ -1,0 +1,145 @@
+"""What speculation gains at a known acceptance, beside what the times of the steps promise.
+
+    python scripts/bench_replay.py --json benchmarks/speculation_replay_cpu.json
+
+The demo model at the cost of 125 million parameters (`inflate_demo`) answers random prompts, and its answers are
+recorded. Then drafts come from the recording, of which a share of positions is wrong, so that a draft is right with a
+probability a, whatever came before. A step of width w then gives 1 + a + ... + a^(w-1) tokens of a row on average. With
+T(R, w), the time of a step of R rows as measured at start, the promised gain is that number times T(R, 1) / T(R, w).
+The gain is of tokens a second of all streams, medians over rounds in turns; drafts cost what a lookup in the
+recording costs.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from inflate_demo import ensure_inflated
+from record import write_record
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.lab.bench.rates import machine_rates
+from jaxserve.sched.plan import Limits
+
+_PROMPT, _OUTPUT = 16, 128
+# Gains of the design, from times of products of another day alone: acceptance -> streams -> width -> gain.
+DESIGN = {
+    0.6: {1: {2: 1.60, 4: 1.79, 8: 2.12}, 4: {2: 1.67, 4: 1.42, 8: 0.97}, 16: {2: 0.97, 4: 0.74}},
+    0.8: {1: {2: 1.80, 4: 2.43, 8: 3.58}, 4: {2: 1.88, 4: 1.93, 8: 1.65}, 16: {2: 1.09, 4: 1.00}},
+}
+
+
+def prompts(streams: int, vocab: int) -> list[list[int]]:
+    rng = np.random.default_rng(streams)
+    return [rng.integers(16, vocab, _PROMPT).tolist() for _ in range(streams)]
+
+
+def start(model: Path, streams: int, overrides: dict[str, object]) -> LLM:
+    settings = {
+        "model.path": str(model),
+        "model.max_len": 256,
+        "sched.max_rows": streams,
+        "cache.prefix_caching": False,  # the same prompts come again
+        "runtime.background_buckets": False,
+        **overrides,
+    }
+    return LLM.from_config(None, overrides=settings)
+
+
+def answer(llm: LLM, asked: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Tokens, and tokens a second from the first answer's first token on."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=_OUTPUT, ignore_eos=True, detokenize=False)
+    begin_s = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    return found, sum(map(len, found)) / (time.perf_counter() - begin_s)
+
+
+def step_ms(limits: Limits, streams: int, width: int) -> float:
+    bucket = limits.find_bucket(streams * width, streams, True, width, 1)
+    assert bucket is not None, (streams, width)
+    return limits.step_ms[limits.buckets.index(bucket)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", default="1,4,16")
+    parser.add_argument("--widths", default="2,4,8")
+    parser.add_argument("--acceptance", default="0.6,0.8")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = ensure_inflated(args.envs / "models/inflated-demo")
+    rates, results = [machine_rates()], []
+    for streams in map(int, args.streams.split(",")):
+        asked = prompts(streams, 1160)
+        plain = start(model, streams, {})
+        expected, _ = answer(plain, asked)
+        recording = args.envs / f"replay-{streams}.jsonl"
+        lines = [{"prompt_token_ids": p, "token_ids": t} for p, t in zip(asked, expected, strict=True)]
+        recording.write_text("".join(f"{line}\n".replace("'", '"') for line in lines))
+        engines = {
+            (acceptance, width): start(
+                model,
+                streams,
+                {
+                    "speculation.method": "replay",
+                    "speculation.model": str(recording),
+                    "speculation.replay_errors": 1 - acceptance,
+                    "speculation.width": width,
+                    "speculation.adaptive": False,
+                },
+            )
+            for acceptance in map(float, args.acceptance.split(","))
+            for width in map(int, args.widths.split(","))
+        }
+        gains: dict[tuple[float, int], list[float]] = {key: [] for key in engines}
+        for number in range(args.rounds + 1):  # the first warms up
+            found, base = answer(plain, asked)
+            for key, llm in engines.items():
+                tokens, rate = answer(llm, asked)
+                assert tokens == found, f"replay changes tokens at {key}"
+                gains[key] += [rate / base] * bool(number)
+            print(f"{streams} streams, round {number} of {args.rounds}", file=sys.stderr, flush=True)
+        for (acceptance, width), llm in engines.items():
+            limits: Limits = llm._engine._runner.limits
+            tokens_a_step = sum(acceptance**place for place in range(width))
+            times = step_ms(limits, streams, 1), step_ms(limits, streams, width)
+            results.append(
+                {
+                    "streams": streams,
+                    "acceptance": acceptance,
+                    "width": width,
+                    "gain": statistics.median(gains[acceptance, width]),
+                    "promised": tokens_a_step * times[0] / times[1],
+                    "step_ms": times,
+                    "design": DESIGN.get(acceptance, {}).get(streams, {}).get(width),
+                }
+            )
+        for llm in (plain, *engines.values()):
+            llm.close()
+        rates.append(machine_rates())
+    table = Table("streams", "acceptance", "width", "gain", "promised by step times", "design", "ms plain, wide")
+    for row in results:
+        design = "-" if row["design"] is None else f"{row['design']:.2f}"
+        times = ", ".join(f"{ms:.1f}" for ms in row["step_ms"])
+        table.add_row(
+            *(str(row[name]) for name in ("streams", "acceptance", "width")),
+            *(f"{row[name]:.2f}" for name in ("gain", "promised")),
+            design,
+            times,
+        )
+    Console(width=110).print(table)
+    if args.json:
+        write_record(args.json, {"rows": results}, rounds=args.rounds, rates_in_turn=rates)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
