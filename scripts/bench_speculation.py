@@ -42,10 +42,10 @@ SETTINGS: dict[str, dict[str, object]] = {
         f"{method}{width}": {"speculation.method": method, "speculation.width": width}
         for method, width in itertools.product(("ngram", "suffix"), (4, 8))
     },
-    "medusa4": {"speculation.method": "medusa", "speculation.width": 4},
+    **{f"{method}4": {"speculation.method": method, "speculation.width": 4} for method in ("medusa", "eagle")},
     **{
         f"{method}4x{rounds}": {"speculation.method": method, "speculation.width": 4, "speculation.rounds": rounds}
-        for method, rounds in itertools.product(("suffix", "medusa"), (4, 8))
+        for method, rounds in itertools.product(("suffix", "medusa", "eagle"), (4, 8))
     },
 }
 LLAMACPP = {"llamacpp": 0, "llamacpp-lookup": 10}  # drafts a step; 10 is the default of llama-cpp-python
@@ -136,7 +136,10 @@ def start(model: str, streams: int, overrides: dict[str, object]) -> LLM:
 def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contextlib.ExitStack) -> dict[str, dict]:
     """Task -> setting -> its rounds."""
     names, tasks = args.settings.split(","), args.tasks.split(",")
-    engines = {name: start(str(model), streams, SETTINGS[name]) for name in names}
+    engines = {}
+    for name in names:
+        head = dict(pair.split("=", 1) for pair in args.head).get(str(SETTINGS[name].get("speculation.method")))
+        engines[name] = start(str(model), streams, SETTINGS[name] | ({"speculation.model": head} if head else {}))
     for llm in engines.values():
         stack.callback(llm.close)
     peers: dict[str, PeerProcess] = {}
@@ -207,6 +210,7 @@ def main() -> int:
     parser.add_argument("--streams", default="1", help="comma-separated numbers")
     parser.add_argument("--items", type=int, default=16, help="questions of a task in a round; at least one a stream")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--head", action="append", default=[], metavar="METHOD=DIR", help="in place of the model's own")
     parser.add_argument("--llamacpp", action="store_true", help="llama.cpp beside it")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--json", type=Path)
@@ -223,7 +227,7 @@ def main() -> int:
         by_streams[streams] = {"tasks": results, "graded": show(results, streams)}
         rates.append(machine_rates())
         if args.json:
-            settings = {"model": args.model, "items": args.items, "rounds": args.rounds}
+            settings = {"model": args.model, "items": args.items, "rounds": args.rounds, "heads": args.head}
             write_record(args.json, {"streams": by_streams}, rates_in_turn=rates, **settings)
     return 0
 

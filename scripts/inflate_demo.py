@@ -12,7 +12,8 @@ query heads 4 -> 12, vocabulary 1160 -> 32000) so that nothing new reaches the o
 * New tokens repeat rows of the table. Their logits equal those of the token that they repeat, and the least index of
   equal logits is chosen, so they are never answered. This holds for greedy answers alone.
 
-Greedy answers are those of the demo model, but for the rounding of sums. Its Medusa head is inflated in the same way.
+Greedy answers are those of the demo model, but for the rounding of sums. Its draft head (EAGLE-3) is inflated in the
+same way.
 """
 
 import argparse
@@ -127,15 +128,37 @@ def _write_model(folder: Path) -> None:
 
 
 def _write_head(folder: Path) -> None:
-    """Its blocks add silu(W x) to x, so zero rows and columns keep new features at zero."""
+    """Products that read hidden states read each of them from its new place; those that write them add zeros behind.
+
+    Its vocabulary stays that of the demo model: the first tokens of the new one.
+    """
     old = _Old(DEMO / "draft")
-    tensors = {}
-    for name in old.names:
-        found = old[name]
-        tensors[name] = np.pad(found, [(0, _HIDDEN - size) for size in found.shape])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((DEMO / "draft/config.json").read_text())
-    config |= {"medusa_hidden_size": _HIDDEN, "medusa_vocab_size": _VOCAB, "torch_dtype": "float32"}
+    layer = config["transformer_layer_config"]
+    width = layer["hidden_size"]
+
+    def wider(array: np.ndarray, *axes: int) -> np.ndarray:
+        """Each run of `width` features along these axes becomes one of the new width."""
+        for axis in axes:
+            runs = np.moveaxis(array, axis, 0)
+            runs = runs.reshape(-1, width, *runs.shape[1:])
+            runs = np.pad(runs, ((0, 0), (0, _HIDDEN - width), *(((0, 0),) * (runs.ndim - 2))))
+            array = np.moveaxis(runs.reshape(-1, *runs.shape[2:]), 0, axis)
+        return np.ascontiguousarray(array)
+
+    axes = {"fc": (0, 1), "o_proj": (0,), "down_proj": (0,)}
+    tensors: dict[str, np.ndarray] = {}
+    for name in old.names:
+        array = old[name]
+        if array.ndim == 1:
+            tensors[name] = wider(array, 0) / np.float32(math.sqrt(_HIDDEN / width))
+        else:
+            tensors[name] = wider(array, *axes.get(name.split(".")[-2], (1,)))
+    tensors |= {"d2t": np.zeros(config["draft_vocab_size"], np.int64), "t2d": np.zeros(_VOCAB, np.bool_)}
+    tensors["t2d"][: config["draft_vocab_size"]] = True
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"target_hidden_size": _HIDDEN, "torch_dtype": "float32"}
+    layer |= {"hidden_size": _HIDDEN, "vocab_size": _VOCAB, "rms_norm_eps": layer["rms_norm_eps"] * width / _HIDDEN}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -11,6 +11,7 @@ from jaxserve.lab.workloads.tables import format_number, new_table
 from peers.figures import Agreement, Row
 from peers.limits import Limit, shares
 
+_UPRIGHT = 5  # names that have room beside each other
 _COLUMNS = 3  # of the picture
 
 
@@ -83,7 +84,7 @@ def plot_rows(rows: Sequence[Row], engines: Sequence[str], names: Mapping[str, s
         axis.bar(present, medians, yerr=spread, color=colors, capsize=3)
         axis.set_title(names[row.workload], fontsize=8)
         axis.set_ylabel(row.figure.name)
-        axis.tick_params(axis="x", labelsize=8)
+        axis.tick_params(axis="x", labelsize=8, rotation=20 if len(present) > _UPRIGHT else 0)
     for axis in list(axes.flat)[len(rows) :]:
         axis.axis("off")
     save_figure(figure, path)
