@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": {*_F0, "gguf_file"},
     "routing": _F0,
     "kernels": {*_F0, "config"},
+    "kv": {*_F0, "sched"},
     "engine": {*_F0, "routing", "sched", "text"},
     "testing": {*_F0, "sched", "text"},
     "models": {*_F0, "config", "gguf_file", "kernels", "new_directory", "progress"},
