@@ -29,7 +29,7 @@ from pathlib import Path
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobTooLarge
 from jaxserve.kv.bounded_index import BoundedIndex
-from jaxserve.kv.names import BlobName, check_secret
+from jaxserve.kv.names import BlobName, check_secret, is_hex
 from jaxserve.kv.page_format import PageLayout, max_sealed_bytes
 from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
 from jaxserve.kv.store import StoreOptions
@@ -221,7 +221,7 @@ class DirectoryBlobs:
                         newest = max(newest, status.st_mtime)
                         if entry.name.endswith(_PARTIAL):
                             partial.append((status.st_mtime, entry.path))
-                        elif stat.S_ISREG(status.st_mode) and _is_hex(entry.name, 48):
+                        elif stat.S_ISREG(status.st_mode) and is_hex(entry.name, 48):
                             found.append((status.st_mtime, folder.name, entry.name, status.st_size))
         # Ages are compared with the newest file, not with a clock: that of a file server may be another one, and jump.
         if not self.read_only:
@@ -238,7 +238,7 @@ class DirectoryBlobs:
 
     def _folders(self) -> Iterator[Path]:
         for entry in os.scandir(self._pages):
-            if entry.is_dir(follow_symlinks=False) and _is_hex(entry.name, 32):
+            if entry.is_dir(follow_symlinks=False) and is_hex(entry.name, 32):
                 yield Path(entry.path)
 
     def _find(self, name: BlobName) -> bool:
@@ -386,7 +386,3 @@ def _read_all(file: int, size: int) -> bytearray:
     while filled < size and (count := os.readv(file, [memoryview(data)[filled:]])):
         filled += count
     return data[:filled]  # shorter when the file was cut meanwhile: its MAC will not fit
-
-
-def _is_hex(text: str, length: int) -> bool:
-    return len(text) == length and not set(text) - set("0123456789abcdef")

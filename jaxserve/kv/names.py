@@ -55,6 +55,16 @@ def scope_name(secret: bytes, scope: bytes) -> str:
     return _keyed(secret, b"shown scope", scope, 16).hex()
 
 
+def is_shown_name(name: BlobName) -> bool:
+    """Whether it is made of as many hexadecimal digits as names are: nothing else may become a path."""
+    return is_hex(name.scope, 32) and is_hex(name.page, 48)
+
+
+def is_hex(text: str, length: int) -> bool:
+    """Whether a text is so many hexadecimal digits, in small letters."""
+    return len(text) == length and not set(text) - set("0123456789abcdef")
+
+
 def mac(secret: bytes, *parts: bytes | memoryview) -> bytes:
     """32 bytes that only an owner of the secret can make for these bytes, taken as one piece."""
     made = hashlib.blake2b(key=secret_key(secret), digest_size=32, person=b"jaxserve mac")

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {*_F0, "serve"},
     "telemetry": {*_F0, "config", "engine"},
     "hosts": {*_F0, "config", "gguf_file", "sched"},
-    "serve": {*_F0, "config", "engine", "routing", "sched", "text"},
+    "serve": {*_F0, "config", "engine", "kv", "routing", "sched", "text"},
     "lab.roofline": {"chips"},
     "lab.workloads": {*_F0, "text"},
     "lab.compiled": {"assemble", "chips", "config", "errors", "kernels", "models", "runtime", "sched"},
