@@ -179,6 +179,11 @@ class Transfers:
             self._events.clear()
             return events
 
+    def wait(self, timeout_s: float) -> None:
+        """Returns when there is an event to poll, or nothing pending that could bring one. Not for the loop."""
+        with self._lock:
+            self._ended.wait_for(lambda: self._events or not (self._fills or self._writes), timeout_s)
+
     @property
     def num_pending(self) -> int:
         """Transfers that have not ended."""
@@ -251,6 +256,7 @@ class Transfers:
                 if not cancelled:
                     self.counts["prefetch_late"] += outcomes.count(Outcome.LATE)
             self._events.append(event)
+            self._ended.notify_all()
         self._wake()
 
     def _read(self, fill: _Fill, left_s: float) -> list[Outcome]:
