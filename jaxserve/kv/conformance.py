@@ -28,7 +28,7 @@ MakeStore = Callable[[PageLayout, Path], KVStore]
 LAYOUT = PageLayout(namespace="conformance", dtype="float32", shape=(2, 16, 8), element_bytes=4, page_bytes=1024)
 AMPLE_S = 30.0  # a deadline that no working store misses, on a busy machine either
 SCOPES = (b"a" * 16, b"b" * 16)
-_NUM_KILLS = 3
+_NUM_KILLS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,7 +191,9 @@ class WorkerConnector(Protocol):
         """Pages that were to be loaded and did not come, since the last time."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends transfers. A store that was given stays open."""
+        ...
 
 
 class KVConnector(SchedulerConnector, WorkerConnector, Protocol):

@@ -47,15 +47,17 @@ class Guarded:
         return self._closed_until is not None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if self.is_open:  # only a call with a deadline tries a store again
-            return [False] * len(keys)
-        try:
-            found = self._store.contains(keys)
-        except Exception as error:  # code of anybody
-            self._note_raised("contains", error)
-            self._note_call([Outcome.FAILED], tried=False)
-            return [False] * len(keys)
-        return found if len(found) == len(keys) else [False] * len(keys)
+        """False for all when the store cannot say, or is left alone."""
+        found = [False] * len(keys)
+
+        def ask() -> list[Outcome]:
+            answer = self._store.contains(keys)
+            assert len(answer) == len(keys), f"{len(answer)} answers for {len(keys)} keys"
+            found[:] = answer
+            return [Outcome.OK if there else Outcome.MISS for there in answer]
+
+        self._guard("contains", len(keys), ask)
+        return found
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
         return self._guard("get", len(keys), lambda: self._store.get(keys, into, deadline_s))

@@ -13,7 +13,6 @@ a secret of the fleet.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -79,7 +78,6 @@ class PageLayout:
         }
 
 
-@functools.lru_cache(maxsize=64)
 def layout_digest(layout: PageLayout) -> bytes:
     """Equal for equal layouts alone."""
     return hashlib.blake2b(json.dumps(layout.as_json(), sort_keys=True).encode(), digest_size=16).digest()

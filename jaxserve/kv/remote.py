@@ -20,8 +20,8 @@ from jaxserve.kv.page_format import PageLayout, max_sealed_bytes
 from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
 from jaxserve.kv.store import StoreOptions
 
-MAX_NAMES = 1024  # of one message; the server's own limit may be lower, and is in its config
-MESSAGE_OVERHEAD = 4096  # bytes of a message beside those of a page
+MAX_NAMES = 256  # of one message; every server takes so many
+MESSAGE_OVERHEAD = 1 << 16  # bytes of a message beside those of a page; so many names fit, too
 _SET_ASIDE_S = 5.0
 _RECONNECT_MS = 2000  # gRPC itself would wait up to two minutes between two attempts to connect
 

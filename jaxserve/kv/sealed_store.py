@@ -25,6 +25,9 @@ DEFAULT_WORKERS = 4
 _MAX_WAITING = 256  # jobs; beyond it puts are refused and gets are late
 _ASK_S = 1.0  # for `contains`
 _DELETE_S = 10.0
+# A put is late at its deadline, but its write goes on. Where it ends on another machine is only known from its answer,
+# and a deletion has to know that: a write that is given up here could still be done there, after the deletion.
+_WRITE_S = 30.0
 _CLOSE_S = 5.0
 _LOGGED = 5  # faults of a kind, before the rest is only counted
 COMPRESSIONS = ("none", "zstd", "auto")
@@ -91,7 +94,8 @@ class SealedStore:
         self._written = threading.Condition(self._lock)
         self._num_puts = 0
         self._writing: set[int] = set()  # numbers of puts that wait or run
-        self._workers = Workers(f"kv-{place}", workers, _MAX_WAITING)
+        self._readers = Workers(f"kv-{place}-read", workers, _MAX_WAITING)
+        self._writers = Workers(f"kv-{place}-write", workers, _MAX_WAITING)
         self._asking = Workers(f"kv-{place}-ask", 2, _MAX_WAITING)  # not behind pages, which may take long
         self._closed = False
 
@@ -110,9 +114,10 @@ class SealedStore:
                 self._note_fault("ask", error)
                 call.answer(0, Outcome.FAILED)
 
-        if self._asking.submit(ask) and call.wait(time.monotonic() + _ASK_S)[0] is Outcome.OK:
-            return found
-        return [False] * len(keys)
+        (outcome,) = call.wait(time.monotonic() + _ASK_S) if self._asking.submit(ask) else [Outcome.LATE]
+        if outcome is not Outcome.OK:
+            raise StoreUnavailable(f"{self._place}: it does not say which pages it has ({outcome.value})")
+        return found
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
         assert len(keys) == len(into)
@@ -123,7 +128,7 @@ class SealedStore:
         for place, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             if buffer.nbytes != self._layout.page_bytes:
                 call.answer(place, Outcome.BAD)
-            elif not self._workers.submit(functools.partial(self._get_one, call, place, key, buffer, deadline)):
+            elif not self._readers.submit(functools.partial(self._get_one, call, place, key, buffer, deadline)):
                 break  # the others are late
         return call.wait(deadline)
 
@@ -138,7 +143,7 @@ class SealedStore:
                 sealed = seal(self._layout, self._secret, key, page, self._next_codec(page))
                 number = self._begin_write()
                 job = functools.partial(self._put_one, call, place, self._name(key), sealed, number, deadline)
-                if not self._workers.submit(job):
+                if not self._writers.submit(job):
                     self._end_write(number)
                     call.answer(place, Outcome.REFUSED)
         return call.wait(deadline)
@@ -161,7 +166,8 @@ class SealedStore:
         if not self._closed:
             self._closed = True
             self._asking.close(_CLOSE_S)
-            self._workers.close(_CLOSE_S)
+            self._readers.close(_CLOSE_S)
+            self._writers.close(_CLOSE_S)
             self._blobs.close()
 
     def _settle(self) -> None:
@@ -180,9 +186,8 @@ class SealedStore:
 
     def _put_one(self, call: _Call, place: int, name: BlobName, sealed: bytes, number: int, deadline: float) -> None:
         try:
-            left_s = deadline - time.monotonic()
-            if left_s > 0:
-                call.answer(place, self._write(name, sealed, left_s))
+            if time.monotonic() < deadline:
+                call.answer(place, self._write(name, sealed))
         finally:
             self._end_write(number)
 
@@ -229,10 +234,10 @@ class SealedStore:
             self._note_fault("read", error)
             return Outcome.FAILED, None
 
-    def _write(self, name: BlobName, sealed: bytes, left_s: float) -> Outcome:
+    def _write(self, name: BlobName, sealed: bytes) -> Outcome:
         start = time.perf_counter()
         try:
-            if not self._blobs.write(name, sealed, left_s):
+            if not self._blobs.write(name, sealed, _WRITE_S):
                 return Outcome.REFUSED
         except (OSError, BlobsError) as error:
             self._note_fault("write", error)

@@ -2,8 +2,8 @@
 
 A store moves bytes and knows nothing of models: a page is `page_bytes` bytes under a key (see `names`). Calls come from
 several threads at once, never from the loop that runs the model. A store may be slow, full, broken or gone; it says so
-by the outcome of each key, and the engine then computes what it did not get. So no method but `delete` and `flush`
-raises: those two promise something to a person.
+by the outcome of each key, and the engine then computes what it did not get. Where there are no outcomes, it raises
+StoreUnavailable: `contains` when it cannot say, `delete` and `flush` because they promise something to a person.
 
     memory  pages in this process
     file    a directory, which survives the process
@@ -42,7 +42,7 @@ class Outcome(enum.Enum):
 
 
 class StoreUnavailable(JaxserveError):
-    """Pages could not be deleted: the store did not answer, or refused. Delete again later."""
+    """The store did not answer, or refused: pages that were to be deleted may remain, or nobody knows what it has."""
 
     status = Status.UNAVAILABLE
 
@@ -52,7 +52,10 @@ class KVStore(Protocol):
     """A store of pages. All methods may be called by several threads at once."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each page is there, as far as the store can say without reading it. False when it cannot say."""
+        """Whether each page is there, as far as the store can say without reading it.
+
+        Raises StoreUnavailable when it cannot say. It answers within a second or so.
+        """
         ...
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
@@ -98,7 +101,7 @@ class StoreOptions:
       admission: "always" or "second_sight", see `TierOptions`.
       secret: of the fleet, for names and MACs. None: a directory makes its own, elsewhere it is an error.
       compression: "none", "zstd", or "auto", which compresses while the link is slower than the codec.
-      workers: threads that wait for the store.
+      workers: threads that read at once, and as many that write.
       tls_ca, tls_cert, tls_key, tls_name: PEM files, and the name in the server's certificate if it is not its address.
     """
 

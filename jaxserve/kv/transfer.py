@@ -78,7 +78,9 @@ class _Fill:
 
     __slots__ = ("cancelled", "deadline", "is_prefetch", "keys", "slots", "ticket")
 
-    def __init__(self, ticket: int, keys: Sequence[bytes], slots: Sequence[int], deadline: float, is_prefetch: bool):
+    def __init__(
+        self, ticket: int, keys: Sequence[bytes], slots: Sequence[int], deadline: float, is_prefetch: bool
+    ) -> None:
         self.ticket = ticket
         self.keys = tuple(keys)
         self.slots = tuple(slots)
@@ -205,7 +207,7 @@ class Transfers:
         self.guard.flush(scope)
 
     def close(self, timeout_s: float = _SETTLE_S) -> bool:
-        """Cancels fills that wait, writes what waits to be written, and closes the store.
+        """Cancels fills that wait, and writes what waits to be written. The store stays open: others may use it.
 
         Returns whether all transfers have ended. If not, a thread hangs in the store, and its slots must not be used or
         freed while the process lives. Events can be polled afterwards.
@@ -216,7 +218,6 @@ class Transfers:
         deadline = time.monotonic() + timeout_s
         for workers in (self._fill_workers, self._prefetch_workers, self._write_workers):
             workers.close(max(0.0, deadline - time.monotonic()))
-        self.guard.close()
         return self.num_pending == 0
 
     def _start(

@@ -46,7 +46,7 @@ async def kv_server(
 ) -> int:
     """`kv_server_forever` without signals; `on_ready` gets the bound `host:port`."""
     credentials = _credentials(config)
-    held = HeldPort(config.host, config.port, "kv_server.port")
+    held = HeldPort(config.host, config.port, "kv_server.port", "kv_server.host")
     try:
         blobs = _blobs(config)
     finally:

@@ -189,6 +189,7 @@ def test_ray_is_imported_where_its_name_says_so() -> None:
         ("jaxserve.routing", {"jax", "numpy", "flax", "pydantic", "grpc"}),
         ("jaxserve.engine", {"jax", "flax", "pydantic"}),
         ("jaxserve.hosts", {"jax", "flax"}),
+        ("jaxserve.kv.connector", {"jax", "flax", "pydantic", "grpc", "obstore"}),
         ("jaxserve.testing", {"jax", "flax", "pydantic"}),
         ("jaxserve.lab", {"jax", "flax", "pandas", "matplotlib", "grpc"}),
         ("jaxserve.lab.workloads.tables", {"jax", "flax", "pydantic", "matplotlib"}),

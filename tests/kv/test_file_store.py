@@ -90,12 +90,12 @@ def test_settings_that_make_no_sense(folder: Path) -> None:
 
 def test_eviction_keeps_within_the_bound_and_a_restart_does_too(folder: Path) -> None:
     store = opened(folder, max_bytes=100_000)
-    keys = [key_of(number) for number in range(200)]
+    keys = [key_of(number) for number in range(120)]
     for key in keys:
         put(store, [key])
     size = sum(path.stat().st_size for path in files(folder))
     assert 90_000 < size <= 100_000
-    assert directory(store).counts["evicted"] == 200 - len(files(folder))
+    assert directory(store).counts["evicted"] == 120 - len(files(folder))
     assert get(store, keys[-20:]) == [Outcome.OK] * 20
     store.close()
     smaller = opened(folder, max_bytes=70_000)
@@ -315,7 +315,7 @@ def test_two_servers_that_start_at_once_have_one_secret(folder: Path, monkeypatc
 def test_what_another_server_wrote_is_counted_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_EVERY", 10)
     one, other = opened(folder, max_bytes=100_000), opened(folder, max_bytes=100_000)
-    for number in range(200):
+    for number in range(100):
         put(one, [key_of(number)])
         put(other, [key_of(1000 + number)])
     assert sum(path.stat().st_size for path in files(folder)) < 100_000 + 2 * 10 * 1500

@@ -33,7 +33,7 @@ def serve(**settings: object) -> KVServer:
 
 
 def test_names_and_sizes_are_checked(tmp_path: Path) -> None:
-    server = serve(directory=str(tmp_path / "s"), max_names=3, max_page_bytes=2000)
+    server = serve(directory=str(tmp_path / "s"), max_page_bytes=2000)
     (tmp_path / "secret of somebody").write_text("x")
     with grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PagesStub(channel)
@@ -51,7 +51,7 @@ def test_names_and_sizes_are_checked(tmp_path: Path) -> None:
             assert code("Delete", pb.DeleteRequest(names=[bad])) == invalid
             assert code("SetAside", pb.SetAsideRequest(name=bad)) == invalid
         assert code("Flush", pb.FlushRequest(scope="..")) == invalid
-        assert code("Exists", pb.ExistsRequest(names=[GOOD] * 4)) == invalid
+        assert code("Exists", pb.ExistsRequest(names=[GOOD] * 257)) == invalid
         assert code("Write", pb.WriteRequest(name=GOOD, data=bytes(2001))) == exhausted
         assert code("Write", pb.WriteRequest(name=GOOD, data=bytes(100_000))) == exhausted, "by gRPC itself"
         assert stub.Write(pb.WriteRequest(name=GOOD, data=b"seven b"), timeout=WAIT_S).taken
