@@ -115,8 +115,13 @@ def run_alone(policy: TierPolicy, chains: Sequence[Chain], capacity: int) -> Out
     for chain in chains:
         asked += len(chain)
         hits += _found(chain, policy.__contains__)
-        for key in reversed(chain):
-            written += _offer(policy, key, capacity)
+        there = [key in policy for key in chain]
+        for key, is_there in reversed(list(zip(chain, there, strict=True))):
+            if is_there:  # before anything is taken in, or the chain's end would drive out its beginning
+                policy.touch(key)
+        for key, is_there in reversed(list(zip(chain, there, strict=True))):
+            if not is_there:
+                written += _offer(policy, key, capacity)
     return Outcome(asked, hits, written)
 
 

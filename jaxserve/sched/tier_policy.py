@@ -11,8 +11,9 @@ A tier drives its policy so:
               while there is no room: drop(policy.victim(key, held))      # None: all are held, the page is not taken
               policy.insert(key)
 
-Pages of one sequence are a chain: without the page before it, a page is never asked for. So a tier touches and inserts
-a chain from its end to its beginning; the policies that order by time then give up the end first.
+Pages of one sequence are a chain: without the page before it, a page is never asked for. So a tier touches what it has
+of a chain first, and then inserts what it lacks, both from the chain's end to its beginning; the policies that order by
+time then give up the end first, and never the beginning for the end.
 
 To bring another policy, derive from `TierPolicy` and name it: an entry point in the group `jaxserve.tier_policies`,
 `package.module:Class`, or the class itself.

@@ -25,7 +25,7 @@ from jaxserve.kv.names import BlobName, is_shown_name
 from jaxserve.kv.remote import MESSAGE_OVERHEAD, is_loopback
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
-from jaxserve.serve.tls import read_tls
+from jaxserve.serve.tls import ServerTls, read_tls
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +182,38 @@ def _credentials(config: KVServerConfig) -> grpc.ServerCredentials | None:
             )
         if tls is None:
             return None
-    return grpc.ssl_server_credentials(
-        [(tls.key, tls.certificate)],
-        root_certificates=tls.authorities,
-        require_client_auth=tls.authorities is not None,
+    renewed = RenewedCertificates(config, tls)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(tls), renewed.fetch, require_client_authentication=tls.authorities is not None
     )
+
+
+class RenewedCertificates:
+    """Reads the files again for each connection, since certificates are renewed more often than servers start."""
+
+    def __init__(self, config: KVServerConfig, tls: ServerTls) -> None:
+        self._config = config
+        self._last = (tls.certificate, tls.key, tls.authorities)
+        self._is_readable = True
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: they are as before, or cannot be read just now. Called by gRPC in a handshake."""
+        try:
+            tls = read_tls(self._config, "kv_server")
+        except ConfigError as error:
+            if self._is_readable:
+                logger.warning("%s; the last certificates stay in use", error)
+            self._is_readable = False
+            return None
+        assert tls is not None, "the config has not changed"
+        self._is_readable = True
+        files = (tls.certificate, tls.key, tls.authorities)
+        if files == self._last:
+            return None
+        self._last = files
+        logger.info("the certificates were renewed")
+        return _configuration(tls)
+
+
+def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], root_certificates=tls.authorities)

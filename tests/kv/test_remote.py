@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from jaxserve.kv.conformance import AMPLE_S, LAYOUT, SCOPES, get, key_of, page_o
 from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.guarded import Guarded
+from jaxserve.kv.memory_blobs import MemoryBlobs
+from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.remote import is_loopback, remote_store
 from jaxserve.kv.store import Outcome, StoreOptions, StoreUnavailable
@@ -91,6 +94,31 @@ def test_a_server_is_bounded_by_its_policy() -> None:
     server.stop()
 
 
+def test_a_write_that_was_late_is_waited_for_by_a_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has the page in hand when the client's patience ends; the deletion comes after it, not between."""
+    entered, go, write = threading.Event(), threading.Event(), MemoryBlobs.write
+
+    def slowly(self: MemoryBlobs, name: BlobName, data: bytes, timeout_s: float) -> bool:
+        entered.set()
+        assert go.wait(WAIT_S)
+        return write(self, name, data, timeout_s)
+
+    monkeypatch.setattr(MemoryBlobs, "write", slowly)
+    server = serve()
+    store = connect(server, LAYOUT)
+    assert store.put([key_of(1)], [memoryview(page_of(key_of(1)))], 0.5) == [Outcome.LATE]
+    assert entered.wait(WAIT_S)
+    deleting = threading.Thread(target=store.delete, args=([key_of(1)],))
+    deleting.start()
+    deleting.join(0.05)
+    assert deleting.is_alive()
+    go.set()
+    deleting.join(WAIT_S)
+    assert not deleting.is_alive() and store.contains([key_of(1)]) == [False]
+    store.close()
+    server.stop()
+
+
 @pytest.fixture
 def pairs(tmp_path: Path) -> tuple[Authority, Pair, Pair]:
     authority = Authority(tmp_path, "ca")
@@ -118,6 +146,38 @@ def test_mutual_tls(tmp_path: Path, pairs: tuple[Authority, Pair, Pair]) -> None
         outsider.close()
     assert get(store, [key_of(1), key_of(2)]) == [Outcome.OK, Outcome.MISS]
     store.close()
+    server.stop()
+
+
+def test_certificates_are_renewed_without_a_restart(
+    tmp_path: Path, pairs: tuple[Authority, Pair, Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    authority, server_pair, client_pair = pairs
+    server = serve(tls_cert=server_pair.certificate, tls_key=server_pair.key, tls_client_ca=authority.path)
+    (tmp_path / "new").mkdir()
+    newer = Authority(tmp_path / "new", "newer")
+    next_pair, next_client = newer.issue("server"), newer.issue("client")
+    old = {"tls_ca": authority.path, "tls_cert": client_pair.certificate, "tls_key": client_pair.key}
+    new = {"tls_ca": newer.path, "tls_cert": next_client.certificate, "tls_key": next_client.key}
+
+    def reaches(tls: dict[str, str]) -> bool:
+        store = connect(server, LAYOUT, **tls)
+        outcome = store.put([key_of(1)], [memoryview(page_of(key_of(1)))], 5.0)
+        store.close()
+        return outcome == [Outcome.OK]
+
+    old_ca = Path(authority.path).read_bytes()
+    assert reaches(old) and not reaches(new)
+    Path(server_pair.key).write_text("half of a file")
+    with caplog.at_level(logging.WARNING):
+        assert reaches(old) and reaches(old)
+    assert caplog.text.count("the last certificates stay in use") == 1
+    Path(server_pair.certificate).write_bytes(Path(next_pair.certificate).read_bytes())
+    Path(server_pair.key).write_bytes(Path(next_pair.key).read_bytes())
+    Path(authority.path).write_bytes(Path(newer.path).read_bytes())
+    assert reaches(new)
+    Path(authority.path).write_bytes(old_ca)
+    assert not reaches(old), "its server's certificate is not one of the old authority any more"
     server.stop()
 
 
