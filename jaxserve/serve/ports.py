@@ -17,8 +17,8 @@ from jaxserve.errors import ConfigError
 class HeldPort:
     """A bound socket. Ends by `take` or `close`."""
 
-    def __init__(self, host: str, port: int, setting: str) -> None:
-        """`port` 0 takes a free one. Raises ConfigError, which names `setting` as the one to change."""
+    def __init__(self, host: str, port: int, setting: str, host_setting: str = "serve.host") -> None:
+        """`port` 0 takes a free one. Raises ConfigError, which names the settings to change."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # With the protocol named, asyncio turns Nagle's algorithm off for the connections: else each event of a stream
         # waits for the client's delayed acknowledgement of the one before, 40 ms.
@@ -32,7 +32,7 @@ class HeldPort:
         except (OSError, OverflowError) as error:
             self._socket.close()
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error}; set serve.host or {setting}, 0 takes a free port"
+                f"cannot listen on {host}:{port}: {error}; set {host_setting} or {setting}, 0 takes a free port"
             ) from error
         self.number: int = self._socket.getsockname()[1]
 
