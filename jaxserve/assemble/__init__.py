@@ -57,6 +57,7 @@ from jaxserve.sched import (
     create_scheduler,
     find_scheduler,
 )
+from jaxserve.sched.tier_policy import TierOptions
 from jaxserve.text import CachingTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -198,6 +199,8 @@ def scheduler_options(config: Config) -> SchedulerOptions:
     return SchedulerOptions(
         chunked_prefill=sched.chunked_prefill,
         prefix_caching=config.cache.prefix_caching,
+        host_policy=config.cache.host_policy,
+        host_tier=TierOptions(admission=config.cache.host_admission),
         watermark=sched.watermark,
         growth=sched.growth,
         lengths=sched.lengths,

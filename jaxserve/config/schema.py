@@ -101,6 +101,27 @@ class CacheConfig(Section):
         default=None, description="File of ranges for a cache of eight bits, as `jaxserve calibrate-cache` writes it."
     )
     prefix_caching: bool = pydantic.Field(default=True, description="Share the pages of prompts that begin alike.")
+    host_bytes: int = pydantic.Field(
+        default=0,
+        ge=0,
+        description="Bytes of host memory, on each host, for pages that the device gives up; replicas share them "
+        "evenly. 0: such pages are lost, and computed again when they are needed.",
+    )
+    host_policy: str = pydantic.Field(
+        default="lru",
+        description="Which pages stay in host memory: lru, lfu, arc, s3-fifo, entry point, or 'package.module:Class'.",
+    )
+    host_admission: Literal["second_sight", "always"] = pydantic.Field(
+        default="second_sight",
+        description="second_sight: while host memory turns over faster than pages come back, a page is taken in the "
+        "second time only; always: at once.",
+    )
+    load_bytes_per_step: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Bytes of pages that a step loads from host memory beside other work, one page at least; default: "
+        "one launch of 16 pages, fewer where pages are large.",
+    )
 
 
 class SchedConfig(Section):

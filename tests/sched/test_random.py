@@ -33,6 +33,8 @@ def run_world(seed: int) -> World:
         look_ahead=rng.random() < 0.3,
         accept=rng.choice([None, random_drafts(rng.choice([0.0, 0.3, 0.8, 1.0]))]),
         any_shape=rng.random() < 0.7,
+        host_policy=rng.choice(["lru", "lru", "lfu", "arc", "s3-fifo"]),
+        admission=rng.choice(["always", "always", "always", "second_sight"]),
     )
     weights = rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)])
     for number in range(OPS_PER_WORLD):
