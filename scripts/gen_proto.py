@@ -1,7 +1,7 @@
-"""Writes the Python code of the gRPC protocol: `python scripts/gen_proto.py`.
+"""Writes the Python code of the gRPC protocols: `python scripts/gen_proto.py`.
 
-It makes jaxserve/serve/gen/ from jaxserve/serve/proto/*.proto. The result is committed, so that installing the
-package needs no compiler; a test compiles again and compares. Written code demands a grpcio at least as new as its
+It makes the gen/ beside each proto/ of `PACKAGES` from that folder's files. The result is committed, so that installing
+the package needs no compiler; a test compiles again and compares. Written code demands a grpcio at least as new as its
 compiler, so this refuses a compiler newer than the oldest grpcio that pyproject.toml allows.
 """
 
@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTO_DIR = ROOT / "jaxserve" / "serve" / "proto"
-PACKAGE = "jaxserve/serve/gen"
+PACKAGES = ("jaxserve/serve/gen", "jaxserve/kv/gen")
 
 
-def generate(target_root: Path) -> list[Path]:
-    """Compiles every .proto file into `target_root`/jaxserve/serve/gen and returns the files it wrote.
+def generate(target_root: Path, package: str) -> list[Path]:
+    """Compiles the .proto files of a package into `target_root`/`package` and returns the files it wrote.
 
     The sources are given to the compiler under the path of the generated package: the import statements that it
     writes then name that package, and nothing has to change `sys.path`. Raises RuntimeError when the compiler refuses.
@@ -25,18 +24,19 @@ def generate(target_root: Path) -> list[Path]:
     import grpc_tools  # the `dev` extra; imported here so that the version check needs no compiler
     from grpc_tools import protoc
 
-    package_dir = target_root / PACKAGE
+    package_dir = target_root / package
     package_dir.mkdir(parents=True, exist_ok=True)
-    sources = sorted(PROTO_DIR.glob("*.proto"))
+    proto_dir = (ROOT / package).parent / "proto"
+    sources = sorted(proto_dir.glob("*.proto"))
     code = protoc.main(
         [
             "protoc",
-            f"-I{PACKAGE}={PROTO_DIR}",
+            f"-I{package}={proto_dir}",
             f"-I{Path(grpc_tools.__file__).parent / '_proto'}",
             f"--python_out={target_root}",
             f"--pyi_out={target_root}",
             f"--grpc_python_out={target_root}",
-            *(f"{PACKAGE}/{source.name}" for source in sources),
+            *(f"{package}/{source.name}" for source in sources),
         ]
     )
     if code != 0:
@@ -59,7 +59,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description="Writes the Python code of the gRPC protocol.").parse_args()
+    argparse.ArgumentParser(description="Writes the Python code of the gRPC protocols.").parse_args()
     compiler = importlib.metadata.version("grpcio-tools")
     if parse_version(compiler) > oldest_allowed("grpcio"):
         wanted = ".".join(map(str, oldest_allowed("grpcio")))
@@ -69,8 +69,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    for path in generate(ROOT):
-        print(path.relative_to(ROOT))
+    for package in PACKAGES:
+        for path in generate(ROOT, package):
+            print(path.relative_to(ROOT))
     return 0
 
 

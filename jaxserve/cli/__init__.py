@@ -55,6 +55,10 @@ COMMANDS = {
         "jaxserve.cli.commands:route_command",
         "One gRPC door for several servers: spread requests, and move them when a server dies.",
     ),
+    "kv-server": Command(
+        "jaxserve.cli.commands:kv_server_command",
+        "Keep pages of keys and values for servers, in memory or in a directory, until SIGTERM.",
+    ),
     "replay": Command(
         "jaxserve.cli.commands:replay_command",
         "Run the steps of a log again and compare every token. Exit code 3: one differs, and which is the first.",

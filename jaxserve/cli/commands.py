@@ -207,6 +207,22 @@ def route_command(
     return route_forever(resolved.config)
 
 
+def kv_server_command(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    directory: Annotated[str | None, typer.Option(help="Directory of the pages; default: they are in memory.")] = None,
+) -> int:
+    """Keep pages of keys and values for servers, in memory or in a directory, until SIGTERM."""
+    from jaxserve.serve.kv_server import kv_server_forever  # gRPC: not needed elsewhere
+
+    given = {"kv_server.port": port, "kv_server.directory": directory}
+    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    resolved = load_config(config, [*(set_ or ()), *flags])
+    set_up_logging(resolved.config.runtime)
+    return kv_server_forever(resolved.config)
+
+
 def replay_command(
     log: Annotated[Path, typer.Argument(help="Step log, as runtime.step_log writes it.")],
     config: ConfigOption = None,

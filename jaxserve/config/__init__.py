@@ -57,6 +57,10 @@ _PATHS = (
     "route.tls_cert",
     "route.tls_key",
     "route.token_file",
+    "kv_server.directory",
+    "kv_server.tls_cert",
+    "kv_server.tls_key",
+    "kv_server.tls_client_ca",
 )
 _ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, AMD, TPUs
     *("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*"),

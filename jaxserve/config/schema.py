@@ -568,6 +568,42 @@ class RouteConfig(Section):
     )
 
 
+class KVServerConfig(Section):
+    """`jaxserve kv-server`: a machine that keeps pages of keys and values for servers."""
+
+    host: str = pydantic.Field(
+        default="127.0.0.1", description="Address to listen on; any but a loopback one needs all of tls_*."
+    )
+    port: int = pydantic.Field(default=0, ge=0, le=65535, description="0 takes a free port.")
+    directory: str | None = pydantic.Field(
+        default=None, description="Directory of the pages, which must be this user's alone; null: they are in memory."
+    )
+    max_bytes: int = pydantic.Field(default=4 * 2**30, ge=1, description="Bytes of all pages; beyond it, some go.")
+    policy: str = pydantic.Field(
+        default="lru", description="Which pages go: lru, lfu, arc, s3-fifo, entry point, or 'package.module:Class'."
+    )
+    admission: Literal["always", "second_sight"] = pydantic.Field(
+        default="second_sight",
+        description="always: every page is kept; second_sight: while pages go sooner than they come back, a page is "
+        "kept from the second time on that it is sent.",
+    )
+    max_page_bytes: int = pydantic.Field(
+        default=64 * 2**20, ge=1024, le=2**30, description="Most bytes of a page, as it is sent."
+    )
+    max_names: int = pydantic.Field(default=1024, ge=1, description="Most names of one call.")
+    threads: int = pydantic.Field(
+        default=8, ge=1, description="Calls that are worked on at once; eight times as many may wait."
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None,
+        description="PEM file of the server's certificate and those between it and its root; null: no TLS.",
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_client_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
+    )
+
+
 class Config(Section):
     """The whole configuration."""
 
@@ -582,3 +618,4 @@ class Config(Section):
     rerank: RerankConfig = RerankConfig()
     serve: ServeConfig = ServeConfig()
     route: RouteConfig = RouteConfig()
+    kv_server: KVServerConfig = KVServerConfig()

@@ -7,8 +7,6 @@ from pathlib import Path
 import gen_proto
 import pytest
 
-GEN = gen_proto.ROOT / gen_proto.PACKAGE
-
 
 def _descriptor(path: Path) -> bytes:
     """The serialized file descriptor: all of the protocol, whatever version wrote the file."""
@@ -27,12 +25,13 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return gen_proto.parse_version(found.group(1) or found.group(2))
 
 
-def test_compiling_again_gives_the_committed_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", gen_proto.PACKAGES)
+def test_compiling_again_gives_the_committed_code(tmp_path: Path, package: str) -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools (extra `dev`) is not installed")
-    fresh = gen_proto.generate(tmp_path)
-    assert {p.name for p in fresh} == {p.name for p in GEN.iterdir() if "_pb2" in p.name and p.is_file()}
+    fresh, gen = gen_proto.generate(tmp_path, package), gen_proto.ROOT / package
+    assert {p.name for p in fresh} == {p.name for p in gen.iterdir() if "_pb2" in p.name and p.is_file()}
     for path in fresh:
-        committed = GEN / path.name
+        committed = gen / path.name
         if path.name.endswith("_pb2.py"):
             assert _descriptor(path) == _descriptor(committed), "run scripts/gen_proto.py"
         if path.name.endswith("_grpc.py"):
@@ -41,6 +40,9 @@ def test_compiling_again_gives_the_committed_code(tmp_path: Path) -> None:
                 assert path.read_text() == committed.read_text()
 
 
-def test_the_code_loads_with_the_oldest_versions_that_we_allow() -> None:
-    assert _stamp(GEN / "inference_pb2_grpc.py") <= gen_proto.oldest_allowed("grpcio")
-    assert _stamp(GEN / "inference_pb2.py") <= gen_proto.oldest_allowed("protobuf")
+@pytest.mark.parametrize("package", gen_proto.PACKAGES)
+def test_the_code_loads_with_the_oldest_versions_that_we_allow(package: str) -> None:
+    (grpc_file,) = (gen_proto.ROOT / package).glob("*_pb2_grpc.py")
+    (messages_file,) = (gen_proto.ROOT / package).glob("*_pb2.py")
+    assert _stamp(grpc_file) <= gen_proto.oldest_allowed("grpcio")
+    assert _stamp(messages_file) <= gen_proto.oldest_allowed("protobuf")

@@ -1,0 +1,1 @@
+"""Code written by scripts/gen_proto.py from jaxserve/kv/proto; never edited by hand."""

@@ -1,0 +1,97 @@
+"""Names of pages outside the process: keys that can be deleted by tenant, and that show nothing of a salt or a prompt.
+
+    page key = scope (16 bytes) ‖ content key (32 bytes)
+
+The scope is a keyed hash of the cache salt, so one tenant's pages can be found without their tokens and nobody reads
+the salt from a directory. The content key is a keyed hash over the page's tokens and all before them, in the namespace
+and the salt (see `content`): equal keys mean equal content, so nothing else has to be stored with a page to check it.
+
+A store that others can reach sees names, which are keyed hashes of page keys, in the layout of the pages: servers with
+other models, other page sizes or another secret share a directory without ever meeting a name of another.
+"""
+
+import hashlib
+import hmac
+from typing import NamedTuple
+
+from jaxserve.errors import ConfigError
+
+SCOPE_BYTES = 16
+CONTENT_KEY_BYTES = 32
+PAGE_KEY_BYTES = SCOPE_BYTES + CONTENT_KEY_BYTES
+MIN_SECRET_BYTES = 16
+
+
+class BlobName(NamedTuple):
+    """The name of a page in a store that others can reach: two hexadecimal hashes.
+
+    Attributes:
+      scope: 32 digits; all pages of one salt have it, whatever their layout.
+      page: 48 digits.
+    """
+
+    scope: str
+    page: str
+
+
+def scope_of(secret: bytes, salt: str) -> bytes:
+    """The scope of all requests with this cache salt. Salts that look alike in another Unicode form are others."""
+    return _keyed(secret, b"scope", salt.encode("utf-8", "surrogatepass"), SCOPE_BYTES)
+
+
+def page_key(scope: bytes, content_key: bytes) -> bytes:
+    """The key of a page for every `KVStore`."""
+    assert len(scope) == SCOPE_BYTES and len(content_key) == CONTENT_KEY_BYTES, (len(scope), len(content_key))
+    return scope + content_key
+
+
+def blob_name(secret: bytes, layout_digest: bytes, key: bytes) -> BlobName:
+    """What a shared store calls the page of `key`."""
+    return BlobName(scope_name(secret, key[:SCOPE_BYTES]), _keyed(secret, b"page", layout_digest + key, 24).hex())
+
+
+def scope_name(secret: bytes, scope: bytes) -> str:
+    """What a shared store calls a scope."""
+    return _keyed(secret, b"shown scope", scope, 16).hex()
+
+
+def is_shown_name(name: BlobName) -> bool:
+    """Whether it is made of as many hexadecimal digits as names are: nothing else may become a path."""
+    return is_hex(name.scope, 32) and is_hex(name.page, 48)
+
+
+def is_hex(text: str, length: int) -> bool:
+    """Whether a text is so many hexadecimal digits, in small letters."""
+    return len(text) == length and not set(text) - set("0123456789abcdef")
+
+
+def mac(secret: bytes, *parts: bytes | memoryview) -> bytes:
+    """32 bytes that only an owner of the secret can make for these bytes, taken as one piece."""
+    made = hashlib.blake2b(key=secret_key(secret), digest_size=32, person=b"jaxserve mac")
+    for part in parts:
+        made.update(part)
+    return made.digest()
+
+
+def is_mac(given: bytes | memoryview, wanted: bytes) -> bool:
+    """Compares in a time that does not depend on the bytes."""
+    return hmac.compare_digest(bytes(given), wanted)
+
+
+def check_secret(secret: bytes, place: str) -> bytes:
+    """The secret itself. Raises ConfigError for one that is too short to be any."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"the secret in {place} has {len(secret)} bytes; {MIN_SECRET_BYTES} random bytes are the least, "
+            "such as those of `openssl rand -hex 32`"
+        )
+    return secret
+
+
+def secret_key(secret: bytes) -> bytes:
+    """The secret as a key of BLAKE2b, which takes 64 bytes at most."""
+    return secret if len(secret) <= 64 else hashlib.blake2b(secret).digest()
+
+
+def _keyed(secret: bytes, what: bytes, data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, key=secret_key(secret), digest_size=size, person=b"kv " + what[:13]).digest()

@@ -1,0 +1,189 @@
+"""`jaxserve kv-server`, from start to exit code: pages of other servers, in memory or in a directory.
+
+It needs no model, no secret and no JAX. Clients are trusted with all pages, so they show a certificate, or are on this
+machine. What they send is bounded all the same: names of a message, bytes of a page, calls at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from jaxserve.config.schema import Config, KVServerConfig
+from jaxserve.errors import ConfigError
+from jaxserve.kv.blobs import Blobs, BlobsError, BlobTooLarge
+from jaxserve.kv.file_store import DirectoryBlobs
+from jaxserve.kv.gen import pages_pb2 as pb
+from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
+from jaxserve.kv.memory_blobs import MemoryBlobs
+from jaxserve.kv.names import BlobName, is_shown_name
+from jaxserve.kv.remote import MESSAGE_OVERHEAD, is_loopback
+from jaxserve.serve.ports import HeldPort
+from jaxserve.serve.shutdown import Shutdown, run_with_signals
+from jaxserve.serve.tls import read_tls
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+_TIMEOUT_S = 60.0  # that blobs in memory or a directory have no use for
+_NAME = pb.DESCRIPTOR.services_by_name["Pages"].full_name
+
+T = TypeVar("T")
+
+
+def kv_server_forever(config: Config) -> int:
+    """Serves until SIGTERM or SIGINT. Must be called on the main thread. Returns the exit code. Raises ConfigError."""
+    return run_with_signals(lambda shutdown: kv_server(config.kv_server, shutdown))
+
+
+async def kv_server(
+    config: KVServerConfig, shutdown: Shutdown, on_ready: Callable[[str], None] = lambda address: None
+) -> int:
+    """`kv_server_forever` without signals; `on_ready` gets the bound `host:port`."""
+    credentials = _credentials(config)
+    held = HeldPort(config.host, config.port, "kv_server.port")
+    try:
+        blobs = _blobs(config)
+    finally:
+        held.close()
+    server = _server(config, blobs)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{held.number}"
+    try:
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}; another process was faster") from error
+    server.start()
+    where = "memory" if config.directory is None else config.directory
+    print(f"keeping pages on {address}, at most {config.max_bytes} bytes in {where}", flush=True)
+    on_ready(address)
+    await shutdown.drain.wait()
+    await asyncio.to_thread(server.stop(_GRACE_S).wait)
+    blobs.close()
+    return 0
+
+
+class PagesService(pb_grpc.PagesServicer):
+    """The methods of the protocol over `Blobs`. Called by several threads."""
+
+    def __init__(self, blobs: Blobs, *, max_names: int, max_page_bytes: int) -> None:
+        self._blobs = blobs
+        self._max_names = max_names
+        self._max_page_bytes = max_page_bytes
+
+    def Exists(self, request: pb.ExistsRequest, context: grpc.ServicerContext) -> pb.ExistsResponse:
+        names = self._checked(request.names, context)
+        return pb.ExistsResponse(found=_answer(context, lambda: self._blobs.exists(names, _TIMEOUT_S)))
+
+    def Read(self, request: pb.ReadRequest, context: grpc.ServicerContext) -> pb.ReadResponse:
+        (name,) = self._checked([request.name], context)
+        bound = min(request.max_bytes, self._max_page_bytes)
+        try:
+            data = _answer(context, lambda: self._blobs.read(name, bound, _TIMEOUT_S))
+        except BlobTooLarge as error:
+            return pb.ReadResponse(unfit=str(error))
+        return pb.ReadResponse() if data is None else pb.ReadResponse(data=bytes(data))
+
+    def Write(self, request: pb.WriteRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
+        (name,) = self._checked([request.name], context)
+        if len(request.data) > self._max_page_bytes:
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"a page of {len(request.data)} bytes, but kv_server.max_page_bytes is {self._max_page_bytes}",
+            )
+        return pb.WriteResponse(taken=_answer(context, lambda: self._blobs.write(name, request.data, _TIMEOUT_S)))
+
+    def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
+        names = self._checked(request.names, context)
+        _answer(context, lambda: self._blobs.delete(names, _TIMEOUT_S))
+        return pb.DeleteResponse()
+
+    def Flush(self, request: pb.FlushRequest, context: grpc.ServicerContext) -> pb.FlushResponse:
+        scope = request.scope if request.HasField("scope") else None
+        if scope is not None and not is_shown_name(BlobName(scope, "0" * 48)):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a scope is 32 hexadecimal digits")
+        _answer(context, lambda: self._blobs.flush(scope, _TIMEOUT_S))
+        logger.info("flushed %s", "all pages" if scope is None else f"scope {scope}")
+        return pb.FlushResponse()
+
+    def SetAside(self, request: pb.SetAsideRequest, context: grpc.ServicerContext) -> pb.SetAsideResponse:
+        (name,) = self._checked([request.name], context)
+        why = "".join(c for c in request.why[:200] if c.isprintable())
+        _answer(context, lambda: self._blobs.set_aside(name, why))
+        return pb.SetAsideResponse()
+
+    def _checked(self, names: Sequence[pb.Name], context: grpc.ServicerContext) -> list[BlobName]:
+        """Names become paths: nothing but digits gets through."""
+        if len(names) > self._max_names:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"{len(names)} names, but kv_server.max_names is {self._max_names}"
+            )
+        found = [BlobName(name.scope, name.page) for name in names]
+        if not all(map(is_shown_name, found)):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a name is 32 and 48 hexadecimal digits")
+        return found
+
+
+def _answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (OSError, BlobsError) as error:
+        logger.warning("a call failed: %s", error)
+        context.abort(grpc.StatusCode.UNAVAILABLE, f"the pages cannot be reached: {type(error).__name__}")
+        raise AssertionError("abort raises") from error
+
+
+def _server(config: KVServerConfig, blobs: Blobs) -> grpc.Server:
+    server = grpc.server(
+        ThreadPoolExecutor(config.threads, thread_name_prefix="kv-server"),
+        maximum_concurrent_rpcs=8 * config.threads,
+        options=[
+            ("grpc.max_receive_message_length", config.max_page_bytes + MESSAGE_OVERHEAD),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+        ],
+    )
+    service = PagesService(blobs, max_names=config.max_names, max_page_bytes=config.max_page_bytes)
+    pb_grpc.add_PagesServicer_to_server(service, server)
+    checks: Any = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for name in ("", _NAME):
+        checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server
+
+
+def _blobs(config: KVServerConfig) -> DirectoryBlobs | MemoryBlobs:
+    if config.max_bytes < config.max_page_bytes:
+        raise ConfigError(
+            f"kv_server.max_bytes is {config.max_bytes}, less than kv_server.max_page_bytes, {config.max_page_bytes}"
+        )
+    if config.directory is None:
+        return MemoryBlobs(config.max_bytes, policy=config.policy, admission=config.admission)
+    return DirectoryBlobs(Path(config.directory), config.max_bytes, policy=config.policy, admission=config.admission)
+
+
+def _credentials(config: KVServerConfig) -> grpc.ServerCredentials | None:
+    tls = read_tls(config, "kv_server")
+    if tls is None or tls.authorities is None:
+        if not is_loopback(config.host):
+            raise ConfigError(
+                f"kv_server.host is {config.host}, which other machines reach, so clients must show a certificate: set "
+                "kv_server.tls_cert, tls_key and tls_client_ca, or listen on 127.0.0.1"
+            )
+        if tls is None:
+            return None
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.certificate)],
+        root_certificates=tls.authorities,
+        require_client_auth=tls.authorities is not None,
+    )

@@ -1,0 +1,221 @@
+"""`jaxserve kv-server` and its client: limits, certificates, a server that dies, and one that lies."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from certificates import Authority, Pair
+from kv_servers import SECRET, WAIT_S, KVServer, connect
+
+from jaxserve.client import Client
+from jaxserve.config import load_config
+from jaxserve.config.schema import KVServerConfig
+from jaxserve.errors import ConfigError
+from jaxserve.kv.conformance import AMPLE_S, LAYOUT, SCOPES, get, key_of, page_of, put
+from jaxserve.kv.gen import pages_pb2 as pb
+from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
+from jaxserve.kv.guarded import Guarded
+from jaxserve.kv.page_format import PageLayout
+from jaxserve.kv.remote import is_loopback, remote_store
+from jaxserve.kv.store import Outcome, StoreOptions, StoreUnavailable
+
+GOOD = pb.Name(scope="0" * 32, page="1" * 48)
+
+
+def serve(**settings: object) -> KVServer:
+    return KVServer(KVServerConfig.model_validate(settings))
+
+
+def test_names_and_sizes_are_checked(tmp_path: Path) -> None:
+    server = serve(directory=str(tmp_path / "s"), max_names=3, max_page_bytes=2000)
+    (tmp_path / "secret of somebody").write_text("x")
+    with grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.PagesStub(channel)
+
+        def code(method: str, request: object) -> grpc.StatusCode:
+            with pytest.raises(grpc.RpcError) as caught:
+                getattr(stub, method)(request, timeout=WAIT_S)
+            return caught.value.code()  # type: ignore[attr-defined]
+
+        invalid, exhausted = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+        for scope, page in [("..", "1" * 48), ("0" * 32, "../../secret of somebody"), ("0" * 32, "A" * 48), ("", "")]:
+            bad = pb.Name(scope=scope, page=page)
+            assert code("Read", pb.ReadRequest(name=bad, max_bytes=10)) == invalid
+            assert code("Write", pb.WriteRequest(name=bad, data=b"x")) == invalid
+            assert code("Delete", pb.DeleteRequest(names=[bad])) == invalid
+            assert code("SetAside", pb.SetAsideRequest(name=bad)) == invalid
+        assert code("Flush", pb.FlushRequest(scope="..")) == invalid
+        assert code("Exists", pb.ExistsRequest(names=[GOOD] * 4)) == invalid
+        assert code("Write", pb.WriteRequest(name=GOOD, data=bytes(2001))) == exhausted
+        assert code("Write", pb.WriteRequest(name=GOOD, data=bytes(100_000))) == exhausted, "by gRPC itself"
+        assert stub.Write(pb.WriteRequest(name=GOOD, data=b"seven b"), timeout=WAIT_S).taken
+        assert stub.Read(pb.ReadRequest(name=GOOD, max_bytes=7), timeout=WAIT_S).data == b"seven b"
+        short = stub.Read(pb.ReadRequest(name=GOOD, max_bytes=6), timeout=WAIT_S)
+        assert not short.HasField("data") and "7 bytes, of 6" in short.unfit
+    server.stop()
+
+
+def test_a_server_that_lies_is_found_out() -> None:
+    """It has the bytes of a page, and not the secret."""
+    server = serve()
+    mine = connect(server, LAYOUT)
+    put(mine, [key_of(1)])
+    thief = remote_store(LAYOUT, StoreOptions(location=server.address, secret=b"another secret, as long as 32 bytes"))
+    assert get(thief, [key_of(1)]) == [Outcome.MISS]
+    with grpc.insecure_channel(server.address) as channel:
+        name = mine._name(key_of(1))
+        write = pb.WriteRequest(name=pb.Name(scope=name.scope, page=name.page), data=b"chosen by the server")
+        assert pb_grpc.PagesStub(channel).Write(write, timeout=WAIT_S).taken
+    assert get(mine, [key_of(1)]) == [Outcome.BAD]
+    assert get(mine, [key_of(1)]) == [Outcome.MISS]
+    thief.close()
+    mine.close()
+    server.stop()
+
+
+def test_a_server_is_bounded_by_its_policy() -> None:
+    server = serve(max_bytes=30_000, max_page_bytes=2000, admission="always")
+    store = connect(server, LAYOUT)
+    keys = [key_of(number) for number in range(60)]
+    for key in keys:
+        put(store, [key])
+    there = store.contains(keys)
+    assert there == sorted(there) and 15 < sum(there) < 30, "the last ones are there"
+    store.close()
+    server.stop()
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> tuple[Authority, Pair, Pair]:
+    authority = Authority(tmp_path, "ca")
+    return authority, authority.issue("server"), authority.issue("client")
+
+
+def test_mutual_tls(tmp_path: Path, pairs: tuple[Authority, Pair, Pair]) -> None:
+    authority, server_pair, client_pair = pairs
+    server = serve(tls_cert=server_pair.certificate, tls_key=server_pair.key, tls_client_ca=authority.path)
+    tls = {"tls_ca": authority.path, "tls_cert": client_pair.certificate, "tls_key": client_pair.key}
+    store = connect(server, LAYOUT, **tls)
+    put(store, [key_of(1)])
+    assert get(store, [key_of(1)]) == [Outcome.OK]
+    strangers = Authority(tmp_path, "strangers")
+    stranger = strangers.issue("stranger")
+    for bad in (
+        {**tls, "tls_cert": stranger.certificate, "tls_key": stranger.key},
+        {**tls, "tls_ca": strangers.path},
+        {},
+    ):
+        outsider = connect(server, LAYOUT, **bad)
+        assert outsider.put([key_of(2)], [memoryview(page_of(key_of(2)))], 2.0) == [Outcome.FAILED]
+        with pytest.raises(StoreUnavailable):
+            outsider.flush(None)
+        outsider.close()
+    assert get(store, [key_of(1), key_of(2)]) == [Outcome.OK, Outcome.MISS]
+    store.close()
+    server.stop()
+
+
+def test_a_dead_server_costs_three_calls_and_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(directory=str(tmp_path / "s"))
+    now_s = [0.0]
+    inner = connect(server, LAYOUT)
+    store = Guarded(inner, clock=lambda: now_s[0])
+    put(store, [key_of(1)])
+    port = server.address.rpartition(":")[2]
+    server.stop()
+    with caplog.at_level(logging.WARNING):
+        start = time.monotonic()
+        for _ in range(50):
+            assert get(store, [key_of(1)], 2.0)[0] in (Outcome.FAILED, Outcome.LATE)
+        assert time.monotonic() - start < AMPLE_S
+    assert store.is_open and store.counts["skipped"] == 47
+    with pytest.raises(StoreUnavailable):
+        store.flush(SCOPES[0])
+    again = serve(directory=str(tmp_path / "s"), port=int(port))
+    for _ in range(100):  # until gRPC has connected again
+        now_s[0] += 100.0
+        if get(store, [key_of(1)], 2.0) == [Outcome.OK]:
+            break
+        time.sleep(0.1)
+    assert not store.is_open
+    store.close()
+    again.stop()
+
+
+def test_what_may_not_listen_or_connect(tmp_path: Path, pairs: tuple[Authority, Pair, Pair]) -> None:
+    authority, server_pair, _ = pairs
+    tls = {"tls_cert": server_pair.certificate, "tls_key": server_pair.key}
+    for settings in ({}, tls):
+        with pytest.raises(ConfigError, match=r"clients must show a certificate.*tls_client_ca"):
+            serve(host="0.0.0.0", **settings)
+    with pytest.raises(ConfigError, match=r"kv_server.max_bytes is 1024, less than"):
+        serve(max_bytes=1024)
+    with pytest.raises(ConfigError, match="no tier policy is called 'lruu'"):
+        serve(policy="lruu")
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="mode 755"):
+        serve(directory=str(tmp_path / "open"))
+    options = StoreOptions(location="10.0.0.1:7000", secret=SECRET)
+    with pytest.raises(ConfigError, match="another machine; set tls_ca, tls_cert, tls_key"):
+        remote_store(LAYOUT, options)
+    for location in ("127.0.0.1", "127.0.0.1:port"):
+        with pytest.raises(ConfigError, match="must be HOST:PORT"):
+            remote_store(LAYOUT, StoreOptions(location=location, secret=SECRET))
+    with pytest.raises(ConfigError, match="needs all of.*not set: tls_cert, tls_key"):
+        remote_store(LAYOUT, StoreOptions(location="h:1", secret=SECRET, tls_ca=authority.path))
+    with pytest.raises(ConfigError, match="needs a secret"):
+        remote_store(LAYOUT, StoreOptions(location="127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="no use for max_bytes"):
+        remote_store(LAYOUT, StoreOptions(location="127.0.0.1:1", secret=SECRET, max_bytes=1))
+
+
+def test_loopback() -> None:
+    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", ""]))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A process of its own, as an operator starts it: it answers health, keeps pages and ends at a signal."""
+    command = [sys.executable, "-m", "jaxserve", "kv-server", "--directory", str(tmp_path / "s")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line.split()[3].rstrip(",")
+        with Client(address) as client:
+            assert client.check_health(timeout_s=WAIT_S)
+        store = remote_store(LAYOUT, StoreOptions(location=address, secret=SECRET, compression="auto"))
+        put(store, [key_of(1)])
+        assert get(store, [key_of(1)]) == [Outcome.OK]
+        store.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(list((tmp_path / "s" / "pages").rglob("*"))) == 2
+
+
+def test_paths_of_its_config_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("kv_server: {directory: pages, tls_cert: a.pem}\n")
+    config = load_config(tmp_path / "c.yaml").config.kv_server
+    assert (config.directory, config.tls_cert) == (str(tmp_path / "pages"), str(tmp_path / "a.pem"))
+
+
+def test_large_pages_cross(tmp_path: Path) -> None:
+    layout = PageLayout(namespace="large", dtype="bfloat16", shape=(1,), element_bytes=2, page_bytes=9 << 20)
+    server = serve()
+    store = connect(server, layout)
+    page, buffer = os.urandom(9 << 20), bytearray(9 << 20)
+    assert store.put([key_of(1)], [memoryview(page)], AMPLE_S) == [Outcome.OK]
+    assert store.get([key_of(1)], [memoryview(buffer)], AMPLE_S) == [Outcome.OK]
+    assert buffer == page
+    store.close()
+    server.stop()

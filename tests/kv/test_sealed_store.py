@@ -1,0 +1,152 @@
+"""`SealedStore` over places that hang, are slow, fill up and lie, without files or networks."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.kv import compression, sealed_store
+from jaxserve.kv.conformance import AMPLE_S, LAYOUT, get, key_of, page_of, put
+from jaxserve.kv.memory_blobs import MemoryBlobs
+from jaxserve.kv.names import BlobName
+from jaxserve.kv.page_format import PageLayout
+from jaxserve.kv.sealed_store import SealedStore
+from jaxserve.kv.store import Outcome, StoreUnavailable
+
+SECRET = b"a secret of the fleet, of 32 bytes"
+WAIT_S = 30.0
+
+
+class SlowBlobs(MemoryBlobs):
+    """`before` runs in the thread of each call that reads or writes."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__(1 << 26)
+        self.before = before
+        self.entered = threading.Semaphore(0)
+
+    def read(self, name: BlobName, max_bytes: int, timeout_s: float) -> bytes | None:
+        self.entered.release()
+        self.before()
+        return super().read(name, max_bytes, timeout_s)
+
+    def write(self, name: BlobName, data: bytes, timeout_s: float) -> bool:
+        self.entered.release()
+        self.before()
+        return super().write(name, data, timeout_s)
+
+    def exists(self, names: Sequence[BlobName], timeout_s: float) -> list[bool]:
+        self.before()
+        return super().exists(names, timeout_s)
+
+
+def sealed(blobs: MemoryBlobs, layout: PageLayout = LAYOUT, **options: object) -> SealedStore:
+    return SealedStore(blobs, layout, SECRET, place="test", **options)  # type: ignore[arg-type]
+
+
+def test_a_place_that_hangs_costs_the_deadline_and_its_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_store, "_CLOSE_S", 0.05)
+    go = threading.Event()
+    blobs = SlowBlobs(lambda: go.wait(WAIT_S))
+    store = sealed(blobs, workers=2)
+    buffers = [bytearray(LAYOUT.page_bytes) for _ in range(5)]
+    views = [memoryview(buffer) for buffer in buffers]
+    assert store.get([key_of(n) for n in range(5)], views, 0.02) == [Outcome.LATE] * 5
+    assert store.put([key_of(1)], [memoryview(page_of(key_of(1)))], 0.02) == [Outcome.LATE]
+    monkeypatch.setattr(sealed_store, "_MAX_WAITING", 3)
+    full = sealed(blobs, workers=1)
+    pages = [memoryview(page_of(key_of(n))) for n in range(6)]
+    outcomes = full.put([key_of(n) for n in range(6)], pages, 0.02)
+    assert Outcome.REFUSED in outcomes and set(outcomes) <= {Outcome.LATE, Outcome.REFUSED}, "the queue is bounded"
+    full.close()
+    go.set()
+    time.sleep(0.05)
+    assert not any(map(any, buffers)), "a read that ended late wrote into a buffer"
+
+
+def test_contains_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_store, "_ASK_S", 0.02)
+    go = threading.Event()
+    store = sealed(SlowBlobs(lambda: go.wait(WAIT_S)))
+    assert store.contains([key_of(1)]) == [False]
+    go.set()
+    store.close()
+
+
+def test_a_deletion_waits_for_writes_that_run_and_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    blobs = SlowBlobs(lambda: go.wait(WAIT_S))
+    store = sealed(blobs)
+    assert store.put([key_of(1)], [memoryview(page_of(key_of(1)))], 0.05) == [Outcome.LATE]
+    assert blobs.entered.acquire(timeout=WAIT_S)
+    monkeypatch.setattr(sealed_store, "_DELETE_S", 0.02)
+    with pytest.raises(StoreUnavailable, match="writes did not end"):
+        store.delete([key_of(1)])
+    monkeypatch.setattr(sealed_store, "_DELETE_S", WAIT_S)
+    deleting = threading.Thread(target=store.delete, args=([key_of(1)],))
+    deleting.start()
+    go.set()
+    deleting.join(WAIT_S)
+    assert store.contains([key_of(1)]) == [False]
+    store.close()
+
+
+LARGE = PageLayout(namespace="n", dtype="bfloat16", shape=(1 << 15,), element_bytes=2, page_bytes=1 << 16)
+
+
+def smooth(number: int) -> memoryview:
+    return memoryview(random.Random(number).randbytes(1 << 14) + bytes(3 << 14))
+
+
+def test_pages_are_compressed_for_a_slow_place() -> None:
+    store = sealed(SlowBlobs(lambda: time.sleep(0.05)), LARGE, compression="auto")  # 1.3 MB/s
+    for number in range(8):
+        assert store.put([key_of(number)], [smooth(number)], AMPLE_S) == [Outcome.OK]
+    assert store.counts["compressed"] >= 6 and store.counts["bytes_written"] < 4 << 16
+    buffer = bytearray(1 << 16)
+    for number in range(8):
+        assert store.get([key_of(number)], [memoryview(buffer)], AMPLE_S) == [Outcome.OK]
+        assert buffer == smooth(number)
+    store.close()
+
+
+def test_noise_is_stored_as_it_is_even_in_a_slow_place() -> None:
+    store = sealed(SlowBlobs(lambda: time.sleep(0.02)), LARGE, compression="auto")
+    for number in range(5):
+        noise = memoryview(random.Random(number).randbytes(1 << 16))
+        assert store.put([key_of(number)], [noise], AMPLE_S) == [Outcome.OK]
+    assert store.counts["compressed"] == 0
+    store.close()
+
+
+def test_pages_of_a_server_with_the_library_are_kept_by_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ConfigError("compression of pages needs the library backports.zstd")
+
+    blobs = MemoryBlobs(1 << 20)
+    rich = sealed(blobs, compression="zstd")
+    put(rich, [key_of(1)])
+    monkeypatch.setattr(compression, "_load_zstd", missing)
+    poor = sealed(blobs)
+    assert get(poor, [key_of(1)]) == [Outcome.MISS]
+    assert get(rich, [key_of(1)]) == [Outcome.OK], "it is not damaged"
+    assert poor.counts["unknown_codec"] == 1 and blobs.counts["bad"] == 0
+    for kind in ("zstd", "auto"):
+        with pytest.raises(ConfigError, match="backports.zstd"):
+            sealed(blobs, compression=kind)
+    rich.close()
+    poor.close()
+
+
+def test_a_place_keeps_within_its_bound() -> None:
+    blobs = MemoryBlobs(20_000)
+    store = sealed(blobs)
+    for number in range(50):
+        put(store, [key_of(number)])
+        put(store, [key_of(number)])  # the same name again takes no more room
+    assert 10 < len(blobs._data) < 20 and sum(map(len, blobs._data.values())) <= 20_000
+    assert store.put([key_of(99)], [memoryview(b"short")], AMPLE_S) == [Outcome.REFUSED]
+    store.close()
