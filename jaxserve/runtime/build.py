@@ -110,6 +110,7 @@ class Built:
       models: the stages with their weights.
       seconds: what took how long; reading weights and making executables go on at once.
       later: buckets that the runner does not have yet, to be started with the engine's loop; None: it has them all.
+      page_layout: how the bytes of a host slot are arranged; equal where slots could be exchanged.
     """
 
     runner: DeviceRunner
@@ -118,6 +119,7 @@ class Built:
     compile_report: tuple[str, ...]
     seconds: Mapping[str, float]
     later: BackgroundBuckets | None
+    page_layout: str = ""
 
 
 def build_runners(
@@ -227,8 +229,18 @@ def _place(
     if sizes.speculation is not None:
         runner.time_steps()
     later = _build_later(runner, parts[0], memory) if parts[0].later else None
+    parts_of_page = [
+        f"{len(model.mesh.local_devices)} devices x {packed_words(stage, plan.attention, sizes)} words"
+        for stage, model in zip(plan.stages, loaded, strict=True)
+    ]
     return Built(
-        runner=runner, models=loaded, memory=memory, compile_report=tuple(report), seconds=seconds, later=later
+        runner=runner,
+        models=loaded,
+        memory=memory,
+        compile_report=tuple(report),
+        seconds=seconds,
+        later=later,
+        page_layout=f"{plan.attention.name}, {sizes.page_size} tokens, {', '.join(parts_of_page)}",
     )
 
 

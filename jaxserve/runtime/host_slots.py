@@ -48,6 +48,15 @@ class SlotBytes:
         self._thread: threading.Thread | None = None
 
     @property
+    def words(self) -> int:
+        """32-bit words of a slot: of all stages and devices of this process."""
+        return sum(words.shape[0] * words.shape[2] for words in self._words)
+
+    def views(self, slot: int) -> list[memoryview]:
+        """The memory of a slot, whose words follow one another in this order. Only for the owner of the slot."""
+        return [memoryview(words[number, slot]).cast("B") for words in self._words for number in range(len(words))]
+
+    @property
     def num_draining(self) -> int:
         """Pages that were saved and have not reached their slots. Raises the failure of the thread, if it failed."""
         return self._filling.count()
@@ -63,12 +72,13 @@ class SlotBytes:
                 shard.copy_to_host_async()
         self._filling.begin(slots)
         if self._thread is None:
-            # The thread knows nothing of this object, so that it ends when nobody else does either.
-            weakref.finalize(self, self._queue.put, None)
             self._thread = threading.Thread(
                 target=_drain, args=(self._queue, self._words, self._filling), name="jaxserve-slots", daemon=True
             )
             self._thread.start()
+            # The thread knows nothing of this object, and ends with it; at the end of the program before the
+            # interpreter, which would end it inside of JAX.
+            weakref.finalize(self, _end, self._queue, self._thread)
         self._queue.put((list(slots), shards))
 
     def wait_for(self, slots: Sequence[int]) -> None:
@@ -126,6 +136,12 @@ class _Filling:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError("pages could not be copied to host memory") from self._failure
+
+
+def _end(work: "queue.SimpleQueue[tuple[list[int], list[list[jax.Array]]] | None]", thread: threading.Thread) -> None:
+    work.put(None)
+    if thread is not threading.current_thread():  # which may be collecting garbage
+        thread.join()
 
 
 def _drain(

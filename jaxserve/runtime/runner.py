@@ -129,6 +129,11 @@ class DeviceRunner:
     def limits(self) -> Limits:
         return self._limits
 
+    @property
+    def slots(self) -> SlotBytes | None:
+        """Host memory for pages; None where there is none."""
+        return self._slots
+
     def add_bucket(self, bucket: Bucket, step: jax.stages.Compiled) -> Limits:
         """One more shape, from the next plan on. Returns the new limits. Not for a pipeline, whose stages all need it.
 

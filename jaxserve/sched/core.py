@@ -25,7 +25,8 @@ Overlap. `schedule` may run while one step is in flight, whose tokens are unknow
 import collections
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
@@ -46,6 +47,23 @@ from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
 from jaxserve.sched.tier_policy import create_tier_policy
 
 RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
+
+
+class Loader(Protocol):
+    """What brings pages of waiting sequences from a store, see `loading.Loader`."""
+
+    @property
+    def writing(self) -> Collection[int]: ...
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def holds_back(self, seq: Sequence) -> bool: ...
+
+    def forget(self, seq: Sequence) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def write(self, plan: StepPlan) -> None: ...
 
 
 class ContinuousScheduler:
@@ -80,6 +98,7 @@ class ContinuousScheduler:
         self._lengths = create_lengths(options.lengths)
         self._headroom = Headroom(self.memory, options, self._lengths)
         self._speculator = Speculator(options.speculation, limits, clock)
+        self._loader: Loader | None = None
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -121,6 +140,8 @@ class ContinuousScheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
         assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
+        if self._loader is not None:
+            self._loader.poll()
         draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
         running = self._running
         running.refresh()
@@ -205,7 +226,8 @@ class ContinuousScheduler:
     def check(self) -> None:
         """Proves the counts of rows and pages. For tests: takes time in proportion to the pool."""
         loading = [load for flight in self._flights for load in flight.plan.loads]
-        self.memory.check((*self._running, *self._running.ending), loading)
+        writing = () if self._loader is None else self._loader.writing
+        self.memory.check((*self._running, *self._running.ending), loading, writing)
         self._running.check()
 
     # ---- planning --------------------------------------------------------------------------------------------------
@@ -342,6 +364,8 @@ class ContinuousScheduler:
             return False
         seq = self._queue.first()
         if seq is None or seq.ready_after > self._last_committed:
+            return False
+        if self._loader is not None and self._loader.holds_back(seq):
             return False
         if running and self._blocked == (seq, running.num_left):
             return False  # no sequence has left since: do not match a long prompt again at every step
@@ -489,12 +513,16 @@ class ContinuousScheduler:
     def _wait(self, seq: Sequence) -> None:
         self.policy.on_wait(seq)
         self._queue.push(seq, self._clock())
+        if self._loader is not None:
+            self._loader.begin(seq)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def _settle_slots(self, tier: HostTier, plan: StepPlan, result: StepResult) -> None:
         """The saves and loads of the plan have run; its time says what a load costs, and a token."""
         tier.commit(plan, result.num_draining)
+        if self._loader is not None:
+            self._loader.write(plan)
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         self.memory.costs.note_commit(
             self._clock(), num_prompt_tokens, plan.num_tokens, len(plan.loads), bool(self._flights)
@@ -534,6 +562,8 @@ class ContinuousScheduler:
             self._queue.remove(seq)
         self.policy.on_end(seq)
         self._speculator.forget(seq)
+        if self._loader is not None:
+            self._loader.forget(seq)
         if seq.state is RUNNING:
             self._leave_row(seq, FINISHED)
         else:

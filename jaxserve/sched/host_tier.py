@@ -22,9 +22,10 @@ NO_SLOT = -1
 
 
 class SlotEntry(Protocol):
-    """What the tier keeps: a block of a prefix, with a slot in each group of layers or NO_SLOT."""
+    """What the tier keeps: a block of a prefix, with a page and a slot in each group of layers, or 0 and NO_SLOT."""
 
     key: bytes
+    page_ids: list[int]
     slots: list[int]
 
 
@@ -37,6 +38,8 @@ class HostTier:
       num_saved, num_loaded: pages, since the start.
       num_skipped: pages that were lost since no slot was free, or too many were on their way to one.
       num_declined: pages that the policy did not take in.
+      saves_early: full pages are saved as soon as there is room, and not only when the device gives them up: for a
+        store that is to have them after this process.
     """
 
     def __init__(self, limits: HostSlots, policy: TierPolicy) -> None:
@@ -44,6 +47,8 @@ class HostTier:
         self.limits = limits
         self.on_drop: Callable[[SlotEntry, int], None] = lambda entry, at: None
         self.num_saved = self.num_loaded = self.num_skipped = self.num_declined = 0
+        self.saves_early = False
+        self._offers: collections.deque[tuple[SlotEntry, int]] = collections.deque(maxlen=limits.num_slots)
         self._slots = SlotPool(limits.num_slots)
         self._policy = policy
         self._owners: dict[int, tuple[SlotEntry, int]] = {}
@@ -79,18 +84,44 @@ class HostTier:
         if not self.has_room:
             self.num_skipped += 1
             return
+        if self._take_slot(entry, at):
+            self._saves.append(PageSave(page_id, entry.slots[at]))
+            self.num_saved += 1
+        else:
+            self.num_skipped += 1
+
+    def offer(self, entry: SlotEntry, at: int) -> None:
+        """A page of the device has got its content in the plan that is being made, or before. See `saves_early`."""
+        self._offers.append((entry, at))
+
+    def begin_fill(self, entry: SlotEntry, at: int) -> bool:
+        """Gives `entry` a slot that something else than a plan fills. False when none is free, or half are being
+        filled: saves need slots, too."""
+        return 2 * self._slots.num_filling < self.limits.num_slots and self._take_slot(entry, at)
+
+    def end_fill(self, entry: SlotEntry, at: int, ok: bool) -> None:
+        """The fill has ended; without its page the slot is free again, and the entry may be forgotten."""
+        self._slots.ready(entry.slots[at])
+        if not ok:
+            self.forget(entry, at)
+            self.on_drop(entry, at)
+
+    def owner(self, slot: int) -> tuple[SlotEntry, int]:
+        """The entry whose page the slot holds, and its group."""
+        return self._owners[slot]
+
+    def _take_slot(self, entry: SlotEntry, at: int) -> bool:
+        key = _key(entry, at)
         slot = self._slots.allocate()
         if slot is None and self._drop_one(key):
             slot = self._slots.allocate()
         if slot is None:
-            self.num_skipped += 1
-            return
+            return False
         self._policy.insert(key)
         self._slot_of[key] = slot
         self._owners[slot] = (entry, at)
         entry.slots[at] = slot
-        self._saves.append(PageSave(page_id, slot))
-        self.num_saved += 1
+        return True
 
     def pin(self, entry: SlotEntry, at: int) -> int:
         """The slot of `entry` in group `at`, which stays as it is until `unpin`."""
@@ -111,7 +142,14 @@ class HostTier:
         self._give_up(key)
 
     def take_saves(self) -> tuple[PageSave, ...]:
-        """What the plan that is now complete must save."""
+        """What the plan that is now complete must save. Offers of this plan come after: their pages are not written."""
+        while self._offers and self.has_room:
+            entry, at = self._offers.popleft()
+            if (page_id := entry.page_ids[at]) and entry.slots[at] == NO_SLOT:
+                if not self._take_slot(entry, at):
+                    break  # nothing may give way: it is saved when the device gives it up
+                self._saves.append(PageSave(page_id, entry.slots[at]))
+                self.num_saved += 1
         saves, self._saves = tuple(self._saves), []
         self._in_flight.append(len(saves))
         return saves
@@ -125,7 +163,7 @@ class HostTier:
         self.unpin(load.slot for load in plan.loads)
 
     def check(self, leased: Iterable[int], loading: Iterable[PageLoad]) -> None:
-        """Proves the counts, given the slots that sequences will load and the loads of plans in flight."""
+        """Proves the counts, given the slots that are read otherwise, and the loads of plans in flight."""
         pins = collections.Counter(leased)
         pins.update(load.slot for load in loading)
         self._slots.check(set(self._owners), dict(pins))

@@ -119,7 +119,7 @@ class SequenceMemory:
         chain: list[PageEntry] = []
         num_found = 0
         if self.prefix is not None and not seq.needs_whole_prompt:
-            chain = self.prefix.match(seq.request.cache_salt, self._blocks(self.prefix, seq))
+            chain = self.prefix.match(seq.request.cache_salt, self.blocks_of(self.prefix, seq))
             num_found = len(chain)
             if self.tier is not None:
                 chain = self._worth_loading(chain, len(seq.tokens))
@@ -278,7 +278,7 @@ class SequenceMemory:
                 table.page_ids += [self.pool.allocate() for _ in range(seq.num_columns - num_shared)]
         self._reach(seq, end)
         if self.prefix is not None:
-            blocks = self._blocks(self.prefix, seq)
+            blocks = self.blocks_of(self.prefix, seq)
             for entry in placement.chain[len(blocks.keys) :]:  # what it shares with the sequence that it is a fork of
                 blocks.learn(entry.key, entry.content)
         if placement.copy_sources:
@@ -402,15 +402,17 @@ class SequenceMemory:
         seq.chain = []
         seq.chain_open = False
 
-    def check(self, holders: Iterable[Sequence], loading: Iterable[PageLoad] = ()) -> None:
-        """Proves the counts, given all sequences that hold pages, and the loads of plans in flight."""
+    def check(self, holders: Iterable[Sequence], loading: Iterable[PageLoad] = (), writing: Iterable[int] = ()) -> None:
+        """Proves the counts, given all sequences that hold pages, the loads of plans in flight, and the slots that are
+        being written to a store."""
         holders = list(holders)
         self.pool.check([seq.page_ids for seq in holders])
         assert self._num_promised == sum(seq.num_promised for seq in holders), self._num_promised
         if self.prefix is not None:
             self.prefix.check()
         if self.tier is not None:
-            self.tier.check((load.slot for seq in holders for load in seq.loads), loading)
+            leased = [load.slot for seq in holders for load in seq.loads]
+            self.tier.check([*leased, *writing], loading)
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------
 
@@ -437,7 +439,7 @@ class SequenceMemory:
         self._num_promised += num_pages - seq.num_promised
         seq.num_promised = num_pages
 
-    def _blocks(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
+    def blocks_of(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
         """The contents of the pages of `seq`, computed once for as long as it lives."""
         if seq.blocks is None:
             seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, seq.request.content)

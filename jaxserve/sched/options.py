@@ -30,6 +30,7 @@ class SchedulerOptions:
       host_policy: which pages stay in host memory, where the device has such: a name (see `tier_policy.TIER_POLICIES`),
         a path, a class, or a policy of its own for each scheduler.
       host_tier: settings of that policy.
+      store_wait_s: seconds that a sequence waits for pages from a store at most.
       speculation: how many tokens the rows of a step may draw.
       ttft_target_s, tpot_target_s: `slo`: seconds to the first token and for each one after it, unless a request says
         otherwise.
@@ -50,6 +51,7 @@ class SchedulerOptions:
     tpot_target_s: float = 0.1
     host_policy: str | type[TierPolicy] | TierPolicy = "lru"
     host_tier: TierOptions = dataclasses.field(default_factory=TierOptions)
+    store_wait_s: float = 2.0
     speculation: SpeculationOptions = dataclasses.field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:

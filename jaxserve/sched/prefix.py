@@ -30,9 +30,20 @@ class PageEntry:
       num_children: entries whose parent it is. An entry without pages or slots stays as long as it has children, since
         the way to them leads through it: a group with a window finds the end of a sequence whose beginning is gone.
       alive: whether the cache still knows it.
+      wide_key: for stores, see `loading`; empty until it is asked for.
     """
 
-    __slots__ = ("__weakref__", "alive", "content", "key", "num_children", "page_ids", "parent", "slots")
+    __slots__ = (
+        "__weakref__",
+        "alive",
+        "content",
+        "key",
+        "num_children",
+        "page_ids",
+        "parent",
+        "slots",
+        "wide_key",
+    )
 
     def __init__(self, key: bytes, parent: "PageEntry | None", content: bytes, num_groups: int) -> None:
         self.key = key
@@ -42,6 +53,7 @@ class PageEntry:
         self.slots = [NO_SLOT] * num_groups
         self.num_children = 0
         self.alive = True
+        self.wide_key = b""
 
     @property
     def is_empty(self) -> bool:
@@ -86,7 +98,7 @@ class PrefixCache:
         root = self._roots.get(salt)
         if root is None:
             key = root_key(self._namespace, salt, f"{self._page_size} tokens")
-            root = self._roots[salt] = PageEntry(key, None, b"", 0)
+            root = self._roots[salt] = PageEntry(key, None, salt.encode("utf-8", "surrogatepass"), 0)
         return root
 
     def blocks(self, salt: str, token_ids: Sequence[int], spans: tuple[ContentSpan, ...] = ()) -> Blocks:
@@ -137,9 +149,20 @@ class PrefixCache:
         Some or all pages of the entry are those of another sequence when two computed the same content. None when the
         content can never be found: the key is taken by another one, or nothing leads to the block before.
         """
+        entry = self.expect(parent, blocks, number)
+        if entry is None:
+            return None
+        for at, page_id in enumerate(page_ids):
+            if page_id:
+                self.keep(entry, at, page_id)
+        return entry
+
+    def expect(self, parent: PageEntry, blocks: Blocks, number: int) -> PageEntry | None:
+        """The entry for the content of block `number`, a new one where there is none. A new one must get a page, a slot
+        or a child at once, or be given to `prune`. None: as for `record`."""
         if not parent.alive:
             return None
-        if number == len(blocks.keys):
+        while number >= len(blocks.keys):
             blocks.extend()
         key, content = blocks.keys[number], blocks.contents[number]
         entry = self._by_key.get(key)
@@ -148,10 +171,13 @@ class PrefixCache:
             parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
             return None
-        for at, page_id in enumerate(page_ids):
-            if page_id:
-                self.keep(entry, at, page_id)
         return entry
+
+    def salt_of(self, entry: PageEntry) -> str:
+        """The salt of the chain that the entry is part of."""
+        while entry.parent is not None:
+            entry = entry.parent
+        return entry.content.decode("utf-8", "surrogatepass")
 
     def keep(self, entry: PageEntry, at: int, page_id: int) -> None:
         """Makes `page_id` findable, which has the content of `entry` in group `at`, unless another page has it."""
@@ -160,6 +186,8 @@ class PrefixCache:
         entry.page_ids[at] = page_id
         self._by_page[page_id] = entry
         self._pool.keep_content(page_id)
+        if self._tier is not None and self._tier.saves_early:
+            self._tier.offer(entry, at)
 
     @staticmethod
     def _found(tier: HostTier, entry: PageEntry) -> list[int]:
@@ -184,14 +212,15 @@ class PrefixCache:
         if self._tier is not None and entry.slots[at] == NO_SLOT:
             self._tier.save(entry, at, page_id)  # may drop other entries, but not this one, which still has its page
         entry.page_ids[at] = DUMMY_PAGE
-        self._prune(entry)
+        self.prune(entry)
 
     def _drop(self, entry: SlotEntry, at: int) -> None:
         """The host tier has given up a slot of the entry."""
         assert isinstance(entry, PageEntry)
-        self._prune(entry)
+        self.prune(entry)
 
-    def _prune(self, entry: PageEntry) -> None:
+    def prune(self, entry: PageEntry) -> None:
+        """Forgets the entry if nothing of it is left, and so those before it."""
         while entry.parent is not None and entry.num_children == 0 and entry.is_empty:
             parent = entry.parent
             del self._by_key[entry.key]

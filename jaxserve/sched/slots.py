@@ -3,7 +3,8 @@
 A slot is a buffer of host memory that holds one page. Which content it holds is known to the host tier, the bytes to
 the runner: the pool knows a slot by its number alone, so it serves real memory, the fake runner and the simulator.
 
-Every slot is exactly one of: free; filling (a plan saves a page into it, whose result has not been read); ready. A
+Every slot is exactly one of: free; filling (a plan saves a page into it, whose result has not been read, or a store
+fills it); ready. A
 ready slot may be pinned: a sequence will load it, or a plan in flight does, so its content may not be replaced.
 """
 
@@ -22,6 +23,11 @@ class SlotPool:
     def num_used(self) -> int:
         """Slots that hold a page, or are being filled."""
         return self.num_slots - len(self._free)
+
+    @property
+    def num_filling(self) -> int:
+        """Slots whose content is on its way."""
+        return len(self._filling)
 
     def allocate(self) -> int | None:
         """A slot to be filled; None when none is free. It is never waited for."""

@@ -7,6 +7,7 @@ whatever was added, cut, preempted, shared or aborted around it.
 import collections
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.errors import UserError
@@ -123,8 +124,11 @@ class World:
         any_shape: bool = False,
         host_policy: str = "lru",
         admission: str = "always",
+        store: Any = None,
     ) -> None:
-        """`accept`: as of `FakeRunner`. `any_shape`: each step has a random one of the shapes that are on offer."""
+        """`store`: as in `test_loading`.
+
+        `accept`: as of `FakeRunner`. `any_shape`: each step has a random one of the shapes that are on offer."""
         self.clock = ManualClock()
         self.limits = limits
         scheduler = create_scheduler(
@@ -140,6 +144,7 @@ class World:
                 host_tier=TierOptions(admission=admission),
             ),
             clock=self.clock,
+            store=store,
         )
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
@@ -155,6 +160,9 @@ class World:
             accept=accept,
             num_draining=lambda num_saved: counts.randint(0, num_saved),
         )
+        self.store = store
+        if store is not None:
+            store.runner = self.runner
         self.published = PublishedPages(scheduler, self.runner)
         self.chunked = chunked
         self.requests: dict[str, Request] = {}
@@ -193,6 +201,10 @@ class World:
             return
         plan = self.scheduler.schedule()
         if plan is None:
+            if not self.flights and self.store is not None and self.scheduler.has_work():
+                assert self.scheduler.waits(), "work is left and nothing can ever run"
+                self.clock.advance(1.0)  # of a deadline
+                return
             assert self.flights or not self.scheduler.has_work(), "work is left and nothing can ever run"
             return
         if not self.chunked:
