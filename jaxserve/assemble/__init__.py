@@ -9,13 +9,16 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from jaxserve import __version__
 from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
+from jaxserve.assemble.page_store import PageStore, check_page_store, open_page_store
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import Config
@@ -42,6 +45,7 @@ from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.runtime.heads import find_head
+from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.sched import (
@@ -57,6 +61,7 @@ from jaxserve.sched import (
     create_scheduler,
     find_scheduler,
 )
+from jaxserve.sched.tier_policy import TierOptions, create_tier_policy
 from jaxserve.text import CachingTokenizer, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -79,6 +84,8 @@ class Device:
       later: step shapes that the runner does not have yet; None: it has all.
       facts: settings that must be the same in all processes that run the model together, as texts.
       namespace: of the keys of pages (see `content`); equal where pages could be exchanged.
+      slots: host memory for pages; None where there is none.
+      page_layout: how the bytes of a slot are arranged.
     """
 
     runner: Runner
@@ -91,6 +98,8 @@ class Device:
     later: LaterBuckets | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     namespace: str = ""
+    slots: SlotBytes | None = None
+    page_layout: str = ""
 
     @property
     def all_limits(self) -> Limits:
@@ -135,6 +144,9 @@ def assemble(
     num_replicas = config.parallel.data
     find_scheduler(choice)
     create_lengths(config.sched.lengths)
+    if config.cache.host_bytes:
+        create_tier_policy(config.cache.host_policy)
+    check_page_store(config)
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
     if config.runtime.step_log is not None:
@@ -148,6 +160,7 @@ def assemble(
     devices = (build_devices if make_devices is None else make_devices)(config, progress)
     model = describe_model(config, devices, tokenizer, embedding, reranker)
     interpreter = process_interpreter()
+    stores = [_open_store(config, device) for device in devices]
     replicas = [
         Engine(
             runner=device.runner,
@@ -155,6 +168,7 @@ def assemble(
                 choice,
                 device.runner.limits,
                 options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
+                store=stores[number],
             ),
             tokenizer=tokenizer,
             model=model,
@@ -172,9 +186,13 @@ def assemble(
                 device_facts=device.facts,
             ),
             interpreter=interpreter,
+            on_close=None if (store := stores[number]) is None else store.close,
         )
         for number, device in enumerate(devices)
     ]
+    for replica, store in zip(replicas, stores, strict=True):
+        if store is not None:
+            store.wake = replica.wake
     later = [device.later for device in devices if device.later is not None]
     for buckets in later:
         buckets.start()
@@ -192,12 +210,21 @@ def assemble(
     )
 
 
+def _open_store(config: Config, device: Device) -> PageStore | None:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib"))
+    layout = f"jaxserve {__version__}, {versions}, {device.page_layout}"
+    return open_page_store(config, device.slots, layout, device.namespace)
+
+
 def scheduler_options(config: Config) -> SchedulerOptions:
     """The settings of `sched:` and `cache:` for the scheduler. Raises ConfigError."""
     sched = config.sched
     return SchedulerOptions(
         chunked_prefill=sched.chunked_prefill,
         prefix_caching=config.cache.prefix_caching,
+        host_policy=config.cache.host_policy,
+        host_tier=TierOptions(admission=config.cache.host_admission),
+        store_wait_s=config.store.wait_s,
         watermark=sched.watermark,
         growth=sched.growth,
         lengths=sched.lengths,
@@ -321,6 +348,8 @@ def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
             "cache scales": "none" if loaded.cache_scales is None else loaded.cache_scales.digest,
         },
         namespace=_namespace(config, loaded),
+        slots=built.runner.slots,
+        page_layout=built.page_layout,
     )
 
 

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve import __version__, assemble
 from jaxserve.assemble import Assembly, Device
@@ -84,9 +84,7 @@ def _assemble_leading(resolved: ResolvedConfig, leader: Leader, progress: Progre
 
     def make_devices(config: Config, progress: Progress) -> list[Device]:
         digest = StepDigest()
-        device = _build(
-            config, progress, digest, lambda pages: leader.meet("memory", {}, {"pages": pages}, None)["pages"]
-        )
+        device = _build(config, progress, digest, lambda numbers: leader.meet("memory", {}, numbers, None))
         progress.begin("waiting until all processes are ready")
         leader.meet("ready", device_facts(device.runner.limits, device.facts), {}, None)
         runners.append(
@@ -124,7 +122,7 @@ def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], 
         find_devices(config)
         check_devices(config.parallel)
         digest = StepDigest()
-        device = _build(config, progress, digest, lambda pages: link.meet("memory", {}, {"pages": pages})["pages"])
+        device = _build(config, progress, digest, lambda numbers: link.meet("memory", {}, numbers))
         progress.begin("waiting until all processes are ready")
         link.meet("ready", device_facts(device.runner.limits, device.facts), {})
         on_ready()
@@ -148,8 +146,13 @@ def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], 
     return 0
 
 
-def _build(config: Config, progress: Progress, digest: StepDigest, agree: Callable[[int], int]) -> Device:
-    hooks = BuildHooks(one_of_many=True, on_buffer=digest.observe, agree_on_pages=agree)
+def _build(
+    config: Config,
+    progress: Progress,
+    digest: StepDigest,
+    agree: Callable[[Mapping[str, int]], Mapping[str, int]],
+) -> Device:
+    hooks = BuildHooks(one_of_many=True, on_buffer=digest.observe, agree=agree)
     [device] = assemble.build_devices(config, progress, hooks=hooks)
     return device
 

@@ -72,9 +72,12 @@ def sizes_from(header: LogHeader, config: Config) -> Config:
     cache = {"page_size": limits.page_size}
     if config.cache.memory_bytes is None:
         cache["num_pages"] = limits.num_pages
+    filled = _fill(config.cache, cache)
+    if not config.cache.host_bytes and limits.slots.num_slots:
+        filled = filled.model_copy(update={"host_bytes": limits.slots.num_slots * limits.slots.page_bytes})
     return config.model_copy(
         update={
-            "cache": _fill(config.cache, cache),
+            "cache": filled,
             "sched": sched,
             "model": _fill(config.model, {"max_len": limits.max_model_len}),
             "runtime": _fill(config.runtime.model_copy(update={"step_log": None, "background_buckets": False}), shapes),
@@ -99,6 +102,8 @@ def check_fits(header: LogHeader, limits: Limits, vocab_size: int) -> None:
     ):
         if getattr(limits, name) < getattr(log, name):
             wrong.append(f"it needs {name} {getattr(log, name)}, here {getattr(limits, name)} ({setting})")
+    if limits.slots.num_slots < log.slots.num_slots:
+        wrong.append(f"it needs {log.slots.num_slots} host slots, here {limits.slots.num_slots} (cache.host_bytes)")
     for bucket in log.buckets:
         if limits.find_bucket(bucket.tokens, bucket.rows, bucket.decode_only, bucket.width, bucket.rounds) is None:
             setting = "sched.max_step_tokens, runtime.token_buckets" if bucket.plain else "speculation"

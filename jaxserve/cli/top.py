@@ -173,8 +173,8 @@ def _head(now: Scrape, before: Scrape | None, source: str) -> Text:
 
 
 def _rates(now: Scrape, before: Scrape | None, columns: int) -> Table:
-    def gain(name: str) -> float:
-        return now.sum(name) - (before.sum(name) if before is not None else 0.0)
+    def gain(name: str, **labels: str) -> float:
+        return now.sum(name, **labels) - (before.sum(name, **labels) if before is not None else 0.0)
 
     def rate(name: str) -> str:
         return "-" if before is None else f"{gain(name) / max(1e-9, now.time_s - before.time_s):,.1f}/s"
@@ -196,6 +196,9 @@ def _rates(now: Scrape, before: Scrape | None, columns: int) -> Table:
         cells["tokens/step"] = f"{more / gain('decode_rows_total'):.2f}"
     if drafted := gain("spec_decode_num_draft_tokens_total"):
         cells["accepted"] = _share(gain("spec_decode_num_accepted_tokens_total"), drafted)
+    if slots := now.sum("kv_host_slots"):
+        cells["host slots"] = _share(now.sum("kv_host_slots", state="used"), slots)
+        cells["from host"] = _share(gain("kv_tier_hit_tokens_total", tier="host"), queries)
     table = Table.grid(padding=(0, 1))
     for _ in range(columns):
         table.add_column(style="dim", no_wrap=True, min_width=11)

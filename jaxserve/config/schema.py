@@ -101,6 +101,27 @@ class CacheConfig(Section):
         default=None, description="File of ranges for a cache of eight bits, as `jaxserve calibrate-cache` writes it."
     )
     prefix_caching: bool = pydantic.Field(default=True, description="Share the pages of prompts that begin alike.")
+    host_bytes: int = pydantic.Field(
+        default=0,
+        ge=0,
+        description="Bytes of host memory, on each host, for pages that the device gives up; replicas share them "
+        "evenly. 0: such pages are lost, and computed again when they are needed.",
+    )
+    host_policy: str = pydantic.Field(
+        default="lru",
+        description="Which pages stay in host memory: lru, lfu, arc, s3-fifo, entry point, or 'package.module:Class'.",
+    )
+    host_admission: Literal["second_sight", "always"] = pydantic.Field(
+        default="second_sight",
+        description="second_sight: while host memory turns over faster than pages come back, a page is taken in the "
+        "second time only; always: at once.",
+    )
+    load_bytes_per_step: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Bytes of pages that a step loads from host memory beside other work, one page at least; default: "
+        "one launch of 16 pages, fewer where pages are large.",
+    )
 
 
 class SchedConfig(Section):
@@ -547,6 +568,45 @@ class RouteConfig(Section):
     )
 
 
+class StoreConfig(Section):
+    """Where pages of host memory are kept beyond the process; needs cache.host_bytes."""
+
+    kind: str | None = pydantic.Field(
+        default=None, description="memory, file, remote, object, entry point, or 'package.module:Class'; null: nowhere."
+    )
+    location: str | None = pydantic.Field(
+        default=None, description="file: a directory; remote: HOST:PORT of a kv-server; object: the URL of a bucket."
+    )
+    max_bytes: int | None = pydantic.Field(
+        default=None, ge=1, description="Bytes of all pages, where the store counts."
+    )
+    policy: str | None = pydantic.Field(
+        default=None, description="Which pages go beyond max_bytes; see cache.host_policy. Default: the store's."
+    )
+    admission: Literal["always", "second_sight"] | None = pydantic.Field(
+        default=None, description="See cache.host_admission. Default: the store's."
+    )
+    secret_file: str | None = pydantic.Field(
+        default=None,
+        description="File of the secret by which pages are named and sealed, the same for all servers that share a "
+        "store; a directory makes one by default.",
+    )
+    compression: Literal["none", "zstd", "auto"] | None = pydantic.Field(
+        default=None, description="auto: while the link is slower than the codec. Default: the store's."
+    )
+    wait_s: float = pydantic.Field(
+        default=2.0,
+        gt=0,
+        description="Seconds that a request waits for its pages at most; less where computing them takes less.",
+    )
+    tls_ca: str | None = pydantic.Field(default=None, description="remote: PEM file of the server's authorities.")
+    tls_cert: str | None = pydantic.Field(default=None, description="remote: PEM file of this client's certificate.")
+    tls_key: str | None = pydantic.Field(default=None, description="remote: PEM file of its key.")
+    tls_name: str | None = pydantic.Field(
+        default=None, description="remote: the name in the server's certificate, if it is not its address."
+    )
+
+
 class KVServerConfig(Section):
     """`jaxserve kv-server`: a machine that keeps pages of keys and values for servers."""
 
@@ -597,4 +657,5 @@ class Config(Section):
     rerank: RerankConfig = RerankConfig()
     serve: ServeConfig = ServeConfig()
     route: RouteConfig = RouteConfig()
+    store: StoreConfig = StoreConfig()
     kv_server: KVServerConfig = KVServerConfig()

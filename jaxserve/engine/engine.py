@@ -84,11 +84,13 @@ class Engine:
         step_log: StepLogWriter | None = None,
         interpreter: Interpreter | None = None,
         later: LaterBuckets | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
 
         `interpreter` decides how Python runs while there is work: when it collects garbage, say; None leaves it alone.
-        `later` brings step shapes that `runner` does not have yet; it has been started, or will be.
+        `later` brings step shapes that `runner` does not have yet; it has been started, or will be. `on_close` is
+        called once the loop has ended.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -104,6 +106,7 @@ class Engine:
         self._interpreter = interpreter
         self._working = False  # the interpreter knows that there is work
         self._later = later
+        self._on_close = on_close
         if later is not None:
             self._stats.watch_buckets(lambda: later.counts)
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
@@ -418,6 +421,9 @@ class Engine:
             self._later.close()
         if self._step_log is not None:
             self._step_log.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
         try:

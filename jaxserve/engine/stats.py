@@ -207,7 +207,9 @@ class EngineStats:
         counts = counts_of(self._scheduler)
         if self.alive or counts is None:
             return counts
-        return counts._replace(waiting=0, running=0, free_pages=0, cached_pages=0, held_pages=0, shared_pages=0)
+        return counts._replace(
+            waiting=0, running=0, free_pages=0, cached_pages=0, held_pages=0, shared_pages=0, used_slots=0
+        )
 
     @property
     def clock_s(self) -> float:

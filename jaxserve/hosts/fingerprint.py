@@ -53,6 +53,7 @@ def device_facts(limits: Limits, model: Mapping[str, str]) -> dict[str, str]:
     return {
         "rows": str(limits.max_rows),
         "pages": f"{limits.num_pages} of {limits.page_size} tokens",
+        "host slots": str(limits.slots.num_slots),
         "page groups": " ".join("all" if g.window is None else str(g.window) for g in limits.page_groups),
         "context": str(limits.max_model_len),
         "buckets": " ".join(f"{b.tokens}x{b.rows}{'d' * b.decode_only}" for b in limits.buckets),

@@ -73,6 +73,7 @@ class Assumptions:
       memory_share, compute_share, link_share: of the published peak.
       hop_seconds: from a chip to its neighbour; a collective crosses the slice and comes back.
       switch_seconds: of one collective through a switch.
+      host_bandwidth: bytes a second between host memory and each device, either way, where a simulation has host slots.
     """
 
     memory_share: float = 0.8
@@ -80,6 +81,7 @@ class Assumptions:
     link_share: float = 0.5
     hop_seconds: float = 1e-6
     switch_seconds: float = 10e-6
+    host_bandwidth: float = 25e9
 
     def sentences(self, topology: Topology, context: int, dtype: str, tensor: int) -> tuple[str, ...]:
         """One for each figure that a prediction used."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
@@ -46,16 +46,30 @@ from jaxserve.runtime.executables import (
     draft_caches,
     first_buckets,
     flat_weights,
+    gather_name,
     head_of,
     make_jobs,
     make_state,
+    packed_sharding,
+    packed_words,
+    scatter_name,
     state_job,
     state_specs,
     step_name,
 )
+from jaxserve.runtime.host_slots import SlotBytes, StagePages
 from jaxserve.runtime.later import BackgroundBuckets
-from jaxserve.runtime.memory import MemoryPlan, device_memory_bytes, estimate_temporaries, memory_share, plan_memory
+from jaxserve.runtime.memory import (
+    MemoryPlan,
+    check_host_memory,
+    device_memory_bytes,
+    estimate_temporaries,
+    memory_share,
+    plan_memory,
+    plan_slots,
+)
 from jaxserve.runtime.mesh import replicated
+from jaxserve.runtime.page_moves import move_counts
 from jaxserve.runtime.resolve import (
     attention_uses,
     backend_of,
@@ -80,12 +94,12 @@ class BuildHooks:
       one_of_many: all buckets are built before the first step, since all processes must have the same; and none comes
         from a file of its own.
       on_buffer: see `DeviceRunner`.
-      agree_on_pages: turns the number of pages that fit here into the number that all processes use.
+      agree: turns numbers that fit here, by name (pages, slots), into those that all processes use.
     """
 
     one_of_many: bool = False
     on_buffer: Callable[[np.ndarray], None] = lambda buffer: None
-    agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages
+    agree: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda numbers: numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +110,7 @@ class Built:
       models: the stages with their weights.
       seconds: what took how long; reading weights and making executables go on at once.
       later: buckets that the runner does not have yet, to be started with the engine's loop; None: it has them all.
+      page_layout: how the bytes of a host slot are arranged; equal where slots could be exchanged.
     """
 
     runner: DeviceRunner
@@ -104,6 +119,7 @@ class Built:
     compile_report: tuple[str, ...]
     seconds: Mapping[str, float]
     later: BackgroundBuckets | None
+    page_layout: str = ""
 
 
 def build_runners(
@@ -152,7 +168,9 @@ def build_runners(
     ]
     replicas = [[stage.devices for stage in stages], *others]
     memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas))
-    memory = memory.with_pages(hooks.agree_on_pages(memory.num_pages))
+    agreed = hooks.agree({"pages": memory.num_pages, "slots": memory.limits.slots.num_slots})
+    memory = memory.with_numbers(agreed["pages"], agreed["slots"])
+    check_host_memory(config.cache.host_bytes)
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
@@ -165,6 +183,7 @@ def build_runners(
         sizes=sizes,
         attention=attention,
         memory=memory,
+        stages=stages,
         hooks=hooks,
         store=directory / "executables" if directory is not None and stores else None,
     )
@@ -193,7 +212,7 @@ def _place(
         layouts=dict(bucket_layouts(sizes)),
         stages=[
             Stage(
-                executables=_executables(part.compiled, now),
+                executables=_executables(part.compiled, now, memory.move_counts),
                 weights=flat_weights(model.state),
                 state=part.compiled["make_state"].call(),
                 sharding=replicated(model.mesh),
@@ -203,13 +222,35 @@ def _place(
         num_parts=1 if len(parts) == 1 else config.parallel.microbatches or len(parts),
         vocab_size=loaded[0].partition.vocab_size,
         on_buffer=plan.hooks.on_buffer,
+        slots=_slot_bytes(plan, loaded) if memory.limits.slots.num_slots else None,
     )
+    if memory.limits.slots.num_slots:
+        runner.time_moves()
     if sizes.speculation is not None:
         runner.time_steps()
     later = _build_later(runner, parts[0], memory) if parts[0].later else None
+    parts_of_page = [
+        f"{len(model.mesh.local_devices)} devices x {packed_words(stage, plan.attention, sizes)} words"
+        for stage, model in zip(plan.stages, loaded, strict=True)
+    ]
     return Built(
-        runner=runner, models=loaded, memory=memory, compile_report=tuple(report), seconds=seconds, later=later
+        runner=runner,
+        models=loaded,
+        memory=memory,
+        compile_report=tuple(report),
+        seconds=seconds,
+        later=later,
+        page_layout=f"{plan.attention.name}, {sizes.page_size} tokens, {', '.join(parts_of_page)}",
     )
+
+
+def _slot_bytes(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> SlotBytes:
+    stages = [dataclasses.replace(stage, mesh=model.mesh) for stage, model in zip(plan.stages, loaded, strict=True)]
+    packed = [
+        StagePages(sharding=packed_sharding(stage), words=packed_words(stage, plan.attention, plan.sizes))
+        for stage in stages
+    ]
+    return SlotBytes(plan.memory.limits.slots.num_slots, packed)
 
 
 def _kernels_phase(sizes: Sizes, cache: Path | None) -> str:
@@ -244,6 +285,7 @@ class _BuildPlan:
     sizes: Sizes
     attention: PagedAttention
     memory: MemoryPlan
+    stages: Sequence[AbstractStage]
     hooks: BuildHooks
     store: Path | None
 
@@ -301,7 +343,7 @@ def _compile_stages(
 def _jobs(plan: _BuildPlan, stage: AbstractStage, waiting: Sequence[Bucket]) -> tuple[list[Job], Mapping[Bucket, Job]]:
     """The jobs that a stage needs before it begins, and the steps of the buckets that wait."""
     num_pages = plan.memory.num_pages
-    jobs = make_jobs(stage, plan.sizes, plan.attention, num_pages)
+    jobs = make_jobs(stage, plan.sizes, plan.attention, num_pages, plan.memory.move_counts)
     of_name = {job.name: job for job in jobs}
     later = {bucket: of_name[step_name(bucket)] for bucket in waiting}
     now = [job for job in jobs if job not in later.values()]
@@ -343,13 +385,17 @@ def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> l
     return [*title, *report_lines(compiled)]
 
 
-def _executables(compiled: Mapping[str, Compiled], buckets: Sequence[Bucket]) -> Executables:
+def _executables(
+    compiled: Mapping[str, Compiled], buckets: Sequence[Bucket], move_counts: Sequence[int]
+) -> Executables:
     optional = ("configure_row", "write_masks", "tell_tokens", "enter_rows", "leave_rows")
     return Executables(
         steps={b: compiled[step_name(b)].call for b in buckets},
         copy_pages=compiled["copy_pages"].call,
         write_tables=compiled["write_tables"].call,
         **{name: compiled[name].call if name in compiled else None for name in optional},
+        gather_pages={count: compiled[gather_name(count)].call for count in move_counts},
+        scatter_pages={count: compiled[scatter_name(count)].call for count in move_counts},
     )
 
 
@@ -362,6 +408,10 @@ def _total_bytes(replicas: Sequence[Sequence[Mesh]]) -> int:
     return min(map(device_memory_bytes, devices))
 
 
+def _num_devices_here(mesh: Mesh | AbstractMesh) -> int:
+    return len(mesh.local_devices) if isinstance(mesh, Mesh) else mesh.size
+
+
 def plan_stage_memory(
     config: Config,
     sizes: Sizes,
@@ -370,6 +420,7 @@ def plan_stage_memory(
     total_bytes: int,
 ) -> MemoryPlan:
     """The memory of the fullest device: pages are as many in all stages, so the worst of each item counts."""
+    cache = config.cache
     local, largest = stages[0].partition.local, max(sizes.buckets, key=lambda bucket: bucket.tokens)
     weights, pages, rows = [], [], []
     for stage in stages:
@@ -379,6 +430,10 @@ def plan_stage_memory(
         pages.append(device_bytes(shapes.caches, specs.caches, stage.mesh) // 2)  # the one page and the dummy
         rest, rest_specs = (dataclasses.replace(tree, caches=()) for tree in (shapes, specs))
         rows.append(device_bytes(rest, rest_specs, stage.mesh))
+    counts = move_counts(max(pages)) if cache.host_bytes else ()
+    # Each device packs its part of a page into words of its own.
+    slot_bytes = sum(4 * packed_words(stage, attention, sizes) * _num_devices_here(stage.mesh) for stage in stages)
+    slots = plan_slots(cache, slot_bytes, config.parallel.data, counts)
     planned = plan_memory(
         total_bytes=total_bytes,
         share=memory_share(config.cache, sizes.backend),
@@ -393,10 +448,11 @@ def plan_stage_memory(
         ),
         state_bytes=max(rows),
         page_bytes=max(pages),
-        limits=sizes.limits(0),
+        limits=dataclasses.replace(sizes.limits(0), slots=slots),
         page_groups=sizes.page_groups,
-        num_pages=config.cache.num_pages,
-        memory_bytes=config.cache.memory_bytes,
+        num_pages=cache.num_pages,
+        memory_bytes=cache.memory_bytes,
+        move_counts=counts,
     )
     if head_of(sizes) is None:
         return planned

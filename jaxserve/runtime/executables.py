@@ -8,7 +8,7 @@ serve. `compile` builds the jobs.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +35,7 @@ from jaxserve.runtime.head_drafting import HeadDrafter
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.page_groups import PageGroups
+from jaxserve.runtime.page_moves import gather_pages, page_words, scatter_pages
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, mask_words, row_state_size
 from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, ROW_SLOTS, TABLE_SLOTS, TOLD_SLOTS
 from jaxserve.runtime.step import (
@@ -251,8 +252,33 @@ def state_shardings(stage: AbstractStage, attention: PagedAttention, sizes: Size
     return jax.tree.map(lambda spec: NamedSharding(stage.mesh, spec), state_specs(stage, attention, sizes))
 
 
-def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num_pages: int) -> list[Job]:
-    """Everything to compile, the largest step first: it takes longest, and a pool should not end on it."""
+def packed_sharding(stage: AbstractStage) -> NamedSharding:
+    """The cut of packed pages [S, W * devices]: each device has the words of its own part of a page."""
+    return NamedSharding(stage.mesh, spec_for((None, "kv_heads"), TENSOR_PARALLEL))
+
+
+def packed_words(stage: AbstractStage, attention: PagedAttention, sizes: Sizes) -> int:
+    """W: words of a page that one device of the stage packs."""
+    shapes = jax.eval_shape(lambda: make_state(stage, attention, sizes, 1)).caches
+    specs = state_specs(stage, attention, sizes).caches
+
+    def on_one_device(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(stage.mesh, spec).shard_shape(shape.shape), shape.dtype)
+
+    return page_words(jax.tree.map(on_one_device, shapes, specs))
+
+
+def make_jobs(
+    stage: AbstractStage,
+    sizes: Sizes,
+    attention: PagedAttention,
+    num_pages: int,
+    move_counts: Sequence[int] = (),
+) -> list[Job]:
+    """Everything to compile, the largest step first: it takes longest, and a pool should not end on it.
+
+    `move_counts`: numbers of pages that one launch moves to or from host memory; empty without host slots.
+    """
     everywhere, shards = replicated(stage.mesh), stage.partition.placement.shards
     options = compiler_options(sizes.backend, stage.mesh.size)
     specs, whole = state_specs(stage, attention, sizes), PartitionSpec()
@@ -308,16 +334,43 @@ def make_jobs(stage: AbstractStage, sizes: Sizes, attention: PagedAttention, num
         if isinstance(drafter, LearnsFromAnswers):
             changes["enter_rows"] = (make_enter_rows(drafter), (array(np.int32, ROW_SLOTS, 3),))
             changes["leave_rows"] = (make_leave_rows(drafter), (array(np.int32, ROW_SLOTS, 2),))
-    return steps + [
-        Job(
-            name=name,
-            fn=on_mesh(fn, stage.mesh, (specs, *(whole for _ in args)), specs),
-            args=(state, *args),
-            donate=(0,),
-            options=options,
-        )
-        for name, (fn, args) in changes.items()
+    moves: list[Job] = []
+    if move_counts:
+        sharding = packed_sharding(stage)
+        words = packed_words(stage, attention, sizes) * stage.mesh.size
+        for count in move_counts:
+            ids = array(np.int32, count)
+            packed = jax.ShapeDtypeStruct((count, words), np.uint32, sharding=sharding)
+            gather = on_mesh(gather_pages, stage.mesh, (specs, whole), sharding.spec)
+            scatter = on_mesh(scatter_pages, stage.mesh, (specs, whole, sharding.spec), (specs, whole))
+            moves += [
+                Job(name=gather_name(count), fn=gather, args=(state, ids), donate=(), options=options),
+                Job(name=scatter_name(count), fn=scatter, args=(state, ids, packed), donate=(0,), options=options),
+            ]
+    return [
+        *steps,
+        *(
+            Job(
+                name=name,
+                fn=on_mesh(fn, stage.mesh, (specs, *(whole for _ in args)), specs),
+                args=(state, *args),
+                donate=(0,),
+                options=options,
+            )
+            for name, (fn, args) in changes.items()
+        ),
+        *moves,
     ]
+
+
+def gather_name(count: int) -> str:
+    """The name of an executable that packs so many pages."""
+    return f"gather_pages {count}"
+
+
+def scatter_name(count: int) -> str:
+    """The name of an executable that unpacks so many pages."""
+    return f"scatter_pages {count}"
 
 
 def device_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 import jax
 
 from jaxserve.config.schema import MEMORY_FRACTION, CacheConfig
-from jaxserve.errors import CapacityError
+from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.runtime.page_groups import PageGroups
-from jaxserve.sched.plan import Limits, PageGroup
+from jaxserve.runtime.page_moves import DRAINING_LAUNCHES, LOADING_LAUNCHES
+from jaxserve.sched.plan import HostSlots, Limits, PageGroup
 
 _GIB = 2**30
 _CPU_CACHE = 0.25  # of the memory that is free at the start: the pages of a CPU are not alone on their machine
@@ -38,6 +39,8 @@ class MemoryPlan:
       page_groups: those of `limits`, with the layers that they have.
       chosen_by: which rule fixed the number of pages.
       draft_weight_bytes, draft_page_bytes: of weights and page, the part of a draft head.
+      move_counts: pages of one launch to or from host memory; empty without it.
+      move_bytes: of such launches, packed.
     """
 
     total_bytes: int
@@ -51,6 +54,8 @@ class MemoryPlan:
     chosen_by: str
     draft_weight_bytes: int = 0
     draft_page_bytes: int = 0
+    move_counts: tuple[int, ...] = ()
+    move_bytes: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -62,9 +67,10 @@ class MemoryPlan:
         """Of all pages, the dummy page included."""
         return (self.num_pages + 1) * self.page_bytes
 
-    def with_pages(self, num_pages: int) -> "MemoryPlan":
-        """This plan with another number of pages."""
-        return dataclasses.replace(self, limits=dataclasses.replace(self.limits, num_pages=num_pages))
+    def with_numbers(self, num_pages: int, num_slots: int) -> "MemoryPlan":
+        """This plan with other numbers of pages and of host slots."""
+        slots = self.limits.slots._replace(num_slots=num_slots)
+        return dataclasses.replace(self, limits=dataclasses.replace(self.limits, num_pages=num_pages, slots=slots))
 
     def lines(self) -> list[str]:
         """The breakdown, one item a line."""
@@ -77,6 +83,7 @@ class MemoryPlan:
             f"tokens x {self.page_bytes / page_size / 1024:.1f} KiB a token ({self.chosen_by})",
             *self._group_lines(),
             *self._draft_lines(),
+            *self._slot_lines(),
             f"row state       {self.state_bytes / _GIB:9.3f} GiB of masks, counts and block tables",
             f"KV tokens       {held_tokens(self.limits, self.limits.max_model_len):9d}{self._of_length()}"
             f"{self._shortfall()}",
@@ -84,6 +91,15 @@ class MemoryPlan:
 
     def _group_lines(self) -> list[str]:
         return [f"page groups     {self.page_groups.describe()}"] if self.has_windows else []
+
+    def _slot_lines(self) -> list[str]:
+        slots = self.limits.slots
+        if not slots.num_slots:
+            return []
+        return [
+            f"host slots      {slots.num_slots * slots.page_bytes / _GIB:9.3f} GiB of host memory = {slots.num_slots} "
+            f"pages, and {self.move_bytes / _GIB:.3f} GiB of the device for pages on their way"
+        ]
 
     def _draft_lines(self) -> list[str]:
         if not self.draft_weight_bytes:
@@ -114,7 +130,7 @@ class MemoryPlan:
 
     def check_temporaries(self, measured_bytes: int) -> None:
         """Raises CapacityError when the compiled steps need more than is left beside weights and pages."""
-        left = self.total_bytes - self.weight_bytes - self.state_bytes - self.cache_bytes
+        left = self.total_bytes - self.weight_bytes - self.state_bytes - self.move_bytes - self.cache_bytes
         if measured_bytes > left:
             raise CapacityError(
                 f"the compiled step needs {measured_bytes / _GIB:.2f} GiB of temporaries, but weights and "
@@ -153,10 +169,10 @@ def device_memory_bytes(device: jax.Device) -> int:  # pyright: ignore[reportInv
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return _available_bytes()
+    return available_bytes()
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Bytes that a process may still take: the kernel's estimate with its caches, within the control group's limit."""
     if _MEMINFO.exists():
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -222,17 +238,19 @@ def plan_memory(
     page_groups: PageGroups,
     num_pages: int | None,
     memory_bytes: int | None,
+    move_counts: tuple[int, ...] = (),
 ) -> MemoryPlan:
     """Fixes the number of pages: as configured, by bytes, or from the memory that is left.
 
-    The last rule takes no more than `enough_pages`. `limits` has the sizes; its number of pages does not matter. Raises
-    CapacityError when not even one page in each group fits.
+    The last rule takes no more than `enough_pages`. `limits` has the sizes; its number of pages does not matter.
+    `move_counts`: see `MemoryPlan`. Raises CapacityError when not even one page in each group fits.
     """
+    move_bytes = (DRAINING_LAUNCHES + LOADING_LAUNCHES) * max(move_counts, default=0) * page_bytes
     least = len(limits.page_groups)
     needs = "a page" if least == 1 else f"a page in each of {least} groups of layers"
     budget = int(total_bytes * share.fraction)
-    free = budget - weight_bytes - temporary_bytes - state_bytes
-    limit = total_bytes - weight_bytes - state_bytes
+    free = budget - weight_bytes - temporary_bytes - state_bytes - move_bytes
+    limit = total_bytes - weight_bytes - state_bytes - move_bytes
     if num_pages is not None:
         chosen_by = "cache.num_pages"
         needed = (num_pages + 1) * page_bytes
@@ -288,7 +306,54 @@ def plan_memory(
         limits=dataclasses.replace(limits, num_pages=num_pages),
         page_groups=page_groups,
         chosen_by=chosen_by,
+        move_counts=move_counts,
+        move_bytes=move_bytes,
     )
+
+
+def plan_slots(cache: CacheConfig, page_bytes: int, num_replicas: int, move_counts: tuple[int, ...]) -> HostSlots:
+    """The slots of one replica in the host memory of this process; none without `cache.host_bytes`.
+
+    `page_bytes`: of a page on all devices of the replica in this process. Raises ConfigError where the setting cannot
+    work, CapacityError where not even one page fits.
+    """
+    if not cache.host_bytes:
+        if cache.load_bytes_per_step is not None:
+            raise ConfigError(
+                f"cache.load_bytes_per_step is {cache.load_bytes_per_step}, but without cache.host_bytes nothing is "
+                "loaded; set that, or leave this out"
+            )
+        return HostSlots()
+    if not cache.prefix_caching:
+        raise ConfigError(
+            f"cache.host_bytes is {cache.host_bytes} and cache.prefix_caching is false, but pages in host memory are "
+            "found by the prefix cache alone; leave one of them out"
+        )
+    num_slots = cache.host_bytes // num_replicas // page_bytes
+    if num_slots < 1:
+        raise CapacityError(
+            f"cache.host_bytes = {cache.host_bytes} holds no page of {page_bytes} bytes for each of {num_replicas} "
+            f"replicas; raise it to {num_replicas * page_bytes} or more, or set it to 0"
+        )
+    max_loads = move_counts[-1]
+    if cache.load_bytes_per_step is not None:
+        max_loads = max(1, cache.load_bytes_per_step // page_bytes)
+    return HostSlots(
+        num_slots=num_slots,
+        max_draining=DRAINING_LAUNCHES * move_counts[-1],
+        max_loads=max_loads,
+        page_bytes=page_bytes,
+    )
+
+
+def check_host_memory(host_bytes: int) -> None:
+    """Raises CapacityError when this machine does not have so many bytes for host slots."""
+    available = available_bytes()
+    if host_bytes > available:
+        raise CapacityError(
+            f"cache.host_bytes = {host_bytes} ({host_bytes / _GIB:.2f} GiB) is more than the {available / _GIB:.2f} "
+            "GiB of memory that this machine has left; lower it"
+        )
 
 
 def _on_grid(num_pages: int) -> int:

@@ -8,6 +8,7 @@ on the next, also across steps. Launches return at once and devices work through
 only who hands what to whom.
 """
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,9 @@ import numpy as np
 
 from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
+from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.pack import NUM_STOPS, Layout, following_tokens, pack, split_grants
+from jaxserve.runtime.page_moves import LOADING_LAUNCHES, pages_of_launch
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.runtime.rounds import RoundsOutput
 from jaxserve.runtime.row_state import (
@@ -34,7 +37,19 @@ from jaxserve.runtime.row_state import (
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState, StepOutput
 from jaxserve.sched.base import InFlight
-from jaxserve.sched.plan import Bucket, Drafted, Limits, PageCopy, RowMask, RowSetup, StepPlan, StepResult
+from jaxserve.sched.plan import (
+    DUMMY_PAGE,
+    Bucket,
+    Drafted,
+    Limits,
+    PageCopy,
+    PageLoad,
+    PageSave,
+    RowMask,
+    RowSetup,
+    StepPlan,
+    StepResult,
+)
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
@@ -59,6 +74,8 @@ class Executables:
     tell_tokens: jax.stages.Compiled | None
     enter_rows: jax.stages.Compiled | None
     leave_rows: jax.stages.Compiled | None
+    gather_pages: Mapping[int, jax.stages.Compiled]  # by their number of pages; empty without host slots
+    scatter_pages: Mapping[int, jax.stages.Compiled]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -86,9 +103,14 @@ class DeviceRunner:
         num_parts: int,
         vocab_size: int,
         on_buffer: Callable[[np.ndarray], None] = lambda buffer: None,
+        slots: SlotBytes | None = None,
     ) -> None:
         """`layouts`: of all buckets, also of those to come. `num_parts`: of a plan in the pipeline.
-        `vocab_size`: with padding. `on_buffer` sees all integers that go to the devices, once each."""
+        `vocab_size`: with padding. `on_buffer` sees all integers that go to the devices, once each. `slots`: host
+        memory for pages, where `limits` have slots."""
+        assert (slots is not None) == (limits.slots.num_slots > 0), limits.slots
+        self._slots = slots
+        self._loading: collections.deque[list[jax.Array]] = collections.deque()  # of each launch that loads pages
         self._limits = limits
         self._layouts = layouts
         self._stages = tuple(stages)
@@ -106,6 +128,11 @@ class DeviceRunner:
     @property
     def limits(self) -> Limits:
         return self._limits
+
+    @property
+    def slots(self) -> SlotBytes | None:
+        """Host memory for pages; None where there is none."""
+        return self._slots
 
     def add_bucket(self, bucket: Bucket, step: jax.stages.Compiled) -> Limits:
         """One more shape, from the next plan on. Returns the new limits. Not for a pipeline, whose stages all need it.
@@ -170,6 +197,9 @@ class DeviceRunner:
             self._write_rows(first.executables.enter_rows, rows)
         if plan.setups and first.executables.tell_tokens is not None:
             self._tell_tokens(plan)
+        if self._slots is not None:
+            self._save_pages(self._slots, plan.saves)
+            self._load_pages(self._slots, plan.loads)
         if plan.copies:
             self._copy_pages(plan.copies)
         if plan.masks:
@@ -191,7 +221,7 @@ class DeviceRunner:
                 step = stage.executables.steps[bucket]
                 carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
             launched.append(self._part(part, carried) if bucket.plain else self._rounds(part, carried))
-        return DeviceInFlight(plan.sampled_rows, launched)
+        return DeviceInFlight(plan.sampled_rows, launched, self._slots)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         bucket = self._limits.bucket_of(plan)
@@ -298,6 +328,64 @@ class DeviceRunner:
             for stage in self._stages:
                 stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
 
+    def _save_pages(self, slots: SlotBytes, saves: tuple[PageSave, ...]) -> None:
+        counts = sorted(self._stages[0].executables.gather_pages)
+        start = 0
+        while start < len(saves):
+            count = pages_of_launch(len(saves) - start, counts)
+            part = saves[start : start + count]
+            ids = self._ids([save.page_id for save in part], count)
+            packed = [
+                stage.executables.gather_pages[count](stage.state, self._put(ids, stage)) for stage in self._stages
+            ]
+            slots.save([save.slot for save in part], packed)
+            start += count
+
+    def _load_pages(self, slots: SlotBytes, loads: tuple[PageLoad, ...]) -> None:
+        counts = sorted(self._stages[0].executables.scatter_pages)
+        start = 0
+        while start < len(loads):
+            count = pages_of_launch(len(loads) - start, counts)
+            part = loads[start : start + count]
+            ids = self._ids([load.page_id for load in part], count)
+            while len(self._loading) >= LOADING_LAUNCHES:  # so many have room on the device
+                jax.block_until_ready(self._loading.popleft())
+            done: list[jax.Array] = []
+            for stage, packed in zip(self._stages, slots.staged([load.slot for load in part], count), strict=True):
+                scatter = stage.executables.scatter_pages[count]
+                stage.state, scattered = scatter(stage.state, self._put(ids, stage), packed)
+                done.append(scattered)
+            self._loading.append(done)
+            start += count
+
+    def _ids(self, page_ids: list[int], count: int) -> np.ndarray:
+        ids = np.full(count, DUMMY_PAGE, np.int32)
+        ids[: len(page_ids)] = page_ids
+        self._on_buffer(ids)
+        return ids
+
+    def time_moves(self) -> Limits:
+        """Measures the largest launches that save and load pages, all of them the dummy page. Returns the new limits.
+        Before the first plan."""
+        slots = self._slots
+        assert slots is not None
+        count = min(max(self._stages[0].executables.scatter_pages), self._limits.slots.num_slots)
+        saves = tuple(PageSave(DUMMY_PAGE, slot) for slot in range(count))
+        loads = tuple(PageLoad(slot, DUMMY_PAGE) for slot in range(count))
+        times_ms = []
+        for _ in range(_TIMED_STEPS):
+            begin_s = time.perf_counter()
+            self._save_pages(slots, saves)
+            slots.wait_for(range(count))
+            saved_s = time.perf_counter()
+            self._load_pages(slots, loads)
+            jax.block_until_ready(self._loading[-1])
+            times_ms.append(((saved_s - begin_s) * 1000 / count, (time.perf_counter() - saved_s) * 1000 / count))
+        save_ms, load_ms = (min(times) for times in zip(*times_ms, strict=True))
+        moved = self._limits.slots._replace(save_ms=save_ms, load_ms=load_ms)
+        self._limits = dataclasses.replace(self._limits, slots=moved)
+        return self._limits
+
     def _write_masks(self, masks: tuple[RowMask, ...]) -> None:
         last = self._stages[-1]
         write = last.executables.write_masks
@@ -365,14 +453,23 @@ class _PromptSpan:
 class DeviceInFlight:
     """A launched step. `result` may be called once."""
 
-    __slots__ = ("_parts", "_rows")
+    __slots__ = ("_parts", "_rows", "_slots")
 
-    def __init__(self, rows: tuple[int, ...], parts: Sequence["_Part | _Rounds"]) -> None:
+    def __init__(
+        self, rows: tuple[int, ...], parts: Sequence["_Part | _Rounds"], slots: SlotBytes | None = None
+    ) -> None:
         self._rows = rows
         self._parts = parts
+        self._slots = slots
 
     def result(self) -> StepResult:
         """Waits for the step and reads what was asked for."""
+        result = self._read()
+        if self._slots is None or not (num_draining := self._slots.num_draining):
+            return result
+        return dataclasses.replace(result, num_draining=num_draining)
+
+    def _read(self) -> StepResult:
         if len(self._parts) == 1:
             return self._parts[0].result()
         token_ids: dict[int, int] = {}

@@ -25,7 +25,8 @@ Overlap. `schedule` may run while one step is in flight, whose tokens are unknow
 import collections
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
@@ -33,6 +34,7 @@ from jaxserve.sched.base import MayWait
 from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len
 from jaxserve.sched.draft import Draft, Flight, row_setup
 from jaxserve.sched.headroom import Headroom
+from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
@@ -42,8 +44,26 @@ from jaxserve.sched.queue import WaitingQueue
 from jaxserve.sched.running import RunningSet
 from jaxserve.sched.speculate import PLAIN, Speculator
 from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
+from jaxserve.sched.tier_policy import create_tier_policy
 
 RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
+
+
+class Loader(Protocol):
+    """What brings pages of waiting sequences from a store, see `loading.Loader`."""
+
+    @property
+    def writing(self) -> Collection[int]: ...
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def holds_back(self, seq: Sequence) -> bool: ...
+
+    def forget(self, seq: Sequence) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def write(self, plan: StepPlan) -> None: ...
 
 
 class ContinuousScheduler:
@@ -62,7 +82,10 @@ class ContinuousScheduler:
         self._chunked = options.chunked_prefill
         self._budget = StepBudget(limits)
         max_chunk = self._budget.max_prefill_only
-        self.memory = SequenceMemory(limits, max_chunk, options.prefix_caching, options.namespace)
+        slots, tier = limits.slots, None
+        if slots.num_slots and options.prefix_caching:
+            tier = HostTier(slots, create_tier_policy(options.host_policy, options.host_tier))
+        self.memory = SequenceMemory(limits, max_chunk, options.prefix_caching, options.namespace, tier)
         self._clock = clock
         self._queue = WaitingQueue(policy)
         self._groups: dict[str, Group] = {}
@@ -75,6 +98,7 @@ class ContinuousScheduler:
         self._lengths = create_lengths(options.lengths)
         self._headroom = Headroom(self.memory, options, self._lengths)
         self._speculator = Speculator(options.speculation, limits, clock)
+        self._loader: Loader | None = None
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -116,7 +140,9 @@ class ContinuousScheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
         assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
-        draft = Draft(self._step_id, self._budget, self._chunked)
+        if self._loader is not None:
+            self._loader.poll()
+        draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
         running = self._running
         running.refresh()
         due = [seq for seq in running.decoding if seq.num_fed == seq.next_page_at]
@@ -158,6 +184,8 @@ class ContinuousScheduler:
         drawn_by = flight.sampled
         if self._speculator.active:
             self._learn(flight, result)
+        if self.memory.tier is not None:
+            self._settle_slots(self.memory.tier, plan, result)
         if result.counts is not None:
             drawn_by = flight.drawn_by(result.counts)
             self._running.note_lengths()
@@ -197,7 +225,9 @@ class ContinuousScheduler:
 
     def check(self) -> None:
         """Proves the counts of rows and pages. For tests: takes time in proportion to the pool."""
-        self.memory.check((*self._running, *self._running.ending))
+        loading = [load for flight in self._flights for load in flight.plan.loads]
+        writing = () if self._loader is None else self._loader.writing
+        self.memory.check((*self._running, *self._running.ending), loading, writing)
         self._running.check()
 
     # ---- planning --------------------------------------------------------------------------------------------------
@@ -252,8 +282,7 @@ class ContinuousScheduler:
         for flight in self._flights:
             if seq in flight.sampled or seq in flight.prefilled:
                 seq.ready_after = flight.plan.step_id
-        draft.grants = [grant for grant in draft.grants if grant.row != seq.row]
-        draft.stalled = [s for s in draft.stalled if s is not seq]
+        draft.drop(seq)
         draft.num_preempted += 1
         self.num_preemptions += 1
         self._leave_row(seq, SequenceState.PREEMPTED)
@@ -285,13 +314,15 @@ class ContinuousScheduler:
         for seq in list(self._running.prefilling):
             if seq.state is not RUNNING:
                 continue  # gave way to a sequence before it
+            if seq.loads and not draft.take_loads(seq):
+                continue  # what is left to load is the work of later steps
             length = draft.fitting(len(seq.tokens) - seq.num_fed)
             if length and self.memory.num_wanted(seq, seq.num_fed + length):
                 length = self._reach(seq, length, draft)
                 if length == 0:
                     draft.stalled.append(seq)
                     continue
-            if not draft.add_chunk(seq, length):
+            if not self._add_chunk(seq, length, draft):
                 return
         if draft.num_preempted or draft.stalled:
             return  # memory is short: a sequence admitted now would be the next victim
@@ -310,8 +341,21 @@ class ContinuousScheduler:
         if memory.reachable(seq, end) < least and not self._make_room(seq, memory.num_wanted(seq, least), draft):
             return 0
         end = memory.reachable(seq, end)
-        draft.grants += memory.reach(seq, end)
+        grants = memory.reach(seq, end)
+        if seq.is_set_up:  # else all its pages are granted with the setup of its row
+            draft.grants += grants
         return end - seq.num_fed
+
+    def _add_chunk(self, seq: Sequence, length: int, draft: Draft) -> bool:
+        """Takes the next tokens of a prompt into the step, with the setup of its row before the first of them. False
+        when none fits."""
+        if not draft.add_chunk(seq, length):
+            return False
+        if not seq.is_set_up:
+            seq.is_set_up = True
+            draft.grants += self.memory.grants_of(seq)
+            draft.setups.append(row_setup(seq))
+        return True
 
     def _admit_first(self, draft: Draft) -> bool:
         """Admits the first in the queue with its first chunk. False: it waits, and so do all behind it."""
@@ -320,6 +364,8 @@ class ContinuousScheduler:
             return False
         seq = self._queue.first()
         if seq is None or seq.ready_after > self._last_committed:
+            return False
+        if self._loader is not None and self._loader.holds_back(seq):
             return False
         if running and self._blocked == (seq, running.num_left):
             return False  # no sequence has left since: do not match a long prompt again at every step
@@ -347,7 +393,9 @@ class ContinuousScheduler:
             self._give_way(victim, draft)
         self._queue.remove(seq)
         self._enter_row(seq, placement, length, draft)
-        return draft.add_chunk(seq, length)
+        if seq.loads and not draft.take_loads(seq):
+            return True  # its first chunk comes with its last load; others need not wait for that
+        return self._add_chunk(seq, length, draft)
 
     def _victim_for(self, seq: Sequence, draft: Draft) -> Sequence | None:
         """The sequence that the policy would preempt for `seq`, the first in the queue."""
@@ -378,12 +426,9 @@ class ContinuousScheduler:
 
     def _enter_row(self, seq: Sequence, placement: Placement, length: int, draft: Draft) -> None:
         self._running.enter(seq)
-        grants, copies = self.memory.take(seq, placement, placement.start + length)
-        draft.grants += grants
-        draft.copies += copies
+        draft.copies += self.memory.take(seq, placement, placement.start + length)
         seq.begin(placement.start)
         self.policy.on_run(seq)
-        draft.setups.append(row_setup(seq))
 
     def _finish_plan(self, decoding: list[Sequence], draft: Draft) -> StepPlan:
         """Turns the draft into a plan and moves every counter on."""
@@ -395,6 +440,8 @@ class ContinuousScheduler:
         rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
         self.policy.observe(decoding, [(chunk.seq, chunk.length) for chunk in draft.chunks])
         sampled = [*decoding, *(p.seq for p in draft.chunks if p.samples)] if draft.chunks else decoding
+        memory = self.memory
+        loads = [load for seq, count in draft.loads for load in memory.load(seq, count)]
         plan = StepPlan(
             step_id=self._step_id,
             decode_rows=rows,
@@ -402,6 +449,8 @@ class ContinuousScheduler:
             chunks=tuple([chunk.to_chunk() for chunk in draft.chunks]),
             setups=tuple(draft.setups),
             grants=tuple(draft.grants),
+            saves=() if memory.tier is None else memory.tier.take_saves(),
+            loads=tuple(loads),
             copies=tuple(draft.copies),
             freed_rows=running.take_freed_rows(),
             row_tokens=row_tokens,
@@ -464,8 +513,20 @@ class ContinuousScheduler:
     def _wait(self, seq: Sequence) -> None:
         self.policy.on_wait(seq)
         self._queue.push(seq, self._clock())
+        if self._loader is not None:
+            self._loader.begin(seq)
 
     # ---- results ---------------------------------------------------------------------------------------------------
+
+    def _settle_slots(self, tier: HostTier, plan: StepPlan, result: StepResult) -> None:
+        """The saves and loads of the plan have run; its time says what a load costs, and a token."""
+        tier.commit(plan, result.num_draining)
+        if self._loader is not None:
+            self._loader.write(plan)
+        num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        self.memory.costs.note_commit(
+            self._clock(), num_prompt_tokens, plan.num_tokens, len(plan.loads), bool(self._flights)
+        )
 
     def _learn(self, flight: Flight, result: StepResult) -> None:
         """What the result says of drafts and of the time of a step."""
@@ -501,6 +562,8 @@ class ContinuousScheduler:
             self._queue.remove(seq)
         self.policy.on_end(seq)
         self._speculator.forget(seq)
+        if self._loader is not None:
+            self._loader.forget(seq)
         if seq.state is RUNNING:
             self._leave_row(seq, FINISHED)
         else:

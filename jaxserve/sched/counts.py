@@ -21,6 +21,13 @@ class SchedulerCounts(NamedTuple):
       shared_pages: held ones with two holders or more.
       queried_tokens, hit_tokens: of prompts, looked up in the prefix cache and found there.
       preemptions: rows taken from sequences that had not ended.
+      slots, used_slots: of host memory, and those of them that hold a page; 0 without such memory, as all below.
+      saved_pages, loaded_pages: to and from slots.
+      skipped_pages: lost since no slot was free, or too many pages were on their way to one.
+      declined_pages: lost since the policy of the slots did not take them in.
+      loaded_tokens: of `hit_tokens`, those that came from slots.
+      refused_tokens: found in slots, and computed since that was expected to be faster.
+      load_page_ms, compute_page_ms: the two expectations, of one page; 0 while nothing is known.
     """
 
     waiting: int
@@ -33,6 +40,16 @@ class SchedulerCounts(NamedTuple):
     queried_tokens: int
     hit_tokens: int
     preemptions: int
+    slots: int = 0
+    used_slots: int = 0
+    saved_pages: int = 0
+    loaded_pages: int = 0
+    skipped_pages: int = 0
+    declined_pages: int = 0
+    loaded_tokens: int = 0
+    refused_tokens: int = 0
+    load_page_ms: float = 0.0
+    compute_page_ms: float = 0.0
 
 
 def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
@@ -42,7 +59,7 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
     memory = scheduler.memory
     pool = memory.pool
     available, cached = pool.num_available, pool.num_idle
-    return SchedulerCounts(
+    counts = SchedulerCounts(
         scheduler.num_waiting,
         scheduler.num_running,
         pool.num_pages,
@@ -53,6 +70,21 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         memory.num_queried_tokens,
         memory.num_hit_tokens,
         scheduler.num_preemptions,
+    )
+    tier = memory.tier
+    if tier is None:
+        return counts
+    return counts._replace(
+        slots=tier.limits.num_slots,
+        used_slots=tier.num_used,
+        saved_pages=tier.num_saved,
+        loaded_pages=tier.num_loaded,
+        skipped_pages=tier.num_skipped,
+        declined_pages=tier.num_declined,
+        loaded_tokens=memory.num_loaded_tokens,
+        refused_tokens=memory.num_refused_tokens,
+        load_page_ms=memory.costs.page_s * 1000,
+        compute_page_ms=memory.costs.token_s * memory.page_size * 1000,
     )
 
 

@@ -9,6 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.loading import LoadingScheduler, SlotStore
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits
 from jaxserve.sched.policy import Policy
@@ -37,6 +38,7 @@ def create_scheduler(
     *,
     options: SchedulerOptions | None = None,
     clock: Callable[[], float] = time.monotonic,
+    store: SlotStore | None = None,
 ) -> Scheduler:
     """Builds the scheduler that a config or a notebook asks for.
 
@@ -48,6 +50,7 @@ def create_scheduler(
       options: None takes the defaults. A policy object keeps those that it was made with; these are then only for the
         mechanism around it.
       clock: monotonic seconds; must be the clock that stamps `Request.arrival_s`.
+      store: where host slots are filled from and written to; only for policies, and a device with such slots.
 
     Raises:
       ConfigError: nothing has this name, or what was found is no scheduler or policy.
@@ -59,7 +62,14 @@ def create_scheduler(
     if isinstance(found, type) and issubclass(found, Policy):
         found = found(options)
     if isinstance(found, Policy):
+        if store is not None:
+            return LoadingScheduler(limits, found, options, clock, store)
         return ContinuousScheduler(limits, found, options, clock)
+    if store is not None:
+        raise ConfigError(
+            f"store.kind is set, but the scheduler {policy!r:.120} is none of jaxserve's, and would have to fill slots "
+            "by itself; leave store.kind out, or give a policy"
+        )
     if isinstance(found, type) or (callable(found) and not callable(getattr(found, "schedule", None))):
         found = cast(SchedulerFactory, found)(limits, options)
     missing = [name for name in _SCHEDULER_METHODS if not callable(getattr(found, name, None))]

@@ -50,6 +50,7 @@ class Draft:
 
     `num_rows` and `num_tokens` count decode rows and chunks. `stalled` are decode rows that got no page. `prefill_only`
     says that the decode rows wait for this step. `prefill_left`: tokens of prompts that the policy still allows.
+    `loads`: sequences with the number of their pages that this step loads; `loads_left`: of the step.
     """
 
     __slots__ = (
@@ -58,6 +59,8 @@ class Draft:
         "chunks",
         "copies",
         "grants",
+        "loads",
+        "loads_left",
         "num_preempted",
         "num_rows",
         "num_tokens",
@@ -68,7 +71,7 @@ class Draft:
         "step_id",
     )
 
-    def __init__(self, step_id: int, budget: StepBudget, chunked: bool) -> None:
+    def __init__(self, step_id: int, budget: StepBudget, chunked: bool, max_loads: int = 0) -> None:
         self.step_id = step_id
         self._budget = budget
         self._chunked = chunked
@@ -82,6 +85,25 @@ class Draft:
         self.setups: list[RowSetup] = []
         self.grants: list[PageGrant] = []
         self.copies: list[PageCopy] = []
+        self.loads: list[tuple[Sequence, int]] = []
+        self.loads_left = max_loads
+
+    def take_loads(self, seq: Sequence) -> bool:
+        """Lets the step load pages of `seq`, as many as its budget allows. False when some are left for later steps.
+
+        A step that computes nothing yet loads them all: there is no row that a long load would keep waiting.
+        """
+        count = len(seq.loads) if self.num_rows == 0 else min(len(seq.loads), self.loads_left)
+        if count:
+            self.loads.append((seq, count))
+            self.loads_left -= count
+        return count == len(seq.loads)
+
+    def drop(self, seq: Sequence) -> None:
+        """The sequence loses its row before the plan is complete."""
+        self.grants = [grant for grant in self.grants if grant.row != seq.row]
+        self.stalled = [other for other in self.stalled if other is not seq]
+        self.loads = [(other, count) for other, count in self.loads if other is not seq]
 
     def fitting(self, length: int) -> int:
         """Tokens of a prompt, of which `length` are left, that this step can take; 0 for none.

@@ -9,16 +9,25 @@ prompt that has begun does not stop half-way for want of pages. In a group with 
 and gives back those that no token to come can see. What a prompt will yet take so is promised to it: admissions leave
 it alone. Decode rows do not, nor does a sharer that holds on to a page that was given back, so a chunk may still find
 too few pages; then it is cut, or others give way.
+
+Blocks that the host tier has are loaded into fresh pages. A sequence gets its row and all its pages when it is
+admitted, and its slots are pinned; its first chunk is planned in the step of its last loads, or later.
 """
 
 import dataclasses
+import itertools
+import logging
 from collections.abc import Iterable
 
 from jaxserve.content import Blocks
+from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.pages import PagePool
-from jaxserve.sched.plan import DUMMY_PAGE, Limits, PageCopy, PageGrant
+from jaxserve.sched.plan import DUMMY_PAGE, Limits, PageCopy, PageGrant, PageLoad
 from jaxserve.sched.prefix import PageEntry, PrefixCache
-from jaxserve.sched.state import NEVER, BlockTable, Sequence
+from jaxserve.sched.refill import Estimates, RefillCosts
+from jaxserve.sched.state import NEVER, BlockTable, PendingLoad, Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +36,12 @@ class Placement:
 
     Attributes:
       start: tokens whose keys and values are there already.
-      shared: of each group, pages of other sequences or of the cache that it would share; the last of them holds the
-        position before `start`, or before the page that is copied.
+      shared: of each group, pages of other sequences or of the cache that it would share, DUMMY_PAGE in the place of a
+        page that must be loaded; the last of them holds the position before `start`, or before the page that is copied.
       num_columns: columns of its block tables beyond the shared ones, until its known tokens are fed.
       chain: the prefix-cache entries of the blocks before `start`.
       copy_sources: of each group, the page that its first page of its own starts as a copy of; empty for none.
+      num_refused: tokens beyond `start` that were found, and are computed since that is faster than loading.
     """
 
     start: int
@@ -39,21 +49,45 @@ class Placement:
     num_columns: int
     chain: tuple[PageEntry, ...] = ()
     copy_sources: tuple[int, ...] = ()
+    num_refused: int = 0
+
+    def num_loads(self, at: int) -> int:
+        """Pages of a group that must be loaded."""
+        return self.shared[at].count(DUMMY_PAGE)
 
 
 class SequenceMemory:
     """Mutated only by the scheduler that made it. It alone writes `tables`, `chain` and `blocks` of a sequence.
 
-    `max_chunk`: tokens of a prompt that a step may feed at most.
+    `max_chunk`: tokens of a prompt that a step may feed at most. `tier`: where pages go that the device gives up.
+
+    Attributes:
+      num_queried_tokens, num_hit_tokens: of sequences that were placed, and those of them that were found.
+      num_loaded_tokens: hit tokens of blocks that had to be loaded, in one group of layers at least.
+      num_refused_tokens: tokens that were found in slots, and computed since that is faster.
+      costs: of loading and of computing.
     """
 
-    def __init__(self, limits: Limits, max_chunk: int, prefix_caching: bool, namespace: str = "") -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        max_chunk: int,
+        prefix_caching: bool,
+        namespace: str = "",
+        tier: HostTier | None = None,
+    ) -> None:
         self.pool = PagePool(limits.num_pages)
         self.page_size = limits.page_size
         self.groups = limits.page_groups
-        self.prefix = PrefixCache(self.pool, limits.page_size, namespace, self.groups) if prefix_caching else None
+        self.tier = tier if prefix_caching else None
+        self.costs = RefillCosts(limits.slots.load_ms)
+        self.prefix = (
+            PrefixCache(self.pool, limits.page_size, namespace, self.groups, tier=self.tier) if prefix_caching else None
+        )
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_loaded_tokens = 0
+        self.num_refused_tokens = 0
         self._max_chunk = max_chunk
         self._windowed = [at for at, group in enumerate(self.groups) if group.window is not None]
         self._num_promised = 0
@@ -83,8 +117,12 @@ class SequenceMemory:
                 copy_sources=tuple(table.page_ids[end] for table in parent.tables) if offset else (),
             )
         chain: list[PageEntry] = []
+        num_found = 0
         if self.prefix is not None and not seq.needs_whole_prompt:
-            chain = self.prefix.match(seq.request.cache_salt, self._blocks(self.prefix, seq))
+            chain = self.prefix.match(seq.request.cache_salt, self.blocks_of(self.prefix, seq))
+            num_found = len(chain)
+            if self.tier is not None:
+                chain = self._worth_loading(chain, len(seq.tokens))
         start = len(chain) * self.page_size
         return Placement(
             start=start,
@@ -94,7 +132,38 @@ class SequenceMemory:
             ),
             num_columns=num_columns - len(chain),
             chain=tuple(chain),
+            num_refused=(num_found - len(chain)) * self.page_size,
         )
+
+    def _worth_loading(self, chain: list[PageEntry], num_tokens: int) -> list[PageEntry]:
+        """The beginning of a matched chain with which `num_tokens` tokens are there soonest.
+
+        Its end is left out where computing its tokens takes less time than loading its pages. A shorter chain must be
+        usable: in a group with a window, the pages that it needs are others.
+        """
+        costs, size = self.costs, self.page_size
+        if not costs.page_s or not costs.token_s or all(all(entry.page_ids) for entry in chain):
+            return chain
+        assert self.prefix is not None
+        # Of each group, pages of the first blocks of the chain that are not on the device.
+        missing = [
+            list(itertools.accumulate((not entry.page_ids[at] for entry in chain), initial=0))
+            for at in range(len(self.groups))
+        ]
+
+        def estimates(length: int) -> Estimates:
+            firsts = self._first_columns(length * size)
+            num_loads = sum(
+                count[length] - count[min(first, length)] for count, first in zip(missing, firsts, strict=True)
+            )
+            return costs.estimate(num_loads, num_tokens - length * size)
+
+        best = min(reversed(self.prefix.usable_lengths(chain)), key=lambda length: sum(estimates(length)))
+        logger.debug(
+            "of %d cached blocks %d are used: %s in all, against %s with all of them",
+            len(chain), best, estimates(best), estimates(len(chain)),
+        )  # fmt: skip
+        return chain[:best]
 
     def num_taken(self, placement: Placement) -> int:
         """Available pages that the placement uses up at most: those of its own, and cached ones without a holder.
@@ -103,13 +172,16 @@ class SequenceMemory:
         """
         refs, num_taken = self.pool.num_refs, 0
         for at, pages in enumerate(placement.shared):
-            num_cached = sum(refs(page_id) == 0 for page_id in pages)
+            num_cached = sum(refs(page_id) == 0 for page_id in pages)  # those to be loaded included
             num_taken += min(num_cached + placement.num_columns, self._most_columns(at))
         return num_taken
 
     def num_fresh(self, placement: Placement) -> int:
         """Pages of its own that the placement takes at most."""
-        return sum(min(placement.num_columns, self._most_columns(at)) for at in range(len(self.groups)))
+        return sum(
+            min(placement.num_columns + placement.num_loads(at), self._most_columns(at))
+            for at in range(len(self.groups))
+        )
 
     def fits(self, placement: Placement, reserve: float) -> bool:
         """Whether there are pages for it, with `reserve` left over."""
@@ -123,11 +195,11 @@ class SequenceMemory:
         """Pages that become available when `seq` gives its own back."""
         return sum(self.pool.num_refs(page_id) == 1 for table in seq.tables for page_id in table.held)
 
-    def recompute_len(self, seq: Sequence, num_wanted: int) -> int:
-        """Tokens of `seq` to compute again if it is preempted now and `num_wanted` pages are taken at once.
+    def refill_cost(self, seq: Sequence, num_wanted: int) -> float:
+        """The cost, in tokens, of placing `seq` again if it is preempted now and `num_wanted` pages are taken at once.
 
         What the prefix cache holds of it need not be computed, except for the pages that would be taken: free pages go
-        first, and of its own the last ones.
+        first, and of its own the last ones. With a host tier these are loaded, where that is cheaper.
         """
         refs, known = self.pool.num_refs, len(seq.chain)
 
@@ -135,11 +207,14 @@ class SequenceMemory:
             return sum(refs(page_id) == 1 for table in seq.tables for page_id in table.page_ids[first:end])
 
         num_lost = max(0, num_wanted - self.pool.num_available - own(known, seq.num_columns))
-        num_kept = known
+        num_kept, load_cost = known, 0.0
         while num_lost > 0 and num_kept and (num_own := own(num_kept - 1, num_kept)):
             num_kept -= 1
             num_lost -= num_own
-        return len(seq.tokens) - min(num_kept, (len(seq.tokens) - 1) // self.page_size) * self.page_size
+            if self.tier is not None:
+                load_cost += min(self.page_size, num_own * self.costs.tokens_of_page(self.page_size))
+        num_blocks = min(known if self.tier is not None else num_kept, (len(seq.tokens) - 1) // self.page_size)
+        return len(seq.tokens) - num_blocks * self.page_size + load_cost
 
     def growth_of(self, seq: Sequence, num_tokens: float) -> tuple[int, float]:
         """How `seq` takes pages while it generates `num_tokens` more: (groups that take one a page_size, all others).
@@ -165,17 +240,34 @@ class SequenceMemory:
 
     # ---- pages change hands ----------------------------------------------------------------------------------------
 
-    def take(self, seq: Sequence, placement: Placement, end: int) -> tuple[list[PageGrant], list[PageCopy]]:
+    def take(self, seq: Sequence, placement: Placement, end: int) -> list[PageCopy]:
         """Gives `seq`, which has a row, the pages to feed its known tokens before `end`, and those promised to it.
 
-        Returns the grants and the copies that the plan must carry.
+        Returns the copies that the plan must carry; `grants_of` are due with the setup of the row.
         """
         assert not seq.tables and self.pool.num_available >= self.num_taken(placement), seq
-        for pages in placement.shared:  # before allocating, which could evict them
-            for page_id in pages:
-                self.pool.retain(page_id)
         num_shared = placement.start // self.page_size
+        # All that it shares is held before anything is allocated, which could evict pages, and slots in their turn.
+        for pages in placement.shared:
+            for page_id in pages:
+                if page_id != DUMMY_PAGE:
+                    self.pool.retain(page_id)
+        absent = [
+            (at, column)
+            for at, pages in enumerate(placement.shared)
+            for column, page_id in enumerate(pages, start=num_shared - len(pages))
+            if page_id == DUMMY_PAGE
+        ]
+        slots: list[int] = []
+        if absent:
+            assert self.tier is not None, placement
+            # The end of a chain is of no use without its beginning, so that is touched last.
+            slots = [self.tier.pin(placement.chain[column], at) for at, column in reversed(absent)][::-1]
         seq.tables = tuple(BlockTable(num_shared - len(pages), pages) for pages in placement.shared)
+        seq.loads = [
+            PendingLoad(placement.chain[column], at, slot, self._allocate_at(seq, at, column))
+            for (at, column), slot in zip(absent, slots, strict=True)
+        ]
         seq.num_columns = -(-len(seq.tokens) // self.page_size)
         seq.chain = list(placement.chain)
         seq.chain_open = self.prefix is not None and len(placement.chain) == num_shared
@@ -186,17 +278,37 @@ class SequenceMemory:
                 table.page_ids += [self.pool.allocate() for _ in range(seq.num_columns - num_shared)]
         self._reach(seq, end)
         if self.prefix is not None:
-            blocks = self._blocks(self.prefix, seq)
+            blocks = self.blocks_of(self.prefix, seq)
             for entry in placement.chain[len(blocks.keys) :]:  # what it shares with the sequence that it is a fork of
                 blocks.learn(entry.key, entry.content)
-        grants = [PageGrant(seq.row, table.first, tuple(table.held), at) for at, table in enumerate(seq.tables)]
         if placement.copy_sources:
             targets = [table.page_ids[num_shared] for table in seq.tables]
-            return grants, list(map(PageCopy, placement.copy_sources, targets))
+            return list(map(PageCopy, placement.copy_sources, targets))
         if self.prefix is not None:
             self.num_queried_tokens += len(seq.tokens)
             self.num_hit_tokens += placement.start
-        return grants, []
+            self.num_loaded_tokens += len({column for _, column in absent}) * self.page_size
+            if placement.num_refused:
+                self.num_refused_tokens += placement.num_refused
+                self.costs.note_refusal()
+        return []
+
+    def _allocate_at(self, seq: Sequence, at: int, column: int) -> int:
+        page_id = seq.tables[at].page_ids[column] = self.pool.allocate()
+        return page_id
+
+    def grants_of(self, seq: Sequence) -> list[PageGrant]:
+        """All that `seq` has, for a row that is set up."""
+        return [PageGrant(seq.row, table.first, tuple(table.held), at) for at, table in enumerate(seq.tables)]
+
+    def load(self, seq: Sequence, count: int) -> list[PageLoad]:
+        """The next `count` loads of `seq`, which the plan carries. Later plans find the pages."""
+        assert self.tier is not None and self.prefix is not None
+        loads, seq.loads = seq.loads[:count], seq.loads[count:]
+        for load in loads:
+            self.prefix.keep(load.entry, load.at, load.page_id)
+        self.tier.num_loaded += len(loads)
+        return [PageLoad(load.slot, load.page_id) for load in loads]
 
     def num_wanted(self, seq: Sequence, end: int) -> int:
         """Pages that are needed beyond those it holds to feed the known tokens of `seq` before `end`.
@@ -280,19 +392,27 @@ class SequenceMemory:
         else:
             for column in reversed(range(seq.num_columns)):
                 self.pool.release([t.page_ids[column] for t in seq.tables if t.first <= column < len(t.page_ids)])
+        if seq.loads:
+            assert self.tier is not None
+            self.tier.unpin(load.slot for load in seq.loads)
+            seq.loads = []
         self._promise(seq, 0)
         seq.tables = ()
         seq.num_columns = 0
         seq.chain = []
         seq.chain_open = False
 
-    def check(self, holders: Iterable[Sequence]) -> None:
-        """Proves the counts, given all sequences that hold pages."""
+    def check(self, holders: Iterable[Sequence], loading: Iterable[PageLoad] = (), writing: Iterable[int] = ()) -> None:
+        """Proves the counts, given all sequences that hold pages, the loads of plans in flight, and the slots that are
+        being written to a store."""
         holders = list(holders)
         self.pool.check([seq.page_ids for seq in holders])
         assert self._num_promised == sum(seq.num_promised for seq in holders), self._num_promised
         if self.prefix is not None:
             self.prefix.check()
+        if self.tier is not None:
+            leased = [load.slot for seq in holders for load in seq.loads]
+            self.tier.check([*leased, *writing], loading)
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------
 
@@ -319,7 +439,7 @@ class SequenceMemory:
         self._num_promised += num_pages - seq.num_promised
         seq.num_promised = num_pages
 
-    def _blocks(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
+    def blocks_of(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
         """The contents of the pages of `seq`, computed once for as long as it lives."""
         if seq.blocks is None:
             seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, seq.request.content)

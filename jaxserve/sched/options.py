@@ -10,6 +10,7 @@ import math
 from jaxserve.errors import ConfigError
 from jaxserve.sched.lengths import LengthPredictor
 from jaxserve.sched.speculate import SpeculationOptions
+from jaxserve.sched.tier_policy import TierOptions, TierPolicy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,10 @@ class SchedulerOptions:
       ageing_s: `priority` and `preemptive`: seconds of waiting that are worth one level. `sjf`: what are worth
         `sjf.TOKENS_PER_LEVEL` tokens of work.
       input_weight, output_weight: `fair`: what a token of a prompt and a generated one are charged.
+      host_policy: which pages stay in host memory, where the device has such: a name (see `tier_policy.TIER_POLICIES`),
+        a path, a class, or a policy of its own for each scheduler.
+      host_tier: settings of that policy.
+      store_wait_s: seconds that a sequence waits for pages from a store at most.
       speculation: how many tokens the rows of a step may draw.
       ttft_target_s, tpot_target_s: `slo`: seconds to the first token and for each one after it, unless a request says
         otherwise.
@@ -44,6 +49,9 @@ class SchedulerOptions:
     output_weight: float = 2.0
     ttft_target_s: float = 1.0
     tpot_target_s: float = 0.1
+    host_policy: str | type[TierPolicy] | TierPolicy = "lru"
+    host_tier: TierOptions = dataclasses.field(default_factory=TierOptions)
+    store_wait_s: float = 2.0
     speculation: SpeculationOptions = dataclasses.field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:

@@ -5,9 +5,12 @@ the only seam between the two, so the same value drives the device, a fake runne
 on several hosts a broadcast.
 
 Rules that an executor may rely on:
-  * Steps are executed in the order of `step_id`; within a step: `freed_rows`, `setups`, `grants`, `copies`, then the
-    forward pass of `decode_rows` and `chunks`. A page freed after step i was planned can therefore be granted in
-    step i+1 even while step i still runs: the device orders the writes.
+  * Steps are executed in the order of `step_id`; within a step: `freed_rows`, `setups`, `grants`, `saves`, `loads`,
+    `copies`, then the forward pass of `decode_rows` and `chunks`. A page freed after step i was planned can therefore
+    be granted in step i+1 even while step i still runs: the device orders the writes. And a page that changes hands in
+    a step is saved in the same step, before anything else writes it.
+  * A slot of host memory is written by one save, and read by loads of later steps. It is written again only after the
+    results of all steps that loaded it have been read.
   * Page 0 is the dummy page: never granted, the target of padding.
   * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
   * A row that draws under a mask draws a token of it. The mask holds for this step alone.
@@ -34,10 +37,13 @@ __all__ = [
     "Bucket",
     "Chunk",
     "Drafted",
+    "HostSlots",
     "Limits",
     "PageCopy",
     "PageGrant",
     "PageGroup",
+    "PageLoad",
+    "PageSave",
     "Parts",
     "PoolSpan",
     "RowMask",
@@ -71,6 +77,28 @@ class PageGroup(NamedTuple):
         # They see window - 1 + chunk positions in a row; n positions in a row lie in (n + page_size - 2) // page_size
         # + 1 pages at most.
         return (self.window + chunk - 3) // page_size + 2
+
+
+class HostSlots(NamedTuple):
+    """Host memory behind the device's pages: slots of one page each, numbered from 0.
+
+    Attributes:
+      num_slots: 0: there is no such memory.
+      max_draining: pages that may be on their way to their slots at once.
+      max_loads: pages that a step which computes something else may load.
+      load_ms, save_ms: of a page, measured before the first step; 0 where nobody has measured it.
+      page_bytes: of a page on all devices together.
+    """
+
+    num_slots: int = 0
+    max_draining: int = 0
+    max_loads: int = 0
+    load_ms: float = 0.0
+    save_ms: float = 0.0
+    page_bytes: int = 0
+
+
+NO_SLOTS = HostSlots()
 
 
 class Bucket(NamedTuple):
@@ -118,6 +146,7 @@ class Limits:
         empty where that is so of all. For the choice of widths and rounds alone.
       max_mixed_tokens: tokens of a step with prompts beside decode rows, so that it is not much longer than a step
         without prompts; None: no limit. It is a recommendation; every plan that fits a bucket runs.
+      slots: host memory for pages that the device gives up.
     """
 
     max_rows: int
@@ -128,6 +157,7 @@ class Limits:
     max_mixed_tokens: int | None = None
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
     step_ms: tuple[float, ...] = ()
+    slots: HostSlots = NO_SLOTS
 
     def with_buckets(self, buckets: Iterable[Bucket], step_ms: Mapping[Bucket, float] | None = None) -> "Limits":
         """These limits with another list of buckets, in any order, and the times of those that are known."""
@@ -206,6 +236,20 @@ class PageCopy(NamedTuple):
 
     source: int
     target: int
+
+
+class PageSave(NamedTuple):
+    """All bytes of page `page_id`, in every layer of its group, go to host slot `slot`."""
+
+    page_id: int
+    slot: int
+
+
+class PageLoad(NamedTuple):
+    """The bytes of host slot `slot` go to page `page_id`, which gets what some page held when it was saved."""
+
+    slot: int
+    page_id: int
 
 
 class PoolSpan(NamedTuple):
@@ -304,6 +348,8 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = dataclasses.field(default=(), metadata=Parts.CUT.field)
     setups: tuple[RowSetup, ...] = ()
     grants: tuple[PageGrant, ...] = ()
+    saves: tuple[PageSave, ...] = ()
+    loads: tuple[PageLoad, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     freed_rows: tuple[int, ...] = ()
     masks: tuple[RowMask, ...] = ()
@@ -359,6 +405,7 @@ class StepResult:
       counts: how many tokens each of `sampled_rows` drew, 1 or more; None: one each. There wherever the plan has
         `row_tokens`.
       drafts: what became of the drafts of each of `sampled_rows`, round by round; None where none were asked for.
+      num_draining: pages that plans up to this one save, and that had not reached their slots when it was read.
     """
 
     token_ids: list[int]
@@ -367,3 +414,4 @@ class StepResult:
     hidden_sums: dict[int, list[float]] | None = None
     counts: list[int] | None = None
     drafts: "list[list[Drafted]] | None" = None
+    num_draining: int = 0

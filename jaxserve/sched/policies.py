@@ -85,7 +85,7 @@ class PreemptivePolicy(PriorityPolicy):
 
     def _cheapest(self, among: Seq[Sequence], num_wanted: int) -> Sequence:
         """Of the sequences with the fewest tokens to compute again, the last in order."""
-        return min(reversed(among), key=lambda other: self.memory.recompute_len(other, num_wanted))
+        return min(reversed(among), key=lambda other: self.memory.refill_cost(other, num_wanted))
 
 
 TOKENS_PER_LEVEL = 256  # about the output of one turn of a chat

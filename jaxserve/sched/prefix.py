@@ -1,8 +1,9 @@
 """The prefix cache: full pages, found again by their content.
 
 It maps blocks (see `content`) to pages, one in each group of layers; reference counts and eviction belong to the pool.
-Keys are chained from a root, so that tenants who do not share a salt never see each other's pages, and they are the
-same in every process. A hash alone is never trusted: a hit counts only when everything that the key covers is equal
+A page that the device gives up may go on in a slot of the host tier, and the entry with it: what is found there must be
+loaded. Keys are chained from a root, so that tenants who do not share a salt never see each other's pages, and they are
+the same in every process. A hash alone is never trusted: a hit counts only when everything that the key covers is equal
 (token ids, and the contents that they stand for) and the page before it is the very entry that was matched before. So a
 collision costs a miss and never a wrong answer.
 
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 
 from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key
+from jaxserve.sched.host_tier import NO_SLOT, HostTier, SlotEntry
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
 
@@ -24,20 +26,39 @@ class PageEntry:
 
     Attributes:
       page_ids: the page of each group; 0 where the group's page was evicted or never recorded.
-      num_children: entries whose parent it is. An entry without pages stays as long as it has children, since the way
-        to them leads through it: a group with a window finds the end of a sequence whose beginning is gone.
+      slots: the host slot of each group, or NO_SLOT. Written by `HostTier`.
+      num_children: entries whose parent it is. An entry without pages or slots stays as long as it has children, since
+        the way to them leads through it: a group with a window finds the end of a sequence whose beginning is gone.
       alive: whether the cache still knows it.
+      wide_key: for stores, see `loading`; empty until it is asked for.
     """
 
-    __slots__ = ("__weakref__", "alive", "content", "key", "num_children", "page_ids", "parent")
+    __slots__ = (
+        "__weakref__",
+        "alive",
+        "content",
+        "key",
+        "num_children",
+        "page_ids",
+        "parent",
+        "slots",
+        "wide_key",
+    )
 
     def __init__(self, key: bytes, parent: "PageEntry | None", content: bytes, num_groups: int) -> None:
         self.key = key
         self.parent = parent
         self.content = content
         self.page_ids = [DUMMY_PAGE] * num_groups
+        self.slots = [NO_SLOT] * num_groups
         self.num_children = 0
         self.alive = True
+        self.wide_key = b""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of the block is left."""
+        return not any(self.page_ids) and all(slot == NO_SLOT for slot in self.slots)
 
 
 class PrefixCache:
@@ -50,7 +71,9 @@ class PrefixCache:
         namespace: str = "",
         groups: tuple[PageGroup, ...] = (PageGroup(),),
         hash_block: HashBlock = block_key,
+        tier: HostTier | None = None,
     ) -> None:
+        self._tier = tier
         self._pool = pool
         self._page_size = page_size
         self._groups = groups
@@ -63,9 +86,11 @@ class PrefixCache:
         # Weak: a root lives as long as a page or a sequence refers to it, so salts made up by clients do not pile up.
         self._roots: weakref.WeakValueDictionary[str, PageEntry] = weakref.WeakValueDictionary()
         pool.on_evict = self._forget
+        if tier is not None:
+            tier.on_drop = self._drop
 
     def __len__(self) -> int:
-        """Pages that can be found."""
+        """Pages of the device that can be found."""
         return len(self._by_page)
 
     def root(self, salt: str) -> PageEntry:
@@ -73,7 +98,7 @@ class PrefixCache:
         root = self._roots.get(salt)
         if root is None:
             key = root_key(self._namespace, salt, f"{self._page_size} tokens")
-            root = self._roots[salt] = PageEntry(key, None, b"", 0)
+            root = self._roots[salt] = PageEntry(key, None, salt.encode("utf-8", "surrogatepass"), 0)
         return root
 
     def blocks(self, salt: str, token_ids: Sequence[int], spans: tuple[ContentSpan, ...] = ()) -> Blocks:
@@ -83,13 +108,11 @@ class PrefixCache:
     def match(self, salt: str, blocks: Blocks) -> list[PageEntry]:
         """The longest cached chain of full blocks at the start of a sequence with this salt.
 
-        Each group has the pages that the token after them can see. At most (len - 1) // page_size blocks: one token at
-        least must be computed, to have logits. Nothing is retained: the caller takes the pages from the pool before it
-        does anything else.
+        Each group has the pages that the token after them can see, on the device or in slots of the host tier. At most
+        (len - 1) // page_size blocks: one token at least must be computed, to have logits. Nothing is retained: the
+        caller takes the pages from the pool, and pins the slots, before it does anything else.
         """
         chain: list[PageEntry] = []
-        num_usable = 0
-        unbroken = [0] * len(self._groups)  # of each group, blocks with a page, counted back from the one at hand
         parent = self.root(salt)
         keys, contents = blocks.keys, blocks.contents
         for number in range((blocks.num_tokens - 1) // self._page_size):
@@ -98,19 +121,27 @@ class PrefixCache:
             entry = self._by_key.get(keys[number])
             if entry is None or entry.parent is not parent or entry.content != contents[number]:
                 break
-            page_ids = entry.page_ids
-            if not all(map(page_ids.__getitem__, self._full)):
+            found = entry.page_ids if self._tier is None else self._found(self._tier, entry)
+            if not all(map(found.__getitem__, self._full)):
                 break
             chain.append(entry)
             parent = entry
+        return chain[: self.usable_lengths(chain)[-1]] if self._windowed else chain
+
+    def usable_lengths(self, chain: Sequence[PageEntry]) -> list[int]:
+        """How many of the first entries of a matched chain may be used, ascending: those after which each group has the
+        pages that the next token can see. 0 is one of them."""
+        lengths, unbroken = [0], [0] * len(self._groups)
+        for number, entry in enumerate(chain, start=1):
+            found = entry.page_ids if self._tier is None else self._found(self._tier, entry)
             usable = True
             for at in self._windowed:
-                unbroken[at] = unbroken[at] + 1 if page_ids[at] else 0
-                first = self._groups[at].first_column(len(chain) * self._page_size, self._page_size)
-                usable &= unbroken[at] >= len(chain) - first
+                unbroken[at] = unbroken[at] + 1 if found[at] else 0
+                first = self._groups[at].first_column(number * self._page_size, self._page_size)
+                usable &= unbroken[at] >= number - first
             if usable:
-                num_usable = len(chain)
-        return chain[:num_usable]
+                lengths.append(number)
+        return lengths
 
     def record(self, parent: PageEntry, blocks: Blocks, number: int, page_ids: Sequence[int]) -> PageEntry | None:
         """Makes the pages of all groups findable that hold block `number`. Returns the entry for this content.
@@ -118,9 +149,20 @@ class PrefixCache:
         Some or all pages of the entry are those of another sequence when two computed the same content. None when the
         content can never be found: the key is taken by another one, or nothing leads to the block before.
         """
+        entry = self.expect(parent, blocks, number)
+        if entry is None:
+            return None
+        for at, page_id in enumerate(page_ids):
+            if page_id:
+                self.keep(entry, at, page_id)
+        return entry
+
+    def expect(self, parent: PageEntry, blocks: Blocks, number: int) -> PageEntry | None:
+        """The entry for the content of block `number`, a new one where there is none. A new one must get a page, a slot
+        or a child at once, or be given to `prune`. None: as for `record`."""
         if not parent.alive:
             return None
-        if number == len(blocks.keys):
+        while number >= len(blocks.keys):
             blocks.extend()
         key, content = blocks.keys[number], blocks.contents[number]
         entry = self._by_key.get(key)
@@ -129,28 +171,57 @@ class PrefixCache:
             parent.num_children += 1
         elif entry.parent is not parent or entry.content != content:
             return None
-        for at, page_id in enumerate(page_ids):
-            if page_id and not entry.page_ids[at]:
-                entry.page_ids[at] = page_id
-                self._by_page[page_id] = entry
-                self._pool.keep_content(page_id)
         return entry
+
+    def salt_of(self, entry: PageEntry) -> str:
+        """The salt of the chain that the entry is part of."""
+        while entry.parent is not None:
+            entry = entry.parent
+        return entry.content.decode("utf-8", "surrogatepass")
+
+    def keep(self, entry: PageEntry, at: int, page_id: int) -> None:
+        """Makes `page_id` findable, which has the content of `entry` in group `at`, unless another page has it."""
+        if entry.page_ids[at]:
+            return
+        entry.page_ids[at] = page_id
+        self._by_page[page_id] = entry
+        self._pool.keep_content(page_id)
+        if self._tier is not None and self._tier.saves_early:
+            self._tier.offer(entry, at)
+
+    @staticmethod
+    def _found(tier: HostTier, entry: PageEntry) -> list[int]:
+        """Of each group, something true where its page is on the device or can be loaded."""
+        return [page_id or tier.has(entry, at) for at, page_id in enumerate(entry.page_ids)]
 
     def check(self) -> None:
         """Proves that entries, pages and children agree."""
         children: collections.Counter[int] = collections.Counter()
         for key, entry in self._by_key.items():
             assert entry.key == key and entry.alive and entry.parent is not None and entry.parent.alive, entry.key
-            assert entry.num_children or any(entry.page_ids), "an entry leads to nothing"
+            assert entry.num_children or not entry.is_empty, "an entry leads to nothing"
             children[id(entry.parent)] += 1
             assert all(self._by_page[page_id] is entry for page_id in entry.page_ids if page_id), entry.page_ids
         assert all(entry.num_children == children[id(entry)] for entry in self._by_key.values())
         assert len(self._by_page) == sum(map(bool, (p for e in self._by_key.values() for p in e.page_ids)))
 
     def _forget(self, page_id: int) -> None:
+        """The device gives the page to another sequence."""
         entry = self._by_page.pop(page_id)
-        entry.page_ids[entry.page_ids.index(page_id)] = DUMMY_PAGE
-        while entry.parent is not None and entry.num_children == 0 and not any(entry.page_ids):
+        at = entry.page_ids.index(page_id)
+        if self._tier is not None and entry.slots[at] == NO_SLOT:
+            self._tier.save(entry, at, page_id)  # may drop other entries, but not this one, which still has its page
+        entry.page_ids[at] = DUMMY_PAGE
+        self.prune(entry)
+
+    def _drop(self, entry: SlotEntry, at: int) -> None:
+        """The host tier has given up a slot of the entry."""
+        assert isinstance(entry, PageEntry)
+        self.prune(entry)
+
+    def prune(self, entry: PageEntry) -> None:
+        """Forgets the entry if nothing of it is left, and so those before it."""
+        while entry.parent is not None and entry.num_children == 0 and entry.is_empty:
             parent = entry.parent
             del self._by_key[entry.key]
             entry.alive = False

@@ -80,7 +80,9 @@ class RunningSet:
     def _give_up_row(self, seq: Sequence) -> None:
         del self._by_row[seq.row]
         self._free_rows.append(seq.row)
-        self._freed_rows.append(seq.row)
+        if seq.is_set_up:
+            self._freed_rows.append(seq.row)
+            seq.is_set_up = False
         self.num_left += 1
         seq.row = -1
 

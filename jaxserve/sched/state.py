@@ -9,6 +9,7 @@ p + 1.
 
 import enum
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from jaxserve.api import NOT_FINITE, FinishReason, Pooling, PromptInfo, Request, TokenLogprobs
 from jaxserve.content import Blocks
@@ -70,6 +71,15 @@ class BlockTable:
         return len(self.page_ids) - self.first
 
 
+class PendingLoad(NamedTuple):
+    """A page of a sequence that no plan has loaded yet: the content of `entry` in group `at`, from `slot`."""
+
+    entry: PageEntry
+    at: int
+    slot: int
+    page_id: int
+
+
 class Sequence:
     """One of the n answers to a request. Mutated only by the scheduler that made it and by its `SequenceMemory`.
 
@@ -85,6 +95,8 @@ class Sequence:
       num_columns: of the tables, once all its known tokens are fed: all groups grow together.
       num_promised: pages that its prompt will yet take, in groups that take them chunk by chunk.
       blocks: the contents of its pages, with the keys; None until the prefix cache asks.
+      loads: pages that must be loaded before anything is fed, and that no plan has loaded yet; their slots are pinned.
+      is_set_up: a plan has told the device of its row: with its first chunk, and not before all its pages are loaded.
       chain: prefix-cache entries of its first pages; `chain_open` says whether the next full page may join.
       forkable_from: first step that may copy its prompt pages (the one after the step that completes them).
       ready_after: the step that must be committed before it may be admitted again.
@@ -99,6 +111,8 @@ class Sequence:
         "forkable_from",
         "hidden_sum",
         "index",
+        "is_set_up",
+        "loads",
         "max_fed",
         "next_check_len",
         "next_page_at",
@@ -141,6 +155,8 @@ class Sequence:
         self.num_columns = 0
         self.num_promised = 0
         self.blocks: Blocks | None = None
+        self.loads: list[PendingLoad] = []
+        self.is_set_up = False
         self.chain: list[PageEntry] = []
         self.chain_open = False
         self.forkable_from = NEVER

@@ -219,6 +219,42 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
         queries.add_metric(labels, counts.queried_tokens)
         hits.add_metric(labels, counts.hit_tokens)
     yield from (usage, pages, queries, hits)
+    yield from _host_metrics([(labels, counts) for labels, _, counts, *_ in readings if counts and counts.slots])
+
+
+def _host_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metric]:
+    """Families of a server without host slots have no samples."""
+    slots = GaugeMetricFamily(
+        PREFIX + "kv_host_slots", "Slots of host memory by state: free, used.", labels=(*_LABELS, "state")
+    )
+    pages = CounterMetricFamily(
+        PREFIX + "kv_host_pages",
+        "Pages saved to and loaded from host memory, skipped for want of room, declined by its policy.",
+        labels=(*_LABELS, "event"),
+    )
+    hits = CounterMetricFamily(
+        PREFIX + "kv_tier_hit_tokens", "Prompt tokens found, by tier: device, host.", labels=(*_LABELS, "tier")
+    )
+    choices = CounterMetricFamily(
+        PREFIX + "kv_load_choice_tokens",
+        "Tokens found in host memory, by what was expected to be faster: load, compute.",
+        labels=(*_LABELS, "choice"),
+    )
+    expected = GaugeMetricFamily(
+        PREFIX + "kv_page_seconds", "Expected time of a page, by way: load, compute.", labels=(*_LABELS, "way")
+    )
+    for labels, counts in readings:
+        slots.add_metric([*labels, "free"], counts.slots - counts.used_slots)
+        slots.add_metric([*labels, "used"], counts.used_slots)
+        for event in ("saved", "loaded", "skipped", "declined"):
+            pages.add_metric([*labels, event], getattr(counts, f"{event}_pages"))
+        hits.add_metric([*labels, "device"], counts.hit_tokens - counts.loaded_tokens)
+        hits.add_metric([*labels, "host"], counts.loaded_tokens)
+        choices.add_metric([*labels, "load"], counts.loaded_tokens)
+        choices.add_metric([*labels, "compute"], counts.refused_tokens)
+        expected.add_metric([*labels, "load"], counts.load_page_ms / 1000)
+        expected.add_metric([*labels, "compute"], counts.compute_page_ms / 1000)
+    yield from (slots, pages, hits, choices, expected)
 
 
 def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ and compared, so that a page that was lost, shared wrongly or copied too late is
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -19,9 +20,11 @@ from jaxserve.errors import MissingBucket
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.plan import (
     DUMMY_PAGE,
+    NO_SLOTS,
     Bucket,
     Chunk,
     Drafted,
+    HostSlots,
     Limits,
     PageGroup,
     RowMask,
@@ -47,6 +50,7 @@ def make_limits(
     token_buckets: Iterable[int] = (8, 16, 32),
     mixed_rows: Mapping[int, int] | None = None,
     shapes: Iterable[tuple[int, int]] = (),
+    slots: HostSlots = NO_SLOTS,
 ) -> Limits:
     """Small limits for tests: decode buckets in powers of two up to `max_rows`, mixed ones as given.
 
@@ -66,6 +70,7 @@ def make_limits(
         page_groups=tuple(map(PageGroup, windows)),
         max_model_len=max_model_len,
         buckets=tuple(sorted(decode + mixed)),
+        slots=slots,
     )
     return with_shapes(limits, *shapes)
 
@@ -122,17 +127,19 @@ class _Row:
 
 
 class _Done:
-    """An InFlight that was executed at dispatch; `result` returns the outcome."""
+    """An InFlight that was executed at dispatch; `result` returns the outcome, and tells that it was read."""
 
-    __slots__ = ("_error", "_result")
+    __slots__ = ("_error", "_on_read", "_result")
 
-    def __init__(self, result: StepResult, error: Exception | None) -> None:
+    def __init__(self, result: StepResult, error: Exception | None, on_read: Callable[[], None]) -> None:
         self._result = result
         self._error = error
+        self._on_read = on_read
 
     def result(self) -> StepResult:
         if self._error is not None:
             raise self._error
+        self._on_read()
         return self._result
 
 
@@ -149,6 +156,7 @@ class FakeRunner:
       accept: in place of `draw_count`: (request id, index, position of the first draft, number of drafts) -> how many
         of the drafts of a round are drawn. The row then has rounds as on a device, and ends with a token that ends it.
       fail_at: step at which the device fails: "dispatch" raises there, "result" when the result is asked for.
+      num_draining: of the pages that plans have saved, how many are on their way when a result is read.
       clock, step_s: let each step take time.
       plans: every plan executed, in order, when `keep_plans`.
     """
@@ -163,6 +171,7 @@ class FakeRunner:
         draw_count: Callable[[int], int] = lambda most: most,
         accept: Callable[[str, int, int, int], int] | None = None,
         fail_at: tuple[int, Literal["dispatch", "result"]] | None = None,
+        num_draining: Callable[[int], int] = lambda num_saved: 0,
         clock: ManualClock | None = None,
         step_s: float = 0.0,
         keep_plans: bool = True,
@@ -184,6 +193,12 @@ class FakeRunner:
         self._pages: list[list[int | None]] = [[None] * limits.page_size for _ in range(limits.num_pages + 1)]
         self._num_users: collections.Counter[int] = collections.Counter()  # rows whose table holds the page
         self._last_step_id = -1
+        self._slots: list[list[int | None]] = [[] for _ in range(limits.slots.num_slots)]
+        # Slots that plans save into or load, until their results are read.
+        self._saving: collections.Counter[int] = collections.Counter()
+        self._loading: collections.Counter[int] = collections.Counter()
+        self._num_draining = num_draining
+        self.num_saves = self.num_loads = 0
 
     @property
     def limits(self) -> Limits:
@@ -204,7 +219,11 @@ class FakeRunner:
             self._clock.advance(self._step_s)
         self._check_shape(plan)
         self._apply_changes(plan)
-        return _Done(self._forward(plan), error)
+        return _Done(self._forward(plan), error, functools.partial(self._read, plan))
+
+    def _read(self, plan: StepPlan) -> None:
+        self._saving.subtract(save.slot for save in plan.saves)
+        self._loading.subtract(load.slot for load in plan.loads)
 
     def _check_shape(self, plan: StepPlan) -> None:
         assert plan.step_id > self._last_step_id, (plan.step_id, self._last_step_id)
@@ -244,6 +263,7 @@ class FakeRunner:
             self._num_users.update(grant.page_ids)
             held = [page_id for one in tables for page_id in one if page_id != DUMMY_PAGE]
             assert len(set(held)) == len(held), f"a page twice in the tables of a row: {tables}"
+        self._move(plan)
         targets = {copy.target for copy in plan.copies}
         assert not targets & {copy.source for copy in plan.copies}, plan.copies
         assert len(targets) == len(plan.copies), plan.copies
@@ -254,6 +274,29 @@ class FakeRunner:
         for copy in plan.copies:
             assert self._num_users[copy.target] == 1, f"{copy} writes a page of {self._num_users[copy.target]} rows"
             self._pages[copy.target] = list(self._pages[copy.source])
+
+    def _move(self, plan: StepPlan) -> None:
+        """Pages go to slots, then slots to pages."""
+        saved, loaded = {save.slot for save in plan.saves}, {load.page_id for load in plan.loads}
+        assert len(saved) == len(plan.saves) and len(loaded) == len(plan.loads), plan
+        assert not saved & {load.slot for load in plan.loads}, f"a slot is written and read in one step: {plan}"
+        assert not loaded & {page_id for copy in plan.copies for page_id in copy}, plan
+        for save in plan.saves:
+            assert 0 <= save.slot < len(self._slots), save
+            assert self._loading[save.slot] <= 0 and self._saving[save.slot] <= 0, f"{save} writes a slot in use"
+            content = self._pages[save.page_id]
+            assert all(token is not None and token >= 0 for token in content), f"{save} of a page that is not full"
+            self._slots[save.slot] = list(content)
+            self._saving[save.slot] += 1
+        for load in plan.loads:
+            assert DUMMY_PAGE < load.page_id <= self._limits.num_pages, load
+            assert self._saving[load.slot] <= 0, f"{load} reads a slot before the step that fills it was read"
+            assert self._slots[load.slot], f"{load} reads a slot that nothing was saved into"
+            assert self._num_users[load.page_id] <= 1, f"{load} writes a page of {self._num_users[load.page_id]} rows"
+            self._pages[load.page_id] = list(self._slots[load.slot])
+            self._loading[load.slot] += 1
+        self.num_saves += len(plan.saves)
+        self.num_loads += len(plan.loads)
 
     def _forget_unseen(self) -> None:
         """Pages that no token to come can see may be another row's from now on."""
@@ -307,6 +350,7 @@ class FakeRunner:
             hidden_sums=sums if sums else None,
             counts=counts if plan.row_tokens else None,
             drafts=drafts if plan.width > 1 else None,
+            num_draining=self._num_draining(len(plan.saves)),
         )
 
     def _draw(self, row: _Row, count: int, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:

@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 CODES = [
-    {},
+    {"cache.host_bytes": str(1 << 24), "cache.host_admission": "always"},
     *(
         pytest.param(settings, marks=pytest.mark.slow, id="-".join(settings.values()))
         for settings in (
@@ -86,18 +86,23 @@ def _read(path: Path) -> list[StepRecord]:
 def test_a_replay_draws_the_same_tokens(
     settings: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also of weights and caches in fewer bits."""
+    """Also of weights and caches in fewer bits, and with pages that went to host memory and came back."""
     path = tmp_path / "steps.jsonl"
     engine, outputs = _write(path, settings)
     records = _read(path)
     plans = [record.plan for record in records]
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.num_hit_tokens > 0
     assert any(plan.masks for plan in plans) and any(plan.copies for plan in plans)
+    if "cache.host_bytes" in settings:
+        assert any(plan.saves for plan in plans) and any(plan.loads for plan in plans)
     assert all(record.device_ms > 0 and record.wait_ms >= 0 and record.pack_ms > 0 for record in records)
     drawn = sum(len(record.token_ids) for record in records)
     assert drawn >= sum(map(len, outputs)) > 150
 
-    config = load_config(None, {"model.path": "demo", **settings})  # all sizes are the log's
+    # All sizes are the log's, those of host memory included.
+    sizes = ("cache.host_bytes", "cache.host_admission")
+    kept = {name: value for name, value in settings.items() if name not in sizes}
+    config = load_config(None, {"model.path": "demo", **kept})
     assert replay_and_print(path, config) == 0
     assert capsys.readouterr().out.startswith(f"{len(records)} steps, {drawn} tokens: all equal")
 

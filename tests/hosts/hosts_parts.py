@@ -217,7 +217,7 @@ def main() -> int:
         return run.main(sys.argv[2:])
 
     def build_devices(config: Any, progress: Any, *, hooks: Any) -> list[assemble.Device]:
-        pages = hooks.agree_on_pages(behaviour.get("num_pages", 256))
+        pages = hooks.agree({"pages": behaviour.get("num_pages", 256), "slots": 0})["pages"]
         limits = make_limits(max_rows=4, num_pages=pages, max_model_len=512)
         device = assemble.Device(
             runner=ObservedRunner(limits, hooks.on_buffer, behaviour),

@@ -17,6 +17,7 @@ from jaxserve.client import Client, RequestFailed
 from jaxserve.engine import EngineGroup
 from jaxserve.engine.stats import StepStats
 from jaxserve.routing import RouterOptions, create_router
+from jaxserve.sched.plan import HostSlots
 from jaxserve.serve.http.live import LiveFeed, Seen
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
 
@@ -48,12 +49,15 @@ CONVENTIONAL = {
 }
 
 
+_TELLING = ("finished_reason", "state", "part", "le", "method", "event", "tier", "choice", "way")
+
+
 def _samples(text: str) -> dict[str, float]:
     """Sums over labels, but for the labels that tell something apart."""
     found: dict[str, float] = {}
     for family in parse_plain(text):
         for sample in family.samples:
-            labels = [v for k, v in sample.labels.items() if k in ("finished_reason", "state", "part", "le", "method")]
+            labels = [v for k, v in sample.labels.items() if k in _TELLING]
             name = "/".join([sample.name.removeprefix(PREFIX), *labels])
             found[name] = found.get(name, 0.0) + sample.value
     return found
@@ -111,6 +115,24 @@ def test_drafts_show_in_metrics_live_view_and_usage() -> None:
     assert found["decode_rows_total"] == 4 and found["decode_tokens_total"] == 9
     assert (live["decode_rows"], live["decode_tokens"], live["drafted"], live["accepted"]) == (8, 18, 14, 10)
     assert "tokens/step" in view.getvalue() and "2.25" in view.getvalue() and "71.4 %" in view.getvalue()
+
+
+def test_host_slots_show_in_metrics_and_live_view() -> None:
+    """A prompt of two full pages, evicted by another and asked for again."""
+    slots = HostSlots(num_slots=8, max_draining=8, max_loads=8)
+    with watched(num_pages=4, slots=slots) as parts:
+        for text in ("abcdefghijklmnop", "ABCDEFGHIJKLMNOPQRSTUVWX", "abcdefghijklmnop"):
+            ask(parts, text, max_tokens=2)
+            until_idle(parts)
+        found = _samples(http.get(f"{parts.http_url}/metrics").text)
+        live = LiveFeed(parts.engine).message([Seen()])["replicas"][0]
+        view = io.StringIO()
+        Console(file=view, width=120).print(render(fetch(parts.http_url, None), None, "here"))
+    assert found["kv_host_slots/used"] + found["kv_host_slots/free"] == 8
+    assert found["kv_host_pages_total/loaded"] == 2 and found["kv_host_pages_total/saved"] >= 2
+    assert found["kv_tier_hit_tokens_total/host"] == found["kv_load_choice_tokens_total/load"] == 16
+    assert found["kv_tier_hit_tokens_total/device"] == found["kv_load_choice_tokens_total/compute"] == 0
+    assert live["counts"]["loaded_tokens"] == 16 and "host slots" in view.getvalue() and "from host" in view.getvalue()
 
 
 def test_every_conventional_name_is_there_and_histograms_are_whole() -> None:

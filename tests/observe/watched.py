@@ -11,6 +11,7 @@ from serve_parts import WAIT_S, Served, served
 
 from jaxserve.api import SamplingParams
 from jaxserve.config.schema import GrpcConfig, HttpConfig
+from jaxserve.sched.plan import NO_SLOTS, HostSlots
 from jaxserve.testing import ByteTokenizer
 
 KEYS = ("right-key", "other-key")
@@ -27,6 +28,7 @@ def watched(
     drain_s: float = WAIT_S,
     grpc: bool = False,
     drafts: bool = False,
+    slots: HostSlots = NO_SLOTS,
     **http: Any,
 ) -> Iterator[Served]:
     """A server whose engine answers in bytes. With `tmp_path` it wants one of KEYS.
@@ -42,6 +44,7 @@ def watched(
         delay_s=delay_s,
         num_pages=num_pages,
         shapes=((4, 1),) if drafts else (),
+        slots=slots,
         accept=(lambda *draft: min(2, draft[-1])) if drafts else None,
     )
     with served(

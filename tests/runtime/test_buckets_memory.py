@@ -17,15 +17,18 @@ from jaxserve.runtime.compile import make_cache_directory
 from jaxserve.runtime.memory import (
     MemoryPlan,
     MemoryShare,
+    check_host_memory,
     held_tokens,
     longest_sequence,
     memory_share,
     plan_memory,
+    plan_slots,
     reserved_share,
 )
 from jaxserve.runtime.mesh import make_meshes
 from jaxserve.runtime.page_groups import PageGroups
-from jaxserve.sched.plan import Bucket, Limits
+from jaxserve.runtime.page_moves import move_counts
+from jaxserve.sched.plan import Bucket, HostSlots, Limits
 
 
 def test_default_buckets_are_a_sum_of_powers_of_two() -> None:
@@ -239,3 +242,34 @@ def test_tokens_that_are_held_of_equal_layers_do_not_depend_on_lengths() -> None
 def test_every_group_needs_a_page(change: dict[str, int], message: str) -> None:
     with pytest.raises(CapacityError, match=message):
         plan_memory(**(GROUPED | change))
+
+
+def test_slots_follow_from_bytes_and_pages_on_their_way_take_room() -> None:
+    slots = plan_slots(CacheConfig(host_bytes=10_000), 900, 2, (1, 4, 16))
+    assert slots == HostSlots(num_slots=5, max_draining=32, max_loads=16, page_bytes=900)
+    assert plan_slots(CacheConfig(host_bytes=10_000, load_bytes_per_step=2_000), 900, 1, (1, 4)).max_loads == 2
+    assert plan_slots(CacheConfig(), 900, 1, ()) == HostSlots()
+    assert move_counts(1 << 20) == (1, 4, 16) and move_counts(16 << 20) == (1, 4) and move_counts(1 << 30) == (1,)
+    sizes = SIZES | {"total_bytes": 100_000}
+    without, with_slots = plan_memory(**sizes), plan_memory(**sizes, move_counts=(1, 2))
+    assert with_slots.move_bytes == 4 * 2 * with_slots.page_bytes
+    assert 0 < without.num_pages - with_slots.num_pages <= 9 or without.chosen_by.startswith("twice")
+
+
+@pytest.mark.parametrize(
+    ("cache", "error", "match"),
+    [
+        ({"host_bytes": 100}, CapacityError, "raise it to 900 or more"),
+        ({"host_bytes": 10_000, "prefix_caching": False}, ConfigError, r"cache\.prefix_caching"),
+        ({"load_bytes_per_step": 100}, ConfigError, r"without cache\.host_bytes"),
+    ],
+)
+def test_slots_that_cannot_work(cache: dict[str, int], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        plan_slots(CacheConfig(**cache), 900, 1, (1, 4))
+
+
+def test_more_host_memory_than_there_is() -> None:
+    check_host_memory(0)
+    with pytest.raises(CapacityError, match="this machine has left"):
+        check_host_memory(1 << 60)

@@ -7,13 +7,16 @@ whatever was added, cut, preempted, shared or aborted around it.
 import collections
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.errors import UserError
 from jaxserve.sched import InFlight, Limits, Policy, SchedulerOptions, Sequence, StepPlan, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.prefix import PageEntry
 from jaxserve.sched.state import sequence_seed
+from jaxserve.sched.tier_policy import TierOptions
 from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_request
 
 VOCAB = 7
@@ -95,7 +98,15 @@ def random_limits(rng: random.Random) -> Limits:
         max_model_len=rng.randint(4, 40),
         token_buckets=edges,
         mixed_rows={**mixed_rows, edges[-1]: max_rows},
+        slots=random_slots(rng),
     )
+
+
+def random_slots(rng: random.Random) -> HostSlots:
+    """None in half of the worlds, else fewer than a sequence needs, or many; and any budgets."""
+    num_slots = rng.choice([0, 0, 0, 1, 3, rng.randint(2, 20), 100])
+    max_draining, max_loads = rng.choice([1, 4, 16]), rng.choice([1, 1, 2, 8])
+    return HostSlots(num_slots, max_draining, max_loads, rng.choice([0.0, 200.0])) if num_slots else HostSlots()
 
 
 class World:
@@ -111,8 +122,13 @@ class World:
         look_ahead: bool = False,
         accept: Callable[[str, int, int, int], int] | None = None,
         any_shape: bool = False,
+        host_policy: str = "lru",
+        admission: str = "always",
+        store: Any = None,
     ) -> None:
-        """`accept`: as of `FakeRunner`. `any_shape`: each step has a random one of the shapes that are on offer."""
+        """`store`: as in `test_loading`.
+
+        `accept`: as of `FakeRunner`. `any_shape`: each step has a random one of the shapes that are on offer."""
         self.clock = ManualClock()
         self.limits = limits
         scheduler = create_scheduler(
@@ -124,8 +140,11 @@ class World:
                 ageing_s=2.0,
                 watermark=0.03 if look_ahead else 0.0,
                 growth=0.5 if look_ahead else 0.0,
+                host_policy=host_policy,
+                host_tier=TierOptions(admission=admission),
             ),
             clock=self.clock,
+            store=store,
         )
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
@@ -139,7 +158,11 @@ class World:
             keep_plans=False,
             draw_count=lambda most: counts.randint(1, most),
             accept=accept,
+            num_draining=lambda num_saved: counts.randint(0, num_saved),
         )
+        self.store = store
+        if store is not None:
+            store.runner = self.runner
         self.published = PublishedPages(scheduler, self.runner)
         self.chunked = chunked
         self.requests: dict[str, Request] = {}
@@ -151,6 +174,7 @@ class World:
         self.num_several = 0  # rows that drew more than one token in a step
         self.num_fewer = 0  # rows that drew fewer tokens than they could
         self.num_added = 0
+        self.num_waited = 0  # steps after which a sequence with a row had pages left to load
 
     def add(self, request: Request) -> None:
         self.clock.advance(0.5)
@@ -177,12 +201,17 @@ class World:
             return
         plan = self.scheduler.schedule()
         if plan is None:
+            if not self.flights and self.store is not None and self.scheduler.has_work():
+                assert self.scheduler.waits(), "work is left and nothing can ever run"
+                self.clock.advance(1.0)  # of a deadline
+                return
             assert self.flights or not self.scheduler.has_work(), "work is left and nothing can ever run"
             return
         if not self.chunked:
             assert all(c.sample or self._has_outputs(c.row) for c in plan.chunks), "a prompt was cut"
         self.flights.append((plan, self.runner.dispatch(plan)))
         self.shapes[plan.width, plan.rounds] += 1
+        self.num_waited += any(seq.loads for seq in self.scheduler._running)
         self.published.check()
 
     def _has_outputs(self, row: int) -> bool:

@@ -7,7 +7,7 @@ beginning.
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sched_world import BLIND, PublishedPages
 
@@ -22,7 +22,9 @@ from jaxserve.sched import (
     create_scheduler,
 )
 from jaxserve.sched.draft import Draft
+from jaxserve.sched.plan import NO_SLOTS, HostSlots
 from jaxserve.sched.policies import FairPolicy, SloPolicy
+from jaxserve.sched.tier_policies import Lru
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request, with_shapes
 
 STOP = 99  # outside of the vocabulary: drawn only where a move says so
@@ -53,6 +55,8 @@ class Rules:
     shapes: tuple[tuple[int, int], ...] = ()
     windows: tuple[int | None, ...] = (None,)
     num_pages: int = LIMITS.num_pages
+    slots: HostSlots = NO_SLOTS
+    requests: tuple[Request, ...] = REQUESTS
 
 
 class SmallWorld:
@@ -65,21 +69,25 @@ class SmallWorld:
             with_shapes(LIMITS, *rules.shapes),
             page_groups=tuple(map(PageGroup, rules.windows)),
             num_pages=rules.num_pages,
+            slots=rules.slots,
         )
         made = create_scheduler(policy, limits, options=options, clock=self.clock)
         assert isinstance(made, ContinuousScheduler)
         self.scheduler = made
+        self.drains_late = False  # what the next step saves is still on its way when its result is read
         self.forced: dict[tuple[str, int], dict[int, int]] = {}
         self.drawn_at_most = limits.max_row_tokens  # by a row, in the next step
         self.runner = FakeRunner(
             limits, mode="context", forced=self.forced, keep_plans=False, vocab_size=50,
             draw_count=lambda most: min(most, self.drawn_at_most),
+            num_draining=lambda num_saved: num_saved if self.drains_late else 0,
         )  # fmt: skip
         self.shapes = rules.shapes or ((1, 1),)
         self.shape = (1, 1)  # of the next step without prompts
         made.policy.speculate = lambda decoding, shapes: self.shape
         self.published = PublishedPages(made, self.runner)
-        self.requests = REQUESTS[: rules.num_requests]
+        self.requests = rules.requests[: rules.num_requests]
+        self.num_loads = self.num_skipped = 0
         self.flights: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self.added: list[int] = []
         self.ended: dict[str, FinishReason | None] = {}
@@ -89,7 +97,8 @@ class SmallWorld:
         """What may happen next.
 
         `run` plans and launches a step: its low bits say which rows draw the stop id, the next ones how many tokens a
-        row draws at most, and the highest which shape the step has, where it has no prompts.
+        row draws at most, and the highest which shape the step has, where it has no prompts. With a host tier `late`
+        is a `run` whose saves take long.
         """
         scheduler, rules = self.scheduler, self.rules
         yield from (("add", i) for i in range(len(self.requests)) if i not in self.added)
@@ -101,7 +110,8 @@ class SmallWorld:
             yield ("tick", 0)
         if len(self.flights) < 2 and scheduler.has_work():
             most = self.runner.limits.max_row_tokens
-            yield from (("run", bits) for bits in range(len(self.shapes) * most << LIMITS.max_rows))
+            kinds = ("run", "late") if rules.slots.num_slots else ("run",)
+            yield from ((kind, bits) for kind in kinds for bits in range(len(self.shapes) * most << LIMITS.max_rows))
         if self.flights:
             yield ("commit", 0)
 
@@ -124,8 +134,11 @@ class SmallWorld:
         elif kind == "commit":
             self.commit()
         else:
+            self.drains_late = kind == "late"
             shape, drawn = divmod(arg >> LIMITS.max_rows, self.runner.limits.max_row_tokens)
-            return self.run(arg & (1 << LIMITS.max_rows) - 1, 1 + drawn, self.shapes[shape])
+            if not self.run(arg & (1 << LIMITS.max_rows) - 1, 1 + drawn, self.shapes[shape]):
+                return False
+            return kind == "run" or len(self.flights[-1][0].saves) > 0  # without saves it is a `run`
         return True
 
     def run(self, bits: int, drawn_at_most: int, shape: tuple[int, int]) -> bool:
@@ -161,7 +174,7 @@ class SmallWorld:
 
     def drain(self) -> None:
         """From here on nothing comes and nothing is cut: all must end soon, and every page come back."""
-        scheduler = self.scheduler
+        scheduler, self.drains_late = self.scheduler, False
         for _ in range(MAX_DRAIN):
             if not scheduler.has_work() and not self.flights:
                 break
@@ -171,6 +184,9 @@ class SmallWorld:
         scheduler.check()
         assert scheduler.num_held_pages == scheduler.num_running == scheduler.num_waiting == 0
         assert len(self.ended) == len(self.added)
+        self.num_loads = self.runner.num_loads
+        if scheduler.memory.tier is not None:
+            self.num_skipped = scheduler.memory.tier.num_skipped
 
     def fingerprint(self) -> tuple[object, ...]:
         """Equal for worlds that nobody can tell apart from here on, up to the names of pages."""
@@ -191,7 +207,7 @@ class SmallWorld:
                     len(s.chain), s.chain_open,
                     s.ready_after - scheduler._last_committed if s.ready_after > scheduler._last_committed else 0,
                     tuple(map(name, s.page_ids)), tuple(t.first for t in s.tables), s.num_promised,
-                    self.clock() - s.request.arrival_s,
+                    self.clock() - s.request.arrival_s, s.is_set_up, tuple(load.slot for load in s.loads),
                     s.forkable_from <= scheduler._step_id,
                 )
                 for s in seqs
@@ -204,12 +220,26 @@ class SmallWorld:
             tuple(
                 (
                     p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows, p.row_tokens,
-                    tuple(h.result().counts or ()),
+                    h._result.counts, h._result.num_draining, len(p.saves), p.loads,
                 )
                 for p, h in self.flights
             ),
             _policy_state(scheduler),
+            _tier_state(scheduler),
         )  # fmt: skip
+
+
+def _tier_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
+    tier = scheduler.memory.tier
+    if tier is None:
+        return ()
+    assert isinstance(tier._policy, Lru)
+    return (
+        tuple((slot, entry.content, at) for slot, (entry, at) in sorted(tier._owners.items())),
+        tuple(map(tier._slot_of.get, tier._policy._order)),
+        frozenset(tier._slots._filling), tuple(tier._slots._num_pins), tuple(tier._slots._free),
+        tuple(save.slot for save in tier._saves), tier._num_draining,
+    )  # fmt: skip
 
 
 def _policy_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
@@ -224,8 +254,10 @@ def _policy_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
     return ()
 
 
-def explore(policy: str, rules: Rules) -> tuple[int, int, int]:
-    """Makes every move in every world that can be reached.
+def explore(
+    policy: str, rules: Rules, on_end: Callable[[SmallWorld], None] = lambda world: None
+) -> tuple[int, int, int]:
+    """Makes every move in every world that can be reached; `on_end` gets each world that has ended.
 
     Returns how many worlds there are, how many moves, and how many preemptions were seen that no move had asked for.
     """
@@ -243,6 +275,7 @@ def explore(policy: str, rules: Rules) -> tuple[int, int, int]:
             seen.add(state)
             if not moves:
                 world.drain()
+                on_end(world)
                 num_preempted += world.scheduler.num_preemptions - world.num_made["preempt"]
                 break
             todo.extend((*path, move) for move in moves[1:])

@@ -10,7 +10,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.hosts import frames
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.sched import StepPlan, create_scheduler
-from jaxserve.sched.plan import Bucket, Chunk, PageCopy, PageGrant, Parts, RowMask, RowSetup
+from jaxserve.sched.plan import Bucket, Chunk, PageCopy, PageGrant, PageLoad, PageSave, Parts, RowMask, RowSetup
 from jaxserve.sched.record import StepRecord
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
@@ -88,6 +88,8 @@ WIDE = WiderPlan(
     chunks=(Chunk(1, 0, tuple(range(100)), True),),
     setups=(SETUP,),
     grants=(PageGrant(1, 0, (3, 4)),),
+    saves=(PageSave(5, 0), PageSave(6, 1)),
+    loads=(PageLoad(2, 5),),
     copies=(PageCopy(1, 2),),
     freed_rows=(6,),
     masks=(RowMask.of(1, b"\x01\x02"),),

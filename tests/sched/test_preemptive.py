@@ -99,7 +99,7 @@ def test_what_the_prefix_cache_keeps_costs_nothing() -> None:
     step(scheduler, 2)
     scheduler.memory.publish(next(s for s in scheduler._running if s.request_id == "cached"), 17)
     step(scheduler, 2)
-    costs = {s.request_id: scheduler.memory.recompute_len(s, 1) for s in scheduler._running}
+    costs = {s.request_id: scheduler.memory.refill_cost(s, 1) for s in scheduler._running}
     assert costs["cached"] < costs["open"], costs
     scheduler.add(make_request("urgent", [4], 2, priority=0, arrival_s=1.0))
     step(scheduler)

@@ -33,6 +33,8 @@ def run_world(seed: int) -> World:
         look_ahead=rng.random() < 0.3,
         accept=rng.choice([None, random_drafts(rng.choice([0.0, 0.3, 0.8, 1.0]))]),
         any_shape=rng.random() < 0.7,
+        host_policy=rng.choice(["lru", "lru", "lfu", "arc", "s3-fifo"]),
+        admission=rng.choice(["always", "always", "always", "second_sight"]),
     )
     weights = rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)])
     for number in range(OPS_PER_WORLD):
@@ -52,7 +54,7 @@ def run_world(seed: int) -> World:
 
 
 def test_random_operations_agree_with_the_naive_model():
-    preempted = hits = ended = forks = several = fewer = 0
+    preempted = hits = ended = forks = several = fewer = saved = loaded = waited = skipped = 0
     shapes = collections.Counter[tuple[int, int]]()
     for seed in range(NUM_WORLDS):
         world = run_world(seed)
@@ -63,6 +65,11 @@ def test_random_operations_agree_with_the_naive_model():
         several += world.num_several
         fewer += world.num_fewer
         shapes += world.shapes
+        saved += world.runner.num_saves
+        loaded += world.runner.num_loads
+        waited += world.num_waited
+        if (tier := world.scheduler.memory.tier) is not None:
+            skipped += tier.num_skipped
     # The worlds must really have been through what they are for.
     assert NUM_WORLDS * OPS_PER_WORLD >= 100_000
     assert preempted > 500, preempted
@@ -71,6 +78,7 @@ def test_random_operations_agree_with_the_naive_model():
     assert ended > 5000, ended
     assert several > 2000, several
     assert fewer > 1000, fewer
+    assert saved > 5000 and loaded > 400 and waited > 10 and skipped > 1000, (saved, loaded, waited, skipped)
     wanted = {(1, 1)}.union(*SHAPES)
     assert min(shapes[shape] for shape in wanted) > 100, shapes
 

@@ -51,7 +51,7 @@ def test_every_decision_hook_option_and_policy_is_described() -> None:
 
 def test_what_a_policy_can_look_at_is_there() -> None:
     section = TEXT.split("**What a policy can look at.**")[1].split("###")[0]
-    for name in ("num_missing", "num_own", "recompute_len", "place"):
+    for name in ("num_missing", "num_own", "refill_cost", "place"):
         assert f"`{name}(" in section
         assert name in vars(SequenceMemory)
     for name in re.findall(r"`pool\.(\w+)`", section):

@@ -1,5 +1,6 @@
 """The simulator against the engine's own loop, and its times against arithmetic done by hand."""
 
+import dataclasses
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.lab.simulation.drafts import SimulatedDrafts
 from jaxserve.lab.simulation.simulate import FixedCost, SimRequest, StepCost, VirtualClock, simulate
 from jaxserve.sched import SCHEDULERS, Bucket, Limits, SchedulerOptions, StepPlan, create_scheduler
+from jaxserve.sched.plan import HostSlots
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, with_shapes
 
 STOP = 7
@@ -101,6 +103,37 @@ def test_plans_are_those_of_the_engine(policy: str, num_pages: int, seed: int) -
         assert outcome.token_times_s[0] == outcome.first_token_s
         assert outcome.token_times_s[-1] == outcome.last_token_s
     assert num_pages > 14 or sum(r.preemptions for r in found.requests) > 0
+
+
+def test_plans_with_host_slots_are_those_of_the_engine() -> None:
+    """Whose saves arrive within their step, and whose loads take no time."""
+    limits = make_limits(
+        max_rows=6,
+        num_pages=14,
+        page_size=4,
+        max_model_len=48,
+        slots=HostSlots(num_slots=30, max_draining=9, max_loads=2),
+    )
+    trace = random_trace(3)
+    expected, _ = engine_plans("fcfs", trace, limits)
+    found = simulate("fcfs", trace, TURN, limits, keep_plans=True)
+    assert list(found.plans) == expected
+    assert found.loaded_pages == sum(len(plan.loads) for plan in expected) > 5
+    assert found.saved_pages > found.loaded_pages
+
+
+def test_pages_from_host_slots_take_their_time() -> None:
+    """A prompt of four pages, evicted and asked for again: three pages are loaded, 500 ms each."""
+    slots = HostSlots(num_slots=30, max_draining=9, max_loads=2, load_ms=500.0, save_ms=100.0)
+    limits = make_limits(max_rows=2, num_pages=5, page_size=4, max_model_len=40, slots=slots)
+    prompts = ([1] * 13, [2] * 17, [1] * 13)
+    trace = [sim_request(i, prompt, 1, 100.0 * i, max_tokens=1) for i, prompt in enumerate(prompts)]
+    cost = FixedCost(cost=StepCost(0.0, 1.0))
+    with_slots = simulate("fcfs", trace, cost, limits)
+    without = simulate("fcfs", trace, cost, dataclasses.replace(limits, slots=HostSlots()))
+    assert (with_slots.loaded_pages, without.loaded_pages) == (3, 0)
+    assert [r.cached_tokens for r in with_slots.requests] == [0, 0, 12]
+    assert with_slots.device_s == pytest.approx(without.device_s + 1.5)
 
 
 # Milliseconds of a round, by width and rounds: a turn takes 1000, so launches are the most of what a step costs.

@@ -7,9 +7,14 @@ some policies for each: those that sort once, those that sort again, and those t
 some whose order depends on when somebody came.
 """
 
+import dataclasses
+
 import pytest
 from sched_world import POLICIES
-from small_world import OPTIONS, Rules, SmallWorld, explore
+from small_world import OPTIONS, STOP, Rules, SmallWorld, explore
+
+from jaxserve.sched.plan import HostSlots
+from jaxserve.testing import make_request
 
 SLOW = {
     "abort": (Rules(max_aborts=1, max_preempts=0, max_ticks=0), ("fcfs", "slo")),
@@ -75,6 +80,29 @@ def test_three_with_every_move(kind: str, policy: str) -> None:
     num_worlds, num_moves, num_preempted = explore(policy, SLOW[kind][0])
     assert num_worlds > 2000 and num_moves > 8000, (num_worlds, num_moves)
     assert num_preempted > 100, num_preempted
+
+
+# Two sequences, three pages, two slots: what one of them has is lost to the other, saved and loaded.
+TIERED = Rules(
+    num_requests=2,
+    num_pages=3,
+    slots=HostSlots(num_slots=2, max_draining=2, max_loads=1),
+    requests=(make_request("a", [1, 2], 2, stop=[STOP]), make_request("b", [3], 3, stop=[STOP])),
+)
+
+
+@pytest.mark.parametrize("windows", [(None,), pytest.param((None, 2), marks=pytest.mark.slow)])
+def test_a_host_tier_with_every_move(windows: tuple[int | None, ...]) -> None:
+    """Saves that drain at once or late, aborts and preemptions while pages wait to be loaded."""
+    loads = skipped = 0
+
+    def count(world: SmallWorld) -> None:
+        nonlocal loads, skipped
+        loads, skipped = loads + world.num_loads, skipped + world.num_skipped
+
+    rules = dataclasses.replace(TIERED, windows=windows, num_pages=3 * len(windows), max_ticks=0)
+    num_worlds, _, _ = explore("fcfs", rules, count)
+    assert num_worlds > 400 and loads > 100 and skipped > 20, (num_worlds, loads, skipped)
 
 
 def test_exploration_finds_a_leak() -> None:

@@ -12,6 +12,7 @@ from jaxserve.client import Client
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo, Reranker
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
+from jaxserve.sched.plan import NO_SLOTS, HostSlots
 from jaxserve.serve.service import Addresses, Shutdown, serve
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 
@@ -95,6 +96,7 @@ class Parts:
         vocab_size: int = 128,
         reranker: Reranker | None = None,
         shapes: tuple[tuple[int, int], ...] = (),
+        slots: HostSlots = NO_SLOTS,
         accept: Callable[[str, int, int, int], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,6 +107,7 @@ class Parts:
             max_model_len=max_model_len,
             token_buckets=(16, 64),
             shapes=shapes,
+            slots=slots,
         )
         self.runner = SteerableRunner(
             FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False, accept=accept),

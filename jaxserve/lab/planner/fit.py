@@ -58,7 +58,7 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
         least = sized.weight_bytes + sized.state_bytes + temporaries + sized.cache_bytes
         headroom = fit.budget_bytes - least
     else:
-        headroom = fit.total_bytes - sized.weight_bytes - sized.state_bytes - temporaries - kv_bytes
+        headroom = fit.total_bytes - sized.weight_bytes - sized.state_bytes - sized.move_bytes - temporaries - kv_bytes
     return MemoryUse(
         total_bytes=fit.total_bytes,
         budget_bytes=fit.budget_bytes,

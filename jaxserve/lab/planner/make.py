@@ -29,7 +29,7 @@ from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept, configured_quantisation, describe_quantisation
 from jaxserve.models.sharding import WeightParameter
 from jaxserve.models.weights import Path
-from jaxserve.runtime.memory import longest_sequence
+from jaxserve.runtime.memory import MemoryPlan, longest_sequence
 from jaxserve.sched.plan import Limits
 
 _CONTEXT = 2048  # tokens a row, where no length of sequences is given
@@ -121,7 +121,7 @@ def make_plan(
         assumptions=options.assumptions.sentences(topology, context, dtype, config.parallel.tensor)
         if predictions
         else (),
-        notes=tuple(_notes(config, topology, absent, model, fit, steps, uncounted)),
+        notes=tuple(_notes(config, topology, absent, model, fit, steps, uncounted, predictions)),
         seconds=time.perf_counter() - start,
     )
 
@@ -283,6 +283,7 @@ def _notes(
     fit: Fit,
     steps: tuple[StepFacts, ...],
     uncounted: str | None,
+    predictions: tuple[Prediction, ...],
 ) -> list[str]:
     notes = []
     used = config.parallel.tensor * config.parallel.data
@@ -304,6 +305,9 @@ def _notes(
         longest, wanted = longest_sequence(fit.plan.limits), fit.plan.limits.max_model_len
         if longest < wanted:
             notes.append(f"the pages hold a sequence of {longest} tokens, so none reaches model.max_len {wanted}")
+    prefill = next((one for one in predictions if not one.decode), None)
+    if fit.plan is not None and prefill is not None:
+        notes.append(_break_even(fit.plan, prefill, config.parallel.tensor))
     if steps and len(steps[0].compiled_layers) > 1:
         layers = " and ".join(map(str, steps[0].compiled_layers))
         notes.append(
@@ -315,3 +319,16 @@ def _notes(
     if steps and uncounted is not None:
         notes.append(f"there is no guess of a step's time by count: {uncounted}")
     return notes
+
+
+def _break_even(memory: MemoryPlan, prefill: Prediction, tensor: int) -> str:
+    """The speed of a link to host memory beyond which loading the pages of a prompt takes less than computing them."""
+    limits = memory.limits
+    num_bytes = limits.pages_of(prefill.tokens) * memory.page_bytes * tensor
+    slots = limits.slots
+    held = f"{slots.num_slots} pages fit there" if slots.num_slots else "cache.host_bytes is 0: nothing is kept there"
+    return (
+        f"loading the pages of a prompt of {prefill.tokens} tokens from host memory ({num_bytes / 2**20:.1f} MiB) "
+        f"takes less time than computing them where all links of a replica together bring more than "
+        f"{num_bytes / prefill.seconds / 1e9:.2f} GB/s; {held}"
+    )

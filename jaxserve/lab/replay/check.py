@@ -9,12 +9,15 @@ from jaxserve.sched import Limits, StepPlan
 
 
 def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
-    """Raises StepLogError when a row, a page, a position or a token does not exist."""
+    """Raises StepLogError when a row, a page, a host slot, a position or a token does not exist."""
     rows = [*plan.decode_rows, *plan.freed_rows, *(c.row for c in plan.chunks), *(s.row for s in plan.setups)]
     rows += [*(g.row for g in plan.grants), *(m.row for m in plan.masks)]
     _check(plan, "row", rows, 0, limits.max_rows - 1)
     pages = [page_id for grant in plan.grants for page_id in grant.page_ids]
     pages += [page_id for copy in plan.copies for page_id in copy]
+    pages += [*(save.page_id for save in plan.saves), *(load.page_id for load in plan.loads)]
+    slots = [*(save.slot for save in plan.saves), *(load.slot for load in plan.loads)]
+    _check(plan, "host slot", slots, 0, limits.slots.num_slots - 1)
     _check(plan, "page", pages, 1, limits.num_pages)
     _check(plan, "group of layers", [g.group for g in plan.grants], 0, len(limits.page_groups) - 1)
     columns = [c for g in plan.grants for c in (g.first, g.first + len(g.page_ids) - 1)]

@@ -91,6 +91,7 @@ class _Replay:
         self._on_step = on_step
         self._launched: _Launched | None = None
         self._setups: dict[int, RowSetup] = {}
+        self._saved: set[int] = set()  # host slots that the log has filled
 
     def step(self, record: StepRecord) -> None:
         """Launches a step, then compares the one before it."""
@@ -100,6 +101,12 @@ class _Replay:
                 " them can be replayed"
             )
         check_plan(record.plan, self._runner.limits, self._vocab_size)
+        self._saved.update(save.slot for save in record.plan.saves)
+        if foreign := {load.slot for load in record.plan.loads} - self._saved:
+            raise StepLogError(
+                f"step {record.plan.step_id} loads host slot {min(foreign)}, which no step of the log has filled: its "
+                "page came from a store (store.kind), and a log does not have its bytes; record without a store"
+            )
         launched = _Launched(record, self._runner.dispatch(record.plan))
         previous, self._launched = self._launched, launched
         self._compare(previous)

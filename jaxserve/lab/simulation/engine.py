@@ -227,7 +227,8 @@ class SimulatedEngine:
       number: of its replica.
       next_turn_s: when its next turn begins; infinity while it sleeps.
       slowness: multiplies the seconds of every step that is planned from now on.
-      num_steps, device_s, tokens, padded_tokens, row_steps, row_tokens, drafts: so far, see `SimulationResult`.
+      num_steps, device_s, tokens, padded_tokens, row_steps, row_tokens, drafts, saved_pages, loaded_pages: so far, see
+        `SimulationResult`.
 
     Raises ConfigError for steps with drafts and no `accept`.
     """
@@ -260,6 +261,7 @@ class SimulatedEngine:
         self.padded_tokens = 0
         self.row_steps = self.row_tokens = 0
         self.drafts = DraftCounts()
+        self.saved_pages = self.loaded_pages = 0
         self.steps: list[SimulatedStep] = []
         self.plans: list[StepPlan] = []
         self._scheduler = scheduler
@@ -281,6 +283,8 @@ class SimulatedEngine:
         self._launched: _Launched | None = None  # by the last turn
         self._awaited: _Launched | None = None  # by the one before; its commit ends the last turn
         self._device_free_s = 0.0
+        self._slots = limits.slots
+        self._saves_done_s: collections.deque[float] = collections.deque()  # of pages on their way to host slots
         self._buckets: dict[tuple[int, int, bool, int, int], Bucket] = {}
 
     @property
@@ -375,6 +379,8 @@ class SimulatedEngine:
         if self.slowness != 1.0:
             host_s, device_s, commit_s = (self.slowness * seconds for seconds in (host_s, device_s, commit_s))
         assert host_s >= 0 and device_s >= 0 and commit_s >= 0, (host_s, device_s, commit_s)
+        if plan.loads:
+            device_s += self.slowness * len(plan.loads) * self._slots.load_ms / 1000
         for setup in plan.setups:
             live = self._live[setup.request_id]
             live.num_setups += 1
@@ -383,6 +389,11 @@ class SimulatedEngine:
         launched_s = now_s + host_s
         device_start_s = max(launched_s, self._device_free_s)
         self._device_free_s = device_start_s + device_s
+        for _ in plan.saves:  # one after the other over the link, from the step's begin on
+            before_s = self._saves_done_s[-1] if self._saves_done_s else 0.0
+            self._saves_done_s.append(max(before_s, device_start_s) + self.slowness * self._slots.save_ms / 1000)
+        self.saved_pages += len(plan.saves)
+        self.loaded_pages += len(plan.loads)
         self._launched = _Launched(plan, result, self._device_free_s, commit_s)
         self.num_steps += 1
         self.device_s += device_s
@@ -420,7 +431,15 @@ class SimulatedEngine:
         )
 
     def _commit(self, step: _Launched, now_s: float) -> None:
-        events = self._commit_step(step.plan, step.result)
+        while self._saves_done_s and self._saves_done_s[0] <= now_s:
+            self._saves_done_s.popleft()
+        result = step.result
+        if self._saves_done_s:
+            num_draining = len(self._saves_done_s)
+            if self._launched is not None:  # the saves of the step in flight are not this one's
+                num_draining = max(0, num_draining - len(self._launched.plan.saves))
+            result = dataclasses.replace(result, num_draining=num_draining)
+        events = self._commit_step(step.plan, result)
         if self._keep_token_times:
             for event in events:
                 self._live[event.request_id].times_s.append(now_s)
@@ -484,4 +503,6 @@ def summarise(engines: list[SimulatedEngine], ended: list[SimulatedRequest], dur
         row_steps=sum(engine.row_steps for engine in engines),
         row_tokens=sum(engine.row_tokens for engine in engines),
         drafts=sum_drafts(engine.drafts.totals() for engine in engines),
+        saved_pages=sum(engine.saved_pages for engine in engines),
+        loaded_pages=sum(engine.loaded_pages for engine in engines),
     )

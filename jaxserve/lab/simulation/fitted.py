@@ -111,6 +111,7 @@ class Fitted:
     Args:
       records: of real steps, in any order; `jaxserve.sched.record.read_records` reads them from a log.
       skip: number of records left out at the beginning, while caches are cold.
+      load_ms: of a page from a host slot; the time of loads is no part of what is fitted (see `CostModel`).
 
     Attributes:
       errors: 'device', 'host', 'commit' -> 'decode', 'wide' or 'mixed' -> `FitError`.
@@ -120,7 +121,7 @@ class Fitted:
     Raises ConfigError when there are fewer than 10 records of every kind.
     """
 
-    def __init__(self, records: Iterable[StepRecord], *, skip: int = 0) -> None:
+    def __init__(self, records: Iterable[StepRecord], *, skip: int = 0, load_ms: float = 0.0) -> None:
         samples: dict[str, dict[str, list[_Sample]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
         late: dict[str, list[_Sample]] = {kind: [] for kind in _KINDS}
         self.num_records = 0
@@ -129,7 +130,7 @@ class Fitted:
             if number >= skip:
                 self.num_records += 1
                 kind = _kind(record.plan)
-                _take(record, samples[kind], late[kind])
+                _take(record, samples[kind], late[kind], load_ms)
                 for rounds in _full_rounds(record):
                     drafts.add(rounds)
         self.drafts = drafts.totals()
@@ -227,7 +228,7 @@ def _kind(plan: StepPlan) -> str:
     return "decode" if plan.decode_only else "mixed"
 
 
-def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sample]) -> None:
+def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sample], load_ms: float) -> None:
     """Adds a record's times to the samples of each part of a step."""
     plan, bucket = record.plan, record.bucket
     if plan.rounds > 1:
@@ -237,7 +238,8 @@ def _take(record: StepRecord, parts: dict[str, list[_Sample]], late: list[_Sampl
     parts["commit"].append(_Sample(bucket, of_host, record.commit_ms / 1e3))
     # Where the host never waited, the device was done before the host checked: its time is not known.
     waited = record.wait_ms > 0.01 * record.device_ms
-    of_device = _Sample(bucket, device_features(plan, bucket), record.device_ms / 1e3)
+    device_ms = max(0.0, record.device_ms - len(plan.loads) * load_ms)
+    of_device = _Sample(bucket, device_features(plan, bucket), device_ms / 1e3)
     (parts["device"] if waited else late).append(of_device)
 
 

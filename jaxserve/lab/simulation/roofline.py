@@ -217,7 +217,7 @@ class Roofline:
         m = self.work.model
         embeddings = 2 * m.vocab_size * m.hidden_size
         weights = int(self.work.weight_size * (self.work.read_params(_ALL) + embeddings))
-        page = 2 * (page_layers or m.num_layers) * m.num_kv_heads * m.head_dim * self.work.cache_size * page_size
+        page = self.page_bytes(page_size, page_layers or m.num_layers)
         budget = int(self.topology.chip.allocatable_bytes * memory_fraction) - reserved_bytes
         if budget - weights < page:
             raise CapacityError(
@@ -225,6 +225,11 @@ class Roofline:
                 f"device of {self.topology.name}; take more devices, or a narrower dtype than {self.dtype}"
             )
         return min(budget - weights, int(self.topology.chip.allocatable_bytes * cache_fraction)) // page
+
+    def page_bytes(self, page_size: int, page_layers: int) -> int:
+        """Bytes of a page on each device."""
+        m = self.work.model
+        return 2 * page_layers * m.num_kv_heads * m.head_dim * self.work.cache_size * page_size
 
     def _base(self, bucket: Bucket) -> Seconds:
         """The cost of a bucket whose rows have no context."""

@@ -83,7 +83,7 @@ class StepCost(NamedTuple):
 
 
 class CostModel(Protocol):
-    """The time that a step takes."""
+    """The time that a step takes, apart from loads of pages: the engine adds `HostSlots.load_ms` for each of these."""
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
         """Called once for each plan, in order. `bucket` is the shape that it runs in.
@@ -179,6 +179,7 @@ class SimulationResult:
         of several rounds counts as one of them.
       row_steps, row_tokens: rows that decoded in a step, over all steps, and tokens that they drew.
       drafts: what became of drafts.
+      saved_pages, loaded_pages: to and from host slots.
     """
 
     requests: tuple[SimulatedRequest, ...]
@@ -192,3 +193,5 @@ class SimulationResult:
     row_steps: int
     row_tokens: int
     drafts: DraftTotals
+    saved_pages: int = 0
+    loaded_pages: int = 0

@@ -7,6 +7,7 @@ estimate, since nothing is compiled.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
@@ -17,7 +18,11 @@ from jaxserve.lab.simulation.roofline import Roofline
 from jaxserve.lab.simulation.simulate import CostModel
 from jaxserve.routing import RouterOptions
 from jaxserve.sched import Limits, SchedulerOptions, SpeculationOptions
+from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.record import LogHeader, StepLog
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.executables import Sizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,7 @@ def world_of_device(
             cache_fraction=reserved * share.cache,
         )
         pages = min(fitting, enough_pages(sizes.limits(fitting)))  # as a server takes no more
-    limits = sizes.limits(pages)
+    limits = dataclasses.replace(sizes.limits(pages), slots=_slots(config, roofline, sizes, model.num_layers, tensor))
     if sizes.speculation is not None:
         limits = roofline.step_ms(limits)
     name = config.model.name or Path(config.model.path).name
@@ -119,7 +124,7 @@ def world_of_log(path: Path, config: Config, *, acceptance: Sequence[float] = ()
     with StepLog(path) as log:
         header = log.header
         _check_layout(config, header)
-        fitted = Fitted(log)
+        fitted = Fitted(log, load_ms=header.limits.slots.load_ms)
     limits, options = _shapes_of_log(config, header, fitted)
     replicas = config.parallel.data
     name = header.model if replicas == 1 else f"{replicas} replicas of {header.model}"
@@ -132,6 +137,18 @@ def world_of_log(path: Path, config: Config, *, acceptance: Sequence[float] = ()
         about=f"{name} as fitted to {fitted.num_records} steps of {path.name} ({_off(fitted)})",
         replicas=replicas,
     )
+
+
+def _slots(config: Config, roofline: Roofline, sizes: "Sizes", num_layers: int, tensor: int) -> HostSlots:
+    """The host slots of a replica, with times of the link that the cost model assumes."""
+    from jaxserve.runtime.memory import plan_slots
+    from jaxserve.runtime.page_moves import move_counts
+
+    own_bytes = roofline.page_bytes(sizes.page_size, sizes.page_groups.num_slots(range(num_layers)))
+    counts = move_counts(own_bytes) if config.cache.host_bytes else ()
+    slots = plan_slots(config.cache, own_bytes * tensor, config.parallel.data, counts)
+    page_ms = 1e3 * own_bytes / roofline.assumed.host_bandwidth  # each device has a link of its own
+    return slots._replace(load_ms=page_ms, save_ms=page_ms) if slots.num_slots else slots
 
 
 def _drafts(limits: Limits, acceptance: Sequence[float]) -> SimulatedDrafts | None:

@@ -52,6 +52,7 @@ const MEANINGS = {
   "pages held": "Share of the page pool that running sequences hold. A page has room for the keys and values of some tokens.",
   "prefix hits": "Share of the tokens of prompts that were found in the cache, and not computed again.",
   "preemptions": "How often a sequence lost its row and its pages to another, and had to be begun again.",
+  "host slots": "Share of the slots of host memory that hold a page which the device gave up.",
   "padding": "Share of the places of the latest steps that no token had: shapes are fixed, and what is left over is filled up.",
   "host share": "Share of the time of the latest steps that the engine worked itself, rather than wait for the device.",
   "steps": "Steps of the model since the server began. Each adds a token or more to every sequence whose prompt is done.",
@@ -69,6 +70,7 @@ function tiles({ news, tokens }) {
     const hits = counts.queried_tokens ? counts.hit_tokens / counts.queried_tokens : 0;
     all.push(["running", counts.running], ["waiting", counts.waiting], ["pages held", percent(counts.held_pages / counts.pages)],
       ["prefix hits", percent(hits)], ["preemptions", counts.preemptions]);
+    if (counts.slots) all.push(["host slots", percent(counts.used_slots / counts.slots)]);
   }
   all.push(["padding", percent(news.padding)], ["host share", percent(news.host)], ["steps", short(news.steps_total)],
     ["compiles", compiles, compiles > 0]);

@@ -1,0 +1,195 @@
+"""The host tier: pages that the device gave up, kept in slots of host memory, and found again like any prefix.
+
+When a device page loses its content, the plan that gives the page to another sequence first saves it into a slot; the
+cache's entry then names the slot, and a later placement has the slot's content loaded into a fresh page. A preempted
+sequence takes the same way as a new prompt: there is no second path for swapping. The bytes come back as they were
+written, so a token never depends on whether its context was loaded, kept or computed again.
+
+Nothing here waits. Without a slot, or with too many pages on their way to their slots, a page is not saved, which costs
+a recomputation later. Which content stays is up to a `TierPolicy`; reference counts of slots are in `slots`, the
+choice between loading and computing in `refill`, entries in `prefix`.
+"""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from jaxserve.sched.plan import HostSlots, PageLoad, PageSave, StepPlan
+from jaxserve.sched.slots import SlotPool
+from jaxserve.sched.tier_policy import TierPolicy
+
+NO_SLOT = -1
+
+
+class SlotEntry(Protocol):
+    """What the tier keeps: a block of a prefix, with a page and a slot in each group of layers, or 0 and NO_SLOT."""
+
+    key: bytes
+    page_ids: list[int]
+    slots: list[int]
+
+
+class HostTier:
+    """Mutated only by `SequenceMemory` and `PrefixCache`, on the scheduler's thread.
+
+    Attributes:
+      limits: of the slots.
+      on_drop: called with the entry and the group whose slot has been given up.
+      num_saved, num_loaded: pages, since the start.
+      num_skipped: pages that were lost since no slot was free, or too many were on their way to one.
+      num_declined: pages that the policy did not take in.
+      saves_early: full pages are saved as soon as there is room, and not only when the device gives them up: for a
+        store that is to have them after this process.
+    """
+
+    def __init__(self, limits: HostSlots, policy: TierPolicy) -> None:
+        assert limits.num_slots > 0 and limits.max_draining > 0 and limits.max_loads > 0, limits
+        self.limits = limits
+        self.on_drop: Callable[[SlotEntry, int], None] = lambda entry, at: None
+        self.num_saved = self.num_loaded = self.num_skipped = self.num_declined = 0
+        self.saves_early = False
+        self._offers: collections.deque[tuple[SlotEntry, int]] = collections.deque(maxlen=limits.num_slots)
+        self._slots = SlotPool(limits.num_slots)
+        self._policy = policy
+        self._owners: dict[int, tuple[SlotEntry, int]] = {}
+        self._slot_of: dict[bytes, int] = {}  # by the policy's key
+        self._saves: list[PageSave] = []  # for the next plan
+        # Pages on their way when the last result was read, and pages of each plan since.
+        self._num_draining = 0
+        self._in_flight: collections.deque[int] = collections.deque()
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a page, or will."""
+        return self._slots.num_used
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more page may be on its way to a slot."""
+        num_draining = self._num_draining + sum(self._in_flight) + len(self._saves)
+        return num_draining < self.limits.max_draining
+
+    def has(self, entry: SlotEntry, at: int) -> bool:
+        """Whether the page of group `at` can be loaded."""
+        slot = entry.slots[at]
+        return slot != NO_SLOT and self._slots.is_ready(slot)
+
+    def save(self, entry: SlotEntry, at: int, page_id: int) -> None:
+        """The next plan saves `page_id`, which holds the content of `entry` in group `at`, if there is room for it."""
+        assert entry.slots[at] == NO_SLOT, entry.slots
+        key = _key(entry, at)
+        if not self._policy.admit(key):
+            self.num_declined += 1
+            return
+        if not self.has_room:
+            self.num_skipped += 1
+            return
+        if self._take_slot(entry, at):
+            self._saves.append(PageSave(page_id, entry.slots[at]))
+            self.num_saved += 1
+        else:
+            self.num_skipped += 1
+
+    def offer(self, entry: SlotEntry, at: int) -> None:
+        """A page of the device has got its content in the plan that is being made, or before. See `saves_early`."""
+        self._offers.append((entry, at))
+
+    def begin_fill(self, entry: SlotEntry, at: int) -> bool:
+        """Gives `entry` a slot that something else than a plan fills. False when none is free, or half are being
+        filled: saves need slots, too."""
+        return 2 * self._slots.num_filling < self.limits.num_slots and self._take_slot(entry, at)
+
+    def end_fill(self, entry: SlotEntry, at: int, ok: bool) -> None:
+        """The fill has ended; without its page the slot is free again, and the entry may be forgotten."""
+        self._slots.ready(entry.slots[at])
+        if not ok:
+            self.forget(entry, at)
+            self.on_drop(entry, at)
+
+    def owner(self, slot: int) -> tuple[SlotEntry, int]:
+        """The entry whose page the slot holds, and its group."""
+        return self._owners[slot]
+
+    def _take_slot(self, entry: SlotEntry, at: int) -> bool:
+        key = _key(entry, at)
+        slot = self._slots.allocate()
+        if slot is None and self._drop_one(key):
+            slot = self._slots.allocate()
+        if slot is None:
+            return False
+        self._policy.insert(key)
+        self._slot_of[key] = slot
+        self._owners[slot] = (entry, at)
+        entry.slots[at] = slot
+        return True
+
+    def pin(self, entry: SlotEntry, at: int) -> int:
+        """The slot of `entry` in group `at`, which stays as it is until `unpin`."""
+        slot = entry.slots[at]
+        self._slots.pin(slot)
+        self._policy.touch(_key(entry, at))
+        return slot
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """One reader fewer of each."""
+        for slot in slots:
+            self._slots.unpin(slot)
+
+    def forget(self, entry: SlotEntry, at: int) -> None:
+        """The content of the slot is of no use to anybody, and nothing reads it."""
+        key = _key(entry, at)
+        self._policy.remove(key)
+        self._give_up(key)
+
+    def take_saves(self) -> tuple[PageSave, ...]:
+        """What the plan that is now complete must save. Offers of this plan come after: their pages are not written."""
+        while self._offers and self.has_room:
+            entry, at = self._offers.popleft()
+            if (page_id := entry.page_ids[at]) and entry.slots[at] == NO_SLOT:
+                if not self._take_slot(entry, at):
+                    break  # nothing may give way: it is saved when the device gives it up
+                self._saves.append(PageSave(page_id, entry.slots[at]))
+                self.num_saved += 1
+        saves, self._saves = tuple(self._saves), []
+        self._in_flight.append(len(saves))
+        return saves
+
+    def commit(self, plan: StepPlan, num_draining: int) -> None:
+        """The result of the oldest plan in flight has been read. `num_draining`: see `StepResult`."""
+        self._in_flight.popleft()
+        self._num_draining = num_draining
+        for save in plan.saves:
+            self._slots.ready(save.slot)
+        self.unpin(load.slot for load in plan.loads)
+
+    def check(self, leased: Iterable[int], loading: Iterable[PageLoad]) -> None:
+        """Proves the counts, given the slots that are read otherwise, and the loads of plans in flight."""
+        pins = collections.Counter(leased)
+        pins.update(load.slot for load in loading)
+        self._slots.check(set(self._owners), dict(pins))
+        assert {slot: _key(entry, at) for slot, (entry, at) in self._owners.items()} == {
+            slot: key for key, slot in self._slot_of.items()
+        }
+        assert all(entry.slots[at] == slot for slot, (entry, at) in self._owners.items())
+        assert len(self._policy) == len(self._owners), (len(self._policy), len(self._owners))
+
+    def _drop_one(self, incoming: bytes) -> bool:
+        """Gives up the content of one slot for that of the key `incoming`. False: all contents are in use."""
+        victim = self._policy.victim(incoming, lambda key: self._slots.is_held(self._slot_of[key]))
+        if victim is None:
+            return False
+        entry, at = self._give_up(victim)
+        self.on_drop(entry, at)
+        return True
+
+    def _give_up(self, key: bytes) -> tuple[SlotEntry, int]:
+        slot = self._slot_of.pop(key)
+        entry, at = self._owners.pop(slot)
+        entry.slots[at] = NO_SLOT
+        self._slots.free(slot)
+        return entry, at
+
+
+def _key(entry: SlotEntry, at: int) -> bytes:
+    """The policy's key: a block has a page in each group of layers, and each has a slot of its own."""
+    return entry.key + at.to_bytes(2, "little")

@@ -1,0 +1,140 @@
+"""The host tier on real devices: a sequence has the same bits whether its pages stayed, came back from host memory, or
+were computed again."""
+
+from typing import Any
+
+import pytest
+from whole import FIXTURES, POOL, build, run, scheduler
+
+from jaxserve.api import SamplingParams
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.compile_events import CompileCounter
+
+PAGE = 16
+OPENING = "Once upon a time there was a little fox who lived near a river. Every morning the fox went to the river. "
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
+DRAWN = SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=24, ignore_eos=True, logprobs=1)
+DEMO = {
+    "model__max_len": 200,
+    "cache__page_size": PAGE,
+    "kernels__self_check": False,
+    "cache__host_admission": "always",
+}
+# A pool that holds one sequence of full length and little more, so that each takes the pages of the one before.
+SMALL = {"cache__num_pages": 200 // PAGE + 4, "sched__watermark": 0.0, "sched__growth": 0.0}
+HOST = {"cache__host_bytes": 64 << 20}
+PROMPTS = [OPENING + "One day", "12 + 7 is", OPENING * 2 + "Then", "The bird sang. " + OPENING, "My name is"]
+ASKED: list[tuple[Any, SamplingParams]] = [
+    *(({"prompt": prompt}, GREEDY) for prompt in PROMPTS),
+    ({"prompt": OPENING + "The bird"}, DRAWN),
+]
+
+
+def bits(engine: Any, asked: Any) -> list[tuple]:
+    results = [result for request in run(engine, asked) for result in request]
+    assert [result.error for result in results] == [None] * len(results)
+    return [(result.token_ids, result.logprobs) for result in results]
+
+
+def one_by_one(engine: Any, asked: Any) -> list[tuple]:
+    return [each for one in asked for each in bits(engine, [one])]
+
+
+def always_loads(engine: Any) -> None:
+    """A step of this model is so short that computing may win by the clock of a busy machine."""
+    scheduler(engine).memory.costs.note_commit = lambda *args: None
+
+
+def test_never_preempted_and_swapped_give_the_same_bits() -> None:
+    """Computed again does, too: `test_independence`."""
+    # Each request by itself on an engine that never runs short.
+    expected = one_by_one(build("demo", **DEMO, cache__num_pages=120), ASKED)
+    engine = build("demo", **DEMO, **SMALL, **HOST)
+    always_loads(engine)
+    compiles = CompileCounter()
+    for _ in range(2):
+        assert bits(engine, ASKED) == expected
+    assert one_by_one(engine, ASKED) == expected
+    assert compiles.count == 0
+    memory = scheduler(engine).memory
+    assert scheduler(engine).num_preemptions > 0
+    assert memory.tier.num_saved > 10 and memory.tier.num_loaded > 10 and memory.num_loaded_tokens > 0
+
+
+def test_a_chain_of_pages_on_the_device_in_slots_and_on_the_device_again() -> None:
+    """Of a prompt that is an exact multiple of a page, too: its last token is always computed."""
+    engine = build("demo", **DEMO, **SMALL, **HOST)
+    always_loads(engine)
+    memory, sampling = scheduler(engine).memory, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    ids = [3 + i * 7 % 400 for i in range(6 * PAGE)]
+
+    def ask(token_ids: list[int]) -> tuple[int, list[int]]:
+        """How many tokens were found, and the answer."""
+        [[result]] = run(engine, [(token_ids, sampling)])
+        assert result.error is None and result.prompt is not None
+        return result.prompt.num_cached_tokens, result.token_ids
+
+    found, answer = ask(ids)
+    longer = ask([*ids, 9])[1]
+    assert found == 0
+    for first in (100, 300):  # two prompts that take all pages, one after the other
+        ask([first + i for i in range(11 * PAGE)])
+    entries = memory.prefix.match("", memory.prefix.blocks("", [*ids, 9]))
+    assert len(entries) == 6 and not any(entry.page_ids[0] for entry in entries)
+    assert ask(ids) == (5 * PAGE, answer)
+    assert memory.num_loaded_tokens == 5 * PAGE
+    # Now the pages in the middle are the next to be evicted.
+    middle = [entry.page_ids[0] for entry in entries[2:4]]
+    for page_id in middle:
+        memory.pool._idle.move_to_end(page_id, last=False)
+    free = len(memory.pool._free)
+    ask([500 + i for i in range((free + 1) * PAGE)])
+    assert [bool(entry.page_ids[0]) for entry in entries] == [True, True, False, False, True, True]
+    assert ask([*ids, 9]) == (6 * PAGE, longer)
+    assert memory.num_loaded_tokens == 5 * PAGE + 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cache__dtype": "int8", "parallel__tensor": 2, "parallel__pipeline": 2},
+        pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"parallel__pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param({"cache__dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"parallel__data": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_stages_and_scales(layout: Any) -> None:
+    engine = build("demo", **DEMO, **SMALL, **HOST, **layout)
+    inner = engine.replicas[0] if "parallel__data" in layout else engine
+    always_loads(inner)
+    whole = one_by_one(inner, ASKED)
+    loaded = scheduler(inner).memory.tier.num_loaded
+    assert one_by_one(inner, ASKED) == whole and bits(inner, ASKED) == whole
+    assert scheduler(inner).memory.tier.num_loaded > loaded
+
+
+def test_groups_of_pages() -> None:
+    """Layers with a window give pages back; the tier has pages of each group by itself."""
+    asked = [([3 + (i * k) % 80 for i in range(70 + 16 * k)], GREEDY) for k in range(1, 5)]
+    settings = POOL | {"cache__num_pages": 40, "cache__host_admission": "always"}
+    expected = one_by_one(build(FIXTURES / "gemma2", **(settings | {"cache__num_pages": 160})), asked)
+    engine = build(FIXTURES / "gemma2", **settings, **HOST)
+    always_loads(engine)
+    for _ in range(2):
+        assert one_by_one(engine, asked) == expected
+        assert bits(engine, asked) == expected
+    assert scheduler(engine).memory.tier.num_loaded > 0
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="mru"):
+        build("demo", **DEMO, **HOST, cache__host_policy="mru")
+    with pytest.raises(ConfigError, match=r"cache\.host_bytes is 0"):
+        build("demo", **DEMO, store__kind="memory")
+    with pytest.raises(ConfigError, match=r"store\.kind is not"):
+        build("demo", **DEMO, **HOST, store__location="somewhere")
+    with pytest.raises(ConfigError, match="tape"):
+        build("demo", **DEMO, **HOST, store__kind="tape")
+    with pytest.raises(ConfigError, match=r"hosts\.num_processes"):
+        build("demo", **DEMO, **HOST, store__kind="memory", hosts__num_processes=2)

@@ -1,0 +1,77 @@
+"""A store behind host memory: a server that starts anew finds the pages of the one before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole import build, run, scheduler
+
+from jaxserve.api import SamplingParams
+
+PAGE = 16
+DEMO = {
+    "model__max_len": 200,
+    "cache__page_size": PAGE,
+    "cache__num_pages": 40,
+    "cache__host_bytes": 32 << 20,
+    "kernels__self_check": False,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+# Together they have more pages than the device.
+ASKED: list[tuple[Any, SamplingParams]] = [([3 + (i * k) % 400 for i in range(100 + k)], GREEDY) for k in range(3, 9)]
+
+
+def ask(engine: Any) -> tuple[list[tuple], int]:
+    """The answers one by one, and how many tokens of all prompts were found."""
+    results = [run(engine, [one])[0][0] for one in ASKED]
+    assert [result.error for result in results] == [None] * len(results)
+    assert all(result.prompt is not None for result in results)
+    found = sum(result.prompt.num_cached_tokens for result in results)
+    return [(result.token_ids, result.logprobs) for result in results], found
+
+
+def patient(engine: Any) -> Any:
+    """A step of this model is so short that computing may win by the clock of a busy machine."""
+    scheduler(engine).memory.costs.note_commit = lambda *args: None
+    return engine
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow)])
+def test_a_restart_finds_the_pages_and_computes_those_that_are_damaged(tmp_path: Path, layout: Any) -> None:
+    store = {"store__kind": "file", "store__location": str(tmp_path / "pages"), "store__wait_s": 60.0, **layout}
+    (tmp_path / "pages").mkdir(mode=0o700)
+    first = patient(build("demo", **DEMO, **store))
+    answers, found = ask(first)
+    assert found == 0
+    ask(first)  # so that what was published last is saved
+    first.stop()
+    second = patient(build("demo", **DEMO, **store))
+    again, found = ask(second)
+    assert again == answers
+    full = sum((len(ids) - 1) // PAGE * PAGE for ids, _ in ASKED)
+    assert found >= 0.95 * full, (found, full)
+    assert scheduler(second).memory.num_loaded_tokens == found
+    second.stop()
+    files = [path for path in (tmp_path / "pages" / "pages").rglob("*") if path.is_file()]
+    assert len(files) >= full // PAGE
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    third = patient(build("demo", **DEMO, **store))
+    again, found = ask(third)
+    assert again == answers and found == 0
+    third.stop()
+
+
+@pytest.mark.slow
+def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
+    store = {"store__kind": "file", "store__location": str(tmp_path / "pages"), "store__wait_s": 60.0}
+    (tmp_path / "pages").mkdir(mode=0o700)
+    first = patient(build("demo", **DEMO, **store))
+    answers, _ = ask(first)
+    first.stop()
+    other = patient(build("demo", **(DEMO | {"cache__page_size": 32, "cache__num_pages": 20}), **store))
+    again, found = ask(other)
+    assert found == 0 and [ids for ids, _ in again] == [ids for ids, _ in answers]
+    other.stop()
