@@ -21,6 +21,7 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import Config
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.interpreter import process_interpreter
+from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.hosts import checkpoint_digest
@@ -172,6 +173,11 @@ def assemble(
                 device_facts=device.facts,
             ),
             interpreter=interpreter,
+            lookup=LookupOptions(
+                min_len=config.speculation.ngram_min,
+                max_len=config.speculation.ngram_max,
+                window=config.speculation.window,
+            ),
         )
         for number, device in enumerate(devices)
     ]

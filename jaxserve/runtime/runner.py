@@ -38,7 +38,7 @@ from jaxserve.sched.plan import Bucket, Drafted, Limits, PageCopy, RowMask, RowS
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
-MASK_SLOTS = 16  # rows of one `write_masks` launch
+MASK_SLOTS = 16  # masks of one `write_masks` launch
 _TIMED_STEPS = 4
 ROW_SLOTS = 16  # rows of one `enter_rows` or `leave_rows` launch
 TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
@@ -95,6 +95,7 @@ class DeviceRunner:
         self._num_parts = num_parts
         self._vocab_size = vocab_size
         self._on_buffer = on_buffer
+        self._num_places = max(bucket.width for bucket in layouts)  # masks of each row
         self._step_ms: dict[Bucket, float] = {}
         self._last_tokens = _LastTokens(limits.max_rows, num_parts)
         self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
@@ -304,10 +305,10 @@ class DeviceRunner:
         assert write is not None, "the last stage samples"
         for start in range(0, len(masks), MASK_SLOTS):
             block = np.zeros((MASK_SLOTS, 1 + mask_words(self._vocab_size)), np.int32)
-            block[:, 0] = self._limits.max_rows
+            block[:, 0] = self._limits.max_rows * self._num_places
             for line, mask in enumerate(masks[start : start + MASK_SLOTS]):
                 words = np.frombuffer(mask.mask, "<i4")
-                block[line, 0] = mask.row
+                block[line, 0] = mask.row * self._num_places + mask.place
                 block[line, 1 : 1 + len(words)] = words
             self._on_buffer(block)
             last.state = write(last.state, self._put(block, last))

@@ -21,8 +21,8 @@ from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
 from jaxserve.runtime.attention_batches import attention_batches
-from jaxserve.runtime.drafting import Drafter, DrafterState, LearnsFromAnswers
-from jaxserve.runtime.head_drafting import Fed, HeadDrafter
+from jaxserve.runtime.drafter import Body, Drafter, Fed
+from jaxserve.runtime.drafting import DrafterState, LearnsFromAnswers
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
 from jaxserve.runtime.rounds import RoundsOutput, RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
@@ -130,7 +130,6 @@ def make_step(
             begin = _input_tokens(inputs, layout, last_token)
         # The length that dynamic rope scaling is stretched for; other scalings do not use it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        head = drafter if isinstance(drafter, HeadDrafter) and state.sampling is not None else None
         hidden, caches, taps = model.with_taps(
             begin,
             state.caches,
@@ -138,17 +137,16 @@ def make_step(
             places,
             attention,
             rope_lengths=prompt_lens,
-            taps=() if head is None else head.taps,
+            taps=() if drafter is None else drafter.taps,
         )  # [T, D]
         output, sampling, told = hidden, None, state.drafter
         if state.sampling is not None:
             output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
-            if head is not None:
-                assert begin is not None, "a model with a head is one stage, which embeds its tokens"
-                fed = _fed(begin, batches[head.group], hidden, taps, inputs)
-                told, caches = head.absorb(model, state.drafter, caches, inputs.rows, fed, attention)
-            elif drafter is not None:
-                told = _tell(drafter, state.drafter, inputs, layout, sampling.last_token)
+            if drafter is not None:
+                assert begin is not None, "a model with drafts is one stage, which embeds its tokens"
+                fed = _fed(begin, batches[drafter.group], hidden, taps, inputs, layout, sampling.last_token)
+                body = Body(model=model, attention=attention, page_size=page_size, shards=shards)
+                told, caches = drafter.absorb(state.drafter, caches, inputs.rows, fed, body)
         return output, DeviceState(
             caches=caches, block_tables=block_tables, length=length, sampling=sampling, drafter=told
         )
@@ -162,33 +160,27 @@ def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R
     return jnp.where(inputs.tokens == FROM_DEVICE, last_token[token_device_rows], inputs.tokens)
 
 
-def _tell(
-    drafter: Drafter, state: DrafterState, inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]
-) -> DrafterState:
-    """Tells the drafter the tokens that this step brought: those of chunks, then those that were drawn."""
-    if not layout.bucket.decode_only:
-        device_rows = jnp.append(inputs.rows, layout.max_rows)[inputs.token_rows]
-        known = (inputs.tokens != FROM_DEVICE) & (inputs.token_rows < layout.bucket.rows)
-        state = drafter.observe(state, device_rows, inputs.positions, inputs.tokens, known)
-    return drafter.observe(state, inputs.rows, inputs.context_lens, last_token[inputs.rows], inputs.draws != 0)
-
-
 def _fed(
     tokens: Int[Array, " T"],
     batch: AttentionBatch,
     hidden: Float[Array, "T D"],
     taps: tuple[Float[Array, "T D"], ...],
     inputs: StepInputs,
+    layout: Layout,
+    last_token: Int[Array, " R+1"],
 ) -> Fed:
-    """All tokens of a step of one round; the last of each row is what the next draft begins from."""
+    """All tokens of a step of one round, which all stay, and the one token that a row has drawn."""
+    from_host = (inputs.tokens != FROM_DEVICE) & (inputs.token_rows < layout.bucket.rows)
     return Fed(
         tokens=tokens,
         batch=batch,
+        from_host=None if layout.bucket.decode_only else from_host,
         hidden=hidden,
         taps=taps,
-        last=jnp.maximum(inputs.q_starts[1:] - 1, 0),
-        positions=inputs.context_lens - 1,
-        kept=inputs.q_starts[1:] > inputs.q_starts[:-1],
+        num_kept=inputs.q_starts[1:] - inputs.q_starts[:-1],
+        drawn=last_token[inputs.rows][:, None],
+        num_drawn=inputs.draws,
+        drawn_at=inputs.context_lens,
     )
 
 
@@ -308,7 +300,8 @@ def make_configure_row(shards: Shards):
 def make_write_masks(shards: Shards):
     """write(state, masks [M, 1 + words]) -> state: the tokens that rows may draw next. DONATES state.
 
-    Each line is a row (max_rows for padding) and its mask over the whole vocabulary, of which a device keeps its part.
+    Each line is one of `SamplingState.allowed_mask` (of the padding row for padding) and its mask over the whole
+    vocabulary, of which a device keeps its part.
     """
 
     def write_masks(state: DeviceState, masks: Int[Array, "M size"]) -> DeviceState:

@@ -61,7 +61,7 @@ def test_a_head_by_its_method_or_by_auto(eagle: str, medusa: str) -> None:
 def test_the_head_beside_the_model(tmp_path: Path, medusa: str) -> None:
     copy = tmp_path / "model"
     shutil.copytree(FIXTURES / "llama", copy)
-    assert isinstance(sizes(copy, method="auto").speculation.drafter, NgramDrafter)
+    assert isinstance(sizes(copy, method="auto").speculation.drafter.tokens, NgramDrafter)
     shutil.copytree(medusa, copy / "draft")
     for method in ("auto", "medusa"):
         assert sizes(copy, method=method).speculation.drafter.config.kind is HeadKind.MEDUSA

@@ -56,7 +56,7 @@ def walk(tokenizer: Tokenizer, grammar: TextGrammar, rng: random.Random, most: i
             return ids, True
         ids.append(token_id)
         matcher.accept(token_id)
-        assert matcher.num_tokens == len(ids)
+        assert matcher.tokens == ids
     return ids, False
 
 
