@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
+from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import Config
@@ -144,6 +145,7 @@ def assemble(
     check_described(configured_checkpoint(config.model), random_weights=config.model.random_weights)
     progress.begin("reading the tokenizer")
     tokenizer = build_tokenizer(config)
+    check_draft_tokenizer(config, tokenizer)
     embedding, reranker = embedding_rules(config.model), find_reranker(config, tokenizer)
     tokenized_s = time.perf_counter()
     devices = (build_devices if make_devices is None else make_devices)(config, progress)

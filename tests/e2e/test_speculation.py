@@ -26,6 +26,15 @@ SCHEMA = {
     "required": ["animal", "number"],
     "additionalProperties": False,
 }
+
+
+def bound(*, temperature: float = 0.0, seed: int | None = None, n: int = 1, logprobs: int | None = None, **form: Any):
+    """Options of an answer that is held to a form, and so ends by itself."""
+    return {
+        "structured": form, "ignore_eos": False, "temperature": temperature, "seed": seed, "n": n, "logprobs": logprobs,
+    }  # fmt: skip
+
+
 PLAIN = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -42,9 +51,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two tokens": {"max_tokens": 2},
     "log-probabilities": {"logprobs": 20, "temperature": 0.4, "seed": 2},
     "three of each": {"n": 3, "temperature": 0.6, "seed": 4},
-    "schema": {"structured": {"json_schema": json.dumps(SCHEMA)}, "logprobs": 3},
-    "choice": {"structured": {"choice": ["the fox and the wagon", "the fox and the doll"]}, "ignore_eos": False},
-    "regex": {"structured": {"regex": "(spell wagon, ){1,2}[a-z]{2,5}"}, "temperature": 1.2, "seed": 7, "n": 2},
+    "schema": bound(json_schema=json.dumps(SCHEMA), logprobs=3),
+    "choice": bound(choice=["the fox and the wagon", "the fox and the doll"]),
+    "regex": bound(regex="(spell wagon, ){1,2}[a-z]{2,5}", temperature=1.2, seed=7, n=2),
 }
 WITH_GRAMMAR = ("schema", "choice", "regex")
 ASKED = [(prompt, dataclasses.replace(PLAIN, **more)) for more in OPTIONS.values() for prompt in PROMPTS]
@@ -122,7 +131,7 @@ def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected
         assert got == wanted, name
     assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
     widest = settings.get("width", 1), settings.get("rounds", 1)
-    assert counting.shapes[widest] > 50 and max(counting.shapes) == widest, counting.shapes
+    assert counting.shapes[widest] > 20 and max(counting.shapes) == widest, counting.shapes
     assert widest[0] == 1 or counting.forced > 60, counting.forced
     if settings["method"] in ("ngram", "suffix"):
         assert counting.accepted > 80, counting.accepted
