@@ -33,25 +33,9 @@ from jaxserve.runtime.drafter import Asked, Body, Drafter, Fed
 from jaxserve.runtime.drafting import DrafterState
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, RoundsInputs, table_line, unpack_rounds
 from jaxserve.runtime.row_state import NO_TOKEN, Field, SamplingState
-from jaxserve.runtime.sampling import Logprobs, choose_tokens, write_tokens
+from jaxserve.runtime.sampling import choose_tokens, write_tokens
+from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
 from jaxserve.sched.plan import PageGroup
-
-NOT_TAKEN = -1  # of a row that takes no part in a round
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundsOutput:
-    """The results of a step of up to K rounds of R rows and W tokens each.
-
-    Of round k, row r drew `token_ids[k, r, : accepted[k, r] + 1]`; `accepted` is NOT_TAKEN where it took no part.
-    Log-probabilities are of the R * W places of a round, as `token_ids[k].reshape(-1)`.
-    """
-
-    token_ids: Int[Array, "K R W"]
-    drafted: Int[Array, "K R"]
-    accepted: Int[Array, "K R"]
-    logprobs: Logprobs
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +63,7 @@ class RoundsStep:
 
     def run(
         self, model: Decoder, buffer: Int[Array, " size"], block_tables: Int[Array, "G*R+G P"], rows: Rows
-    ) -> tuple[RoundsOutput, Int[Array, "G*R+G P"], Rows]:
+    ) -> tuple[StepOutput, Int[Array, "G*R+G P"], Rows]:
         """What was drawn, the block tables with the pages that the step grants, and the state after all rounds."""
         inputs = unpack_rounds(buffer, self.layout)
         tables = block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
@@ -92,7 +76,7 @@ class RoundsStep:
 
     def _loop(
         self, model: Decoder, inputs: RoundsInputs, tables: Int[Array, "G*R+G P"], rows: Rows
-    ) -> tuple[RoundsOutput, Rows]:
+    ) -> tuple[StepOutput, Rows]:
         """Rounds until there have been as many as asked for, or no row is left that could draw."""
         most = self.layout.bucket.rounds
         shapes = jax.eval_shape(lambda rows: self._round(model, inputs, tables, rows, inputs.room)[0], rows)
@@ -121,7 +105,7 @@ class RoundsStep:
         tables: Int[Array, "G*R+G P"],
         rows: Rows,
         room: Int[Array, " R"],
-    ) -> tuple[RoundsOutput, Rows, Int[Array, " R"]]:
+    ) -> tuple[StepOutput, Rows, Int[Array, " R"]]:
         """One round. `room`: tokens that each row may still draw; 0: it has ended its part."""
         width, num_rows = self.layout.bucket.width, self.layout.bucket.rows
         device_rows, sampling = inputs.rows, rows.sampling
@@ -189,7 +173,7 @@ class RoundsStep:
             drawn_at=lens + 1,
         )
         drafter, caches = self.drafter.absorb(rows.drafter, caches, device_rows, fed_tokens, body)
-        output = RoundsOutput(
+        output = StepOutput(
             token_ids=token_ids,
             drafted=jnp.where(taking, num_drafts, 0),
             accepted=jnp.where(taking, accepted, NOT_TAKEN),

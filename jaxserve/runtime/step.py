@@ -24,9 +24,10 @@ from jaxserve.runtime.attention_batches import attention_batches
 from jaxserve.runtime.drafter import Body, Drafter, Fed
 from jaxserve.runtime.drafting import DrafterState, LearnsFromAnswers
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
-from jaxserve.runtime.rounds import RoundsOutput, RoundsStep, Rows
+from jaxserve.runtime.rounds import RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
-from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
+from jaxserve.runtime.sampling import prompt_logprobs, sample
+from jaxserve.runtime.step_output import StepOutput
 from jaxserve.sched.plan import PageGroup
 
 # The values that a stage passes on: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
@@ -55,18 +56,6 @@ class DeviceState:
     drafter: DrafterState = ()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """The results of a step. Log-probabilities are copied to the host only when a row asked for them."""
-
-    token_ids: Int[Array, " R"]  # NOT_FINITE where the hidden states are not
-    logprobs: Logprobs  # of the R drawn tokens
-    prompt: Logprobs | None  # of the T tokens that follow those of a mixed step
-    last_token: Int[Array, " R+1"] | None  # of every device row, for the first stage of a pipeline; else None
-    hidden_sums: Float[Array, "R D"] | None  # over the tokens of a mixed step that each row pools; 0 where none are
-
-
 def make_step(
     graphdef: nnx.GraphDef,
     layout: Layout,
@@ -81,7 +70,7 @@ def make_step(
     DONATES state.
 
     step(weights, state, buffer, carried) -> (StepOutput of the last stage, hidden states [T, D] of others; state)
-    A bucket of several tokens a row or several rounds gives a `RoundsOutput`. `drafter` is None where none is there.
+    `drafter` is None where none is there.
     """
     if not layout.bucket.plain:
         assert drafter is not None, layout.bucket
@@ -97,7 +86,7 @@ def make_step(
 
         def several(
             weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
-        ) -> tuple[RoundsOutput, DeviceState]:
+        ) -> tuple[StepOutput, DeviceState]:
             assert state.sampling is not None, "a pipeline has one round of one token"
             output, tables, rows = rounds.run(
                 nnx.merge(graphdef, weights),
@@ -247,8 +236,8 @@ def sample_rows(
     # One number that is not finite spoils all logits of a row: the scheduler ends it, and no other row has read it.
     finite = jnp.all(jnp.isfinite(last), axis=1)
     output = StepOutput(
-        token_ids=jnp.where(finite, drawn.token_ids, NOT_FINITE),
-        logprobs=drawn.logprobs,
+        token_ids=jnp.where(finite, drawn.token_ids, NOT_FINITE)[None, :, None],
+        logprobs=jax.tree.map(lambda leaf: leaf[None], drawn.logprobs),
         prompt=prompt,
         last_token=None if model.is_first else state.last_token,
         hidden_sums=sums,

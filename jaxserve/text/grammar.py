@@ -120,11 +120,12 @@ def token_bits(token_ids: Sequence[int]) -> int:
 class TextMatcher:
     """A `Matcher` of `structured_output`. Mutated by the engine's loop, through `accept` alone."""
 
-    __slots__ = ("_backend", "_kept", "_size", "mask", "tokens")
+    __slots__ = ("_backend", "_ends", "_kept", "_size", "mask", "tokens")
 
-    def __init__(self, backend: LLMatcher, mask: bytes, kept: int | None) -> None:
-        """`kept`: bits of the tokens that may be generated at all; None: any."""
+    def __init__(self, backend: LLMatcher, mask: bytes, kept: int | None, ends: frozenset[int]) -> None:
+        """`kept`: bits of the tokens that may be generated at all; None: any. `ends`: tokens that end a text."""
         self._backend = backend
+        self._ends = ends
         self._kept = kept
         self._size = len(mask)
         self.mask = mask if kept is None else _common(mask, kept, 0)
@@ -147,6 +148,7 @@ class TextMatcher:
         found: list[int] = []
         while len(found) < most and not ahead.is_stopped():
             guesses = [*(ahead.compute_ff_tokens() or follow(found))][: most - len(found)]
+            guesses = guesses[: next((at for at, guess in enumerate(guesses) if guess in self._ends), None)]
             taken = ahead.try_consume_tokens(guesses)
             if not taken:
                 break
@@ -174,11 +176,12 @@ class TextGrammar:
 
     backend: LLMatcher
     first_mask: bytes
+    ends: frozenset[int]
     kept: int | None = None
 
     def start(self) -> TextMatcher:
         """See `Grammar.start`."""
-        return TextMatcher(self.backend.deep_copy(), self.first_mask, self.kept)
+        return TextMatcher(self.backend.deep_copy(), self.first_mask, self.kept, self.ends)
 
 
 class GrammarCompiler:
@@ -255,7 +258,7 @@ class GrammarCompiler:
         if backend.is_error():
             raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {_reason(backend)}")
         first_mask = _read_mask(backend, vocabulary.num_words * 4, "at its beginning")
-        return TextGrammar(backend=backend, first_mask=first_mask)
+        return TextGrammar(backend=backend, first_mask=first_mask, ends=frozenset(self._eos_token_ids))
 
     def _source(self, structured: StructuredOutput) -> str:
         """The source for llguidance, known to compile in bounded time. Raises InvalidRequest when it cannot be read."""
