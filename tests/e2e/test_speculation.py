@@ -139,9 +139,16 @@ def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected
         assert counting.drafted == 0
 
 
-def test_alone_a_grammar_saves_steps(expected: list[list[tuple]]) -> None:
-    """Without any drafter of the device, and each request by itself."""
-    engine, counting = drafting(method="grammar", width=8)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"method": "suffix", "width": 4, "rounds": 3, "ngram_min": 1, "num_answers": 8}, id="suffix"),
+        pytest.param({"method": "grammar", "width": 8}, id="no drafter of the device", marks=pytest.mark.slow),
+    ],
+)
+def test_alone_a_grammar_saves_steps(settings: dict[str, Any], expected: list[list[tuple]]) -> None:
+    """Each request by itself, on the steps of the test above."""
+    engine, counting = drafting(**settings)
     at = [number for number, name in enumerate(n for n in OPTIONS for _ in PROMPTS) if name in WITH_GRAMMAR]
     for number in at:
         assert answers(run(engine, [ASKED[number]])) == [expected[number]]
