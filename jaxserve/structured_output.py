@@ -5,7 +5,7 @@ A schema is compiled, and found good or bad, in `text.grammar`, which knows a vo
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
@@ -90,14 +90,29 @@ class Matcher(Protocol):
     Attributes:
       mask: the tokens that may come next, one bit each, lowest first; whole 32-bit words. When the text is complete it
         has the end-of-sequence tokens alone.
-      num_tokens: tokens taken so far.
+      tokens: taken so far.
     """
 
     mask: bytes
-    num_tokens: int
+    tokens: list[int]
 
     def accept(self, token_id: int) -> None:
         """Takes a token that `mask` allowed. Raises InvalidRequest when the grammar cannot go on."""
+        ...
+
+    def foresee(self, most: int, follow: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
+        """Up to `most` tokens that the grammar allows one after the other: those that it leaves no choice about, and
+        where there are none, as many of `follow(tokens before)` as it allows. Takes nothing.
+
+        The end of the text is none of them: nothing is drawn behind it.
+        """
+        ...
+
+    def masks_after(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The `mask` behind each of these tokens, as if it and those before had been taken. Takes nothing.
+
+        There are fewer where a token is not allowed, or the grammar could not go on behind it.
+        """
         ...
 
 

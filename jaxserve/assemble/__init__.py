@@ -18,12 +18,14 @@ from jax.sharding import Mesh
 from jaxserve import __version__
 from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
+from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
 from jaxserve.assemble.page_store import PageStore, check_page_store, open_page_store
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import Config
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.interpreter import process_interpreter
+from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.hosts import checkpoint_digest
@@ -155,6 +157,7 @@ def assemble(
     check_described(configured_checkpoint(config.model), random_weights=config.model.random_weights)
     progress.begin("reading the tokenizer")
     tokenizer = build_tokenizer(config)
+    check_draft_tokenizer(config, tokenizer)
     embedding, reranker = embedding_rules(config.model), find_reranker(config, tokenizer)
     tokenized_s = time.perf_counter()
     devices = (build_devices if make_devices is None else make_devices)(config, progress)
@@ -186,6 +189,11 @@ def assemble(
                 device_facts=device.facts,
             ),
             interpreter=interpreter,
+            lookup=LookupOptions(
+                min_len=config.speculation.ngram_min,
+                max_len=config.speculation.ngram_max,
+                window=config.speculation.window,
+            ),
             on_close=None if (store := stores[number]) is None else store.close,
         )
         for number, device in enumerate(devices)

@@ -191,9 +191,10 @@ class SpeculationConfig(Section):
         default="none",
         description="Source of drafts: none, ngram (what followed the same tokens before in the same sequence), suffix "
         "(that, or in past answers of the same tenant and cache salt), eagle, medusa or mtp (a draft head), auto (the "
-        "head of speculation.model, or the one that came with the model; ngram where there is none), replay (a "
-        "recording, for benchmarks), an entry point (jaxserve.drafters) or 'package.module:function'. Drafts change "
-        "times, never tokens.",
+        "head of speculation.model, or the one that came with the model; ngram where there is none), draft (a small "
+        "model of the same vocabulary), grammar (none but for rows with a grammar, which have drafts with any method "
+        "but none), replay (a recording, for benchmarks), an entry point (jaxserve.drafters) or "
+        "'package.module:function'. Drafts change times, never tokens.",
     )
     width: int = pydantic.Field(
         default=4, ge=2, le=16, description="Most tokens of a sequence in a round: its last one and drafts."
@@ -214,15 +215,16 @@ class SpeculationConfig(Section):
         default=4096, ge=1, description="Latest tokens of each sequence that are kept to look drafts up."
     )
     ngram_min: int = pydantic.Field(
-        default=2, ge=1, description="ngram, suffix: fewest last tokens that must be the same."
+        default=2, ge=1, description="ngram, suffix, grammars: fewest last tokens that must be the same."
     )
-    ngram_max: int = pydantic.Field(default=4, ge=1, description="ngram, suffix: most last tokens that are compared.")
+    ngram_max: int = pydantic.Field(default=4, ge=1, description="ngram, suffix, grammars: most last tokens compared.")
     num_answers: int = pydantic.Field(default=64, ge=1, le=4096, description="suffix: past answers that are kept.")
     answer_len: int = pydantic.Field(default=256, ge=2, description="suffix: tokens that are kept of each.")
     model: str | None = pydantic.Field(
         default=None,
         description="eagle, medusa, mtp, auto: directory of the head; default: the folder 'draft' of the model's "
-        "directory, which the demo model has. replay: the recording, a JSONL file.",
+        "directory, which the demo model has. draft: directory of the small model. replay: the recording, a JSONL "
+        "file.",
     )
     replay_errors: float = pydantic.Field(
         default=0.0, ge=0, le=1, description="replay: share of positions at which the draft is wrong."

@@ -20,6 +20,7 @@ from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
+from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.step_log import StepLogWriter, StepMarks
@@ -85,12 +86,14 @@ class Engine:
         interpreter: Interpreter | None = None,
         later: LaterBuckets | None = None,
         on_close: Callable[[], None] | None = None,
+        lookup: LookupOptions = LookupOptions(),  # noqa: B008 (frozen)
     ) -> None:
         """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
 
         `interpreter` decides how Python runs while there is work: when it collects garbage, say; None leaves it alone.
         `later` brings step shapes that `runner` does not have yet; it has been started, or will be. `on_close` is
-        called once the loop has ended.
+        called once the loop has ended. `lookup`: how drafts of rows with a grammar are found, where the grammar does
+        not say them.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -110,7 +113,7 @@ class Engine:
         if later is not None:
             self._stats.watch_buckets(lambda: later.counts)
         self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
-        self._masks = RowMasks()
+        self._masks = RowMasks(lookup)
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -274,6 +277,7 @@ class Engine:
         live.end_late(self._turned_s)
         self._take_buckets()
         begun_s = stats.start_turn()
+        self._masks.foresee(scheduler, self._runner.limits)
         plan = self._masks.put(scheduler.schedule(), live.by_id) if launch else None
         planned_s = stats.note_plan(plan, live.by_id)
         launched = None

@@ -95,7 +95,7 @@ class LiveRequests:
             self._stats.note_drawn(result.counts)
         if result.drafts is None:
             return
-        self._stats.note_drafts(result.drafts)
+        self._stats.note_drafts(plan, result.drafts)
         for row, rounds in zip(plan.sampled_rows, result.drafts, strict=True):
             request_id, index = self._owners[row]
             live = self.by_id.get(request_id)

@@ -100,7 +100,8 @@ class Totals:
     Attributes:
         A step of several rounds counts as one of them.
       decode_rows, decode_tokens: rows that fed tokens of their own, over all steps, and the tokens that they drew.
-      drafts: what became of drafts.
+      drafts: what became of drafts of the device.
+      grammar_drafts: what became of those that the host made for rows with a grammar.
       ended: requests by finish reason.
       computed_tokens, slots: of all steps, without and with padding.
       part_s: seconds of the loop by part: schedule, dispatch, wait, commit.
@@ -114,6 +115,7 @@ class Totals:
     decode_rows: int
     decode_tokens: int
     drafts: DraftTotals
+    grammar_drafts: DraftTotals
     ended: Mapping[FinishReason, int]
     part_s: Mapping[str, float]
     histograms: Mapping[str, HistogramSnapshot]
@@ -186,7 +188,7 @@ class EngineStats:
         self._num_steps = self._num_prompt_tokens = self._num_new_tokens = 0
         self._num_computed_tokens = self._num_slots = self._num_firsts = 0
         self._num_decode_rows = self._num_more_tokens = 0  # tokens of rows beyond the first of each
-        self._drafts = DraftCounts()
+        self._drafts, self._grammar_drafts = DraftCounts(), DraftCounts()
         self._num_drafted = self._num_accepted = 0  # of this step
         self._num_begun = 0  # sequences that got their first token in this step
         self._odd_gaps: list[float] = []  # ITLs of this step that are not like those of its other rows
@@ -268,6 +270,7 @@ class EngineStats:
             decode_rows=self._num_decode_rows,
             decode_tokens=self._num_decode_rows + self._num_more_tokens,
             drafts=self._drafts.totals(),
+            grammar_drafts=self._grammar_drafts.totals(),
             ended=dict(self._ended),
             part_s=dict(self._part_s),
             histograms={name: histogram.snapshot() for name, histogram in self._histograms.items()},
@@ -346,10 +349,11 @@ class EngineStats:
         """How many tokens each row of the step drew, where that may be more than one."""
         self._num_more_tokens += sum(counts) - len(counts)
 
-    def note_drafts(self, drafts: Sequence[Sequence[Drafted]]) -> None:
+    def note_drafts(self, plan: StepPlan, drafts: Sequence[Sequence[Drafted]]) -> None:
         """What became of the drafts of each row of the step."""
-        for rounds in drafts:
-            self._drafts.add(rounds)
+        by_host = {draft.row for draft in plan.drafts}
+        for row, rounds in zip(plan.sampled_rows, drafts, strict=True):
+            (self._grammar_drafts if row in by_host else self._drafts).add(rounds)
             for drafted, accepted in rounds:
                 self._num_drafted += drafted
                 self._num_accepted += accepted

@@ -1,8 +1,10 @@
-"""Constrained output in the loop: grammars for requests, and masks for the rows that draw under a grammar.
+"""Constrained output in the loop: grammars for requests, and masks and drafts for the rows that draw under a grammar.
 
-Grammars are compiled in `text.grammar`. The scheduler plans a row with a grammar only after its last token has been
-committed, and so been accepted by its matcher. The plan leaves this module complete: a device, a log or another host
-needs nothing beside it.
+Grammars are compiled in `text.grammar`. The scheduler plans a row with a grammar only after its last tokens have been
+committed, and so been accepted by its matcher. That is why the host makes the drafts of such a row, where all others
+have those of the device: it knows the last token, and what the grammar leaves no choice about needs no guess. Each
+draft comes with the mask behind it, so that the row draws at each place under the mask that it would have in a step of
+one token. The plan leaves this module complete: a device, a log or another host needs nothing beside it.
 """
 
 import dataclasses
@@ -10,9 +12,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import Request, SamplingParams
+from jaxserve.engine.lookup import History, LookupOptions
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.sched.plan import RowMask, StepPlan
+from jaxserve.sched.base import Scheduler, TakesDrafts
+from jaxserve.sched.plan import Limits, RowDraft, RowMask, StepPlan
 from jaxserve.structured_output import Grammar, Matcher
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.grammar import GrammarCompiler
@@ -60,7 +64,10 @@ class Grammars:
 
 
 class Matched(Protocol):
-    """The part of a live request that masks need."""
+    """The part of a live request that masks and drafts need."""
+
+    @property
+    def request(self) -> Request: ...
 
     @property
     def matchers(self) -> Sequence[Matcher]:
@@ -69,23 +76,54 @@ class Matched(Protocol):
 
 
 class _Place:
-    """A matcher and the prompt of its sequence. Never changed."""
+    """The sequence of a row: where it stands in its grammar, and the drafts of its next tokens. Mutated by RowMasks."""
 
-    __slots__ = ("matcher", "prompt_len")
+    __slots__ = ("drafts", "history", "index", "matcher", "num_read", "prompt_len", "request_id")
 
-    def __init__(self, matcher: Matcher, prompt_len: int) -> None:
+    def __init__(self, request: Request, index: int, matcher: Matcher, lookup: LookupOptions) -> None:
+        self.request_id = request.request_id
+        self.index = index
         self.matcher = matcher
-        self.prompt_len = prompt_len
+        self.prompt_len = len(request.prompt_token_ids)
+        self.history = History(request.prompt_token_ids, lookup)
+        self.num_read = -1  # tokens of the matcher that drafts were made behind
+        self.drafts: list[int] = []
+
+    def foresee(self, most: int) -> bool:
+        """Makes up to `most` drafts, if there are tokens that the last ones do not follow. Returns whether it did."""
+        tokens = self.matcher.tokens
+        if self.num_read == len(tokens):
+            return False
+        self.history.extend(tokens[max(0, self.num_read) :])
+        self.num_read = len(tokens)
+        self.drafts = self.matcher.foresee(most, lambda more: self.history.follow(more, most))
+        return True
 
 
 class RowMasks:
     """The rows that draw under a grammar. Mutated by the loop thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookup: LookupOptions = LookupOptions()) -> None:  # noqa: B008 (frozen)
+        self._lookup = lookup
         self._places: dict[int, _Place] = {}
+        self._limits: Limits | None = None
+        self._most_drafts = 0
+
+    def foresee(self, scheduler: Scheduler, limits: Limits) -> None:
+        """Makes drafts for the rows that drew tokens since, and tells the scheduler how many. Before each plan.
+
+        The time is bounded: a row has fewer drafts than the widest step, and its masks are made once it is planned.
+        """
+        if not self._places or not isinstance(scheduler, TakesDrafts):
+            return
+        if limits is not self._limits:
+            self._limits, self._most_drafts = limits, max(bucket.width for bucket in limits.buckets) - 1
+        for place in self._places.values() if self._most_drafts else ():
+            if place.foresee(self._most_drafts):
+                scheduler.note_drafts(place.request_id, place.index, len(place.drafts))
 
     def put(self, plan: StepPlan | None, live: Mapping[str, Matched]) -> StepPlan | None:
-        """The plan with a mask for each row that needs one; the very plan when none does."""
+        """The plan with masks and drafts for each row that needs them; the very plan when none does."""
         if not live:
             self._places.clear()  # the row's former sequence has ended, perhaps before the last plan that could say so
         if plan is None or not (plan.setups or self._places):
@@ -95,22 +133,30 @@ class RowMasks:
         for setup in plan.setups:
             found = live.get(setup.request_id)
             if found is not None and found.matchers:
-                self._places[setup.row] = _Place(found.matchers[setup.index], setup.prompt_len)
+                matcher = found.matchers[setup.index]
+                self._places[setup.row] = _Place(found.request, setup.index, matcher, self._lookup)
         if not self._places:
             return plan
-        masks = [
-            self._mask(row, position + 1)
-            for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True)
-            if row in self._places
-        ]
+        masks: list[RowMask] = []
+        drafts: list[RowDraft] = []
+        row_tokens = plan.row_tokens or (1,) * len(plan.decode_rows)
+        for row, position, most in zip(plan.decode_rows, plan.decode_positions, row_tokens, strict=True):
+            if row not in self._places:
+                continue
+            masks.append(self._mask(row, position + 1))
+            if plan.width > 1:
+                place = self._places[row]
+                behind = place.matcher.masks_after(place.drafts[: most - 1])
+                masks += [RowMask.of(row, mask, number) for number, mask in enumerate(behind, start=1)]
+                drafts.append(RowDraft(row, tuple(place.drafts[: len(behind)])))
         drawing = [chunk for chunk in plan.chunks if chunk.sample and chunk.row in self._places]
         masks += [self._mask(chunk.row, chunk.start + len(chunk.token_ids)) for chunk in drawing]
-        return dataclasses.replace(plan, masks=tuple(masks)) if masks else plan
+        return dataclasses.replace(plan, masks=tuple(masks), drafts=tuple(drafts)) if masks else plan
 
     def _mask(self, row: int, num_tokens: int) -> RowMask:
         """`num_tokens`: of the sequence, before the one that will be drawn."""
         place = self._places[row]
-        taken = place.matcher.num_tokens
+        taken = len(place.matcher.tokens)
         assert num_tokens - place.prompt_len == taken, (
             f"row {row} draws its output token {num_tokens - place.prompt_len}, its grammar has seen {taken}: a row "
             "with a grammar must wait for the commit of its last token"

@@ -361,6 +361,7 @@ def _open_store(plan: _BuildPlan, stage: AbstractStage, num_replicas: int) -> Ex
         plan.attention.name,
         repr(sizes),
         str(plan.memory.num_pages),
+        str(plan.sizes.widest),  # a row has as many masks
         repr(stage.graphdef),
         repr(jax.tree.structure(stage.state)),  # the form of each weight
         repr((stage.partition, stage.layers, stage.dtype, stage.mesh.shape)),

@@ -1,8 +1,6 @@
-"""Where drafts come from: `Drafter`, what every drafter of the device has, and the drafters without weights.
+"""Drafters that are told of tokens alone: `TokenDrafter`, their table, and those of a sequence's own tokens.
 
-A draft is a guess of the next tokens of a row. It changes no token (`rounds`), so a drafter may guess however it likes;
-a good one makes steps draw more. Drafts are made on the device, since the host does not know the last tokens of a row
-when it plans the next step. Drafters of heads and models are in modules of their own.
+The steps know them as `drafter.FromTokens`. Drafters with weights are in modules of their own.
 """
 
 import dataclasses
@@ -32,8 +30,8 @@ class DraftSizes:
     window: int
 
 
-class Drafter(Protocol):
-    """Makes drafts. A frozen value whose `repr` tells it from all others; its methods are traced into the steps."""
+class TokenDrafter(Protocol):
+    """Makes drafts of tokens alone. A frozen value whose `repr` tells it from all others; its methods are traced."""
 
     def init_state(self, sizes: DraftSizes) -> DrafterState:
         """The arrays before the first step."""
@@ -161,20 +159,6 @@ def follow(tokens: Int[Array, "R W"], min_len: int, max_len: int, count: int) ->
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """What a step that may draw several tokens of a row needs beside its bucket."""
-
-    drafter: Drafter
-    window: int
-
-    def init_state(self, max_rows: int, max_model_len: int) -> DrafterState:
-        """The arrays of the drafter before the first step."""
-        return self.drafter.init_state(
-            DraftSizes(max_rows=max_rows, max_model_len=max_model_len, window=min(self.window, max_model_len))
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptions:
     """Settings of `speculation:` that the built-in drafters know."""
 
@@ -201,11 +185,12 @@ def run_lengths(tokens: Int[Array, "*B L"], last: Int[Array, "*B n"]) -> Int[Arr
     return run
 
 
-DRAFTERS: Registry[Callable[[DrafterOptions], Drafter]] = Registry(
+DRAFTERS: Registry[Callable[[DrafterOptions], TokenDrafter]] = Registry(
     "drafter",
     "jaxserve.drafters",
     {
         "none": "jaxserve.runtime.drafting:make_none",
+        "grammar": "jaxserve.runtime.drafting:make_none",
         "ngram": "jaxserve.runtime.drafting:make_ngram",
         "suffix": "jaxserve.runtime.suffix_drafts:make_suffix",
         "replay": "jaxserve.runtime.replay_drafts:make_replay",
@@ -213,11 +198,11 @@ DRAFTERS: Registry[Callable[[DrafterOptions], Drafter]] = Registry(
 )
 
 
-def make_none(options: DrafterOptions) -> Drafter:
-    """`speculation.method: none`."""
+def make_none(options: DrafterOptions) -> TokenDrafter:
+    """`speculation.method: none`, and `grammar`: rows with a grammar have the host's drafts, whatever the method."""
     return NoDrafts()
 
 
-def make_ngram(options: DrafterOptions) -> Drafter:
+def make_ngram(options: DrafterOptions) -> TokenDrafter:
     """`speculation.method: ngram`."""
     return NgramDrafter(min_len=options.ngram_min, max_len=options.ngram_max)

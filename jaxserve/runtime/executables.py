@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.kernels.paged_attention import LayerCache, PagedAttention
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.coded_params import with_codes
+from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.drafts import HeadConfig
 from jaxserve.models.drafts.attaching import attach_shapes
 from jaxserve.models.loading import split_abstract
@@ -30,8 +31,7 @@ from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, s
 from jaxserve.models.weights import Path
 from jaxserve.runtime import zeros
 from jaxserve.runtime.compile import Job
-from jaxserve.runtime.drafting import LearnsFromAnswers, Speculation
-from jaxserve.runtime.head_drafting import HeadDrafter
+from jaxserve.runtime.drafter import Speculation
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.page_groups import PageGroups
@@ -66,6 +66,11 @@ class Sizes:
     page_groups: PageGroups
     max_mixed_tokens: int | None = None
     speculation: Speculation | None = None
+
+    @property
+    def widest(self) -> int:
+        """The most tokens that a row feeds in a round."""
+        return max(bucket.width for bucket in self.buckets)
 
     def limits(self, num_pages: int) -> Limits:
         """The limits that a scheduler sees of a device of these sizes, with all buckets."""
@@ -107,9 +112,9 @@ class AbstractStage:
         mesh: Mesh,
         dtype: np.dtype,
         kept: Mapping[Path, Kept] = MappingProxyType({}),
-        head: HeadConfig | None = None,
+        head: HeadConfig | DecoderConfig | None = None,
     ) -> "AbstractStage":
-        """`kept`: parameters that are codes, by their paths in the whole model. `head`: of the decoder."""
+        """`kept`: parameters that are codes, by their paths in the whole model. `head`: makes drafts (`head_of`)."""
         graphdef, state = split_abstract(partition, dtype, layers)
         state = with_codes(state, kept, layers.start, mesh)
         if head is not None:
@@ -207,25 +212,31 @@ def make_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, nu
         + draft_caches(stage, attention, sizes, num_pages),
         block_tables=jnp.zeros((len(sizes.page_groups.groups) * (sizes.max_rows + 1), columns), jnp.int32),
         length=jnp.zeros(sizes.max_rows + 1, jnp.int32),
-        sampling=init_sampling_state(sizes.max_rows, model.vocab_size) if stage.is_last else None,
+        sampling=init_sampling_state(sizes.max_rows, model.vocab_size, sizes.widest) if stage.is_last else None,
         drafter=() if sizes.speculation is None else sizes.speculation.init_state(sizes.max_rows, sizes.max_model_len),
     )
 
 
-def head_of(sizes: Sizes) -> HeadConfig | None:
-    """The draft head of an engine of these sizes."""
-    drafter = None if sizes.speculation is None else sizes.speculation.drafter
-    return drafter.config if isinstance(drafter, HeadDrafter) else None
+def head_of(sizes: Sizes) -> HeadConfig | DecoderConfig | None:
+    """The draft head, or draft model, of an engine of these sizes."""
+    return None if sizes.speculation is None else sizes.speculation.drafter.config
 
 
 def draft_caches(
     stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int
 ) -> tuple[LayerCache, ...]:
-    """Pages of a draft head beside those of the layers; none where there is no head, or it attends to nothing."""
-    drafter = None if sizes.speculation is None else sizes.speculation.drafter
-    if not isinstance(drafter, HeadDrafter):
+    """Pages of the drafter's layers beside those of the model's; none where it has no layers that attend.
+
+    Their keys and values have the dtype of the weights: an eight-bit cache needs scales, which belong to a model.
+    """
+    decoder = None if sizes.speculation is None else sizes.speculation.drafter.decoder
+    if decoder is None:
         return ()
-    return drafter.init_cache(attention, num_pages, sizes.page_size, stage.partition.devices)
+    padded = Partition.of(decoder, stage.partition.devices).padded
+    return tuple(
+        attention.init_cache(num_pages, sizes.page_size, padded.num_kv_heads, padded.head_dim, stage.dtype)
+        for _ in decoder.layers
+    )
 
 
 def _with_fresh_pages(make: Callable[[], DeviceState]) -> DeviceState:
@@ -331,9 +342,9 @@ def make_jobs(
         told = array(np.int32, TOLD_SLOTS, 3)
         drafter = sizes.speculation.drafter
         changes["tell_tokens"] = (make_tell_tokens(drafter), (told,))
-        if isinstance(drafter, LearnsFromAnswers):
-            changes["enter_rows"] = (make_enter_rows(drafter), (array(np.int32, ROW_SLOTS, 3),))
-            changes["leave_rows"] = (make_leave_rows(drafter), (array(np.int32, ROW_SLOTS, 2),))
+        if drafter.learner is not None:
+            changes["enter_rows"] = (make_enter_rows(drafter.learner), (array(np.int32, ROW_SLOTS, 3),))
+            changes["leave_rows"] = (make_leave_rows(drafter.learner), (array(np.int32, ROW_SLOTS, 2),))
     moves: list[Job] = []
     if move_counts:
         sharding = packed_sharding(stage)

@@ -1,4 +1,4 @@
-"""The draft head of an engine: that of `speculation.method` and `speculation.model`, or the one beside its model."""
+"""The draft head or draft model of an engine: what `speculation:` names, or the head that came with the model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,42 +7,48 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config.schema import Config
-from jaxserve.errors import ConfigError
-from jaxserve.models.checkpoint import CONFIG_NAME, resolve_model_path
-from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models.checkpoint import CONFIG_NAME, read_checkpoint, resolve_model_path
+from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.drafts import HeadConfig, HeadKind, MedusaConfig, open_head, read_head_config
+from jaxserve.models.loading import decoder_config
+from jaxserve.runtime.drafter import Drafter
 from jaxserve.runtime.head_drafting import HeadDrafter
+from jaxserve.runtime.model_drafting import ModelDrafter
 from jaxserve.sched.plan import PageGroup
 
 AUTO = "auto"
+DRAFT_MODEL = "draft"
 HEAD_DIRECTORY = "draft"  # in the directory of a model that comes with a head
 _KINDS = {
     "eagle": (HeadKind.EAGLE, HeadKind.EAGLE3),
     "medusa": (HeadKind.MEDUSA,),
     "mtp": (HeadKind.MTP,),
 }
-_WITHOUT_MODEL = ("none", "ngram", "suffix")
+_WITHOUT_MODEL = ("none", "grammar", "ngram", "suffix")
 
 
 class FoundHead(NamedTuple):
-    """The directory of a head, and its config."""
+    """The directory of a head or a draft model, and its config."""
 
     path: Path
-    config: HeadConfig
+    config: HeadConfig | DecoderConfig
 
 
 def find_head(config: Config, target: DecoderConfig) -> FoundHead | None:
-    """The head that the config asks for; None where drafts come from elsewhere.
+    """The head or draft model that the config asks for; None where drafts come from elsewhere.
 
     With method auto it is the head in `speculation.model`, or that of the model's own directory, whatever its kind.
-    Raises CheckpointError for a head that does not fit, ConfigError for one of another kind, or none.
+    Raises CheckpointError for one that does not fit, ConfigError for a head of another kind, or none.
     """
     asked = config.speculation
+    if asked.method == DRAFT_MODEL:
+        return _find_draft_model(config, target)
     if asked.method != AUTO and asked.method not in _KINDS:
         if asked.model is not None and asked.method in _WITHOUT_MODEL:
             raise ConfigError(
                 f"speculation.model is {asked.model!r}, but drafts of method {asked.method!r} come from no model; "
-                f"leave it out, or set speculation.method to {', '.join((AUTO, *_KINDS))}"
+                f"leave it out, or set speculation.method to {', '.join((AUTO, *_KINDS, DRAFT_MODEL))}"
             )
         return None
     model_path = resolve_model_path(config.model.path)
@@ -67,9 +73,30 @@ def find_head(config: Config, target: DecoderConfig) -> FoundHead | None:
     return FoundHead(path, found)
 
 
-def make_drafter(found: FoundHead, config: Config, groups: Sequence[PageGroup], dtype: np.dtype) -> HeadDrafter:
-    """The drafter of a head. Raises ConfigError where the head cannot draft as much as is asked for, or the model's
-    pages are given back under it."""
+def _find_draft_model(config: Config, target: DecoderConfig) -> FoundHead:
+    """The checkpoint of `speculation.model`, which has the target's tokens. Raises CheckpointError, ConfigError."""
+    asked = config.speculation.model
+    if asked is None:
+        raise ConfigError(
+            f"speculation.method is {DRAFT_MODEL!r}, but speculation.model names no model; give the directory of a "
+            "small model with the tokens of the large one"
+        )
+    path = resolve_model_path(asked)
+    found = decoder_config(read_checkpoint(path))[1]
+    if found.vocab_size != target.vocab_size:
+        model = resolve_model_path(config.model.path)
+        raise CheckpointError(
+            f"the draft model {path} has {found.vocab_size} tokens, and the model {model} "
+            f"has {target.vocab_size}: a draft is a token of both; take a model of the same family and vocabulary"
+        )
+    if any(isinstance(layer.mlp, ExpertSpec) for layer in found.layers):
+        raise ConfigError(f"the draft model {path} has layers of experts, which only the large model may; take another")
+    return FoundHead(path, found)
+
+
+def make_drafter(found: FoundHead, config: Config, groups: Sequence[PageGroup], dtype: np.dtype) -> Drafter:
+    """The drafter of a head or model. Raises ConfigError where a head cannot draft as much as is asked for, or the
+    model's pages are given back under it."""
     width, head = config.speculation.width, found.config
     if isinstance(head, MedusaConfig):
         if width > head.num_heads + 1:
@@ -82,6 +109,8 @@ def make_drafter(found: FoundHead, config: Config, groups: Sequence[PageGroup], 
     if not whole:
         raise ConfigError(
             f"all layers of this model have windows ({groups[0].window} tokens), so pages are given back that the "
-            f"draft head in {found.path} reads; use speculation.method ngram, or model.max_len up to the window"
+            f"drafter in {found.path} reads; use speculation.method ngram, or model.max_len up to the window"
         )
+    if isinstance(head, DecoderConfig):
+        return ModelDrafter(config=head, group=whole[0])
     return HeadDrafter(config=head, group=whole[0], dtype=dtype.name)

@@ -38,7 +38,7 @@ class MemoryPlan:
       limits: with the number of pages that can be granted.
       page_groups: those of `limits`, with the layers that they have.
       chosen_by: which rule fixed the number of pages.
-      draft_weight_bytes, draft_page_bytes: of weights and page, the part of a draft head.
+      draft_weight_bytes, draft_page_bytes: of weights and page, the part of a draft head or model.
       move_counts: pages of one launch to or from host memory; empty without it.
       move_bytes: of such launches, packed.
     """
@@ -106,7 +106,7 @@ class MemoryPlan:
             return []
         per_token = self.draft_page_bytes / self.limits.page_size / 1024
         return [
-            f"draft head      {self.draft_weight_bytes / _GIB:9.3f} GiB of the weights, and of the KV pages "
+            f"drafter         {self.draft_weight_bytes / _GIB:9.3f} GiB of the weights, and of the KV pages "
             f"{per_token:.1f} KiB a token"
         ]
 

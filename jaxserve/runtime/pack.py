@@ -22,6 +22,7 @@ Sections of a bucket with T tokens, R rows, F parameters a row, and room for M p
 A bucket of several tokens a row, or of several rounds, has other sections behind `rows`:
 
     room [R]            tokens that the row may draw in this step; 0 for padding
+    drafts [R, W - 1]   of rows with drafts of the host, NO_TOKEN behind them; FROM_DEVICE for all others
     params, grants      as above
     stops [R, 4]        tokens that end the row; NO_TOKEN in unused slots
     rounds [1]          rounds of this step
@@ -35,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxserve.runtime.row_state import NO_TOKEN
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
 FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
@@ -61,7 +63,11 @@ class Layout:
         new_tokens = bucket.tokens * bucket.rounds - rows if decode_only else tokens
         max_grants = num_groups * (rows + -(-new_tokens // page_size))
         shapes: dict[str, tuple[int, ...]] = {"rows": (rows,)}
-        shapes |= {"context_lens": (rows,), "draws": (rows,)} if bucket.plain else {"room": (rows,)}
+        shapes |= (
+            {"context_lens": (rows,), "draws": (rows,)}
+            if bucket.plain
+            else {"room": (rows,), "drafts": (rows, bucket.width - 1)}
+        )
         shapes |= {"params": (rows, num_params), "grants": (max_grants, 3)}
         if not bucket.plain:
             shapes |= {"stops": (rows, NUM_STOPS), "rounds": (1,)}
@@ -144,6 +150,7 @@ class RoundsInputs:
 
     rows: Int[Array, " R"]
     room: Int[Array, " R"]
+    drafts: Int[Array, "R W-1"]
     params: Int[Array, "R F"]
     grants: Int[Array, "M 3"]
     stops: Int[Array, "R 4"]
@@ -180,6 +187,11 @@ def pack(
     view["rows"][:num_decode] = plan.decode_rows
     if not bucket.plain:
         view["room"][:num_decode] = plan.row_tokens
+        view["drafts"][:] = FROM_DEVICE
+        for row, token_ids in plan.drafts:
+            line = view["drafts"][plan.decode_rows.index(row)]
+            line[:] = NO_TOKEN
+            line[: len(token_ids)] = token_ids
         view["params"][:] = row_params[view["rows"]]
         view["stops"][:] = row_stops[view["rows"]]
         view["rounds"][0] = plan.rounds

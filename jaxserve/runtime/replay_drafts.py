@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.drafting import Drafter, DrafterOptions, DrafterState, DraftSizes, write_history
+from jaxserve.runtime.drafting import DrafterOptions, DrafterState, DraftSizes, TokenDrafter, write_history
 from jaxserve.runtime.row_state import NO_TOKEN
 
 
@@ -67,7 +67,7 @@ def _tables(sequences: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[np.ndar
     return tokens, np.array([prompt_len for prompt_len, _ in sequences], np.int32)
 
 
-def make_replay(options: DrafterOptions) -> Drafter:
+def make_replay(options: DrafterOptions) -> TokenDrafter:
     """`speculation.method: replay`, from the lines {"prompt_token_ids", "token_ids"} of `speculation.model`.
 
     Raises ConfigError.

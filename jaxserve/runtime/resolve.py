@@ -21,15 +21,14 @@ from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import GROUPED_MATMUL
 from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
-from jaxserve.models.drafts import EagleConfig
 from jaxserve.models.layers import attention_use
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
-from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions, Speculation
+from jaxserve.runtime.drafter import FromTokens, Speculation
+from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions
 from jaxserve.runtime.executables import Sizes
-from jaxserve.runtime.head_drafting import HeadDrafter
 from jaxserve.runtime.heads import AUTO, find_head, make_drafter
 from jaxserve.runtime.page_groups import PageGroups
 
@@ -61,12 +60,15 @@ def attention_uses(model: DecoderConfig, sizes: Sizes, dtype: np.dtype) -> tuple
 
 
 def draft_uses(sizes: Sizes, devices: int, dtype: np.dtype) -> tuple[AttentionUse, ...]:
-    """The use of paged attention by a draft head on one of `devices`. It has no scales for a cache of eight bits."""
-    drafter = None if sizes.speculation is None else sizes.speculation.drafter
-    if not isinstance(drafter, HeadDrafter) or not isinstance(drafter.config, EagleConfig):
+    """The uses of paged attention by the layers of a drafter on one of `devices`. None has scales for eight bits."""
+    decoder = None if sizes.speculation is None else sizes.speculation.drafter.decoder
+    if decoder is None:
         return ()
-    head = Partition.of(drafter.config.decoder, devices).local
-    return (attention_use(head, head.layers[0], page_size=sizes.page_size, query_dtype=dtype, cache_dtype=dtype),)
+    local = Partition.of(decoder, devices).local
+    return tuple(
+        attention_use(local, layer, page_size=sizes.page_size, query_dtype=dtype, cache_dtype=dtype)
+        for layer in local.layers
+    )
 
 
 def grouped_uses(partition: Partition, dtype: np.dtype, kept: Mapping[Path, Kept]) -> tuple[GroupedMatmulUse, ...]:
@@ -198,7 +200,7 @@ def resolve_speculation(
             replay_errors=asked.replay_errors,
         )
     )
-    return Speculation(drafter=drafter, window=asked.window)
+    return Speculation(drafter=FromTokens(drafter), window=asked.window)
 
 
 def _widths(asked: SpeculationConfig) -> list[int]:

@@ -10,7 +10,9 @@ drawn from the same tokens before it, with the same noise. (Acceptance by equali
 arXiv:2408.07978, 2504.15475.) Nothing is undone: keys and values of rejected drafts lie beyond the row's length, where
 no token sees them, and are written anew before one could.
 
-A row takes part in the rounds of a step until it has drawn all that its pages have room for, or a token that ends it.
+A row with a grammar has drafts of the host, with a mask for each place, and takes part in the first round alone: the
+masks behind it follow from what it draws. All others take part in the rounds of a step until they have drawn all that
+their pages have room for, or a token that ends them.
 Ends that the device does not know (stop strings, more than NUM_STOPS ids) are the host's: it drops what follows them.
 """
 
@@ -27,29 +29,13 @@ from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAt
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime.attention_batches import group_batches
-from jaxserve.runtime.drafting import Drafter, DrafterState
-from jaxserve.runtime.head_drafting import Fed, HeadDrafter, RowsView
-from jaxserve.runtime.pack import Layout, RoundsInputs, table_line, unpack_rounds
+from jaxserve.runtime.drafter import Asked, Body, Drafter, Fed
+from jaxserve.runtime.drafting import DrafterState
+from jaxserve.runtime.pack import FROM_DEVICE, Layout, RoundsInputs, table_line, unpack_rounds
 from jaxserve.runtime.row_state import NO_TOKEN, Field, SamplingState
-from jaxserve.runtime.sampling import Logprobs, choose_tokens, write_tokens
+from jaxserve.runtime.sampling import choose_tokens, write_tokens
+from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
 from jaxserve.sched.plan import PageGroup
-
-NOT_TAKEN = -1  # of a row that takes no part in a round
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundsOutput:
-    """The results of a step of up to K rounds of R rows and W tokens each.
-
-    Of round k, row r drew `token_ids[k, r, : accepted[k, r] + 1]`; `accepted` is NOT_TAKEN where it took no part.
-    Log-probabilities are of the R * W places of a round, as `token_ids[k].reshape(-1)`.
-    """
-
-    token_ids: Int[Array, "K R W"]
-    drafted: Int[Array, "K R"]
-    accepted: Int[Array, "K R"]
-    logprobs: Logprobs
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +63,7 @@ class RoundsStep:
 
     def run(
         self, model: Decoder, buffer: Int[Array, " size"], block_tables: Int[Array, "G*R+G P"], rows: Rows
-    ) -> tuple[RoundsOutput, Int[Array, "G*R+G P"], Rows]:
+    ) -> tuple[StepOutput, Int[Array, "G*R+G P"], Rows]:
         """What was drawn, the block tables with the pages that the step grants, and the state after all rounds."""
         inputs = unpack_rounds(buffer, self.layout)
         tables = block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
@@ -90,7 +76,7 @@ class RoundsStep:
 
     def _loop(
         self, model: Decoder, inputs: RoundsInputs, tables: Int[Array, "G*R+G P"], rows: Rows
-    ) -> tuple[RoundsOutput, Rows]:
+    ) -> tuple[StepOutput, Rows]:
         """Rounds until there have been as many as asked for, or no row is left that could draw."""
         most = self.layout.bucket.rounds
         shapes = jax.eval_shape(lambda rows: self._round(model, inputs, tables, rows, inputs.room)[0], rows)
@@ -119,21 +105,21 @@ class RoundsStep:
         tables: Int[Array, "G*R+G P"],
         rows: Rows,
         room: Int[Array, " R"],
-    ) -> tuple[RoundsOutput, Rows, Int[Array, " R"]]:
+    ) -> tuple[StepOutput, Rows, Int[Array, " R"]]:
         """One round. `room`: tokens that each row may still draw; 0: it has ended its part."""
         width, num_rows = self.layout.bucket.width, self.layout.bucket.rows
         device_rows, sampling = inputs.rows, rows.sampling
+        body = Body(model=model, attention=self.attention, page_size=self.page_size, shards=self.shards)
         taking = room > 0  # [R]
         lens = rows.length[device_rows]  # [R], tokens in the pages: the position of the token that is fed first
         with jax.named_scope("draft"):
-            drafts, caches = self._drafts(model, inputs, tables, rows, room)  # [R, W-1]
+            drafts, caches = self._drafts(body, inputs, tables, rows, room)  # [R, W-1]
         num_drafts = jnp.sum(drafts != NO_TOKEN, axis=1, dtype=jnp.int32)
         fed = jnp.concatenate([sampling.last_token[device_rows][:, None], drafts], axis=1)  # [R, W]
         num_fed = jnp.where(taking, 1 + num_drafts, 0)
         batch, tokens = self._flat(fed, num_fed, lens)
         batches = group_batches(batch, device_rows, tables, self.layout.max_rows, self.groups)
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         hidden, caches, taps = model.with_taps(
             tokens,
             caches,
@@ -141,7 +127,7 @@ class RoundsStep:
             self.places,
             self.attention,
             rope_lengths=prompt_lens,
-            taps=() if head is None else head.taps,
+            taps=self.drafter.taps,
         )
         # A line for each place of each row; those without a token repeat the last one of the row.
         place = jnp.arange(width)
@@ -160,6 +146,7 @@ class RoundsStep:
                 sampling,
                 self.shards,
                 ahead=_ahead(drafts),
+                mask_places=jnp.where(_hosted(inputs)[:, None], place, 0).reshape(-1),
             )
         finite = jnp.all(jnp.isfinite(last), axis=1).reshape(num_rows, width)
         token_ids = jnp.where(finite, drawn.token_ids.reshape(num_rows, width), NOT_FINITE)
@@ -174,27 +161,19 @@ class RoundsStep:
         # Rows with numbers that are not finite go on with what was drawn from them, as in a step of one token.
         drawn_ids = drawn.token_ids.reshape(num_rows, width)
         sampling = write_tokens(sampling, device_rows, drawn_ids, count, inputs.params, self.shards)
-        if head is None:
-            drafter = self.drafter.observe(
-                rows.drafter,
-                jnp.repeat(device_rows, width),
-                (lens[:, None] + 1 + place).reshape(-1),
-                drawn.token_ids,
-                (place < count[:, None]).reshape(-1),
-            )
-        else:
-            newest = jnp.maximum(count - 1, 0)  # the place whose hidden state gave the row's last token
-            fed_tokens = Fed(
-                tokens=tokens,
-                batch=batches[head.group],
-                hidden=hidden,
-                taps=taps,
-                last=jnp.take_along_axis(line, newest[:, None], axis=1)[:, 0],
-                positions=lens + newest,
-                kept=taking,
-            )
-            drafter, caches = head.absorb(model, rows.drafter, caches, device_rows, fed_tokens, self.attention)
-        output = RoundsOutput(
+        fed_tokens = Fed(
+            tokens=tokens,
+            batch=batches[self.drafter.group],
+            from_host=None,
+            hidden=hidden,
+            taps=taps,
+            num_kept=count,
+            drawn=drawn_ids,
+            num_drawn=count,
+            drawn_at=lens + 1,
+        )
+        drafter, caches = self.drafter.absorb(rows.drafter, caches, device_rows, fed_tokens, body)
+        output = StepOutput(
             token_ids=token_ids,
             drafted=jnp.where(taking, num_drafts, 0),
             accepted=jnp.where(taking, accepted, NOT_TAKEN),
@@ -202,37 +181,35 @@ class RoundsStep:
         )
         length = rows.length.at[device_rows].set(lens + count)
         after = Rows(caches=caches, length=length, sampling=sampling, drafter=drafter)
-        return output, after, jnp.where(ended, 0, room - count)
+        return output, after, jnp.where(ended | _hosted(inputs), 0, room - count)
 
     def _drafts(
         self,
-        model: Decoder,
+        body: Body,
         inputs: RoundsInputs,
         tables: Int[Array, "G*R+G P"],
         rows: Rows,
         room: Int[Array, " R"],
     ) -> tuple[Int[Array, "R W-1"], tuple[LayerCache, ...]]:
-        """Drafts of tokens that exist and have room, NO_TOKEN from the first place without one on; and the caches."""
+        """Drafts of tokens that exist and have room, NO_TOKEN from the first place without one on; and the caches.
+
+        Those of the host where it has any, all others of the drafter.
+        """
         count, device_rows, caches = self.layout.bucket.width - 1, inputs.rows, rows.caches
         if count == 0:
             return jnp.zeros((device_rows.shape[0], 0), jnp.int32), caches
-        lens = rows.length[device_rows]
-        if isinstance(self.drafter, HeadDrafter):
-            view = RowsView(
-                rows=device_rows,
-                tables=tables[device_rows + table_line(0, self.drafter.group, self.layout.max_rows)],
-                lens=lens,
-                room=room,
-                params=inputs.params,
-                sampling=rows.sampling,
-            )
-            drafts, caches = self.drafter.draft(
-                model, rows.drafter, caches, view, count, self.attention, self.page_size, self.shards
-            )
-        else:
-            drafts = self.drafter.propose(rows.drafter, device_rows, lens + 1, count)
+        asked = Asked(
+            rows=device_rows,
+            tables=tables[device_rows + table_line(0, self.drafter.group, self.layout.max_rows)],
+            lens=rows.length[device_rows],
+            room=jnp.where(_hosted(inputs), 0, room),
+            params=inputs.params,
+            sampling=rows.sampling,
+        )
+        drafts, caches = self.drafter.propose(rows.drafter, caches, asked, count, body)
         assert drafts.shape == (device_rows.shape[0], count), (drafts.shape, self.drafter)
-        sound = (drafts >= 0) & (drafts < model.placement.num_tokens) & (jnp.arange(count) < room[:, None] - 1)
+        drafts = jnp.where(_hosted(inputs)[:, None], inputs.drafts, drafts)
+        sound = (drafts >= 0) & (drafts < body.model.placement.num_tokens) & (jnp.arange(count) < room[:, None] - 1)
         return jnp.where(jnp.arange(count) < _leading(sound)[:, None], drafts, NO_TOKEN), caches
 
     def _flat(
@@ -256,6 +233,13 @@ class RoundsStep:
             decode_only=width == 1 and self.layout.bucket.rounds == 1,
         )
         return batch, jnp.where(owner < num_rows, fed[row, jnp.minimum(offset, width - 1)], 0)
+
+
+def _hosted(inputs: RoundsInputs) -> Bool[Array, " R"]:
+    """Rows with drafts of the host, if only none at all."""
+    if inputs.drafts.shape[1] == 0:
+        return jnp.zeros(inputs.rows.shape, bool)
+    return inputs.drafts[:, 0] != FROM_DEVICE
 
 
 def _ahead(drafts: Int[Array, "R W-1"]) -> Int[Array, "R*W W-1"] | None:

@@ -74,7 +74,9 @@ class SamplingState:
       last_token: the token sampled last; what a decode row feeds next.
       recent: the last tokens of the sequence, newest at the end; NO_TOKEN where there is none.
       counts: how often each token was generated; saturates at MAX_COUNT.
-      prompt_mask, allowed_mask: one bit per token, 32 in an int32, lowest first.
+      prompt_mask: one bit per token, 32 in an int32, lowest first.
+      allowed_mask: the same, of P places of each row: the next token and those behind drafts of the host. Only rows
+        with a grammar have more than the first. P is the largest width of a step; line r * P + p is place p of row r.
       bias_ids, bias_values: logit_bias in slots.
       stop_ids: ids that min_tokens holds back.
       bad_words: one word per line, right-aligned, ANY_TOKEN before it; NO_TOKEN at the end of an unused line.
@@ -84,22 +86,27 @@ class SamplingState:
     recent: Int[Array, "R+1 recent"]
     counts: Int[Array, "R+1 V"]
     prompt_mask: Int[Array, "R+1 V/32"]
-    allowed_mask: Int[Array, "R+1 V/32"]
+    allowed_mask: Int[Array, "(R+1)*P V/32"]
     bias_ids: Int[Array, "R+1 bias"]
     bias_values: Float[Array, "R+1 bias"]
     stop_ids: Int[Array, "R+1 stops"]
     bad_words: Int[Array, "R+1 words length"]
 
+    @property
+    def num_places(self) -> int:
+        """P: masks of each row."""
+        return self.allowed_mask.shape[0] // self.last_token.shape[0]
 
-def init_sampling_state(max_rows: int, vocab_size: int) -> SamplingState:
-    """State for `max_rows` rows and the padding row. 2.25 V + 5 KB bytes a row."""
+
+def init_sampling_state(max_rows: int, vocab_size: int, num_places: int = 1) -> SamplingState:
+    """State for `max_rows` rows and the padding row. (2.125 + P / 8) V + 5 KB bytes a row."""
     rows, words = max_rows + 1, mask_words(vocab_size)
     return SamplingState(
         last_token=jnp.zeros((rows,), jnp.int32),
         recent=jnp.full((rows, NUM_RECENT), NO_TOKEN, jnp.int32),
         counts=jnp.zeros((rows, vocab_size), jnp.int16),
         prompt_mask=jnp.zeros((rows, words), jnp.int32),
-        allowed_mask=jnp.zeros((rows, words), jnp.int32),
+        allowed_mask=jnp.zeros((rows * num_places, words), jnp.int32),
         bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), NO_TOKEN, jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, jnp.int32),
@@ -191,19 +198,21 @@ def configure_row(
     for name in PER_TOKEN:
         size = getattr(state, name).shape[1]
         parts[name] = lax.dynamic_slice_in_dim(parts[name], shards.start(size), size)
+    lines = dict.fromkeys(parts, row) | {"allowed_mask": row * state.num_places}
     written = {
-        name: lax.dynamic_update_index_in_dim(getattr(state, name), value, row, axis=0) for name, value in parts.items()
+        name: lax.dynamic_update_index_in_dim(getattr(state, name), value, lines[name], axis=0)
+        for name, value in parts.items()
     }
     return dataclasses.replace(state, **written)
 
 
 def write_masks(
-    state: SamplingState, rows: Int[Array, " M"], masks: Int[Array, "M V/32"], shards: Shards = WHOLE
+    state: SamplingState, lines: Int[Array, " M"], masks: Int[Array, "M V/32"], shards: Shards = WHOLE
 ) -> SamplingState:
-    """Replaces `allowed_mask` of some rows. To be jitted with `state` donated. Masks are of the whole vocabulary."""
+    """Replaces some lines of `allowed_mask`. To be jitted with `state` donated. Masks are of the whole vocabulary."""
     size = state.allowed_mask.shape[1]
     part = lax.dynamic_slice_in_dim(masks, shards.start(size), size, axis=1)
-    return dataclasses.replace(state, allowed_mask=state.allowed_mask.at[rows].set(part))
+    return dataclasses.replace(state, allowed_mask=state.allowed_mask.at[lines].set(part))
 
 
 def mask_words(vocab_size: int) -> int:

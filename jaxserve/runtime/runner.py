@@ -23,7 +23,6 @@ from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.pack import NUM_STOPS, Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.page_moves import LOADING_LAUNCHES, pages_of_launch
 from jaxserve.runtime.pipeline import split_plan
-from jaxserve.runtime.rounds import RoundsOutput
 from jaxserve.runtime.row_state import (
     NO_TOKEN,
     NUM_ROW_FIELDS,
@@ -35,7 +34,8 @@ from jaxserve.runtime.row_state import (
     needs_row_state,
 )
 from jaxserve.runtime.sampling import Logprobs
-from jaxserve.runtime.step import DeviceState, StepOutput
+from jaxserve.runtime.step import DeviceState
+from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
 from jaxserve.sched.base import InFlight
 from jaxserve.sched.plan import (
     DUMMY_PAGE,
@@ -53,7 +53,7 @@ from jaxserve.sched.plan import (
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
-MASK_SLOTS = 16  # rows of one `write_masks` launch
+MASK_SLOTS = 16  # masks of one `write_masks` launch
 _TIMED_STEPS = 4
 ROW_SLOTS = 16  # rows of one `enter_rows` or `leave_rows` launch
 TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
@@ -117,6 +117,7 @@ class DeviceRunner:
         self._num_parts = num_parts
         self._vocab_size = vocab_size
         self._on_buffer = on_buffer
+        self._num_places = max(bucket.width for bucket in layouts)  # masks of each row
         self._step_ms: dict[Bucket, float] = {}
         self._last_tokens = _LastTokens(limits.max_rows, num_parts)
         self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
@@ -204,7 +205,7 @@ class DeviceRunner:
             self._copy_pages(plan.copies)
         if plan.masks:
             self._write_masks(plan.masks)
-        launched: list[_Part | _Rounds] = []
+        launched: list[_Part] = []
         for part, bucket in zip(parts, buckets, strict=True):
             layout = self._layouts[bucket]
             grants, rest = split_grants(part.grants, layout.max_grants, layout.max_rows)
@@ -220,7 +221,7 @@ class DeviceRunner:
                     carried = self._put(carried, stage)
                 step = stage.executables.steps[bucket]
                 carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
-            launched.append(self._part(part, carried) if bucket.plain else self._rounds(part, carried))
+            launched.append(self._part(part, carried))
         return DeviceInFlight(plan.sampled_rows, launched, self._slots)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
@@ -235,9 +236,6 @@ class DeviceRunner:
     def _logprobs_of(self, plan: StepPlan) -> tuple[int | None, ...]:
         """Alternatives that each sampled row asked for; empty when nobody did."""
         return tuple([self._row_logprobs.get(row) for row in plan.sampled_rows]) if self._row_logprobs else ()
-
-    def _rounds(self, plan: StepPlan, output: RoundsOutput) -> "_Rounds":
-        return _Rounds(plan.decode_rows, output, self._logprobs_of(plan), plan.width > 1)
 
     def _part(self, plan: StepPlan, output: StepOutput) -> "_Part":
         if output.last_token is not None:
@@ -255,7 +253,15 @@ class DeviceRunner:
                 targets = following_tokens(chunk, self._row_prompts[chunk.row])
                 prompts.append(_PromptSpan(chunk.row, at, targets, self._row_prompt_logprobs[chunk.row]))
             at += len(chunk.token_ids)
-        return _Part(plan.sampled_rows, output, sampled, self._logprobs_of(plan), tuple(prompts), tuple(pooled))
+        return _Part(
+            rows=plan.sampled_rows,
+            output=output,
+            sampled=sampled,
+            logprobs=self._logprobs_of(plan),
+            prompts=tuple(prompts),
+            pooled=tuple(pooled),
+            tells_drafts=plan.width > 1,
+        )
 
     def _set_up(self, setup: RowSetup) -> None:
         row = setup.row
@@ -392,10 +398,10 @@ class DeviceRunner:
         assert write is not None, "the last stage samples"
         for start in range(0, len(masks), MASK_SLOTS):
             block = np.zeros((MASK_SLOTS, 1 + mask_words(self._vocab_size)), np.int32)
-            block[:, 0] = self._limits.max_rows
+            block[:, 0] = self._limits.max_rows * self._num_places
             for line, mask in enumerate(masks[start : start + MASK_SLOTS]):
                 words = np.frombuffer(mask.mask, "<i4")
-                block[line, 0] = mask.row
+                block[line, 0] = mask.row * self._num_places + mask.place
                 block[line, 1 : 1 + len(words)] = words
             self._on_buffer(block)
             last.state = write(last.state, self._put(block, last))
@@ -455,9 +461,7 @@ class DeviceInFlight:
 
     __slots__ = ("_parts", "_rows", "_slots")
 
-    def __init__(
-        self, rows: tuple[int, ...], parts: Sequence["_Part | _Rounds"], slots: SlotBytes | None = None
-    ) -> None:
+    def __init__(self, rows: tuple[int, ...], parts: Sequence["_Part"], slots: SlotBytes | None = None) -> None:
         self._rows = rows
         self._parts = parts
         self._slots = slots
@@ -494,112 +498,98 @@ class DeviceInFlight:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The tokens of all rows of a part, behind each other; `counts` and `drafts` as in `StepResult`."""
+
+    token_ids: list[int]
+    counts: list[int] | None = None
+    drafts: list[list[Drafted]] | None = None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Part:
-    """What one launch left on the device. `result` may be called once."""
+    """What one launch left on the device. `result` may be called once.
 
-    __slots__ = ("_logprobs", "_output", "_pooled", "_prompts", "_sampled", "rows")
+    Attributes:
+      rows: those that drew, whose lines in the batch are `sampled`.
+      logprobs: alternatives that each of them asked for; empty when nobody did.
+      pooled: rows whose hidden states were summed, and where their sums lie.
+      tells_drafts: the result says what became of drafts.
+    """
 
-    def __init__(
-        self,
-        rows: tuple[int, ...],
-        output: StepOutput,
-        sampled: tuple[int, ...],
-        logprobs: tuple[int | None, ...],
-        prompts: tuple[_PromptSpan, ...],
-        pooled: tuple[tuple[int, int], ...],
-    ) -> None:
-        """`pooled`: rows whose hidden states were summed, and where their sums lie."""
-        self.rows = rows
-        self._output = output
-        self._sampled = sampled
-        self._logprobs = logprobs
-        self._prompts = prompts
-        self._pooled = pooled
-        output.token_ids.copy_to_host_async()  # on its way while the host plans the next step
+    rows: tuple[int, ...]
+    output: StepOutput
+    sampled: tuple[int, ...]
+    logprobs: tuple[int | None, ...]
+    prompts: tuple[_PromptSpan, ...]
+    pooled: tuple[tuple[int, int], ...]
+    tells_drafts: bool
+
+    def __post_init__(self) -> None:
+        output = self.output
+        for leaf in (output.token_ids, output.drafted, output.accepted):
+            if leaf is not None:
+                leaf.copy_to_host_async()  # on its way while the host plans the next step
 
     def result(self) -> StepResult:
         """Waits for the launch and reads what was asked for."""
-        token_ids = np.asarray(self._output.token_ids)[list(self._sampled)].tolist()
-        logprobs = None
-        if any(k is not None for k in self._logprobs):
-            logprobs = self._read_logprobs(token_ids)
-        prompt_logprobs = {span.row: self._read_prompt(span) for span in self._prompts} if self._prompts else None
+        token_ids, accepted = np.asarray(self.output.token_ids), self.output.accepted
+        if accepted is None:
+            drawn = _Drawn(token_ids[0, list(self.sampled), 0].tolist())
+        else:
+            drawn = self._read_rounds(token_ids, np.asarray(accepted))
+        asked = any(num_top is not None for num_top in self.logprobs)
         return StepResult(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            hidden_sums=self._read_sums() if self._pooled else None,
+            token_ids=drawn.token_ids,
+            logprobs=self._read_logprobs(drawn) if asked else None,
+            prompt_logprobs={span.row: self._read_prompt(span) for span in self.prompts} if self.prompts else None,
+            hidden_sums=self._read_sums() if self.pooled else None,
+            counts=drawn.counts,
+            drafts=drawn.drafts if self.tells_drafts else None,
         )
 
-    def _read_logprobs(self, token_ids: list[int]) -> list[TokenLogprobs | None]:
-        logprobs = _to_host(self._output.logprobs, slice(None))
-        return [
-            None if num_top is None else _read_entry(logprobs, i, token_id, num_top)
-            for token_id, i, num_top in zip(token_ids, self._sampled, self._logprobs, strict=True)
-        ]
-
-    def _read_sums(self) -> dict[int, list[float]]:
-        assert self._output.hidden_sums is not None, "a decode step has no prompt tokens"
-        sums = np.asarray(self._output.hidden_sums)
-        return {row: sums[at].tolist() for row, at in self._pooled}
-
-    def _read_prompt(self, span: _PromptSpan) -> list[TokenLogprobs]:
-        assert self._output.prompt is not None, "a decode step has no prompt tokens"
-        logprobs = _to_host(self._output.prompt, slice(span.start, span.start + len(span.targets)))
-        return [_read_entry(logprobs, i, int(target), span.num_top) for i, target in enumerate(span.targets)]
-
-
-class _Rounds:
-    """What a launch of several tokens a row, or several rounds, left on the device. `result` may be called once."""
-
-    __slots__ = ("_drafts", "_logprobs", "_output", "rows")
-
-    def __init__(
-        self, rows: tuple[int, ...], output: RoundsOutput, logprobs: tuple[int | None, ...], drafts: bool
-    ) -> None:
-        """`drafts`: whether the result tells of drafts."""
-        self.rows = rows
-        self._output = output
-        self._logprobs = logprobs
-        self._drafts = drafts
-        for leaf in (output.token_ids, output.drafted, output.accepted):
-            leaf.copy_to_host_async()
-
-    def result(self) -> StepResult:
-        """Waits for the launch and reads what was asked for."""
-        output = self._output
-        token_ids, drafted, accepted = (np.asarray(a) for a in (output.token_ids, output.drafted, output.accepted))
-        taken = accepted >= 0  # [K, R]
+    def _read_rounds(self, token_ids: np.ndarray, accepted: np.ndarray) -> _Drawn:
+        """`token_ids` [K, R, W], `accepted` [K, R]."""
+        assert self.output.drafted is not None, "rounds say what they drafted"
+        drafted = np.asarray(self.output.drafted)
         drawn: list[int] = []
-        places: list[tuple[int, int, int | None]] = []  # round, line and number of log-probabilities of each token
         counts: list[int] = []
         drafts: list[list[Drafted]] = []
-        asked = any(num_top is not None for num_top in self._logprobs)
-        for at in range(len(self.rows)):
-            before = len(drawn)
-            rounds = np.flatnonzero(taken[:, at]).tolist()
+        for line in self.sampled:
+            before, rounds = len(drawn), np.flatnonzero(accepted[:, line] != NOT_TAKEN).tolist()
             for number in rounds:
-                count = int(accepted[number, at]) + 1
-                drawn += token_ids[number, at, :count].tolist()
-                if asked:
-                    line = at * token_ids.shape[2]
-                    places += [(number, line + place, self._logprobs[at]) for place in range(count)]
+                drawn += token_ids[number, line, : accepted[number, line] + 1].tolist()
             counts.append(len(drawn) - before)
-            drafts.append([Drafted(int(drafted[number, at]), int(accepted[number, at])) for number in rounds])
-        return StepResult(
-            token_ids=drawn,
-            logprobs=self._read_logprobs(drawn, places) if asked else None,
-            counts=counts,
-            drafts=drafts if self._drafts else None,
-        )
+            drafts.append([Drafted(int(drafted[number, line]), int(accepted[number, line])) for number in rounds])
+        return _Drawn(drawn, counts, drafts)
 
-    def _read_logprobs(self, drawn: list[int], places: list[tuple[int, int, int | None]]) -> list[TokenLogprobs | None]:
-        rounds = _to_host(self._output.logprobs, slice(None))
+    def _read_logprobs(self, drawn: _Drawn) -> list[TokenLogprobs | None]:
+        """In the order of `drawn`: row by row, round by round, place by place."""
+        rounds = _to_host(self.output.logprobs, slice(None))
         by_round = [jax.tree.map(lambda a, k=k: a[k], rounds) for k in range(rounds.rank.shape[0])]
-        return [
-            None if num_top is None else _read_entry(by_round[number], line, token_id, num_top)
-            for token_id, (number, line, num_top) in zip(drawn, places, strict=True)
-        ]
+        width, taken = self.output.token_ids.shape[2], self.output.accepted
+        accepted = np.zeros(self.output.token_ids.shape[:2], np.int32) if taken is None else np.asarray(taken)
+        token_ids, found = iter(drawn.token_ids), []
+        for line, num_top in zip(self.sampled, self.logprobs, strict=True):
+            for number, last in enumerate(accepted[:, line].tolist()):
+                for place in range(last + 1):
+                    token_id = next(token_ids)
+                    entry = None
+                    if num_top is not None:
+                        entry = _read_entry(by_round[number], line * width + place, token_id, num_top)
+                    found.append(entry)
+        return found
+
+    def _read_sums(self) -> dict[int, list[float]]:
+        assert self.output.hidden_sums is not None, "a decode step has no prompt tokens"
+        sums = np.asarray(self.output.hidden_sums)
+        return {row: sums[at].tolist() for row, at in self.pooled}
+
+    def _read_prompt(self, span: _PromptSpan) -> list[TokenLogprobs]:
+        assert self.output.prompt is not None, "a decode step has no prompt tokens"
+        logprobs = _to_host(self.output.prompt, slice(span.start, span.start + len(span.targets)))
+        return [_read_entry(logprobs, i, int(target), span.num_top) for i, target in enumerate(span.targets)]
 
 
 def _to_host(logprobs: Logprobs, where: slice) -> Logprobs:

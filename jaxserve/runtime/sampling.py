@@ -79,6 +79,7 @@ def choose_tokens(
     state: SamplingState,
     shards: Shards = WHOLE,
     ahead: Int[Array, "R ahead"] | None = None,
+    mask_places: Int[Array, " R"] | int = 0,
 ) -> SampleOutput:
     """One token for each line that has `should_sample`; `state` is only read.
 
@@ -90,6 +91,7 @@ def choose_tokens(
       params: `encode_row` of each row; zeros for padding.
       ahead: tokens that precede the new one and that `state` does not know yet, at the front of each line, and NO_TOKEN
         behind them; None: there are none anywhere.
+      mask_places: which of its row's masks each line draws under.
 
     A line's token depends on its own logits, parameters, state and position, on nothing else of the batch. NaN logits
     count as -inf; a line without any other gives token 0.
@@ -105,7 +107,7 @@ def choose_tokens(
     def processed(logits):
         logits = lax.cond(
             heavy,
-            lambda x: apply_rules(x, rows, context_lens, params, flags, state, shards, ahead),
+            lambda x: apply_rules(x, rows, context_lens, params, flags, state, shards, ahead, mask_places),
             lambda x: x,
             logits,
         )

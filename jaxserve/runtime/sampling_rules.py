@@ -40,12 +40,13 @@ def apply_rules(
     state: SamplingState,
     shards: Shards = WHOLE,
     ahead: Int[Array, "R ahead"] | None = None,
+    mask_places: Int[Array, " R"] | int = 0,
 ) -> Logits:
     """The processed logits: masks, then bias, then penalties. Of this device's part of the vocabulary.
 
     A token that is masked has -inf. When bad words and min_tokens leave a row without any token, they are waived for
-    this token: allowed_token_ids always holds. `flags` are those of `effective_flags`, `ahead` is that of
-    `sampling.choose_tokens`.
+    this token: allowed_token_ids always holds. `flags` are those of `effective_flags`, `ahead` and
+    `mask_places` those of `sampling.choose_tokens`.
     """
 
     def any_row(wanted: Flag) -> Bool[Array, ""]:
@@ -56,7 +57,8 @@ def apply_rules(
 
     def changed(logits: Logits) -> Logits:
         """Masks, then bias: one pass over the logits, and scatters of a few entries in place."""
-        allowed = _unpack_bits(state.allowed_mask[rows], logits.shape[1]) | ~has(Flag.ALLOWED)
+        mask = state.allowed_mask[rows * state.num_places + mask_places]
+        allowed = _unpack_bits(mask, logits.shape[1]) | ~has(Flag.ALLOWED)
         kept = jnp.where(allowed, logits, -jnp.inf)
         num_output = context_lens - params[:, Field.PROMPT_LEN]
         recent = _with_ahead(state.recent[rows], ahead)

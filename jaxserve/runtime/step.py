@@ -21,12 +21,13 @@ from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
 from jaxserve.runtime.attention_batches import attention_batches
-from jaxserve.runtime.drafting import Drafter, DrafterState, LearnsFromAnswers
-from jaxserve.runtime.head_drafting import Fed, HeadDrafter
+from jaxserve.runtime.drafter import Body, Drafter, Fed
+from jaxserve.runtime.drafting import DrafterState, LearnsFromAnswers
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
-from jaxserve.runtime.rounds import RoundsOutput, RoundsStep, Rows
+from jaxserve.runtime.rounds import RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
-from jaxserve.runtime.sampling import Logprobs, prompt_logprobs, sample
+from jaxserve.runtime.sampling import prompt_logprobs, sample
+from jaxserve.runtime.step_output import StepOutput
 from jaxserve.sched.plan import PageGroup
 
 # The values that a stage passes on: hidden states [T, D]. The first takes the last tokens [R+1] from the last one; in a
@@ -55,18 +56,6 @@ class DeviceState:
     drafter: DrafterState = ()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """The results of a step. Log-probabilities are copied to the host only when a row asked for them."""
-
-    token_ids: Int[Array, " R"]  # NOT_FINITE where the hidden states are not
-    logprobs: Logprobs  # of the R drawn tokens
-    prompt: Logprobs | None  # of the T tokens that follow those of a mixed step
-    last_token: Int[Array, " R+1"] | None  # of every device row, for the first stage of a pipeline; else None
-    hidden_sums: Float[Array, "R D"] | None  # over the tokens of a mixed step that each row pools; 0 where none are
-
-
 def make_step(
     graphdef: nnx.GraphDef,
     layout: Layout,
@@ -81,7 +70,7 @@ def make_step(
     DONATES state.
 
     step(weights, state, buffer, carried) -> (StepOutput of the last stage, hidden states [T, D] of others; state)
-    A bucket of several tokens a row or several rounds gives a `RoundsOutput`. `drafter` is None where none is there.
+    `drafter` is None where none is there.
     """
     if not layout.bucket.plain:
         assert drafter is not None, layout.bucket
@@ -97,7 +86,7 @@ def make_step(
 
         def several(
             weights, state: DeviceState, buffer: Int[Array, " size"], carried: Carried
-        ) -> tuple[RoundsOutput, DeviceState]:
+        ) -> tuple[StepOutput, DeviceState]:
             assert state.sampling is not None, "a pipeline has one round of one token"
             output, tables, rows = rounds.run(
                 nnx.merge(graphdef, weights),
@@ -130,7 +119,6 @@ def make_step(
             begin = _input_tokens(inputs, layout, last_token)
         # The length that dynamic rope scaling is stretched for; other scalings do not use it.
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
-        head = drafter if isinstance(drafter, HeadDrafter) and state.sampling is not None else None
         hidden, caches, taps = model.with_taps(
             begin,
             state.caches,
@@ -138,17 +126,16 @@ def make_step(
             places,
             attention,
             rope_lengths=prompt_lens,
-            taps=() if head is None else head.taps,
+            taps=() if drafter is None else drafter.taps,
         )  # [T, D]
         output, sampling, told = hidden, None, state.drafter
         if state.sampling is not None:
             output, sampling = sample_rows(model, hidden, inputs, layout, state.sampling, shards)
-            if head is not None:
-                assert begin is not None, "a model with a head is one stage, which embeds its tokens"
-                fed = _fed(begin, batches[head.group], hidden, taps, inputs)
-                told, caches = head.absorb(model, state.drafter, caches, inputs.rows, fed, attention)
-            elif drafter is not None:
-                told = _tell(drafter, state.drafter, inputs, layout, sampling.last_token)
+            if drafter is not None:
+                assert begin is not None, "a model with drafts is one stage, which embeds its tokens"
+                fed = _fed(begin, batches[drafter.group], hidden, taps, inputs, layout, sampling.last_token)
+                body = Body(model=model, attention=attention, page_size=page_size, shards=shards)
+                told, caches = drafter.absorb(state.drafter, caches, inputs.rows, fed, body)
         return output, DeviceState(
             caches=caches, block_tables=block_tables, length=length, sampling=sampling, drafter=told
         )
@@ -162,33 +149,27 @@ def _input_tokens(inputs: StepInputs, layout: Layout, last_token: Int[Array, " R
     return jnp.where(inputs.tokens == FROM_DEVICE, last_token[token_device_rows], inputs.tokens)
 
 
-def _tell(
-    drafter: Drafter, state: DrafterState, inputs: StepInputs, layout: Layout, last_token: Int[Array, " R+1"]
-) -> DrafterState:
-    """Tells the drafter the tokens that this step brought: those of chunks, then those that were drawn."""
-    if not layout.bucket.decode_only:
-        device_rows = jnp.append(inputs.rows, layout.max_rows)[inputs.token_rows]
-        known = (inputs.tokens != FROM_DEVICE) & (inputs.token_rows < layout.bucket.rows)
-        state = drafter.observe(state, device_rows, inputs.positions, inputs.tokens, known)
-    return drafter.observe(state, inputs.rows, inputs.context_lens, last_token[inputs.rows], inputs.draws != 0)
-
-
 def _fed(
     tokens: Int[Array, " T"],
     batch: AttentionBatch,
     hidden: Float[Array, "T D"],
     taps: tuple[Float[Array, "T D"], ...],
     inputs: StepInputs,
+    layout: Layout,
+    last_token: Int[Array, " R+1"],
 ) -> Fed:
-    """All tokens of a step of one round; the last of each row is what the next draft begins from."""
+    """All tokens of a step of one round, which all stay, and the one token that a row has drawn."""
+    from_host = (inputs.tokens != FROM_DEVICE) & (inputs.token_rows < layout.bucket.rows)
     return Fed(
         tokens=tokens,
         batch=batch,
+        from_host=None if layout.bucket.decode_only else from_host,
         hidden=hidden,
         taps=taps,
-        last=jnp.maximum(inputs.q_starts[1:] - 1, 0),
-        positions=inputs.context_lens - 1,
-        kept=inputs.q_starts[1:] > inputs.q_starts[:-1],
+        num_kept=inputs.q_starts[1:] - inputs.q_starts[:-1],
+        drawn=last_token[inputs.rows][:, None],
+        num_drawn=inputs.draws,
+        drawn_at=inputs.context_lens,
     )
 
 
@@ -255,8 +236,8 @@ def sample_rows(
     # One number that is not finite spoils all logits of a row: the scheduler ends it, and no other row has read it.
     finite = jnp.all(jnp.isfinite(last), axis=1)
     output = StepOutput(
-        token_ids=jnp.where(finite, drawn.token_ids, NOT_FINITE),
-        logprobs=drawn.logprobs,
+        token_ids=jnp.where(finite, drawn.token_ids, NOT_FINITE)[None, :, None],
+        logprobs=jax.tree.map(lambda leaf: leaf[None], drawn.logprobs),
         prompt=prompt,
         last_token=None if model.is_first else state.last_token,
         hidden_sums=sums,
@@ -308,7 +289,8 @@ def make_configure_row(shards: Shards):
 def make_write_masks(shards: Shards):
     """write(state, masks [M, 1 + words]) -> state: the tokens that rows may draw next. DONATES state.
 
-    Each line is a row (max_rows for padding) and its mask over the whole vocabulary, of which a device keeps its part.
+    Each line is one of `SamplingState.allowed_mask` (of the padding row for padding) and its mask over the whole
+    vocabulary, of which a device keeps its part.
     """
 
     def write_masks(state: DeviceState, masks: Int[Array, "M size"]) -> DeviceState:

@@ -13,10 +13,10 @@ from jaxtyping import Array, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.drafting import (
-    Drafter,
     DrafterOptions,
     DrafterState,
     DraftSizes,
+    TokenDrafter,
     read_history,
     run_lengths,
     write_history,
@@ -125,7 +125,7 @@ class SuffixDrafter:
         return jnp.where(found, jnp.where(at >= 0, own_drafts, past_drafts), NO_TOKEN)
 
 
-def make_suffix(options: DrafterOptions) -> Drafter:
+def make_suffix(options: DrafterOptions) -> TokenDrafter:
     """`speculation.method: suffix`. Raises ConfigError."""
     if options.answer_len <= options.ngram_max:
         raise ConfigError(

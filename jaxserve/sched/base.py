@@ -86,6 +86,21 @@ class TakesEnds(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesDrafts(Protocol):
+    """A scheduler that is told for which sequences the host itself has drafts.
+
+    A scheduler without this method plans a token a step for sequences with a grammar.
+    """
+
+    def note_drafts(self, request_id: str, index: int, count: int) -> None:
+        """There are drafts of the next `count` tokens of a sequence with a grammar, all of whose tokens are committed.
+
+        Called between two steps, from the scheduler's thread. Unknown sequences are ignored.
+        """
+        ...
+
+
 class InFlight(Protocol):
     """A step that has been launched."""
 

@@ -10,7 +10,8 @@ go on, waiting sequences are admitted while rows, pages and tokens last, the las
 Overlap. `schedule` may run while one step is in flight, whose tokens are unknown. The rules, each with a test:
   * A decode row is planned again without knowing its input, which the device keeps in `last_token[row]`, nor its
     length (`length[row]`): where a row may draw several tokens, `num_fed` is an upper bound until the commit.
-  * A sequence with a grammar (`stepwise`) is planned again only after its last token is committed.
+  * A sequence with a grammar (`stepwise`) is planned again only after its last tokens are committed. Its drafts are the
+    host's, which says how many there are (`note_drafts`).
   * A sequence whose planned outputs surely reach its limit is not planned again, and its row goes to another in the
     next plan, so a length limit wastes no step of a row. Its pages are free from the commit of its last token: until
     then its other answers may fork it, and its last pages may become findable. Where it is not sure, the commit tells.
@@ -136,6 +137,14 @@ class ContinuousScheduler:
             return False
         self._lengths.learn(seq)
         return self.abort(request_id, index)
+
+    def note_drafts(self, request_id: str, index: int, count: int) -> None:
+        """See `TakesDrafts`."""
+        group = self._groups.get(request_id)
+        seq = None if group is None else group.live.get(index)
+        if seq is not None:
+            assert seq.stepwise, seq
+            seq.num_drafts = count
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
@@ -436,7 +445,7 @@ class ContinuousScheduler:
         positions = [seq.num_fed for seq in decoding]
         running = self._running
         width, rounds = self._shape_of(decoding, draft)
-        row_tokens = self._feed(decoding, draft, width * rounds)
+        row_tokens = self._feed(decoding, draft, width, rounds)
         rows = running.decode_rows if decoding is running.decoding else tuple([seq.row for seq in decoding])
         self.policy.observe(decoding, [(chunk.seq, chunk.length) for chunk in draft.chunks])
         sampled = [*decoding, *(p.seq for p in draft.chunks if p.samples)] if draft.chunks else decoding
@@ -475,15 +484,15 @@ class ContinuousScheduler:
             raise broken_rule(self.policy, "speculate", f"{chosen} is none of the shapes (width, rounds) {offered}")
         return chosen
 
-    def _feed(self, decoding: list[Sequence], draft: Draft, most: int) -> tuple[int, ...]:
-        """Counts what the decode rows may feed: one token each, or up to `most`, as far as pages are free."""
-        if most == 1:
+    def _feed(self, decoding: list[Sequence], draft: Draft, width: int, rounds: int) -> tuple[int, ...]:
+        """Counts what the decode rows may feed: one token each, or as many as the shape has, while pages are free."""
+        if (width, rounds) == PLAIN:
             for seq in decoding:
                 seq.num_fed += 1
             return ()
         row_tokens: list[int] = []
         for seq in decoding:
-            wanted = 1 if seq.stepwise else min(most, seq.max_fed - seq.num_fed)
+            wanted = seq.room(width, rounds)
             while seq.num_fed + wanted > seq.next_page_at and self.memory.pool.num_available >= len(seq.tables):
                 draft.grants += self.memory.grow(seq)
             row_tokens.append(min(wanted, seq.next_page_at - seq.num_fed))

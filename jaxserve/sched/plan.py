@@ -13,7 +13,8 @@ Rules that an executor may rely on:
     results of all steps that loaded it have been read.
   * Page 0 is the dummy page: never granted, the target of padding.
   * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
-  * A row that draws under a mask draws a token of it. The mask holds for this step alone.
+  * A row that draws under a mask draws a token of it. The mask holds for this step alone. Such a row takes part in the
+    first round alone; it feeds the drafts that the plan has for it, and draws at each place under the mask of that.
   * `decode_rows` read their input token and their length from the device (`last_token[row]`, `length[row]`), `chunks`
     carry theirs. What the plan says of the length of a decode row is an upper bound.
   * A decode row feeds and draws one token or more, up to `row_tokens`, and its result says how many. The next token of
@@ -46,6 +47,7 @@ __all__ = [
     "PageSave",
     "Parts",
     "PoolSpan",
+    "RowDraft",
     "RowMask",
     "RowSetup",
     "StepPlan",
@@ -283,14 +285,18 @@ class Chunk(NamedTuple):
 
 
 class RowMask(NamedTuple):
-    """The tokens that `row` may draw in this step: one bit each, lowest first, in base64."""
+    """The tokens that `row` may draw in this step: one bit each, lowest first, in base64.
+
+    `place`: 0 for the token behind those that are known, i for the one behind the i-th draft of the row.
+    """
 
     row: int
     bits: str
+    place: int = 0
 
     @classmethod
-    def of(cls, row: int, mask: bytes) -> "RowMask":
-        return cls(row, base64.b64encode(mask).decode())
+    def of(cls, row: int, mask: bytes, place: int = 0) -> "RowMask":
+        return cls(row, base64.b64encode(mask).decode(), place)
 
     @property
     def mask(self) -> bytes:
@@ -300,6 +306,16 @@ class RowMask(NamedTuple):
     def allows(self, token_id: int) -> bool:
         mask = self.mask
         return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
+class RowDraft(NamedTuple):
+    """The drafts that `row` feeds in this step, in place of those that the device would make; perhaps none.
+
+    They are fewer than `StepPlan.width`, and than the tokens that the row may draw.
+    """
+
+    row: int
+    token_ids: tuple[int, ...]
 
 
 class Drafted(NamedTuple):
@@ -336,7 +352,8 @@ class StepPlan:
     `row_tokens[i]` is how many tokens `decode_rows[i]` may draw, 1 or more, in all rounds together; one each where
     `row_tokens` is empty. `width` is how many tokens a decode row may feed in each of the `rounds`; a row ends its part
     in them by itself when it has drawn `row_tokens[i]` tokens, or one that ends its sequence.
-    `masks` are put in by the engine, one for each row that draws under `SamplingParams.structured`.
+    `masks` are put in by the engine, for each row that draws under `SamplingParams.structured` one, and one for each of
+    its drafts. So are `drafts`, an entry for each of these rows that decodes in a step of a width above 1.
 
     A field is declared here and nowhere else: its JSON, step logs, replays and other processes follow from the class,
     and the parts of a pipeline from its metadata (`Parts`).
@@ -356,6 +373,7 @@ class StepPlan:
     row_tokens: tuple[int, ...] = dataclasses.field(default=(), metadata=Parts.DEALT.field)
     width: int = dataclasses.field(default=1, metadata=Parts.EACH.field)
     rounds: int = dataclasses.field(default=1, metadata=Parts.EACH.field)
+    drafts: tuple[RowDraft, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -6,8 +6,9 @@ in `Limits.buckets`; where the drafts come from is the device's affair.
 
 The choice maximises tokens a millisecond. A round of a row draws 1 + a_1 + a_1 a_2 + ... tokens on average, where a_j
 is how often the j-th draft is drawn, given that those before it were: learned for each sequence, with the average of
-all sequences as the prior. The times of the shapes are the device's (`Limits.step_ms`), the time that a launch costs
-beside them is learned from the commits. Without times, the largest shape is taken.
+all sequences as the prior; sequences whose drafts the host makes, under a grammar, are judged apart, by the drafts that
+there are. The times of the shapes are the device's (`Limits.step_ms`), the time that a launch costs beside them is
+learned from the commits. Without times, the shape that could draw most is taken.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class SpeculationOptions:
 
     Attributes:
       width, rounds: the most of each that a step may have.
-      adaptive: choose by cost; False takes the most that the device has of both in each step.
+      adaptive: choose by cost; False takes as much of both as the rows have room for.
     """
 
     width: int = 8
@@ -79,7 +80,7 @@ class Speculator:
     def __init__(self, options: SpeculationOptions, limits: Limits, clock: Callable[[], float]) -> None:
         self._options = options
         self._clock = clock
-        self._all = Acceptance(0)
+        self._all = {stepwise: Acceptance(0) for stepwise in (False, True)}
         self._of_sequence: dict[Sequence, Acceptance] = {}
         self._last = PLAIN
         self._num_plain = 0
@@ -100,8 +101,8 @@ class Speculator:
         self.active = len(self.shapes) > 1
         self._offered: dict[int, tuple[tuple[int, int], ...]] = {}
         places = self._widest - 1
-        if len(self._all.reached) < places:
-            self._all = Acceptance(places)
+        if len(self._all[False].reached) < places:
+            self._all = {stepwise: Acceptance(places) for stepwise in self._all}
             self._of_sequence.clear()
 
     def offered(self, num_rows: int) -> tuple[tuple[int, int], ...]:
@@ -116,15 +117,16 @@ class Speculator:
         return found
 
     def choose(self, decoding: Seq[Sequence]) -> tuple[int, int]:
-        """Width and rounds of a step of these rows."""
-        rows = [seq for seq in decoding if not seq.stepwise]
-        possible = {shape: self._tokens_per_ms(shape, rows, len(decoding)) for shape in self.offered(len(decoding))}
-        if not self._options.adaptive or any(speed == 0.0 for speed in possible.values()) or not rows:
-            return max(possible, key=lambda shape: (shape[0] * shape[1], shape)) if rows else PLAIN
-        best = max(possible, key=lambda shape: possible[shape] * (_STICKY if shape == self._last else 1.0))
+        """Width and rounds of a step of these rows. No shape has more than one of the others has room for."""
+        offered = self.offered(len(decoding))
+        room = {shape: sum(seq.room(*shape) for seq in decoding) for shape in offered}
+        possible = {shape: self._tokens_per_ms(shape, decoding) for shape in offered}
+        if not self._options.adaptive or any(speed == 0.0 for speed in possible.values()):
+            return max(offered, key=lambda shape: (room[shape], -shape[0] * shape[1], shape))
+        best = max(offered, key=lambda shape: possible[shape] * (_STICKY if shape == self._last else 1.0))
         if best[0] == 1:
             self._num_plain += 1
-            wider = [shape for shape in possible if shape[0] > 1]
+            wider = [shape for shape in offered if shape[0] > 1 and room[shape] > len(decoding)]
             if self._num_plain >= _EXPLORE and wider:
                 self._num_plain = 0
                 return min(wider)
@@ -133,25 +135,26 @@ class Speculator:
         self._last = best
         return best
 
-    def _tokens_per_ms(self, shape: tuple[int, int], rows: Seq[Sequence], num_rows: int) -> float:
+    def _tokens_per_ms(self, shape: tuple[int, int], rows: Seq[Sequence]) -> float:
         """0 where nobody knows its time."""
         width, rounds = shape
-        bucket = self._limits.find_bucket(num_rows * width, num_rows, True, width, rounds)
-        assert bucket is not None, (shape, num_rows)
+        bucket = self._limits.find_bucket(len(rows) * width, len(rows), True, width, rounds)
+        assert bucket is not None, (shape, len(rows))
         round_ms = self._ms.get(bucket, 0.0)
         if not round_ms:
             return 0.0
-        tokens = float(num_rows - len(rows)) / rounds + sum(self._tokens_of(seq, width) for seq in rows)
-        return tokens * rounds / (self._launch_ms + round_ms * rounds)
+        tokens = sum(self._tokens_of(seq, width, rounds) for seq in rows)
+        return tokens / (self._launch_ms + round_ms * rounds)
 
-    def _tokens_of(self, seq: Sequence, width: int) -> float:
-        """Tokens that a round of `width` draws for `seq`, on average."""
-        own, product, tokens = self._of_sequence.get(seq), 1.0, 1.0
-        for place in range(width - 1):
-            rate = self._all.rate(place, _FIRST_GUESS, 1.0)
+    def _tokens_of(self, seq: Sequence, width: int, rounds: int) -> float:
+        """Tokens that a step of this shape draws for `seq`, on average."""
+        room = seq.room(width, rounds)
+        own, all_, product, tokens = self._of_sequence.get(seq), self._all[seq.stepwise], 1.0, 1.0
+        for place in range(min(width, room) - 1):
+            rate = all_.rate(place, _FIRST_GUESS, 1.0)
             product *= rate if own is None else own.rate(place, rate, _PRIOR_ROUNDS)
             tokens += product
-        return tokens
+        return tokens if seq.stepwise else min(float(room), tokens * rounds)
 
     def learn(self, seq: Sequence, width: int, rounds: Seq[Drafted]) -> None:
         """What became of the drafts of one row."""
@@ -159,8 +162,10 @@ class Speculator:
         if own is None:
             own = self._of_sequence[seq] = Acceptance(self._widest - 1)
         for one in rounds:
+            # The host says beforehand how many drafts it has: a place without one teaches nothing.
+            width = one.drafted + 1 if seq.stepwise else width
             own.add(width, one.accepted)
-            self._all.add(width, one.accepted)
+            self._all[seq.stepwise].add(width, one.accepted)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""

@@ -100,7 +100,8 @@ class Sequence:
       chain: prefix-cache entries of its first pages; `chain_open` says whether the next full page may join.
       forkable_from: first step that may copy its prompt pages (the one after the step that completes them).
       ready_after: the step that must be committed before it may be admitted again.
-      stepwise: the tokens that it may draw next follow from its last one, so it waits for the commit of each.
+      stepwise: the tokens that it may draw next follow from its last ones, so it waits for the commit of each step.
+      num_drafts: drafts that the host has for its next tokens; NEVER where the device makes them.
       hidden_sum: over the pooled tokens of its prompt that have been committed; empty before the first.
     """
 
@@ -118,6 +119,7 @@ class Sequence:
         "next_page_at",
         "num_cached",
         "num_columns",
+        "num_drafts",
         "num_fed",
         "num_promised",
         "num_unsure",
@@ -163,6 +165,7 @@ class Sequence:
         self.ready_after = -1
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stepwise = request.sampling.structured is not None
+        self.num_drafts = 0 if self.stepwise else NEVER
         self.hidden_sum: list[float] = []
 
     def __repr__(self) -> str:
@@ -205,6 +208,11 @@ class Sequence:
         self.num_cached = num_cached
         self.prompt_logprobs = []
         self.hidden_sum = []
+
+    def room(self, width: int, rounds: int) -> int:
+        """Tokens that a step of this shape could draw, were all drafts right. Host drafts are those of one round."""
+        left = self.max_fed - self.num_fed
+        return min(left, width, 1 + self.num_drafts) if self.stepwise else min(left, width * rounds)
 
     def feed(self, most: int) -> None:
         """A plan lets the sequence feed `most` tokens, of which it feeds one at least."""

@@ -24,6 +24,7 @@ from jaxserve.serve.counts import DoorCounts
 
 PREFIX = "jaxserve:"
 _LABELS = ("model_name", "engine")
+_GRAMMAR = "grammar"  # the method of drafts that the host makes
 
 # Name without the prefix -> its name in `Totals.histograms`, and its description.
 HISTOGRAMS: dict[str, tuple[str, str]] = {
@@ -296,8 +297,17 @@ def _draft_metrics(readings: list[_Reading], method: str) -> Iterator[Metric]:
         "The same by place in the round, from 0.",
         labels=(*labels, "position"),
     )
-    for reading in readings if method != "none" else ():
-        values, drafts = [*reading.labels, method], reading.totals.drafts
+    found = [
+        (reading, source, drafts)
+        for reading in readings
+        if method != "none"
+        for source, drafts in (
+            *([] if method == _GRAMMAR else [(method, reading.totals.drafts)]),
+            (_GRAMMAR, reading.totals.grammar_drafts),
+        )
+    ]
+    for reading, source, drafts in found:
+        values = [*reading.labels, source]
         rounds.add_metric(values, drafts.rounds)
         drafted.add_metric(values, drafts.drafted)
         accepted.add_metric(values, drafts.accepted)

@@ -113,7 +113,7 @@ def make_request(
 class _Row:
     """State of a row that a device would keep. Mutated only by `FakeRunner`."""
 
-    __slots__ = ("known", "last_token", "length", "mask", "setup", "tables")
+    __slots__ = ("drafts", "known", "last_token", "length", "masks", "setup", "tables")
 
     def __init__(self, setup: RowSetup, num_groups: int) -> None:
         self.setup = setup
@@ -123,7 +123,8 @@ class _Row:
         ]  # of each group; DUMMY_PAGE where no token to come can see the page
         self.length = -1  # tokens in the pages; unknown until the first chunk, which has its start
         self.last_token: int | None = None
-        self.mask: RowMask | None = None  # of this step
+        self.masks: list[RowMask] = []  # of this step, place by place; the first is that of the next token to draw
+        self.drafts: tuple[int, ...] | None = None  # of the host in this step
 
 
 class _Done:
@@ -267,10 +268,14 @@ class FakeRunner:
         targets = {copy.target for copy in plan.copies}
         assert not targets & {copy.source for copy in plan.copies}, plan.copies
         assert len(targets) == len(plan.copies), plan.copies
-        masks = {mask.row: mask for mask in plan.masks}
-        assert masks.keys() <= set(plan.sampled_rows), plan
+        drafts = {draft.row: draft.token_ids for draft in plan.drafts}
+        assert drafts.keys() <= set(plan.decode_rows) and (plan.width > 1 or not drafts), plan
+        assert {mask.row for mask in plan.masks} <= set(plan.sampled_rows), plan
         for number, row in self._rows.items():
-            row.mask = masks.get(number)
+            row.masks, row.drafts = [mask for mask in plan.masks if mask.row == number], drafts.get(number)
+            assert [mask.place for mask in row.masks] == list(range(len(row.masks))), plan.masks
+            assert len(row.masks) <= 1 + len(row.drafts or ()), f"row {number} has masks behind no draft: {plan}"
+        assert not plan.decode_only or plan.width == 1 or drafts.keys() == {mask.row for mask in plan.masks}, plan
         for copy in plan.copies:
             assert self._num_users[copy.target] == 1, f"{copy} writes a page of {self._num_users[copy.target]} rows"
             self._pages[copy.target] = list(self._pages[copy.source])
@@ -330,7 +335,10 @@ class FakeRunner:
         for number in plan.sampled_rows:
             row, most = self._rows[number], most_of.get(number, 1)
             before, end = len(tokens), row.length - 1 + most
-            if self._accept is None or not plan.row_tokens:
+            if row.drafts is not None:
+                assert len(row.drafts) < most, f"{len(row.drafts)} drafts of a row that may draw {most}"
+                drafts.append([self._run_drafts(row, row.drafts, tokens, logprobs)])
+            elif self._accept is None or not plan.row_tokens:
                 count = self._draw_count(most)
                 self._draw(row, count, tokens, logprobs)
                 drafts.append(_rounds(count, plan))
@@ -360,6 +368,18 @@ class FakeRunner:
                 self._write(row, row.known[-1])
             tokens.append(self._sample(row))
             logprobs.append(self._logprobs(row))
+
+    def _run_drafts(
+        self, row: _Row, drafts: tuple[int, ...], tokens: list[int], logprobs: list[TokenLogprobs | None]
+    ) -> Drafted:
+        """The one round of a row that the host has drafts for: up to the first one that is not drawn, or the end."""
+        for place in range(len(drafts) + 1):
+            if place:
+                self._write(row, row.known[-1])
+            self._draw(row, 1, tokens, logprobs)
+            if tokens[-1] in row.setup.stop_token_ids or tokens[-1] not in drafts[place : place + 1]:
+                return Drafted(len(drafts), place)
+        raise AssertionError("behind the last draft no token is one")
 
     def _run_rounds(
         self, row: _Row, room: int, plan: StepPlan, tokens: list[int], logprobs: list[TokenLogprobs | None]
@@ -445,9 +465,10 @@ class FakeRunner:
             token = token if token in allowed else allowed[token % len(allowed)]
         while num_outputs < setup.sampling.min_tokens and token in setup.stop_token_ids:
             token = (token + 1) % self.vocab_size
-        assert (row.mask is None) == (setup.sampling.structured is None), f"{setup.request_id} has a wrong mask"
-        if row.mask is not None:
-            token = next(t for t in (*range(token, 8 * len(row.mask.mask)), *range(token)) if row.mask.allows(t))
+        assert bool(row.masks) == (setup.sampling.structured is not None), f"{setup.request_id} has a wrong mask"
+        if row.masks:
+            mask = row.masks.pop(0)
+            token = next(t for t in (*range(token, 8 * len(mask.mask)), *range(token)) if mask.allows(t))
         row.known.append(token)
         row.last_token = token
         return token

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -120,24 +120,54 @@ def token_bits(token_ids: Sequence[int]) -> int:
 class TextMatcher:
     """A `Matcher` of `structured_output`. Mutated by the engine's loop, through `accept` alone."""
 
-    __slots__ = ("_backend", "_kept", "_size", "mask", "num_tokens")
+    __slots__ = ("_backend", "_ends", "_kept", "_size", "mask", "tokens")
 
-    def __init__(self, backend: LLMatcher, mask: bytes, kept: int | None) -> None:
-        """`kept`: bits of the tokens that may be generated at all; None: any."""
+    def __init__(self, backend: LLMatcher, mask: bytes, kept: int | None, ends: frozenset[int]) -> None:
+        """`kept`: bits of the tokens that may be generated at all; None: any. `ends`: tokens that end a text."""
         self._backend = backend
+        self._ends = ends
         self._kept = kept
         self._size = len(mask)
         self.mask = mask if kept is None else _common(mask, kept, 0)
-        self.num_tokens = 0
+        self.tokens: list[int] = []
 
     def accept(self, token_id: int) -> None:
         """See `Matcher.accept`."""
-        byte = token_id >> 3
-        assert byte < self._size and self.mask[byte] >> (token_id & 7) & 1, f"token {token_id} is not in the grammar"
+        assert _allows(self.mask, token_id), f"token {token_id} is not in the grammar"
         self._backend.consume_token(token_id)
-        self.num_tokens += 1
-        mask = _read_mask(self._backend, self._size, f"after {self.num_tokens} tokens")
-        self.mask = mask if self._kept is None else _common(mask, self._kept, self.num_tokens)
+        self.tokens.append(token_id)
+        self.mask = self._read_mask(self._backend, len(self.tokens))
+
+    def _read_mask(self, backend: LLMatcher, num_tokens: int) -> bytes:
+        mask = _read_mask(backend, self._size, f"after {num_tokens} tokens")
+        return mask if self._kept is None else _common(mask, self._kept, num_tokens)
+
+    def foresee(self, most: int, follow: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
+        """See `Matcher.foresee`. On a copy: a grammar that could not go on behind a guess goes on behind others."""
+        ahead = self._backend.deep_copy()
+        found: list[int] = []
+        while len(found) < most and not ahead.is_stopped():
+            guesses = [*(ahead.compute_ff_tokens() or follow(found))][: most - len(found)]
+            guesses = guesses[: next((at for at, guess in enumerate(guesses) if guess in self._ends), None)]
+            taken = ahead.try_consume_tokens(guesses)
+            if not taken:
+                break
+            found += guesses[:taken]
+        return found
+
+    def masks_after(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `Matcher.masks_after`."""
+        ahead, mask, found = self._backend.deep_copy(), self.mask, []
+        for token_id in token_ids:
+            if not _allows(mask, token_id):
+                break
+            ahead.consume_token(token_id)
+            try:
+                mask = self._read_mask(ahead, len(self.tokens) + len(found) + 1)
+            except InvalidRequest:
+                break
+            found.append(mask)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +176,12 @@ class TextGrammar:
 
     backend: LLMatcher
     first_mask: bytes
+    ends: frozenset[int]
     kept: int | None = None
 
     def start(self) -> TextMatcher:
         """See `Grammar.start`."""
-        return TextMatcher(self.backend.deep_copy(), self.first_mask, self.kept)
+        return TextMatcher(self.backend.deep_copy(), self.first_mask, self.kept, self.ends)
 
 
 class GrammarCompiler:
@@ -227,7 +258,7 @@ class GrammarCompiler:
         if backend.is_error():
             raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {_reason(backend)}")
         first_mask = _read_mask(backend, vocabulary.num_words * 4, "at its beginning")
-        return TextGrammar(backend=backend, first_mask=first_mask)
+        return TextGrammar(backend=backend, first_mask=first_mask, ends=frozenset(self._eos_token_ids))
 
     def _source(self, structured: StructuredOutput) -> str:
         """The source for llguidance, known to compile in bounded time. Raises InvalidRequest when it cannot be read."""
@@ -285,6 +316,10 @@ def _reason(backend: LLMatcher) -> str:
     """llguidance's message, without the parts that only its authors understand."""
     text = backend.get_error().removesuffix("<non-verbose/>").strip()
     return "no text fits it; look for a reference to itself" if text == "NoExtensionBias" else text
+
+
+def _allows(mask: bytes, token_id: int) -> bool:
+    return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def _read_mask(backend: LLMatcher, size: int, where: str) -> bytes:

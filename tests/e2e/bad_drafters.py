@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxserve.runtime.drafting import Drafter, DrafterOptions
+from jaxserve.runtime.drafting import DrafterOptions, TokenDrafter
 
 VOCAB = 1160  # of the demo model
 
@@ -30,13 +30,13 @@ class Bad:
         return jnp.full(place.shape, int(self.kind), jnp.int32)  # always the same token
 
 
-def make_noise(options: DrafterOptions) -> Drafter:
+def make_noise(options: DrafterOptions) -> TokenDrafter:
     return Bad("noise")
 
 
-def make_outside(options: DrafterOptions) -> Drafter:
+def make_outside(options: DrafterOptions) -> TokenDrafter:
     return Bad("outside")
 
 
-def make_stop(options: DrafterOptions) -> Drafter:
+def make_stop(options: DrafterOptions) -> TokenDrafter:
     return Bad("6")

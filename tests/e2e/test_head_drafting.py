@@ -1,5 +1,5 @@
-"""Heads of every kind change no token, and are told the truth about the pages: a draft of a head that knows the model
-is taken."""
+"""Heads of every kind and draft models change no token, and are told the truth about the pages: drafts of a drafter
+that knows the model are taken."""
 
 import dataclasses
 import sys
@@ -34,6 +34,13 @@ HEADS = {
 }
 
 
+def placed(name: str, directory: Path) -> dict[str, str]:
+    """Settings for the head of this name, written to `directory`, or for the fixture of this name as a draft model."""
+    method, files = HEADS.get(name, ("draft", None))
+    path = FIXTURES / name if files is None else draft_files.write(directory / "head", *files)
+    return {"speculation__method": method, "speculation__model": str(path)}
+
+
 def answers(found: list[list[Result]]) -> list[list[tuple]]:
     """Tokens, and log-probabilities to five digits: a head reads hidden states that XLA otherwise fuses away, and the
     last bits of what is computed from them may be others."""
@@ -61,24 +68,26 @@ def expected() -> list[list[tuple]]:
         ("medusa", {"speculation__rounds": 3}),
         pytest.param("eagle3", {"parallel__tensor": 2}, marks=pytest.mark.slow),
         pytest.param("medusa", {"parallel__tensor": 3}, marks=pytest.mark.slow),
+        ("llama", {}),
+        pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"speculation__width": 8}, marks=pytest.mark.slow),
+        pytest.param("qwen3_window_yarn", {"parallel__tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(
     name: str, more: dict[str, Any], expected: list[list[tuple]], tmp_path: Path
 ) -> None:
-    method, (values, tensors) = HEADS[name]
-    head = draft_files.write(tmp_path / "head", values, tensors)
     # So few pages, and none kept back, that rows are taken away in the middle of an answer.
     few = {**POOL, "cache__num_pages": 22, "sched__watermark": 0.0, "sched__growth": 0.0}
     engine = build(
         FIXTURES / "llama",
         **few,
-        speculation__method=method,
-        speculation__model=str(head),
+        **placed(name, tmp_path),
         speculation__adaptive=False,
         runtime__background_buckets=False,
         **more,
     )
+    counting = engine._runner = Counting(engine._runner)
     found = [
         [(r.token_ids, r.finish_reason, [(p.token_id, p.logprob) for p in r.logprobs]) for r in results]
         for results in run(engine, ASKED, stagger=1)
@@ -87,6 +96,11 @@ def test_tokens_are_those_of_one_token_a_step(
     for option, got, wanted in zip(named, found, expected, strict=True):
         assert got == wanted, option
     assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
+    # A model that drafts for itself draws what it will draw: also at a temperature and under penalties, for rows that
+    # were taken away, behind pages that were found, and behind drafts that were rejected.
+    least = 0.95 if name == "llama" else 0.0
+    assert counting.accepted >= least * counting.drafted, (counting.accepted, counting.drafted)
+    assert counting.drafted > 500, counting.drafted
 
 
 CHATS = [

@@ -5,6 +5,7 @@ compared to the last bit.
 """
 
 import dataclasses
+import json
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,21 @@ NUM_PAGES = 14  # so few that rows are taken away in the middle of an answer
 # Prompts that repeat themselves, so that what followed before follows again; and one that does not.
 STORY = "Once upon a time there was a fox. Once upon a time there was a fox. Once upon"
 PROMPTS = ["Spell wagon, spell wagon, spell", STORY, "Here is a list: flag:93, doll:95. What is doll?"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["fox", "fish"]}, "number": {"type": "integer"}},
+    "required": ["animal", "number"],
+    "additionalProperties": False,
+}
+
+
+def bound(*, temperature: float = 0.0, seed: int | None = None, n: int = 1, logprobs: int | None = None, **form: Any):
+    """Options of an answer that is held to a form, and so ends by itself."""
+    return {
+        "structured": form, "ignore_eos": False, "temperature": temperature, "seed": seed, "n": n, "logprobs": logprobs,
+    }  # fmt: skip
+
+
 PLAIN = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -35,7 +51,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two tokens": {"max_tokens": 2},
     "log-probabilities": {"logprobs": 20, "temperature": 0.4, "seed": 2},
     "three of each": {"n": 3, "temperature": 0.6, "seed": 4},
+    "schema": bound(json_schema=json.dumps(SCHEMA), logprobs=3),
+    "choice": bound(choice=["the fox and the wagon", "the fox and the doll"]),
+    "regex": bound(regex="(spell wagon, ){1,2}[a-z]{2,5}", temperature=1.2, seed=7, n=2),
 }
+WITH_GRAMMAR = ("schema", "choice", "regex")
 ASKED = [(prompt, dataclasses.replace(PLAIN, **more)) for more in OPTIONS.values() for prompt in PROMPTS]
 
 
@@ -45,7 +65,7 @@ class Counting:
     def __init__(self, inner: Runner) -> None:
         self._inner = inner
         self.shapes: Counter[tuple[int, int]] = Counter()
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.forced = 0
 
     @property
     def limits(self) -> Limits:
@@ -53,18 +73,23 @@ class Counting:
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         self.shapes[plan.width, plan.rounds] += 1
-        return _Counted(self, self._inner.dispatch(plan))
+        return _Counted(self, self._inner.dispatch(plan), plan)
 
 
 class _Counted:
-    def __init__(self, to: Counting, inner: InFlight) -> None:
-        self._to, self._inner = to, inner
+    def __init__(self, to: Counting, inner: InFlight, plan: StepPlan) -> None:
+        self._to, self._inner, self._plan = to, inner, plan
 
     def result(self) -> StepResult:
         result = self._inner.result()
-        for rounds in result.drafts or ():
-            self._to.drafted += sum(one.drafted for one in rounds)
-            self._to.accepted += sum(one.accepted for one in rounds)
+        by_host = {draft.row for draft in self._plan.drafts}
+        for row, rounds in zip(self._plan.sampled_rows, result.drafts or (), strict=False):
+            accepted = sum(one.accepted for one in rounds)
+            if row in by_host:
+                self._to.forced += accepted
+            else:
+                self._to.drafted += sum(one.drafted for one in rounds)
+                self._to.accepted += accepted
         return result
 
 
@@ -105,9 +130,28 @@ def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected
     for name, got, wanted in zip([n for n in OPTIONS for _ in PROMPTS], found, expected, strict=True):
         assert got == wanted, name
     assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
-    wide = {shape for shape in counting.shapes if shape != (1, 1)}
-    assert wide == {(settings.get("width", 1), settings.get("rounds", 1))}, counting.shapes
+    widest = settings.get("width", 1), settings.get("rounds", 1)
+    assert counting.shapes[widest] > 20 and max(counting.shapes) == widest, counting.shapes
+    assert widest[0] == 1 or counting.forced > 60, counting.forced
     if settings["method"] in ("ngram", "suffix"):
         assert counting.accepted > 80, counting.accepted
     if settings["method"] == "bad_drafters:make_outside":
         assert counting.drafted == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"method": "suffix", "width": 4, "rounds": 3, "ngram_min": 1, "num_answers": 8}, id="suffix"),
+        pytest.param({"method": "grammar", "width": 8}, id="no drafter of the device", marks=pytest.mark.slow),
+    ],
+)
+def test_alone_a_grammar_saves_steps(settings: dict[str, Any], expected: list[list[tuple]]) -> None:
+    """Each request by itself, on the steps of the test above."""
+    engine, counting = drafting(**settings)
+    at = [number for number, name in enumerate(n for n in OPTIONS for _ in PROMPTS) if name in WITH_GRAMMAR]
+    for number in at:
+        assert answers(run(engine, [ASKED[number]])) == [expected[number]]
+    assert counting.drafted == 0 and counting.forced > 100, (counting.drafted, counting.forced)
+    num_tokens = sum(len(tokens) for number in at for tokens, *_ in expected[number])
+    assert sum(counting.shapes.values()) < 0.6 * num_tokens, (counting.shapes, num_tokens)

@@ -127,8 +127,8 @@ def test_drafts_by_hand() -> None:
     assert [(s.width, s.decode_rows, s.drafted, s.accepted, s.new_tokens) for s in parts.stats.steps()] == [
         (1, 0, 0, 0, 1),
         (4, 1, 3, 2, 3),
-        (4, 1, 0, 0, 1),
-        (4, 1, 0, 0, 1),
+        (1, 1, 0, 0, 1),
+        (1, 1, 0, 0, 1),
     ]
     totals = parts.stats.totals()
     assert totals.drafts == (1, 3, 2, (1, 1, 1), (1, 1, 0))

@@ -11,7 +11,7 @@ from jaxserve.engine.structured import RowMasks
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.sched import ContinuousScheduler, SchedulerOptions, StepPlan, create_scheduler
 from jaxserve.sched.state import Sequence
-from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
+from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits, with_shapes
 
 FREE = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -24,8 +24,11 @@ def bound(max_tokens: int = 40, **form) -> SamplingParams:
 class Parts:
     """An engine on a fake runner; `updates` by request id."""
 
-    def __init__(self, *, mode="context", tokenizer: bool = True, eos: tuple[int, ...] = (257,), **limits) -> None:
-        self.runner = FakeRunner(make_limits(**limits), vocab_size=ByteTokenizer.vocab_size, mode=mode)
+    def __init__(
+        self, *, mode="context", tokenizer: bool = True, eos: tuple[int, ...] = (257,), shapes=(), **limits
+    ) -> None:
+        limits = with_shapes(make_limits(**limits), *shapes)
+        self.runner = FakeRunner(limits, vocab_size=ByteTokenizer.vocab_size, mode=mode)
         options = SchedulerOptions(watermark=0.0, growth=0.0)  # so that a small pool preempts
         scheduler = create_scheduler("fcfs", self.runner.limits, options=options)
         assert isinstance(scheduler, ContinuousScheduler)
@@ -196,6 +199,77 @@ def test_masks_travel_with_the_plan() -> None:
     assert [[i for i in range(259) if plan.masks[0].allows(i)] for plan in plans] == [[97, 98], [99], [257]]
     for plan in plans:
         assert StepPlan.from_json(plan.to_json()) == plan
+
+
+def test_tokens_without_a_choice_come_together() -> None:
+    parts = Parts(shapes=[(4, 1)])
+    name = parts.submit("x", bound(regex="[ab]cdefgh[0-9]"))
+    parts.run()
+    plans = parts.runner.plans
+    assert parts.text(name)[1:7] == "cdefgh" and parts.end(name).finish_reason is FinishReason.STOP
+    # A letter of two, then four tokens at once, then two and the digit, then the end.
+    assert [plan.width for plan in plans] == [1, 4, 4, 1]
+    assert [draft.token_ids for plan in plans for draft in plan.drafts] == [(*b"cde",), (*b"gh",)]
+    allowed = [[i for i in range(259) if mask.allows(i)] for mask in plans[1].masks]
+    assert allowed == [[ord(c)] for c in "cdef"] and [mask.place for mask in plans[1].masks] == [0, 1, 2, 3]
+    assert len(plans[2].masks) == 3 and sum(map(plans[2].masks[2].allows, range(259))) == 10
+    assert parts.end(name).drafts == (5, 5)
+    [stats] = parts.engine.stats
+    assert stats.totals().grammar_drafts.accepted == 5 and stats.totals().drafts.drafted == 0
+
+
+def test_what_the_sequence_said_before_is_tried_where_there_is_a_choice() -> None:
+    parts = Parts(mode="count", shapes=[(4, 1)])
+    name = parts.submit("abcdefgh", bound(regex="[a-z]{8}"))  # counts on from the h: ijklmnop
+    again = parts.submit("ijklmnop ijkl", bound(9, regex="[a-z]{8}"))
+    parts.run()
+    assert parts.text(name) == "ijklmnop" and parts.text(again) == "mnopqrst"
+    drafts = [draft.token_ids for plan in parts.runner.plans for draft in plan.drafts if draft.token_ids]
+    assert (*b"nop",) in drafts, drafts
+    assert parts.end(again).drafts.accepted >= 3, "nop, and a space that the grammar does not let the host draft"
+    assert not any(ord(" ") in draft for draft in drafts)
+
+
+def test_drafts_change_no_text() -> None:
+    """Of crowds that are cut, stopped, preempted, forked and held back in every way."""
+    num_drafted = num_preempted = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        asked = []
+        for _ in range(rng.randint(2, 7)):
+            form = rng.choice(
+                [
+                    {"regex": f"[a-c]{{{rng.randint(1, 4)}}}-more-[xyz]{{{rng.randint(1, 9)}}}"},
+                    {"choice": ("red and green", "red and blue", "grey")},
+                    {"regex": "(abc|abd){1,9}", "stop": ["dab"]},
+                    {"regex": "(hello ){1,4}", "min_tokens": 3},
+                    {"regex": "[a-c]+", "allowed_token_ids": [*b"abz"], "n": 3},
+                    {"json_schema": {"enum": [{"name": "fox"}, {"name": "fix", "age": 3}]}},
+                ]
+            )
+            sampling = bound(rng.randint(3, 24), **form) if rng.random() < 0.8 else FREE
+            prompt = "".join(rng.choices("abc", k=rng.randint(1, 12)))
+            asked.append((prompt, sampling, rng.randint(0, 3)))
+        found = []
+        pages = {"num_pages": rng.choice([14, 40]), "page_size": rng.choice([2, 4]), "max_rows": rng.randint(1, 5)}
+        for shapes in ((), [(2, 1), (4, 1)], [(4, 3), (1, 3)]):
+            parts = Parts(shapes=shapes, **pages)
+            for i, (prompt, sampling, wait) in enumerate(asked):
+                parts.submit(prompt, sampling, request_id=f"r{i}")
+                for _ in range(wait):
+                    parts.engine.step()
+            parts.run()
+            num_drafted += sum(len(draft.token_ids) for plan in parts.runner.plans for draft in plan.drafts)
+            num_preempted += parts.scheduler.num_preemptions
+            found.append(
+                [
+                    (parts.text(name, index), parts.end(name, index).finish_reason, parts.end(name, index).stop_reason)
+                    for name, (_, sampling, _) in zip(parts.updates, asked, strict=True)
+                    for index in range(sampling.n)
+                ]
+            )
+        assert found[0] == found[1] == found[2], seed
+    assert num_drafted > 500 and num_preempted > 20, (num_drafted, num_preempted)
 
 
 def test_without_masks_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:

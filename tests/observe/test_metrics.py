@@ -112,6 +112,7 @@ def test_drafts_show_in_metrics_live_view_and_usage() -> None:
     assert found["spec_decode_num_drafts_total/ngram"] == 3
     assert found["spec_decode_num_draft_tokens_total/ngram"] == 3 + 3 + 1
     assert found["spec_decode_num_accepted_tokens_total/ngram"] == 2 + 2 + 1
+    assert found["spec_decode_num_draft_tokens_total/grammar"] == 0, "no row had a grammar"
     assert found["decode_rows_total"] == 4 and found["decode_tokens_total"] == 9
     assert (live["decode_rows"], live["decode_tokens"], live["drafted"], live["accepted"]) == (8, 18, 14, 10)
     assert "tokens/step" in view.getvalue() and "2.25" in view.getvalue() and "71.4 %" in view.getvalue()

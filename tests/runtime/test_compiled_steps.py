@@ -14,7 +14,8 @@ from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, Ro
 from jaxserve.models.loading import one_device_mesh
 from jaxserve.models.partition import Partition
 from jaxserve.runtime.compile import Job, compile_all
-from jaxserve.runtime.drafting import NgramDrafter, Speculation
+from jaxserve.runtime.drafter import FromTokens, Speculation
+from jaxserve.runtime.drafting import NgramDrafter
 from jaxserve.runtime.executables import AbstractStage, Sizes, make_jobs
 from jaxserve.runtime.hlo import parse_hlo, shape_bytes
 from jaxserve.runtime.page_groups import PageGroups
@@ -60,7 +61,7 @@ def jobs() -> list[Job]:
         buckets=BUCKETS,
         cache_dtype=np.dtype("float32"),
         page_groups=PageGroups.of(MODEL.windows, 512),
-        speculation=Speculation(drafter=NgramDrafter(min_len=1, max_len=3), window=512),
+        speculation=Speculation(drafter=FromTokens(NgramDrafter(min_len=1, max_len=3)), window=512),
     )
     assert sizes.page_groups.num_slots(stage.layers) == 1 and len(sizes.page_groups.groups) == 2
     return make_jobs(stage, sizes, XLA_ATTENTION, PAGES)

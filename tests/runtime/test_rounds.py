@@ -16,7 +16,8 @@ from scipy.stats import chisquare
 
 from jaxserve.api import SamplingParams
 from jaxserve.models.sharding import WHOLE
-from jaxserve.runtime.pack import Layout
+from jaxserve.runtime.drafter import FromTokens
+from jaxserve.runtime.pack import FROM_DEVICE, Layout
 from jaxserve.runtime.rounds import RoundsStep, Rows
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, init_sampling_state
 from jaxserve.runtime.sampling_draw import draw
@@ -87,7 +88,7 @@ def drawn(params: np.ndarray, coupled: bool) -> tuple[np.ndarray, float]:
     )  # fmt: skip
     step = RoundsStep(
         layout=layout, attention=None, page_size=16, shards=WHOLE, groups=(PageGroup(),), places=(),
-        drafter=TableDrafter(coupled),
+        drafter=FromTokens(TableDrafter(coupled)),
     )  # fmt: skip
     run = jax.jit(lambda buffer, rows: step.run(TableModel(), buffer, jnp.zeros((ROWS + 1, 4), jnp.int32), rows)[0])
     found = [take(run, layout, part) for part in params.reshape(-1, ROWS, NUM_ROW_FIELDS)]
@@ -100,7 +101,7 @@ def take(run, layout: Layout, params: np.ndarray) -> tuple[np.ndarray, float]:
     view = layout.views(buffer)
     view["rows"][:] = np.arange(ROWS)
     view["room"][:], view["rounds"][0], view["stops"][:], view["params"][:] = WIDTH * ROUNDS, ROUNDS, VOCAB, params
-    view["grants"][:, 0] = ROWS
+    view["grants"][:, 0], view["drafts"][:] = ROWS, FROM_DEVICE
     rows = Rows(
         caches=(),
         length=jnp.ones(ROWS + 1, jnp.int32),

@@ -10,7 +10,18 @@ from jaxserve.api import SamplingParams
 from jaxserve.hosts import frames
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.sched import StepPlan, create_scheduler
-from jaxserve.sched.plan import Bucket, Chunk, PageCopy, PageGrant, PageLoad, PageSave, Parts, RowMask, RowSetup
+from jaxserve.sched.plan import (
+    Bucket,
+    Chunk,
+    PageCopy,
+    PageGrant,
+    PageLoad,
+    PageSave,
+    Parts,
+    RowDraft,
+    RowMask,
+    RowSetup,
+)
 from jaxserve.sched.record import StepRecord
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
@@ -92,7 +103,8 @@ WIDE = WiderPlan(
     loads=(PageLoad(2, 5),),
     copies=(PageCopy(1, 2),),
     freed_rows=(6,),
-    masks=(RowMask.of(1, b"\x01\x02"),),
+    masks=(RowMask.of(1, b"\x01\x02"), RowMask.of(1, b"\x04", 1)),
+    drafts=(RowDraft(1, (7,)),),
     row_tokens=(3, 1),
     width=2,
     rounds=2,

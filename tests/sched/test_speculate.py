@@ -115,9 +115,7 @@ def test_no_choice_is_worse_than_one_token_a_step_by_its_own_model(seed: int) ->
         seqs = [make_sequence(str(number)) for number in range(rng.randint(1, 4))]
         for _ in range(50):
             chosen = speculator.choose(seqs)
-            speeds = {
-                shape: speculator._tokens_per_ms(shape, seqs, len(seqs)) for shape in speculator.offered(len(seqs))
-            }
+            speeds = {shape: speculator._tokens_per_ms(shape, seqs) for shape in speculator.offered(len(seqs))}
             if speculator._last == chosen:
                 assert 1.05 * speeds[chosen] >= max(speeds.values()), (chosen, speeds)
             else:
@@ -127,13 +125,46 @@ def test_no_choice_is_worse_than_one_token_a_step_by_its_own_model(seed: int) ->
     assert trials <= 40 * 50 / 64
 
 
-def test_rows_that_wait_for_their_grammar_count_one_token() -> None:
+def test_rows_with_a_grammar_count_the_drafts_that_there_are() -> None:
     free, bound = make_sequence("free"), make_sequence("bound", structured=True)
-    speculator, _ = make_speculator({PLAIN: 10.0, (4, 1): 30.0}, rows=2)
+    speculator, _ = make_speculator({PLAIN: 10.0, (2, 1): 14.0, (4, 1): 30.0}, rows=2)
     teach(speculator, free, 4, 3)
-    assert speculator.choose([free]) == (4, 1)
-    assert speculator.choose([free, bound]) == PLAIN  # 5 / 30 against 2 / 10
+    assert speculator.choose([free]) == (2, 1)  # 2 / 14 against 4 / 30
+    assert speculator.choose([free, bound]) == (2, 1)  # 3 / 14 against 2 / 10
+    assert speculator.choose([bound]) == PLAIN, "no drafts, and the good ones of others say nothing of it"
+    bound.num_drafts = 3
+    assert speculator.choose([bound]) == (2, 1)  # 1.7 / 14 as long as nobody knows better than 0.7
+    for _ in range(40):
+        speculator.learn(bound, 4, [Drafted(3, 0)])
     assert speculator.choose([bound]) == PLAIN
+    for _ in range(40):
+        speculator.learn(bound, 4, [Drafted(1, 1)])  # of one draft each time: a place without one is no miss
+    bound.num_drafts = 1
+    assert speculator.choose([bound]) == (2, 1)
+    bound.num_drafts = 3
+    for _ in range(40):
+        speculator.learn(bound, 4, [Drafted(3, 3)])
+    assert speculator._tokens_of(bound, 4, 8) == speculator._tokens_of(bound, 4, 1) > 3.5, (
+        "one round, whatever the step"
+    )
+    bound.num_drafts = 0
+    assert speculator._tokens_of(bound, 4, 1) == 1.0
+
+
+def test_no_step_is_wider_than_its_rows_have_room_for() -> None:
+    seq, bound = make_sequence(), make_sequence("bound", structured=True)
+    fixed, _ = make_speculator({PLAIN: 1.0, (2, 1): 9.0, (4, 1): 9.0, (4, 3): 9.0}, rows=2, adaptive=False)
+    for left, shape in ((1, PLAIN), (2, (2, 1)), (3, (4, 1)), (4, (4, 1)), (5, (4, 3)), (40, (4, 3))):
+        seq.num_fed = seq.max_fed - left
+        assert fixed.choose([seq]) == shape, left
+    for drafts, shape in ((0, PLAIN), (1, (2, 1)), (9, (4, 1))):
+        bound.num_drafts = drafts
+        assert fixed.choose([bound]) == shape, "the host's drafts are those of one round"
+    learned, _ = make_speculator({PLAIN: 10.0, (4, 1): 15.0})
+    teach(learned, seq, 4, 3)
+    seq.num_fed = seq.max_fed - 1
+    assert learned.choose([seq]) == PLAIN
+    assert all(learned.choose([seq]) == PLAIN for _ in range(200)), "nor is one tried, which would teach nothing"
 
 
 def test_without_times_or_by_request_the_largest_shape_is_taken() -> None:

@@ -56,7 +56,7 @@ def walk(tokenizer: Tokenizer, grammar: TextGrammar, rng: random.Random, most: i
             return ids, True
         ids.append(token_id)
         matcher.accept(token_id)
-        assert matcher.num_tokens == len(ids)
+        assert matcher.tokens == ids
     return ids, False
 
 
@@ -91,6 +91,42 @@ def test_a_walk_matches_the_regex(tokenizer: Tokenizer) -> None:
     for number in range(20):
         ids, ended = walk(tokenizer, grammar, random.Random(number))
         assert ended and re.fullmatch(pattern, text_of(tokenizer, ids)), (ids, text_of(tokenizer, ids))
+
+
+LOOKED_AT = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fox", "foxes"]}, "reason": {"const": "because it is so"}},
+    "required": ["name", "reason"],
+    "additionalProperties": False,
+}
+
+
+def test_what_is_foreseen_is_what_comes(tokenizer: Tokenizer) -> None:
+    """Masks behind drafts are those that the matcher has once the drafts are taken, and looking ahead changes none."""
+    compiler, num_foreseen, num_looked_up = compiler_of(tokenizer), 0, 0
+    for form in ({"json_schema": LOOKED_AT}, {"regex": "(one|two), (one|two) and three[0-9]{0,3}"}):
+        grammar = compiler.compile(StructuredOutput(**form), prompt_ids=(5,))
+        for seed in range(6):
+            rng = random.Random(seed)
+            matcher, alone = grammar.start(), grammar.start()
+            while (allowed := bits_of(matcher.mask)) != [tokenizer.eos_token_id]:
+                guesses = [rng.choice(allowed), *rng.choices(range(tokenizer.vocab_size), k=2)]
+                ahead = matcher.foresee(rng.randint(1, 5), lambda before, g=guesses: [] if before else g)
+                behind = matcher.masks_after(ahead)
+                num_foreseen += len(ahead)
+                num_looked_up += ahead[:1] == guesses[:1]
+                assert len(ahead) == len(behind) <= 5 and tokenizer.eos_token_id not in ahead
+                assert bits_of(matcher.mask) == allowed and matcher.tokens == alone.tokens
+                assert len(matcher.masks_after([*ahead, tokenizer.vocab_size])) == len(ahead)
+                token_id = ahead[0] if ahead and rng.random() < 0.8 else rng.choice(allowed)
+                if token_id == tokenizer.eos_token_id:
+                    break
+                matcher.accept(token_id)
+                alone.accept(token_id)
+                assert matcher.mask == alone.mask
+                if ahead[:1] == [token_id]:
+                    assert behind == [matcher.mask, *matcher.masks_after(ahead[1:])]
+    assert num_foreseen > 60 and num_looked_up > 20, (num_foreseen, num_looked_up)
 
 
 def test_every_choice_can_come_and_nothing_else(tokenizer: Tokenizer) -> None:

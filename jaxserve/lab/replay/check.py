@@ -11,7 +11,7 @@ from jaxserve.sched import Limits, StepPlan
 def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
     """Raises StepLogError when a row, a page, a host slot, a position or a token does not exist."""
     rows = [*plan.decode_rows, *plan.freed_rows, *(c.row for c in plan.chunks), *(s.row for s in plan.setups)]
-    rows += [*(g.row for g in plan.grants), *(m.row for m in plan.masks)]
+    rows += [*(g.row for g in plan.grants), *(m.row for m in plan.masks), *(d.row for d in plan.drafts)]
     _check(plan, "row", rows, 0, limits.max_rows - 1)
     pages = [page_id for grant in plan.grants for page_id in grant.page_ids]
     pages += [page_id for copy in plan.copies for page_id in copy]
@@ -24,8 +24,10 @@ def check_plan(plan: StepPlan, limits: Limits, vocab_size: int) -> None:
     _check(plan, "column of the block table", columns, 0, -(-limits.max_model_len // limits.page_size) - 1)
     ends = [position for c in plan.chunks for position in (c.start, c.start + len(c.token_ids) - 1)]
     _check(plan, "position", [*plan.decode_positions, *ends], 0, limits.max_model_len - 1)
-    for chunk in plan.chunks:
-        _check(plan, "token", chunk.token_ids, 0, vocab_size - 1)
+    places = [mask.place for mask in plan.masks] + [len(draft.token_ids) for draft in plan.drafts]
+    _check(plan, "place of a draft", places, 0, plan.width - 1)
+    for tokens in (*plan.chunks, *plan.drafts):
+        _check(plan, "token", tokens.token_ids, 0, vocab_size - 1)
     for setup in plan.setups:
         _check(plan, "token", setup.token_ids, 0, vocab_size - 1)
         _check(plan, "number of known tokens", (setup.num_tokens,), 1, limits.max_model_len)

@@ -1,6 +1,7 @@
 """A cost model fitted to a step log, with its error.
 
-It does not extrapolate in silence: a kind of step that the log does not have is an error.
+It does not extrapolate in silence: a kind of step that the log does not have is an error. (Steps of one token a row are
+steps of several, of width 1, where a log with drafts has hardly any of them.)
 
 The model. Seconds of a kind of step (decode alone, decode of several tokens a row, or with prompts) are a sum of a
 constant and of features of the step, each with a price of at least 0; a bucket that the log knows well has a factor of
@@ -153,9 +154,15 @@ class Fitted:
             )
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
-        """See `CostModel`. Raises ConfigError for a kind of step that the records hardly have."""
+        """See `CostModel`. Raises ConfigError for a kind of step that the records hardly have.
+
+        A step of one token a row counts as a wide one of that width where there are hardly any: an engine with drafts
+        has such steps for rows at the end of their room.
+        """
         name = _kind(plan)
         kind = self._kinds.get(name)
+        if kind is None and name == "decode":
+            kind = self._kinds.get("wide")
         if kind is None:
             raise ConfigError(
                 f"the step log has {self._counts[name]} {name} steps, and {_FEWEST} are needed to say what one takes; "
