@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -45,6 +46,17 @@ def logging_as_before() -> Iterator[None]:
     for handler in root.handlers[:]:  # pytest's own come and go with each phase of a test
         if handler not in roots and type(handler).__module__ == "logging":
             root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def machine_code_folder() -> Path:
+    """Where the engines of this run keep Numba's machine code: from now on this process does, without one."""
+    from jaxserve.kernels.cpu import machine_code
+
+    folder = Path(os.environ["JAXSERVE_COMPILE_CACHE"])
+    if machine_code.missing() is None:
+        machine_code.keep_machine_code(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
