@@ -56,7 +56,6 @@ def expected() -> list[list[tuple]]:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("eagle3", {}, marks=pytest.mark.slow),
         pytest.param("eagle3", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("eagle", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("mtp", {}, marks=pytest.mark.slow),
