@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -45,3 +46,54 @@ def logging_as_before() -> Iterator[None]:
     for handler in root.handlers[:]:  # pytest's own come and go with each phase of a test
         if handler not in roots and type(handler).__module__ == "logging":
             root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def machine_code_folder() -> Path:
+    """Where the engines of this run keep Numba's machine code: from now on this process does, without one."""
+    from jaxserve.kernels.cpu import machine_code
+
+    folder = Path(os.environ["JAXSERVE_COMPILE_CACHE"])
+    if machine_code.missing() is None:
+        machine_code.keep_machine_code(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> Iterator[None]:
+    """JAX itself keeps what it compiles, for the whole run: where tests make the same functions anew.
+
+    Engines have a store of their own, which does not write what comes out of this one, so their tests go without.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder = os.path.join(os.environ["JAXSERVE_COMPILE_CACHE"], "jax")
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))  # of processes that tests start
+        compilation_cache.reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """XLA leaves out most optimisations, for tests that compare with a tolerance: compiling is most of their time."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes that tests start
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # what comes next is compiled as usual

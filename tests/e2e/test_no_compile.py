@@ -12,6 +12,8 @@ from jaxserve.errors import MissingBucket
 from jaxserve.sched.plan import Chunk, StepPlan
 from jaxserve.testing import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 class CompileCounter:
     """Counts what JAX traces and compiles from now on."""
@@ -55,7 +57,7 @@ def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], Sampling
     return asked
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_500_mixed_requests_compile_nothing(name: str) -> None:
     """Of experts, too, whichever of them the tokens choose."""
     engine = build(FIXTURES / name, **POOL)

@@ -15,6 +15,8 @@ from whole import build, run
 from jaxserve.api import SamplingParams
 from jaxserve.engine import AnyEngine, Engine, EngineGroup
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 UNEVEN = {
     "architectures": ["Qwen2ForCausalLM"],  # has biases, which must be padded too
     "model_type": "qwen2",

@@ -37,14 +37,8 @@ def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "cut"),
-    [
-        ("int8", "tensor 8"),
-        ("int4", "tensor 8"),
-        ("fp8", "tensor 8"),
-        ("int8-a8", "pipeline 3"),
-        ("int4-a8", "pipeline 3"),
-    ],
+    ("scheme", "cut"),  # fp8 has the scales of int8, and stages divide no weight
+    [("int8", "tensor 8"), ("int4", "tensor 8"), ("int4-a8", "pipeline 3")],
 )
 def test_a_cut_model_gives_the_tokens_of_one_device(scheme: str, cut: str) -> None:
     asked = [(prompt, GREEDY) for prompt in PROMPTS]

@@ -117,7 +117,7 @@ def drafting(**settings: Any):
         pytest.param({"method": "ngram", "width": 4}, id="ngram", marks=pytest.mark.slow),
         pytest.param({"method": "suffix", "width": 4, "rounds": 3, "ngram_min": 1, "num_answers": 8}, id="suffix"),
         pytest.param({"method": "none", "rounds": 5}, id="bursts", marks=pytest.mark.slow),
-        pytest.param({"method": "bad_drafters:make_noise", "width": 3}, id="noise"),
+        pytest.param({"method": "bad_drafters:make_noise", "width": 3}, id="noise", marks=pytest.mark.slow),
         pytest.param({"method": "bad_drafters:make_outside", "width": 4}, id="no tokens", marks=pytest.mark.slow),
         pytest.param(
             {"method": "bad_drafters:make_stop", "width": 8, "rounds": 2}, id="ends of text", marks=pytest.mark.slow

@@ -49,14 +49,13 @@ class Fleet:
         return found
 
 
-def environment(compile_cache: Path) -> dict[str, str]:
-    """One CPU device, one compile cache for all, and no word to anybody outside."""
+def environment() -> dict[str, str]:
+    """One CPU device, and no word to anybody outside."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return {
         **kept,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "JAX_PLATFORMS": "cpu",
-        "JAXSERVE_COMPILE_CACHE": str(compile_cache),
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray is polite to its neighbours on a machine (niceness 15), and starves where there are others at work.
         "RAY_worker_niceness": "0",

@@ -48,8 +48,8 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return environment(tmp_path_factory.mktemp("xla"))
+def env() -> dict[str, str]:
+    return environment()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from jaxserve import LLM
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "llama"
 SIZES: dict[str, Any] = {

@@ -3,7 +3,8 @@
 All uses of JAX's private modules in the tests are here, and the inputs that tests share.
 
 The interpreter is patched: jax 0.10 traces and compiles a kernel again for each program and warpgroup (a new function
-each time, so that no cache can help), a second apiece. Here each kernel is compiled once; what runs is the same.
+each time, so that no cache can help), a second apiece. Here each kernel is compiled once, without most of LLVM's work,
+which a kernel that runs a few times does not repay; what runs is the same.
 """
 
 import contextlib
@@ -58,7 +59,8 @@ def watched() -> Iterator[Watch]:
         with lock:
             if id(jaxpr) not in compiled:
                 evaluate = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None)
-                compiled[id(jaxpr)] = (jaxpr, evaluate.trace(consts, *args).lower().compile())
+                options = {"xla_backend_optimization_level": 0}
+                compiled[id(jaxpr)] = (jaxpr, evaluate.trace(consts, *args).lower().compile(options))
         compiled[id(jaxpr)][1](consts, *args)
 
     def state_of_kernel(num_cores: int) -> Any:

@@ -34,6 +34,8 @@ from tests.kernels.tpu_interpreter import (
     watched,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")  # the kernel's own order of sums is that of the interpreter
+
 attend = jax.jit(IMPLEMENTATION.attend, static_argnums=5, donate_argnums=3)
 # Every kind of batch, option and dtype; models that differ in the numbers of their heads alone are one.
 QUICK = (

@@ -1,9 +1,14 @@
 """Training of draft heads: the guesses of a training step are those of drafting, and a run can be stopped anywhere."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import sys
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +39,11 @@ from jaxserve.models.decoder import CachePlace
 from jaxserve.models.drafts.config import HeadKind
 from jaxserve.runtime.heads import find_head
 
+pytestmark = pytest.mark.usefixtures("compiled_once", "compiled_quickly")
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LOSS = LossOptions(num_places=3)
+TRAINED = LossOptions(num_places=2)  # for whole runs: more places are more of the same to compile
 
 
 def examples(count: int, seed: int = 0) -> list[Example]:
@@ -49,12 +57,23 @@ def examples(count: int, seed: int = 0) -> list[Example]:
     return found
 
 
+def padded(sequence: Sequence[int], *between: Any) -> tuple[Any, ...]:
+    """Tokens of one row, `between`, and their batch: 16 tokens whatever the row has, so that all are one program."""
+    pad, batch = 16 - len(sequence), batch_of(0, len(sequence))
+    batch = dataclasses.replace(
+        batch,
+        positions=jnp.pad(batch.positions, (0, pad)),
+        token_rows=jnp.pad(batch.token_rows, (0, pad), constant_values=1),
+    )
+    return jnp.pad(jnp.asarray(sequence), (0, pad)), *between, batch
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2", "bloom", "gpt_oss"])
 def test_packed_attention_is_that_of_the_engine(name: str) -> None:
     """Windows, soft caps, sinks and slopes included; sequences that share a row do not see each other."""
     model = load_model(FIXTURES / name)
-    decoder = nnx.merge(model.graphdef, model.state)
-    count = decoder.config.num_layers
+    config = nnx.merge(model.graphdef, model.state).config
+    count, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
     places = [CachePlace(group=0, slot=layer) for layer in range(count)]
     first, second = [5, 99, 7, 3, 120, 64, 11, 2, 45, 9, 33, 21, 8], [17, 4, 90, 6]
     row_len = 24
@@ -62,11 +81,15 @@ def test_packed_attention_is_that_of_the_engine(name: str) -> None:
     segments = jnp.asarray([0] * len(first) + [1] * len(second) + [2] * 7)
     positions = jnp.asarray([*range(len(first)), *range(len(second)), *([0] * 7)])
     batch = packed_batch(segments, positions, 2)
-    hidden, _ = decoder(tokens, (None,) * count, (batch,), places, packed_attention(row_len))
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def hidden_states(state, tokens, caches, batch, attention):
+        return nnx.merge(model.graphdef, state)(tokens, caches, (batch,), places, attention)[0]
+
+    hidden = hidden_states(model.state, tokens, (None,) * count, batch, packed_attention(row_len))
     for begin, sequence in ((0, first), (len(first), second)):
-        heads, dim = decoder.config.num_kv_heads, decoder.config.head_dim
         caches = [XLA_ATTENTION.init_cache(8, 4, heads, dim, jnp.float32) for _ in range(count)]
-        paged, _ = decoder(jnp.asarray(sequence), caches, (batch_of(0, len(sequence)),), places, XLA_ATTENTION)
+        paged = hidden_states(model.state, *padded(sequence, caches), XLA_ATTENTION)[: len(sequence)]
         got = hidden[begin : begin + len(sequence)]
         assert np.abs(np.asarray(got) - np.asarray(paged)).max() < 2e-4
 
@@ -86,6 +109,14 @@ def test_guesses_of_a_training_step_are_those_of_a_chain(kind: str, flags: dict,
     tensors = made[1]
     table = np.asarray(decoder.embedding.get_value().array)
     projection = np.asarray(decoder.lm_head.get_value().array)
+
+    @jax.jit
+    def read(tokens, batch):
+        places = [CachePlace(group=0, slot=layer) for layer in range(2)]
+        caches = [XLA_ATTENTION.init_cache(8, 4, 2, 12, jnp.float32) for _ in range(2)]
+        hidden, _, taps = decoder.with_taps(tokens, caches, (batch,), places, XLA_ATTENTION, taps=(0, 1, 2))
+        return hidden, taps
+
     checked = 0
     for number, start in enumerate(starts.reshape(-1)):
         segment = rows.segments[start]
@@ -94,13 +125,9 @@ def test_guesses_of_a_training_step_are_those_of_a_chain(kind: str, flags: dict,
         if segment == rows.num_segments or known + 4 > len(where) or number % 4:
             continue
         tokens = rows.tokens[where]
-        places = [CachePlace(group=0, slot=layer) for layer in range(2)]
-        caches = [XLA_ATTENTION.init_cache(8, 4, 2, 12, jnp.float32) for _ in range(2)]
-        hidden, _, taps = decoder.with_taps(
-            jnp.asarray(tokens[:known]), caches, (batch_of(0, known),), places, XLA_ATTENTION, taps=(0, 1, 2)
-        )
+        hidden, *taps = (np.asarray(states)[:known] for states in jax.tree.leaves(read(*padded(tokens[:known]))))
         if kind == "medusa":
-            wanted = draft_oracle.medusa(tensors, np.asarray(hidden)[-1:], 3, 2, projection)
+            wanted = draft_oracle.medusa(tensors, hidden[-1:], 3, 2, projection)
             wanted = [one[0] for one in wanted]
         else:
             oracle = draft_oracle.Head(
@@ -108,8 +135,8 @@ def test_guesses_of_a_training_step_are_those_of_a_chain(kind: str, flags: dict,
             )
             wanted = oracle.chain(
                 tokens[: known + 1].tolist(),
-                np.asarray(hidden),
-                [np.asarray(tap) for tap in taps],
+                hidden,
+                taps,
                 tokens[known + 1 : known + 3].tolist(),
             )
         for place, want in enumerate(wanted):
@@ -129,7 +156,7 @@ def test_targets_and_weights_of_guesses() -> None:
     # The answer's first token is never drafted: drafts begin behind it.
     assert starts.tolist() == [[3, 4, 5, 15, 15]]
     decoder = nnx.merge(model.graphdef, model.state)
-    guesses = make_guesses(nnx.merge(graphdef, state), decoder, rows, starts, LOSS, None)
+    guesses = jax.jit(lambda: make_guesses(nnx.merge(graphdef, state), decoder, rows, starts, LOSS, None))()
     assert [w.tolist() for w in guesses.weights] == [[2, 2, 2, 0, 0], [2, 2, 0, 0, 0], [2, 0, 0, 0, 0]]
     places = [CachePlace(group=0, slot=layer) for layer in range(2)]
     caches = [XLA_ATTENTION.init_cache(8, 4, 2, 12, jnp.float32) for _ in range(2)]
@@ -161,7 +188,8 @@ def test_matches_are_counted_up_to_the_first_miss() -> None:
     head = nnx.merge(graphdef, state)
     rows, _ = pack_rows(examples(3), 1, 64)
     starts = jnp.asarray(starts_of(rows, 20))
-    guesses = make_guesses(head, decoder, rows, starts, LOSS, None)
+    guesses = jax.jit(lambda: make_guesses(head, decoder, rows, starts, LOSS, None))()
+    matches = jax.jit(lambda told: first_matches(head, decoder, told, starts, LOSS))
     best = [int(np.argmax(g[4])) for g in guesses.logits]
     at = int(starts[0, 4])
     for right in range(4):
@@ -170,34 +198,42 @@ def test_matches_are_counted_up_to_the_first_miss() -> None:
             tokens[at + 1 + place] = best[place] if place < right else (best[place] + 1) % 128
         told = dataclasses.replace(rows, tokens=tokens)
         # Medusa guesses from the token before, so what follows can be changed without changing its guesses.
-        assert int(first_matches(head, decoder, told, starts, LOSS)[4]) == right
+        assert int(matches(told)[4]) == right
 
 
 def new_trainer(work: Path, kind: HeadKind, steps: int = 12, **more) -> tuple[Trainer, RunOptions]:
     model = target()
     options = RunOptions(
-        head=HeadOptions(kind=kind, ffn_size=None if kind is HeadKind.MEDUSA else 32, **more),
+        head=HeadOptions(
+            kind=kind, num_places=TRAINED.num_places, ffn_size=None if kind is HeadKind.MEDUSA else 32, **more
+        ),
         train=TrainOptions(steps=steps, num_rows=1, row_len=64, peak_rate=5e-3, warmup=2, average=0.5),
-        loss=LOSS,
+        loss=TRAINED,
         dtype="float32",
     )
     known = examples(64)
     graphdef, state = new_head(options.head, new_config(options.head, model.config), model, known, 0)
     made = Trainer(
-        model=model, graphdef=graphdef, state=state, examples=known, options=options.train, loss=LOSS, work=work
+        model=model, graphdef=graphdef, state=state, examples=known, options=options.train, loss=TRAINED, work=work
     )
     return made, options
 
 
-@pytest.mark.parametrize("kind", [HeadKind.MEDUSA, pytest.param(HeadKind.EAGLE3, marks=pytest.mark.slow)])
-def test_a_stopped_run_ends_like_one_that_was_not(kind: HeadKind, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [HeadKind.MEDUSA, HeadKind.EAGLE3])
+def test_a_stopped_run_ends_like_one_that_was_not(
+    kind: HeadKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[dict] = []
+    # A clock of which each look takes a second: a step is two, whatever the machine is busy with.
+    clock = types.SimpleNamespace(monotonic=itertools.count().__next__)
+    monkeypatch.setattr("jaxserve.lab.training.trainer.time", clock)
     whole, options = new_trainer(tmp_path / "whole", kind)
     assert whole.train(tell=told.append)
     parts, _ = new_trainer(tmp_path / "parts", kind)
     assert not parts.train(stop_after_s=0.0, tell=told.append)
     parts, _ = new_trainer(tmp_path / "parts", kind)
-    assert not parts.train(stop_after_s=0.01, tell=told.append)  # the first step is compiled, which takes longer
+    assert not parts.train(stop_after_s=8.0, tell=told.append)
     assert 0 < parts.step < 12
     parts, _ = new_trainer(tmp_path / "parts", kind)
     assert parts.train(tell=told.append)
@@ -218,9 +254,9 @@ def test_a_stopped_run_ends_like_one_that_was_not(kind: HeadKind, tmp_path: Path
 def test_a_head_learns(tmp_path: Path) -> None:
     told: list[dict] = []
     trainer, _ = new_trainer(tmp_path, HeadKind.EAGLE3, steps=400, draft_vocab_size=100)
-    before = measure(target(), trainer.graphdef, trainer.averaged, examples(24, 9), LOSS, 64)
+    before = measure(target(), trainer.graphdef, trainer.averaged, examples(24, 9), TRAINED, 64)
     trainer.train(tell=told.append)
-    after = measure(target(), trainer.graphdef, trainer.averaged, examples(24, 9), LOSS, 64)
+    after = measure(target(), trainer.graphdef, trainer.averaged, examples(24, 9), TRAINED, 64)
     assert [t["step"] for t in told] == [*range(20, 401, 20)]
     assert told[-1]["loss"] < 0.9 * told[0]["loss"], told
     assert after.tokens == before.tokens
@@ -327,7 +363,7 @@ def test_a_target_cut_over_devices_trains_the_same(tmp_path: Path) -> None:
             state=state,
             examples=examples(64),
             options=TrainOptions(steps=4, num_rows=2, row_len=64, warmup=2),
-            loss=LOSS,
+            loss=TRAINED,
             work=tmp_path / str(count),
         )
         trainer.train(tell=lambda facts: None)

@@ -39,7 +39,7 @@ run(Path({source!r}), Path({target!r}), Path({data!r}), scheme="int4", group=16,
 """
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
 def test_a_killed_job_goes_on(method: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of the second layer; the rest gives the same bytes as a job that was never killed."""
     source, data = llama(tmp_path / "source"), write_texts(tmp_path / "texts.jsonl", 128)

@@ -80,6 +80,12 @@ def params() -> np.ndarray:
     return row_params()
 
 
+@pytest.fixture(scope="module")
+def draws(params: np.ndarray) -> dict[bool, tuple[np.ndarray, float]]:
+    """What `drawn` returns without and with the rows' own noise."""
+    return {coupled: drawn(params, coupled) for coupled in (False, True)}
+
+
 def drawn(params: np.ndarray, coupled: bool) -> tuple[np.ndarray, float]:
     """The first ROUNDS tokens [SEEDS, ROUNDS] after token 0, and the share of drafts that were accepted."""
     layout = Layout.of(
@@ -139,14 +145,14 @@ def least_p(tokens: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("coupled", [False, True], ids=["likeliest tokens", "the rows' own noise"])
-def test_tokens_have_the_distribution_of_the_model(params: np.ndarray, coupled: bool) -> None:
-    tokens, share = drawn(params, coupled)
+def test_tokens_have_the_distribution_of_the_model(draws: dict[bool, tuple[np.ndarray, float]], coupled: bool) -> None:
+    tokens, share = draws[coupled]
     assert least_p(tokens) > LEAST_P
     assert share > (0.3 if coupled else 0.1), share
 
 
-def test_drafts_of_the_same_noise_are_accepted_more_often(params: np.ndarray) -> None:
-    (plain, few), (coupled, many) = drawn(params, False), drawn(params, True)
+def test_drafts_of_the_same_noise_are_accepted_more_often(draws: dict[bool, tuple[np.ndarray, float]]) -> None:
+    (plain, few), (coupled, many) = draws[False], draws[True]
     np.testing.assert_array_equal(plain, coupled)
     assert many > 1.3 * few, (few, many)
 

@@ -4,7 +4,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from route_parts import server_process
@@ -18,10 +17,10 @@ NUM_THREADS, NUM_EACH = 24, 6
 MAX_ROWS = 4
 
 
-def server_command(cache: Path) -> list[str]:
+def server_command() -> list[str]:
     sizes = (
         "model.max_len=256", "cache.num_pages=128", "sched.max_rows=4", "sched.max_step_tokens=64",
-        "runtime.token_buckets=[64]", "runtime.row_buckets=[4]", "serve.grpc.port=0", f"runtime.compile_cache={cache}",
+        "runtime.token_buckets=[64]", "runtime.row_buckets=[4]", "serve.grpc.port=0",
     )  # fmt: skip
     return [sys.executable, "-m", "jaxserve.run", *(part for size in sizes for part in ("--set", size))]
 
@@ -66,10 +65,10 @@ class Load:
 
 
 @pytest.mark.slow
-def test_sigkill_of_a_replica_under_load_loses_nothing(tmp_path: Path) -> None:
+def test_sigkill_of_a_replica_under_load_loses_nothing() -> None:
     with contextlib.ExitStack() as stack:
-        doomed, first = stack.enter_context(server_process(server_command(tmp_path)))  # fills the compile cache
-        _, second = stack.enter_context(server_process(server_command(tmp_path)))
+        doomed, first = stack.enter_context(server_process(server_command()))
+        _, second = stack.enter_context(server_process(server_command()))
         router, address = stack.enter_context(server_process(router_command(first, second)))
         with Client(second) as direct:
             prompts = [f"What is {i}+{7 * i}?" for i in range(11)]
@@ -97,9 +96,9 @@ def test_sigkill_of_a_replica_under_load_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_replicas_in_one_process_serve(tmp_path: Path) -> None:
+def test_two_replicas_in_one_process_serve() -> None:
     """On two devices of one process: the same answers, and SIGTERM ends it with 0."""
-    two = [*server_command(tmp_path), "--set", "parallel.data=2", "--set", "route.policy=round_robin"]
+    two = [*server_command(), "--set", "parallel.data=2", "--set", "route.policy=round_robin"]
     with server_process(two) as (process, address), Client(address) as client:
         answers = {client.complete("What is 3+4?", GREEDY, timeout_s=WAIT_S).text for _ in range(4)}
         assert len(answers) == 1
