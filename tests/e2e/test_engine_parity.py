@@ -15,17 +15,15 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 # Plain; a window; normalised queries and keys; angles that grow with the length.
 QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
-# One of each kind that an engine can tell from the others: slopes, learned positions, one key head, blocks that run
-# side by side, soft caps, windows on some layers, sinks, experts. What else families differ in is the model's own
-# affair: tests/models/test_parity.py has all of them, in chunks and cut over devices.
+# Families that are no relatives of Llama. The model alone is cut over devices for most of them, by tests/models.
 FAMILIES = (
-    *("bloom", "falcon_mqa", "gemma2", "gemma3", "gpt2", "gpt_oss", "mpt", "olmo2", "opt_350m", "phi", "phi3"),
-    "qwen2_moe",
+    *("bloom", "falcon_71_heads", "falcon_mqa", "falcon_new", "falcon_rw", "gemma", "gemma2", "gemma3", "gpt2"),
+    *("gpt_oss", "mixtral", "mpt", "olmo2", "opt", "opt_350m", "phi", "phi3", "qwen2_moe", "qwen3_moe", "starcoder2"),
 )
 # The whole engine over devices: devices of a layer, and parts of its experts.
 CUT = {"olmo2": (4, 1), "qwen2_moe": (8, 8)}
 # Every layer has a window of 20 or 24 tokens, so that a sequence holds few pages, and the pool must be small.
-WINDOWED = ("mistral_window", "phi3")
+WINDOWED = ("mistral_window", "phi3", "starcoder2")
 # Other scalings and windows run in the model alone: tests/models/test_parity.py.
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
