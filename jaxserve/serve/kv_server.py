@@ -182,9 +182,10 @@ def _credentials(config: KVServerConfig) -> grpc.ServerCredentials | None:
             )
         if tls is None:
             return None
-    renewed = RenewedCertificates(config, tls)
+    # gRPC keeps the last configuration where it is given None, which its stubs do not know.
+    fetch: Any = RenewedCertificates(config, tls).fetch
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(tls), renewed.fetch, require_client_authentication=tls.authorities is not None
+        _configuration(tls), fetch, require_client_authentication=tls.authorities is not None
     )
 
 
