@@ -8,9 +8,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import draft_files
+import quantised_models
 
 from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
 from jaxserve.config import load_config
@@ -25,7 +27,7 @@ from jaxserve.runtime.executables import AbstractStage
 from jaxserve.runtime.head_drafting import HeadDrafter
 from jaxserve.runtime.heads import find_head
 from jaxserve.runtime.model_drafting import ModelDrafter
-from jaxserve.runtime.resolve import resolve_sizes
+from jaxserve.runtime.resolve import matmul_uses, resolve_sizes
 from jaxserve.text import Tokenizer, load_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -119,6 +121,21 @@ def test_a_draft_model_is_of_the_same_vocabulary(tmp_path: Path) -> None:
         sizes(method="draft", model=str(other))
     with pytest.raises(ConfigError, match=r"windows \(24 tokens\), so pages are given back that the drafter in .*gpt2"):
         sizes("mistral_window", method="draft", model=str(FIXTURES / "gpt2"))
+
+
+def test_a_draft_model_with_codes_keeps_them(tmp_path: Path) -> None:
+    table, make = quantised_models.SCHEMES["gptq"]
+    path = quantised_models.llama_pair(tmp_path, table, make).quantised
+    config = decoder_config(read_checkpoint(path))[1]
+    planned, alone = with_head(plan_model(FIXTURES / "llama"), path, config), plan_model(path).load()
+    kept = planned.shapes.kept
+    assert kept and {name[0] for name in kept} == {"head"} and len(kept) == len(alone.kept)
+    uses = matmul_uses(np.dtype("float32"), planned.shapes.mesh, kept)
+    assert any(use.storage is not None for use in uses), "products with codes are chosen for, and checked at the start"
+    state = nnx.to_flat_state(planned.load().state)
+    found = jax.tree.leaves([leaf for name, leaf in state if name[0] == "head"])
+    for mine, its in zip(found, jax.tree.leaves(alone.state), strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 def test_a_draft_model_has_the_same_tokenizer(tmp_path: Path) -> None:
