@@ -43,6 +43,7 @@ def run(name: str, folder: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     env |= {
         "PYTHONPATH": os.pathsep.join(map(str, (hide_the_rest(folder), ROOT))),
+        "JAXSERVE_COMPILE_CACHE": str(folder / "compiled"),
         "IPYTHONDIR": str(folder / "ipython"),
         "TMPDIR": str(folder),
     }
