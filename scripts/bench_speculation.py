@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 LLAMACPP = {"llamacpp": 0, "llamacpp-lookup": 10}  # drafts a step; 10 is the default of llama-cpp-python
 MIXTURE = "mixture"  # of all tasks, an equal number of each
-_MAX_TOKENS = 160
+_MAX_TOKENS = 128  # beside the longest prompts of the tasks
 
 Chat = list[dict[str, str]]
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve import __version__, assemble
+from jaxserve.addresses import is_loopback
 from jaxserve.assemble import Assembly, Device
 from jaxserve.assemble.devices import find_devices
 from jaxserve.config import ResolvedConfig
@@ -25,7 +26,7 @@ from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, UserError
 from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, check_hosts, config_facts, device_facts, follow
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
-from jaxserve.hosts.settings import is_loopback, read_trust
+from jaxserve.hosts.settings import read_trust
 from jaxserve.models import resolve_model_path
 from jaxserve.progress import Progress
 from jaxserve.runtime.build import BuildHooks
@@ -169,7 +170,7 @@ def _coordinator_host(hosts: HostsConfig) -> str:
 def _listen_address(hosts: HostsConfig) -> str:
     """All interfaces, as for JAX's own port; the loopback alone when all processes are on one host."""
     assert hosts.coordinator is not None
-    host = _coordinator_host(hosts) if is_loopback(hosts.coordinator) else "[::]"
+    host = _coordinator_host(hosts) if is_loopback(hosts.coordinator.rpartition(":")[0]) else "[::]"
     return f"{host}:{hosts.plan_port}"
 
 

@@ -3,10 +3,10 @@
 Checks that need a device are in `distributed`, checks of single fields in the schema.
 """
 
-import ipaddress
 import ssl
 from pathlib import Path
 
+from jaxserve.addresses import is_loopback
 from jaxserve.config.schema import Config, HostsConfig
 from jaxserve.errors import ConfigError
 from jaxserve.hosts.link import Tls, Trust
@@ -37,7 +37,7 @@ def check_hosts(config: Config) -> None:
         raise ConfigError(f"hosts.coordinator is {hosts.coordinator!r}, but must be HOST:PORT of process 0")
     if int(port) == hosts.plan_port:
         raise ConfigError(f"hosts.plan_port is {port}, which hosts.coordinator uses for JAX itself; take another")
-    if hosts.secret_file is None and not is_loopback(hosts.coordinator):
+    if hosts.secret_file is None and not is_loopback(hosts.coordinator.rpartition(":")[0]):
         raise ConfigError(
             f"hosts.coordinator is {hosts.coordinator!r}, which other machines reach, but hosts.secret_file is not "
             "set: whoever speaks to hosts.plan_port would get the prompts. Put one secret into a file on every host "
@@ -54,15 +54,6 @@ def check_hosts(config: Config) -> None:
                 "parallelism alone: set it to 1 and parallel.tensor to the number of all devices; for more replicas "
                 "start more services behind `jaxserve route`"
             )
-
-
-def is_loopback(coordinator: str) -> bool:
-    """Whether HOST:PORT can be reached from its own machine alone."""
-    host = coordinator.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_trust(hosts: HostsConfig) -> Trust:

@@ -4,13 +4,13 @@ Pages are sealed before they leave, so the server and the network see neither a 
 without being found out. The connection is mutual TLS, or does not leave the machine.
 """
 
-import ipaddress
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
+from jaxserve.addresses import is_loopback
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
 from jaxserve.kv.gen import pages_pb2 as pb
@@ -110,16 +110,6 @@ def remote_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         compression=options.compression or "none",
         workers=options.workers or DEFAULT_WORKERS,
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _credentials(options: StoreOptions, address: str) -> grpc.ChannelCredentials | None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from jaxserve.addresses import is_loopback
 from jaxserve.config.schema import Config, KVServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import Blobs, BlobsError, BlobTooLarge
@@ -22,7 +23,7 @@ from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.memory_blobs import MemoryBlobs
 from jaxserve.kv.names import BlobName, is_shown_name
-from jaxserve.kv.remote import MESSAGE_OVERHEAD, is_loopback
+from jaxserve.kv.remote import MESSAGE_OVERHEAD
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tls import ServerTls, read_tls

@@ -14,6 +14,7 @@ import pytest
 from certificates import Authority, Pair
 from kv_servers import SECRET, WAIT_S, KVServer, connect
 
+from jaxserve.addresses import is_loopback
 from jaxserve.client import Client
 from jaxserve.config import load_config
 from jaxserve.config.schema import KVServerConfig
@@ -25,7 +26,7 @@ from jaxserve.kv.guarded import Guarded
 from jaxserve.kv.memory_blobs import MemoryBlobs
 from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout
-from jaxserve.kv.remote import is_loopback, remote_store
+from jaxserve.kv.remote import remote_store
 from jaxserve.kv.store import Outcome, StoreOptions, StoreUnavailable
 
 GOOD = pb.Name(scope="0" * 32, page="1" * 48)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxserve.addresses import is_loopback
 from jaxserve.config.schema import HttpConfig
 from jaxserve.serve.http.errors import HttpRefusal, error_response
 from jaxserve.serve.http.keys import PROBES
@@ -31,7 +32,7 @@ def allowed_names(config: HttpConfig, listening_on: str) -> tuple[str, ...] | No
         return None
     if given:
         return given
-    if not _is_loopback(listening_on) or config.api_keys_file is not None or config.tls_cert is not None:
+    if not is_loopback(listening_on) or config.api_keys_file is not None or config.tls_cert is not None:
         return None
     return (*_RESERVED, socket.gethostname().lower())
 
@@ -71,7 +72,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -1,0 +1,11 @@
+"""Which addresses stay inside a machine: doors without a secret listen on no others."""
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, an IPv6 one in brackets or not, is reached from its own machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
