@@ -14,6 +14,8 @@ How the package is cut:
     queue, running  the waiting sequences, in the order of the policy; the sequences that have a row
     state, draft    one sequence; one plan in the making
     memory          pages of sequences, from: pages (reference counts, eviction) and prefix (which page holds what)
+    host_tier       pages that the device gave up, from: slots (their states) and tier_policy (which stay); refill
+                    chooses between loading and computing, loading fills slots from a store while sequences wait
     budget          what the list of compiled shapes allows, and what can never run, which is refused with the reason
     speculate       how many tokens the rows of a step may draw
     headroom        who gets in only when the others keep room to grow; lengths guesses by how much
@@ -25,9 +27,10 @@ every step. Order, victims and admission have no right answer, only trade-offs: 
 
 Three choices shape the mechanism. Pages of all known tokens are granted at admission, so only decode rows can run the
 pool dry, and the first sequence in order can always take pages from those behind it: that is the whole proof that every
-request ends. A preempted sequence is computed again, since its full pages stay in the prefix cache and are often found
-there; admission looks ahead, so that preemption is rare. Decode rows come first in every step: a prompt can be cut into
-chunks, while a pause in a stream of text is seen by its reader.
+request ends. A preempted sequence is placed like a new one: its full pages stay in the prefix cache, or in the host
+tier behind it, and what is found in neither is computed again; admission looks ahead, so that preemption is rare.
+Decode rows come first in every step: a prompt can be cut into chunks, while a pause in a stream of text is seen by its
+reader.
 
 To bring another policy, derive from `Policy` and name it: an entry point in the group `jaxserve.schedulers`,
 `package.module:Class`, or the class itself. To bring another scheduler altogether, give anything that keeps the

@@ -38,7 +38,13 @@ def patient(engine: Any) -> Any:
 
 @pytest.mark.parametrize("layout", [{}, pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow)])
 def test_a_restart_finds_the_pages_and_computes_those_that_are_damaged(tmp_path: Path, layout: Any) -> None:
-    store = {"store__kind": "file", "store__location": str(tmp_path / "pages"), "store__wait_s": 60.0, **layout}
+    store = {
+        "store__kind": "file",
+        "store__location": str(tmp_path / "pages"),
+        "store__wait_s": 60.0,
+        "store__max_bytes": 1 << 28,
+        **layout,
+    }
     (tmp_path / "pages").mkdir(mode=0o700)
     first = patient(build("demo", **DEMO, **store))
     answers, found = ask(first)
@@ -66,7 +72,12 @@ def test_a_restart_finds_the_pages_and_computes_those_that_are_damaged(tmp_path:
 
 @pytest.mark.slow
 def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
-    store = {"store__kind": "file", "store__location": str(tmp_path / "pages"), "store__wait_s": 60.0}
+    store = {
+        "store__kind": "file",
+        "store__location": str(tmp_path / "pages"),
+        "store__wait_s": 60.0,
+        "store__max_bytes": 1 << 28,
+    }
     (tmp_path / "pages").mkdir(mode=0o700)
     first = patient(build("demo", **DEMO, **store))
     answers, _ = ask(first)
