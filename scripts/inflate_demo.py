@@ -12,8 +12,7 @@ query heads 4 -> 12, vocabulary 1160 -> 32000) so that nothing new reaches the o
 * New tokens repeat rows of the table. Their logits equal those of the token that they repeat, and the least index of
   equal logits is chosen, so they are never answered. This holds for greedy answers alone.
 
-Greedy answers are those of the demo model, but for the rounding of sums. Its draft head (EAGLE-3) is inflated in the
-same way.
+Greedy answers are those of the demo model, but for the rounding of sums. Its EAGLE-3 head is inflated in the same way.
 """
 
 import argparse
@@ -30,7 +29,9 @@ from safetensors.numpy import save_file
 
 from jaxserve.models.safetensors_files import open_tensors
 
-DEMO = Path(__file__).parent.parent / "jaxserve/demo_model"
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "jaxserve/demo_model"
+HEAD = ROOT / "benchmarks/draft_eagle3_demo"
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _FFN, _VOCAB = 768, 12, 12, 4, 2048, 32000
 _STD = 0.02
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -132,8 +133,8 @@ def _write_head(folder: Path) -> None:
 
     Its vocabulary stays that of the demo model: the first tokens of the new one.
     """
-    old = _Old(DEMO / "draft")
-    config = json.loads((DEMO / "draft/config.json").read_text())
+    old = _Old(HEAD)
+    config = json.loads((HEAD / "config.json").read_text())
     layer = config["transformer_layer_config"]
     width = layer["hidden_size"]
 
