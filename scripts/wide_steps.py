@@ -1,6 +1,7 @@
 """Steps with drafts of Llama-3.1-8B, compiled for chips that are not here: bytes moved over those of a plain step.
 
     python scripts/wide_steps.py                              16 rows of 2048 tokens, four tokens of each, on a v5e
+    python scripts/wide_steps.py --least                      the least that has to move, by arithmetic, in seconds
     python scripts/wide_steps.py --topology v5e:4 --quantization none --width 8
 
 A draft is worth its place where a step of several tokens a row costs hardly more than one of one token. On chips that
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--width", type=int, default=4, choices=(2, 4, 8))
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--least", action="store_true", help="compile nothing")
     args = parser.parse_args()
     settings = {
         "model.path": str(ROOT / "configs/shapes/llama3.1-8b"),
@@ -38,9 +40,12 @@ def main() -> None:
         f"decode {args.rows}x{args.rows}",
         f"decode {args.rows * args.width}x{args.rows} of {args.width}, up to 1 rounds",
     )
-    options = PlanOptions(compile=True, exact=False, count=False, tensor="auto", buckets=names, context=args.context)
+    options = PlanOptions(
+        compile=not args.least, exact=False, count=False, tensor="auto", buckets=names, context=args.context
+    )
     plan = make_plan(load_config(None, settings).config, args.topology, options)
-    moved = {p.width: p.moved_bytes for p in plan.predictions if p.decode and p.rows == args.rows and p.compiled}
+    wanted = [p for p in plan.predictions if p.decode and p.rows == args.rows and p.compiled is not args.least]
+    moved = {p.width: p.moved_bytes for p in wanted}
     for width, size in sorted(moved.items()):
         print(
             f"{args.topology}: {args.rows} rows of {args.context} tokens, {width} tokens of each: {size / 1e9:.3f} GB"
