@@ -109,7 +109,7 @@ def start_llamacpp(name: str, model: Path, envs: Path) -> PeerProcess:
         dtype="float32",
         device="cpu",
         threads=2,
-        max_len=1024,
+        max_len=2048,  # llama-cpp-python fails where drafts reach the end of its context
         max_requests=1,
         kv_bytes=2**30,
         memory_share=0.5,
