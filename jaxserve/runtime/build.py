@@ -229,10 +229,6 @@ def _place(
     if sizes.speculation is not None:
         runner.time_steps()
     later = _build_later(runner, parts[0], memory) if parts[0].later else None
-    parts_of_page = [
-        f"{len(model.mesh.local_devices)} devices x {packed_words(stage, plan.attention, sizes)} words"
-        for stage, model in zip(plan.stages, loaded, strict=True)
-    ]
     return Built(
         runner=runner,
         models=loaded,
@@ -240,8 +236,16 @@ def _place(
         compile_report=tuple(report),
         seconds=seconds,
         later=later,
-        page_layout=f"{plan.attention.name}, {sizes.page_size} tokens, {', '.join(parts_of_page)}",
+        page_layout=_page_layout(plan, loaded) if memory.limits.slots.num_slots else "",
     )
+
+
+def _page_layout(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> str:
+    parts = [
+        f"{len(model.mesh.local_devices)} devices x {packed_words(stage, plan.attention, plan.sizes)} words"
+        for stage, model in zip(plan.stages, loaded, strict=True)
+    ]
+    return f"{plan.attention.name}, {plan.sizes.page_size} tokens, {', '.join(parts)}"
 
 
 def _slot_bytes(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> SlotBytes:
@@ -432,8 +436,9 @@ def plan_stage_memory(
         rest, rest_specs = (dataclasses.replace(tree, caches=()) for tree in (shapes, specs))
         rows.append(device_bytes(rest, rest_specs, stage.mesh))
     counts = move_counts(max(pages)) if cache.host_bytes else ()
-    # Each device packs its part of a page into words of its own.
-    slot_bytes = sum(4 * packed_words(stage, attention, sizes) * _num_devices_here(stage.mesh) for stage in stages)
+    slot_bytes = 0
+    if counts:  # each device packs its part of a page into words of its own
+        slot_bytes = sum(4 * packed_words(stage, attention, sizes) * _num_devices_here(stage.mesh) for stage in stages)
     slots = plan_slots(cache, slot_bytes, config.parallel.data, counts)
     planned = plan_memory(
         total_bytes=total_bytes,

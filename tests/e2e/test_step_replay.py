@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from whole import SMALL, scheduler
@@ -33,7 +34,7 @@ SETTINGS = {
 
 
 CODES = [
-    {"cache.host_bytes": str(1 << 24), "cache.host_admission": "always"},
+    {"cache.host_bytes": 1 << 24, "cache.host_admission": "always"},
     *(
         pytest.param(settings, marks=pytest.mark.slow, id="-".join(settings.values()))
         for settings in (
@@ -45,7 +46,7 @@ CODES = [
 ]
 
 
-def _write(path: Path, settings: dict[str, str]) -> tuple[Engine, list[list[int]]]:
+def _write(path: Path, settings: dict[str, Any]) -> tuple[Engine, list[list[int]]]:
     """The engine, and the tokens of each sequence."""
     engine = assemble(load_config(None, {**SETTINGS, **settings, "runtime.step_log": str(path)})).engine
     assert isinstance(engine, Engine)
@@ -84,7 +85,7 @@ def _read(path: Path) -> list[StepRecord]:
 
 @pytest.mark.parametrize("settings", CODES)
 def test_a_replay_draws_the_same_tokens(
-    settings: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also of weights and caches in fewer bits, and with pages that went to host memory and came back."""
     path = tmp_path / "steps.jsonl"

@@ -220,7 +220,7 @@ class SmallWorld:
             tuple(
                 (
                     p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows, p.row_tokens,
-                    h._result.counts, h._result.num_draining, len(p.saves), p.loads,
+                    tuple(h._result.counts or ()), h._result.num_draining, len(p.saves), p.loads,
                 )
                 for p, h in self.flights
             ),
