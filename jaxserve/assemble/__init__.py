@@ -46,6 +46,7 @@ from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
 from jaxserve.runtime.compile_events import CompileCounter
+from jaxserve.runtime.drafting import DRAFTERS
 from jaxserve.runtime.heads import find_head
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.memory import longest_sequence
@@ -369,6 +370,9 @@ def _namespace(config: Config, loaded: LoadedModel) -> str:
     read = f"read by {model.family}, with {sorted(model.overrides.items())}"
     codes = f"quantised {model.quantization}, {list(model.quantization_rules.items())}"
     pages = config.cache.dtype + ("" if loaded.cache_scales is None else f" with scales {loaded.cache_scales.digest}")
+    drafts = config.speculation
+    if drafts.method not in DRAFTERS.names():  # a head or model, whose keys and values are part of a page
+        pages += f" beside those of {drafts.method} {drafts.model}"
     return f"checkpoint of {checkpoint} {read}, {weights} in {loaded.dtype}, {codes}, pages in {pages}"
 
 
