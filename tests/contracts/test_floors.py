@@ -69,7 +69,6 @@ _USES_LAB = {"cli", "lab"}  # the engine and its doors need nothing of the works
 # Parts that must not load heavy libraries, and what they may use from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
     "addresses": set(),
-    "addresses": set(),
     "errors": set(),
     "registry": set(),
     "api": set(),
