@@ -28,6 +28,7 @@ class Engine:
         }
         self._llm = llama_cpp.Llama(
             str(Path(settings.model).with_suffix(".f32.gguf")),
+            logits_all=bool(drafts),  # it needs them, and does not make room for them by itself
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None,
             verbose=False,
             **options,
