@@ -68,11 +68,9 @@ def expected() -> list[list[tuple]]:
         pytest.param("mtp", {}, marks=pytest.mark.slow),
         pytest.param("medusa", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("eagle3", {"parallel__tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("medusa", {"parallel__tensor": 3}, marks=pytest.mark.slow),
         ("llama", {}),
         pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"speculation__width": 8}, marks=pytest.mark.slow),
-        pytest.param("qwen3_window_yarn", {"parallel__tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(
