@@ -15,8 +15,8 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo       answer a few prompts with the demo model (installs first)"
 	@echo "make serve      gRPC service with the demo model"
-	@echo "make test       the tests, 10 to 15 minutes on two cores (those of the web page need Chromium)"
-	@echo "make test-slow  the long tests, 30 to 40 minutes more"
+	@echo "make test       the tests, 15 to 20 minutes on two cores (those of the web page need Chromium)"
+	@echo "make test-slow  the long tests, 30 to 35 minutes more"
 	@echo "make test-all   both in one run, which compiles what they share once"
 	@echo "make lint type  ruff and the type checker"
 
