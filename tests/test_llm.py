@@ -376,6 +376,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "watermark": 0.03, "growth": 0.5, "lengths": "learned", "input_weight": 1.0, "output_weight": 2.0,
         "ttft_target_s": 1.0, "tpot_target_s": 0.1,
         "encode_cache_bytes": 2**25, "pooling": "auto", "overrides": {},
+        "host_bytes": 0, "host_policy": "lru", "host_admission": "second_sight",
     }  # fmt: skip
     assert config.model.dtype == "bfloat16"
     with pytest.raises(ConfigError, match="model.dtype is 'half', but must be one of auto"):
