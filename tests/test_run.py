@@ -1,5 +1,6 @@
 """The command line: exit codes, what is written where, and that one bad entry harms no other."""
 
+import importlib
 import json
 import logging
 import os
@@ -247,6 +248,7 @@ def test_bad_prompts_of_the_command_line(call: Call) -> None:
 def test_a_missing_extra_for_traces_is_told_before_anything_is_loaded(
     call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("jaxserve.serve.service")  # FastAPI needs OpenTelemetry's API itself, when it is imported
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "jaxserve.telemetry.traces", raising=False)
     code, _, err = call("--set", "serve.grpc.port=0", "--set", "runtime.trace_endpoint=http://localhost:4317")
