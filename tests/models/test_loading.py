@@ -202,7 +202,9 @@ def test_a_start_warns_of_digits_that_are_lost(
 
     def build_runners(config: Config, models: Sequence[loading.PlannedModel], **_: object) -> list[SimpleNamespace]:
         loaded = [model.load() for model in models]
-        return [SimpleNamespace(models=loaded, runner=None, compile_report=(), seconds={}, later=None)]
+        runner = SimpleNamespace(slots=None)
+        built = SimpleNamespace(models=loaded, runner=runner, compile_report=(), seconds={}, later=None, page_layout="")
+        return [built]
 
     monkeypatch.setattr(assemble, "build_runners", build_runners)
     monkeypatch.setattr(logging.getLogger("jaxserve"), "propagate", True)
