@@ -11,6 +11,7 @@ recording costs.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -52,7 +53,7 @@ def start(model: Path, streams: int, overrides: dict[str, object]) -> LLM:
 
 
 def answer(llm: LLM, asked: list[list[int]]) -> tuple[list[list[int]], float]:
-    """Tokens, and tokens a second from the first answer's first token on."""
+    """Tokens, and tokens a second of all streams, their short prompts included."""
     sampling = SamplingParams(temperature=0.0, max_tokens=_OUTPUT, ignore_eos=True, detokenize=False)
     begin_s = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
@@ -75,15 +76,16 @@ def main() -> int:
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model = ensure_inflated(args.envs / "models/inflated-demo")
+    model = ensure_inflated(args.envs / "models")
     rates, results = [machine_rates()], []
     for streams in map(int, args.streams.split(",")):
         asked = prompts(streams, 1160)
         plain = start(model, streams, {})
         expected, _ = answer(plain, asked)
         recording = args.envs / f"replay-{streams}.jsonl"
-        lines = [{"prompt_token_ids": p, "token_ids": t} for p, t in zip(asked, expected, strict=True)]
-        recording.write_text("".join(f"{line}\n".replace("'", '"') for line in lines))
+        pairs = zip(asked, expected, strict=True)
+        lines = [json.dumps({"prompt_token_ids": prompt, "token_ids": tokens}) for prompt, tokens in pairs]
+        recording.write_text("\n".join(lines) + "\n")
         engines = {
             (acceptance, width): start(
                 model,

@@ -17,6 +17,7 @@ tokens up in the prompt; one stream alone. Its environment is that of `scripts/p
 import argparse
 import contextlib
 import itertools
+import random
 import statistics
 import subprocess
 import sys
@@ -75,8 +76,6 @@ def questions(task: str, items: int, seed: int) -> list[Chat]:
         by_task = [questions(one, share, seed) for one in (*TASKS, "story")]
         return [chat for chats in zip(*by_task, strict=True) for chat in chats][:items]
     if task == "story":
-        import random
-
         rng = random.Random(seed)
         return [[{"role": "user", "content": story_turn(rng)[0]}] for _ in range(items)]
     return [item.messages for item in held_out_items(task, items, seed)]
@@ -217,7 +216,7 @@ def main() -> int:
     args = parser.parse_args()
     model: Path | str = args.model
     if args.model == "inflated":
-        model = ensure_inflated(args.envs / "models/inflated-demo")
+        model = ensure_inflated(args.envs / "models")
     elif args.model == "demo" and args.llamacpp:
         model = DEMO
     rates, by_streams = [machine_rates()], {}

@@ -16,6 +16,7 @@ Greedy answers are those of the demo model, but for the rounding of sums. Its EA
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -37,12 +38,18 @@ _STD = 0.02
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def ensure_inflated(path: Path) -> Path:
-    """The checkpoint directory `path`, float32, with the head in its folder "draft"; made first if it is not there."""
+def ensure_inflated(folder: Path) -> Path:
+    """A checkpoint directory in `folder`, float32, with the head in its folder "draft"; made first if it is not there.
+
+    Its name has a digest of this file and of what it is made from, so that none of another model is taken for it.
+    """
+    sources = [Path(__file__), DEMO / "config.json", DEMO / "model.safetensors", *sorted(HEAD.iterdir())]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    path = folder / f"inflated-demo-{digest}"
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         (made / "draft").mkdir(parents=True)
         _write_model(made)
@@ -181,5 +188,5 @@ class _Old:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
-    ensure_inflated(parser.parse_args().directory)
+    print(ensure_inflated(parser.parse_args().directory))
     sys.exit(0)
