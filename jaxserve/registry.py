@@ -7,12 +7,14 @@ name always means the same thing.
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from jaxserve.errors import ConfigError
 
 T = TypeVar("T")
+B = TypeVar("B")
 
 
 class Registry(Generic[T]):
@@ -54,6 +56,32 @@ class Registry(Generic[T]):
 
     def _entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
         return {e.name: e for e in importlib.metadata.entry_points(group=self.entry_point_group)}
+
+
+def check_complete(kind: str, found: type) -> None:
+    """Raises ConfigError if a class lacks methods that its base leaves open."""
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"the {kind} {found.__name__} lacks the method {lacking}; add it to the class")
+
+
+def make_derived(registry: Registry[type[B] | B], given: str | type[B] | B, base: type[B], options: object) -> B:
+    """What a config or a notebook asks for, of a kind whose members derive from `base`.
+
+    `given` is a name (see `Registry.names`), `package.module:Class`, a class, which is called with `options`, or a
+    finished object, which is returned as it is. Raises ConfigError when nothing has this name, or when what was found
+    does not derive from `base`.
+    """
+    found = registry.get(given)
+    if isinstance(found, base):
+        return found
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"the {registry.kind} {given!r:.120} is a {found!r:.80}; it must derive from {base.__name__} in "
+            f"{base.__module__}"
+        )
+    check_complete(registry.kind, found)
+    return found(options)
 
 
 def _load(path: str, kind: str):

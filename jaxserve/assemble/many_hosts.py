@@ -17,10 +17,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve import __version__, assemble
-from jaxserve.addresses import is_loopback
 from jaxserve.assemble import Assembly, Device
 from jaxserve.assemble.devices import find_devices
 from jaxserve.config import ResolvedConfig
+from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, HostsConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, UserError

@@ -6,7 +6,7 @@ Checks that need a device are in `distributed`, checks of single fields in the s
 import ssl
 from pathlib import Path
 
-from jaxserve.addresses import is_loopback
+from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, HostsConfig
 from jaxserve.errors import ConfigError
 from jaxserve.hosts.link import Tls, Trust

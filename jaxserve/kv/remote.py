@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from jaxserve.addresses import is_loopback
+from jaxserve.config.addresses import is_loopback
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
 from jaxserve.kv.gen import pages_pb2 as pb

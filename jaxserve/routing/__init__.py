@@ -18,10 +18,7 @@ To bring another policy, derive from `Router` and name it: an entry point in the
 `package.module:Class`, or the class itself.
 """
 
-import inspect
-
-from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
+from jaxserve.registry import Registry, make_derived
 from jaxserve.routing.balancer import Balancer
 from jaxserve.routing.base import Load, Replica, Router, RouterOptions
 from jaxserve.routing.prompts import PrefixTable, PromptKey, key_of_text, key_of_tokens
@@ -53,19 +50,5 @@ ROUTERS: Registry[type[Router] | Router] = Registry(
 
 
 def create_router(policy: str | type[Router] | Router, options: RouterOptions | None = None) -> Router:
-    """Builds the router that a config or a notebook asks for.
-
-    `policy` is a name (see `ROUTERS.names()`), `package.module:Class`, a class, or a finished router, which is
-    returned as it is. Raises ConfigError when nothing has this name, or when what was found is no router.
-    """
-    found = ROUTERS.get(policy)
-    if isinstance(found, Router):
-        return found
-    if not (isinstance(found, type) and issubclass(found, Router)):
-        raise ConfigError(
-            f"the router {policy!r:.120} is a {found!r:.80}; a router derives from jaxserve.routing.Router"
-        )
-    if inspect.isabstract(found):
-        lacking = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"the router {found.__name__} lacks the method {lacking}; add it to the class")
-    return found(RouterOptions() if options is None else options)
+    """Builds the router that a config or a notebook asks for, see `registry.make_derived`. Raises ConfigError."""
+    return make_derived(ROUTERS, policy, Router, options)

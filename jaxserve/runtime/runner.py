@@ -11,8 +11,8 @@ only who hands what to whom.
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -50,6 +50,8 @@ from jaxserve.sched.plan import (
     StepPlan,
     StepResult,
 )
+
+Move = TypeVar("Move", PageSave, PageLoad)
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
@@ -335,33 +337,31 @@ class DeviceRunner:
                 stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
 
     def _save_pages(self, slots: SlotBytes, saves: tuple[PageSave, ...]) -> None:
-        counts = sorted(self._stages[0].executables.gather_pages)
-        start = 0
-        while start < len(saves):
-            count = pages_of_launch(len(saves) - start, counts)
-            part = saves[start : start + count]
-            ids = self._ids([save.page_id for save in part], count)
+        for part, ids in self._launches(saves, [save.page_id for save in saves]):
             packed = [
-                stage.executables.gather_pages[count](stage.state, self._put(ids, stage)) for stage in self._stages
+                stage.executables.gather_pages[len(ids)](stage.state, self._put(ids, stage)) for stage in self._stages
             ]
             slots.save([save.slot for save in part], packed)
-            start += count
 
     def _load_pages(self, slots: SlotBytes, loads: tuple[PageLoad, ...]) -> None:
-        counts = sorted(self._stages[0].executables.scatter_pages)
-        start = 0
-        while start < len(loads):
-            count = pages_of_launch(len(loads) - start, counts)
-            part = loads[start : start + count]
-            ids = self._ids([load.page_id for load in part], count)
+        for part, ids in self._launches(loads, [load.page_id for load in loads]):
             while len(self._loading) >= LOADING_LAUNCHES:  # so many have room on the device
                 jax.block_until_ready(self._loading.popleft())
             done: list[jax.Array] = []
-            for stage, packed in zip(self._stages, slots.staged([load.slot for load in part], count), strict=True):
-                scatter = stage.executables.scatter_pages[count]
+            staged = slots.staged([load.slot for load in part], len(ids))
+            for stage, packed in zip(self._stages, staged, strict=True):
+                scatter = stage.executables.scatter_pages[len(ids)]
                 stage.state, scattered = scatter(stage.state, self._put(ids, stage), packed)
                 done.append(scattered)
             self._loading.append(done)
+
+    def _launches(self, moves: tuple[Move, ...], page_ids: list[int]) -> Iterator[tuple[tuple[Move, ...], np.ndarray]]:
+        """The moves of each launch, and the ids of their pages, padded to what is compiled."""
+        counts = sorted(self._stages[0].executables.gather_pages)
+        start = 0
+        while start < len(moves):
+            count = pages_of_launch(len(moves) - start, counts)
+            yield moves[start : start + count], self._ids(page_ids[start : start + count], count)
             start += count
 
     def _ids(self, page_ids: list[int], count: int) -> np.ndarray:

@@ -1,12 +1,11 @@
 """The registry of policies, and the way from a name in a config, or an object from a notebook, to a scheduler."""
 
-import inspect
 import time
 from collections.abc import Callable
 from typing import cast
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
+from jaxserve.registry import Registry, check_complete
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.loading import LoadingScheduler, SlotStore
@@ -86,9 +85,8 @@ def find_scheduler(
 ) -> type[Policy] | Policy | SchedulerFactory | Scheduler:
     """The object that `policy` names, checked as far as possible without a device. Raises ConfigError."""
     found = SCHEDULERS.get(policy)
-    if isinstance(found, type) and issubclass(found, Policy) and inspect.isabstract(found):
-        lacking = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"the policy {found.__name__} lacks the method {lacking}; add it to the class")
+    if isinstance(found, type) and issubclass(found, Policy):
+        check_complete("policy", found)
     return found
 
 

@@ -21,11 +21,10 @@ To bring another policy, derive from `TierPolicy` and name it: an entry point in
 
 import abc
 import dataclasses
-import inspect
 from collections.abc import Callable
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
+from jaxserve.registry import Registry, make_derived
 from jaxserve.sched.tier_admission import Admission, AdmitAll, SecondSight
 
 ADMISSIONS = ("second_sight", "always")
@@ -127,20 +126,5 @@ TIER_POLICIES: Registry[type[TierPolicy] | TierPolicy] = Registry(
 
 
 def create_tier_policy(policy: str | type[TierPolicy] | TierPolicy, options: TierOptions | None = None) -> TierPolicy:
-    """Builds the policy that a config or a notebook asks for.
-
-    `policy` is a name (see `TIER_POLICIES.names()`), `package.module:Class`, a class, or a finished policy, which is
-    returned as it is. Raises ConfigError when nothing has this name, or when what was found is no policy.
-    """
-    found = TIER_POLICIES.get(policy)
-    if isinstance(found, TierPolicy):
-        return found
-    if not (isinstance(found, type) and issubclass(found, TierPolicy)):
-        raise ConfigError(
-            f"the tier policy {policy!r:.120} is a {found!r:.80}; it must derive from TierPolicy in "
-            "jaxserve.sched.tier_policy"
-        )
-    if inspect.isabstract(found):
-        lacking = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"the tier policy {found.__name__} lacks the method {lacking}; add it to the class")
-    return found(options)
+    """Builds the policy that a config or a notebook asks for, see `registry.make_derived`. Raises ConfigError."""
+    return make_derived(TIER_POLICIES, policy, TierPolicy, options)

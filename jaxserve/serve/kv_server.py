@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from jaxserve.addresses import is_loopback
+from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, KVServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import Blobs, BlobsError, BlobTooLarge

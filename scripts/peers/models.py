@@ -134,7 +134,9 @@ def _gemma2(
 _GEMMA_STD = 0.005
 
 MODELS = {
-    DENSE: PeerModel(config=_llama(hidden=768, layers=12, heads=12, kv_heads=4, ffn=2048, vocab=32000)),
+    DENSE: PeerModel(
+        config=_llama(hidden=768, layers=12, heads=12, kv_heads=4, ffn=2048, vocab=32000), overrides=_WHOLE_PROMPTS
+    ),
     "experts": PeerModel(
         config=_mixtral(hidden=768, layers=12, heads=12, kv_heads=4, ffn=1024, experts=16, vocab=32000),
         sizes=Sizes(requests=16),

@@ -30,6 +30,17 @@ def ask(engine: Any) -> tuple[list[tuple], int]:
     return [(result.token_ids, result.logprobs) for result in results], found
 
 
+def directory(path: Path) -> dict[str, Any]:
+    """Settings of a store of files."""
+    path.mkdir(mode=0o700)
+    return {
+        "store__kind": "file",
+        "store__location": str(path),
+        "store__wait_s": 60.0,
+        "store__max_bytes": 1 << 28,
+    }
+
+
 def patient(engine: Any) -> Any:
     """A step of this model is so short that computing may win by the clock of a busy machine."""
     scheduler(engine).memory.costs.note_commit = lambda *args: None
@@ -38,14 +49,7 @@ def patient(engine: Any) -> Any:
 
 @pytest.mark.parametrize("layout", [{}, pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow)])
 def test_a_restart_finds_the_pages_and_computes_those_that_are_damaged(tmp_path: Path, layout: Any) -> None:
-    store = {
-        "store__kind": "file",
-        "store__location": str(tmp_path / "pages"),
-        "store__wait_s": 60.0,
-        "store__max_bytes": 1 << 28,
-        **layout,
-    }
-    (tmp_path / "pages").mkdir(mode=0o700)
+    store = directory(tmp_path / "pages") | layout
     first = patient(build("demo", **DEMO, **store))
     answers, found = ask(first)
     assert found == 0
@@ -72,13 +76,7 @@ def test_a_restart_finds_the_pages_and_computes_those_that_are_damaged(tmp_path:
 
 @pytest.mark.slow
 def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
-    store = {
-        "store__kind": "file",
-        "store__location": str(tmp_path / "pages"),
-        "store__wait_s": 60.0,
-        "store__max_bytes": 1 << 28,
-    }
-    (tmp_path / "pages").mkdir(mode=0o700)
+    store = directory(tmp_path / "pages")
     first = patient(build("demo", **DEMO, **store))
     answers, _ = ask(first)
     first.stop()

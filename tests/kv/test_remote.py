@@ -14,9 +14,9 @@ import pytest
 from certificates import Authority, Pair
 from kv_servers import SECRET, WAIT_S, KVServer, connect
 
-from jaxserve.addresses import is_loopback
 from jaxserve.client import Client
 from jaxserve.config import load_config
+from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import KVServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.conformance import AMPLE_S, LAYOUT, SCOPES, get, key_of, page_of, put

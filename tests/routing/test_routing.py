@@ -213,7 +213,7 @@ def test_a_router_of_ones_own() -> None:
     ("choice", "text"),
     [
         ("prefx", r"no router is called 'prefx'; known: prefix, least_load.*Did you mean 'prefix'"),
-        ("jaxserve.routing:Load", "derives from jaxserve.routing.Router"),
+        ("jaxserve.routing:Load", "must derive from Router in jaxserve.routing.base"),
         (Unfinished, "Unfinished lacks the method choose"),
     ],
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.addresses import is_loopback
+from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import HttpConfig
 from jaxserve.serve.http.errors import HttpRefusal, error_response
 from jaxserve.serve.http.keys import PROBES
