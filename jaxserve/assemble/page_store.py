@@ -3,7 +3,6 @@
 The scheduler names pages by salt and content; here these become keys of a store, and slots become their bytes.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from jaxserve.sched.loading import Filled, StoreKey, Written
 # Scopes then only tell salts apart: the names in a store that others reach are keyed by the secret of that.
 _NO_SECRET = b"jaxserve"
 _WORD = 4
-_LATE_S = 0.01  # after the deadline of a fill, so that the scheduler, woken then, finds it past
 
 
 def check_page_store(config: Config) -> None:
@@ -78,17 +76,10 @@ class PageStore:
         self._transfers = make(lambda: self.wake())
         self._secret = secret
         self._scopes: dict[str, bytes] = {}  # of the latest salts
-        self._timers: dict[int, threading.Timer] = {}
 
     def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         """See `SlotStore`."""
-        ticket = self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
-        if ticket is not None:
-            # A store that forgets its deadline must not make the loop sleep for ever.
-            timer = self._timers[ticket] = threading.Timer(deadline_s + _LATE_S, lambda: self.wake())
-            timer.daemon = True
-            timer.start()
-        return ticket
+        return self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
 
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`."""
@@ -103,7 +94,6 @@ class PageStore:
         events: list[Filled | Written] = []
         for event in self._transfers.poll():
             if isinstance(event, TransferFilled):
-                self._timers.pop(event.ticket).cancel()
                 events.append(Filled(event.ticket, tuple(outcome is Outcome.OK for outcome in event.outcomes)))
             else:
                 events.append(Written(event.slot))
@@ -111,8 +101,6 @@ class PageStore:
 
     def close(self) -> None:
         """Writes what waits to be written, and closes the store."""
-        for timer in self._timers.values():
-            timer.cancel()
         self._transfers.close()
 
     def _key(self, key: StoreKey) -> bytes:

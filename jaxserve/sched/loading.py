@@ -10,6 +10,7 @@ their key alone: nothing else of them could be compared that is not forged with 
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
@@ -159,6 +160,11 @@ class Loader:
         del self._waits[seq]
         return False
 
+    def until_s(self, seq: Sequence) -> float | None:
+        """The time until which `seq` waits, if `holds_back` has said that it does."""
+        wait = self._waits.get(seq)
+        return None if wait is None else wait.until_s
+
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended. Fills that no other sequence waits for are called off."""
         wait = self._waits.pop(seq, None)
@@ -232,6 +238,14 @@ class LoadingScheduler(ContinuousScheduler):
         self.loader = self._loader = Loader(store, self.memory, self.memory.tier, options.store_wait_s, clock)
 
     def waits(self) -> bool:
+        """See `MayWait`. What the plan found counts, not the clock, which may have passed the time since."""
+        return self._until_s() is not None
+
+    def waits_until_s(self) -> float:
         """See `MayWait`."""
+        until_s = self._until_s()
+        return math.inf if until_s is None else until_s
+
+    def _until_s(self) -> float | None:
         first = self._queue.first()
-        return first is not None and self.loader.holds_back(first)
+        return None if first is None else self.loader.until_s(first)

@@ -138,8 +138,9 @@ def test_after_the_deadline_the_prompt_is_computed_and_a_late_fill_does_no_harm(
     engine = Engine(first_server())
     engine.scheduler.add(make_request("b", LONG, 9))
     assert engine.scheduler.schedule() is None and engine.scheduler.waits()
+    assert engine.scheduler.waits_until_s() == engine.clock() + SchedulerOptions().store_wait_s
     engine.clock.advance(2.1)
-    assert not engine.scheduler.waits()
+    assert engine.scheduler.waits(), "the plan held it back, whatever the clock says by now"
     assert engine.step() and engine.scheduler.loader.num_late == 1
     assert len(engine.runner.plans[0].chunks[0].token_ids) == 8, "computed"
     engine.store.end_all()
