@@ -147,8 +147,7 @@ def assemble(
     num_replicas = config.parallel.data
     find_scheduler(choice)
     create_lengths(config.sched.lengths)
-    if config.cache.host_bytes:
-        create_tier_policy(config.cache.host_policy)
+    create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
     check_page_store(config)
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
