@@ -11,7 +11,7 @@ their key alone: nothing else of them could be compared that is not forged with 
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -48,8 +48,20 @@ class Written(NamedTuple):
     slot: int
 
 
+class StoreCounts(NamedTuple):
+    """What a store has done since the start. `pages`: by event. `breaks`: how often it was left alone for a while."""
+
+    pages: Mapping[str, int]
+    breaks: int
+
+
 class SlotStore(Protocol):
     """A store as the scheduler sees it: calls return at once, and `Engine.wake` follows each event."""
+
+    @property
+    def counts(self) -> StoreCounts:
+        """For observers, in any thread."""
+        ...
 
     def fill(self, keys: Seq[StoreKey], slots: Seq[int], deadline_s: float) -> int | None:
         """Starts to fill the slots, within `deadline_s` seconds from now. Returns a ticket; None: too much waits."""
@@ -101,6 +113,11 @@ class Loader:
         self._waits: dict[Sequence, _Wait] = {}
         self._fills: dict[int, list[tuple[PageEntry, int]]] = {}
         self.writing: set[int] = set()
+
+    @property
+    def store_counts(self) -> StoreCounts:
+        """Of the store."""
+        return self._store.counts
 
     def begin(self, seq: Sequence) -> None:
         """`seq` enters the queue: what it lacks is asked of the store, as far as there are slots."""

@@ -7,7 +7,8 @@ import pytest
 from sched_world import World, random_request
 
 from jaxserve.sched import MayWait, SchedulerOptions, create_scheduler
-from jaxserve.sched.loading import Filled, LoadingScheduler, StoreKey, Written
+from jaxserve.sched.counts import counts_of
+from jaxserve.sched.loading import Filled, LoadingScheduler, StoreCounts, StoreKey, Written
 from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.tier_policy import TierOptions
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
@@ -36,6 +37,10 @@ class FakeStore:
         self._ticket += 1
         self.fills[self._ticket] = (list(keys), list(slots))
         return self._ticket
+
+    @property
+    def counts(self):
+        return StoreCounts({"filled": 7}, 3)
 
     def cancel(self, ticket):
         self.cancelled.append(ticket)
@@ -143,6 +148,8 @@ def test_after_the_deadline_the_prompt_is_computed_and_a_late_fill_does_no_harm(
     assert engine.scheduler.waits(), "the plan held it back, whatever the clock says by now"
     assert engine.step() and engine.scheduler.loader.num_late == 1
     assert len(engine.runner.plans[0].chunks[0].token_ids) == 8, "computed"
+    counts = counts_of(engine.scheduler)
+    assert (counts.store_pages, counts.store_breaks, counts.store_late) == ({"filled": 7}, 3, 1)
     engine.store.end_all()
     engine.run()
     assert engine.scheduler.memory.num_loaded_tokens == 0
