@@ -17,7 +17,6 @@ from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import scope_of
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.store import Outcome, StoreOptions
-from jaxserve.progress import Quiet
 from jaxserve.sched.loading import Filled, StoreKey, Written
 from jaxserve.sched.plan import HostSlots
 from jaxserve.testing import FakeRunner, make_limits

@@ -43,8 +43,8 @@ _EVENTS = {  # of pages, and the names that `Transfers.counts` has for them
     "write_failed": "write_failed",
     "write_skipped": "writes_skipped",
 }
-# Of a store that is only made to see whether its settings are right. No page is smaller: `max_bytes` that are too few for
-# it are too few for any.
+# Of a store that is only made to see whether its settings are right. No page is smaller: `max_bytes` that are too few
+# for it are too few for any.
 _TRIAL = PageLayout(namespace="", dtype="uint8", shape=(1,), element_bytes=1, page_bytes=1)
 
 

@@ -9,8 +9,6 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from rich.console import Console
-from serve_parts import Parts
-from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.cli.top import fetch, render
@@ -19,7 +17,6 @@ from jaxserve.engine import Engine, EngineGroup, ModelInfo
 from jaxserve.engine.stats import StepStats
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.sched import create_scheduler
-from jaxserve.sched.loading import StoreCounts
 from jaxserve.sched.plan import HostSlots
 from jaxserve.serve.http.live import LiveFeed, Seen
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
@@ -140,25 +137,8 @@ def test_host_slots_show_in_metrics_and_live_view() -> None:
     assert live["counts"]["loaded_tokens"] == 16 and "host slots" in view.getvalue() and "from host" in view.getvalue()
 
 
-class Counted:
-    """A `SlotStore` that has nothing and takes nothing, and has counted something else."""
-
-    counts = StoreCounts({"filled": 5, "write_skipped": 2}, 3)
-
-    def fill(self, keys, slots, deadline_s) -> None:
-        return None
-
-    def cancel(self, ticket) -> None: ...
-
-    def write(self, key, slot) -> bool:
-        return False
-
-    def poll(self) -> list:
-        return []
-
-
-@pytest.mark.parametrize("store", [Counted(), None])
-def test_a_store_shows_in_metrics_and_without_one_there_are_no_samples(store: Counted | None) -> None:
+@pytest.mark.parametrize("store", [IdleStore(), None])
+def test_a_store_shows_in_metrics_and_without_one_there_are_no_samples(store: IdleStore | None) -> None:
     limits = make_limits(slots=HostSlots(num_slots=8, max_draining=8, max_loads=8))
     engine = Engine(
         runner=FakeRunner(limits),
