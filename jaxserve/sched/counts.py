@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
-from jaxserve.sched.loading import LoadingScheduler
+from jaxserve.sched.loading_scheduler import LoadingScheduler
 
 
 class SchedulerCounts(NamedTuple):
