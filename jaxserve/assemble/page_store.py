@@ -37,6 +37,9 @@ _EVENTS = {  # of pages, and the names that `Transfers.counts` has for them
     "late": "fill_late",
     "bad": "fill_bad",
     "failed": "fill_failed",
+    "prefetch_used": "prefetch_used",
+    "prefetch_late": "prefetch_late",
+    "prefetch_wasted": "prefetch_wasted",
     "written": "write_ok",
     "write_late": "write_late",
     "write_refused": "write_refused",
@@ -184,6 +187,18 @@ class PageStore:
     def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         """See `SlotStore`."""
         return self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
+
+    def prefetch(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
+        """See `SlotStore`."""
+        return self._transfers.prefetch([self._key(key) for key in keys], slots, deadline_s)
+
+    def settle(self, ticket: int, num_used: int) -> None:
+        """See `SlotStore`."""
+        self._transfers.settle(ticket, num_used)
+
+    def flush(self, salt: str | None) -> None:
+        """See `SlotStore`. Of no salt but that: other models and page sizes with it go, too."""
+        self._transfers.flush(None if salt is None else scope_of(self._shared.secret, salt))
 
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`."""

@@ -101,8 +101,10 @@ class FakeStore:
 class Engine:
     """A scheduler with a store on a fake runner."""
 
-    def __init__(self, store: FakeStore, slots: HostSlots = SLOTS) -> None:
-        limits = make_limits(num_pages=12, page_size=2, slots=slots, token_buckets=(8, 32), max_model_len=40)
+    def __init__(self, store: FakeStore, slots: HostSlots = SLOTS, max_rows: int = 4) -> None:
+        limits = make_limits(
+            num_pages=12, page_size=2, slots=slots, token_buckets=(8, 32), max_model_len=40, max_rows=max_rows
+        )
         self.clock, self.store = ManualClock(), store
         options = SchedulerOptions(watermark=0.0, growth=0.0, host_tier=TierOptions(admission="always"))
         self.runner = store.runner = FakeRunner(limits, mode="context", vocab_size=50)
@@ -313,7 +315,9 @@ def run_worlds(seed: int) -> collections.Counter[str]:
         store = world.store
         assert store is not None
         for number in range(150):
-            move = rng.choice(("add", "abort", "schedule", "schedule", "commit", "commit", "fill", "write", "clock", "op"))
+            move = rng.choice(
+                ("add", "abort", "schedule", "schedule", "commit", "commit", "fill", "write", "clock", "op")
+            )
             if move == "add" and len(world.live()) < 12:
                 world.add(random_request(rng, number, world.clock()))
             elif move == "abort" and world.live() and rng.random() < 0.3:
