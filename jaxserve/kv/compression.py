@@ -1,12 +1,12 @@
 """Compression of pages without loss, and the choice whether it is worth its time.
 
 Numbers of a cache look alike in their high bytes, so the bytes of all elements are sorted by their place first, and
-zstd compresses the rest: bfloat16 to about 0.72 of its size, float32 to 0.85, at some hundred MiB/s and core. On a link
-that is faster than that, compressing only loses time, so `CodecChoice` compares rates that were measured on the way.
+zstd compresses the rest. On a link that is faster than the codec, compressing only loses time, so `CodecChoice` compares
+rates that were measured on the way.
 
 The library is `backports.zstd` (extra `kv`), the standard library's own `compression.zstd` of Python 3.14 for older
-versions: no other dependency outlives that release. zlib, which every Python has, is no alternative: at a similar
-ratio it is several times slower than the links that are slow enough to need it.
+versions: no other dependency outlives that release. zlib, which every Python has, is no alternative: it is slower than
+most links that are slow enough to need a codec.
 """
 
 import sys
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 
-_LEVEL = 1  # the higher levels gain one or two per cent on pages and cost several times the time
+_LEVEL = 1  # noise of numbers does not shrink at higher levels either, which only take longer
 _TRY_EVERY = 64  # pages; each of these is compressed to keep the codec's rates current
 _WEIGHT = 0.2  # of a new measurement
 

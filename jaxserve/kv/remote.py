@@ -1,7 +1,8 @@
 """`RemoteBlobs`: sealed pages on another machine, kept by `jaxserve kv-server` (`jaxserve.serve.kv_server`).
 
-Pages are sealed before they leave, so the server and the network see neither a salt nor a key, and cannot change a page
-without being found out. The connection is mutual TLS, or does not leave the machine.
+Pages are sealed before they leave: the server has no salts and no keys, and cannot change a page without being found
+out. It can read pages, since sealing does not encrypt (see `page_format`), and whoever reads them can read what prompts
+left in them. The connection is mutual TLS, or does not leave the machine.
 """
 
 from collections.abc import Callable, Sequence

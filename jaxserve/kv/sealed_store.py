@@ -140,9 +140,10 @@ class SealedStore:
             if self._closed or page.nbytes != self._layout.page_bytes:
                 call.answer(place, Outcome.REFUSED)
             elif time.monotonic() < deadline:
-                sealed = seal(self._layout, self._secret, key, page, self._next_codec(page))
+                name = self._name(key)
+                sealed = seal(self._layout, self._secret, name, page, self._next_codec(page))
                 number = self._begin_write()
-                job = functools.partial(self._put_one, call, place, self._name(key), sealed, number, deadline)
+                job = functools.partial(self._put_one, call, place, name, sealed, number, deadline)
                 if not self._writers.submit(job):
                     self._end_write(number)
                     call.answer(place, Outcome.REFUSED)
@@ -219,7 +220,7 @@ class SealedStore:
                 return Outcome.MISS, None
             self._note_link(len(sealed), time.perf_counter() - start)
             self._count("bytes_read", len(sealed))
-            return Outcome.OK, unseal(self._layout, self._secret, key, sealed, self._reader)
+            return Outcome.OK, unseal(self._layout, self._secret, name, sealed, self._reader)
         except UnknownCodec as error:
             self._note_fault("unknown_codec", error)
             return Outcome.MISS, None
