@@ -38,7 +38,7 @@ class Codec(Protocol):
     def compress(self, page: memoryview, element_bytes: int) -> bytes: ...
 
     def decompress(self, packed: memoryview, page_bytes: int, element_bytes: int) -> bytes:
-        """Exactly `page_bytes`, and never more memory than that. Raises CompressionError."""
+        """Exactly `page_bytes`, and memory for a few pages at most on the way. Raises CompressionError."""
         ...
 
 
@@ -55,8 +55,14 @@ class ShuffledZstd:
         return self._zstd.compress(shuffle(page, element_bytes), level=_LEVEL)
 
     def decompress(self, packed: memoryview, page_bytes: int, element_bytes: int) -> bytes:
-        decompressor = self._zstd.ZstdDecompressor()
+        # The sender chooses the window, which the decompressor holds in memory beside what it gives out. A page was
+        # compressed as a whole, so its window is never longer than itself, rounded up to a power of two.
+        window_log = self._zstd.DecompressionParameter.window_log_max
+        least, most = window_log.bounds()
         try:
+            decompressor = self._zstd.ZstdDecompressor(
+                options={window_log: min(most, max(least, (page_bytes - 1).bit_length()))}
+            )
             # One byte more than wanted, so that a bomb shows itself before it is as large as it likes to be.
             page = decompressor.decompress(packed, max_length=page_bytes + 1)
         except (self._zstd.ZstdError, EOFError, MemoryError) as error:

@@ -31,7 +31,7 @@ from jaxserve.kv.blobs import BlobTooLarge
 from jaxserve.kv.bounded_index import BoundedIndex
 from jaxserve.kv.names import BlobName, check_secret, is_hex
 from jaxserve.kv.page_format import PageLayout, max_sealed_bytes
-from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
+from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import StoreOptions
 from jaxserve.sched.tier_policy import TierOptions, create_tier_policy
 
@@ -358,7 +358,7 @@ class DirectoryBlobs:
 
 def file_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     """The factory of the name "file"."""
-    options.only("file", "location", "max_bytes", "policy", "admission", "secret", "compression", "workers")
+    options.only("file", "location", "max_bytes", "policy", "admission", "secret", "compression")
     directory = Path(options.needed("file", "location"))
     if options.max_bytes is None:
         raise ConfigError("the file store needs max_bytes")
@@ -376,7 +376,6 @@ def file_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         secret,
         place=f"pages in {directory.name}",
         compression=options.compression or "none",
-        workers=options.workers or DEFAULT_WORKERS,
     )
 
 

@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
 from jaxserve.kv.names import BlobName, check_secret
 from jaxserve.kv.page_format import PageLayout
-from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
+from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import StoreOptions
 
 _RETRIES, _RETRY_S = 1, 10  # the library would try for three minutes, and a deadline is usually a fraction of a second
@@ -99,7 +99,7 @@ class ObjectBlobs:
 
 def object_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     """The factory of the name "object"."""
-    options.only("object", "location", "secret", "compression", "workers")
+    options.only("object", "location", "secret", "compression")
     url = options.needed("object", "location")
     if options.secret is None:
         raise ConfigError("the object store needs a secret, which all servers that share its pages have")
@@ -118,7 +118,6 @@ def object_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         check_secret(options.secret, "the store's options"),
         place=f"pages in {url.partition('?')[0]}",
         compression=options.compression or "none",
-        workers=options.workers or DEFAULT_WORKERS,
     )
 
 

@@ -18,7 +18,7 @@ from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.names import BlobName, check_secret
 from jaxserve.kv.page_format import PageLayout, max_sealed_bytes
-from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
+from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import StoreOptions
 
 MAX_NAMES = 256  # of one message; every server takes so many
@@ -96,7 +96,7 @@ class RemoteBlobs:
 def remote_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     """The factory of the name "remote"."""
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_name")
-    options.only("remote", "location", "secret", "compression", "workers", *tls)
+    options.only("remote", "location", "secret", "compression", *tls)
     address = options.needed("remote", "location")
     if options.secret is None:
         raise ConfigError("the remote store needs a secret, which all servers that share its pages have")
@@ -109,7 +109,6 @@ def remote_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         check_secret(options.secret, "the store's options"),
         place=f"pages on {address}",
         compression=options.compression or "none",
-        workers=options.workers or DEFAULT_WORKERS,
     )
 
 

@@ -21,8 +21,8 @@ from jaxserve.kv.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_WORKERS = 4
-_MAX_WAITING = 256  # jobs; beyond it puts are refused and gets are late
+_WORKERS = 4
+_MAX_WAITING = 256  # jobs: pages of puts, which are refused beyond it; turns of gets, which are late beyond it
 _ASK_S = 1.0  # for `contains`
 _DELETE_S = 10.0
 # A put is late at its deadline, but its write goes on. Where it ends on another machine is only known from its answer,
@@ -31,6 +31,7 @@ _WRITE_S = 30.0
 _CLOSE_S = 5.0
 _LOGGED = 5  # faults of a kind, before the rest is only counted
 COMPRESSIONS = ("none", "zstd", "auto")
+_Wanted = tuple[int, bytes, memoryview]  # place in the call, key, buffer
 
 
 class _Call:
@@ -76,9 +77,12 @@ class SealedStore:
         *,
         place: str,
         compression: str = "none",
-        workers: int = DEFAULT_WORKERS,
+        workers: int = _WORKERS,
     ) -> None:
-        """`place` names the store in logs. Raises ConfigError for an unknown compression, or without its library."""
+        """`place` names the store in logs. `workers`: threads that read at once, and as many that write.
+
+        Raises ConfigError for an unknown compression, or without its library.
+        """
         if compression not in COMPRESSIONS:
             raise ConfigError(f"the compression {compression!r:.40} is none of {', '.join(COMPRESSIONS)}")
         self.counts: collections.Counter[str] = collections.Counter()
@@ -90,6 +94,7 @@ class SealedStore:
         self._codec: Codec | None = None if compression == "none" else ShuffledZstd()
         self._choice = CodecChoice(self._codec) if self._codec is not None and compression == "auto" else None
         self._reader = self._codec or _installed_codec()
+        self._num_workers = workers
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._num_puts = 0
@@ -125,12 +130,16 @@ class SealedStore:
         if self._closed:
             return [Outcome.MISS] * len(keys)
         call = _Call(len(keys), Outcome.LATE)
+        left: collections.deque[_Wanted] = collections.deque()
         for place, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             if buffer.nbytes != self._layout.page_bytes:
                 call.answer(place, Outcome.BAD)
-            elif not self._readers.submit(functools.partial(self._get_one, call, place, key, buffer, deadline)):
-                break  # the others are late
-        return call.wait(deadline)
+            else:
+                left.append((place, key, buffer))
+        # A job for each thread, not for each page: what is bounded is the number of calls, however many pages one has.
+        job = functools.partial(self._get_some, call, left, deadline)
+        jobs = [self._readers.submit(job) for _ in range(min(self._num_workers, len(left)))]
+        return call.wait(deadline if any(jobs) else 0.0)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
         assert len(keys) == len(pages)
@@ -179,9 +188,13 @@ class SealedStore:
         if not settled:
             raise StoreUnavailable(f"{self._place}: writes did not end within {_DELETE_S:.0f} s; delete again")
 
-    def _get_one(self, call: _Call, place: int, key: bytes, buffer: memoryview, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s > 0:
+    def _get_some(self, call: _Call, left: "collections.deque[_Wanted]", deadline: float) -> None:
+        """Reads pages of a call until none is left for this thread, or no time."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                place, key, buffer = left.popleft()
+            except IndexError:
+                return
             outcome, page = self._read(key, left_s)
             call.answer(place, outcome, None if page is None else (buffer, page))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.kv import compression
 from jaxserve.kv.compression import CodecChoice, CompressionError, ShuffledZstd, shuffle, unshuffle
 from jaxserve.kv.names import blob_name, mac, namespace_name, page_key, scope_of
 from jaxserve.kv.page_format import (
@@ -127,21 +128,37 @@ def test_a_header_that_claims_to_be_long() -> None:
         unseal(LAYOUT, SECRET, NAME, body + mac(SECRET, body))
 
 
-def test_a_decompression_bomb_takes_one_page_of_memory() -> None:
+@pytest.mark.parametrize(("window_log", "words"), [(17, "decompresses to something else"), (20, "too much memory")])
+def test_a_decompression_bomb_takes_one_page_of_memory(window_log: int, words: str) -> None:
     """Even one by an owner of the secret."""
     zstd = ShuffledZstd()
-    bomb = zstd.compress(memoryview(bytes(1 << 26)), 2)
+    module = compression._load_zstd()
+    compressor = module.ZstdCompressor(options={module.CompressionParameter.window_log: window_log})
+    bomb = compressor.compress(bytes(1 << 26)) + compressor.flush()
     assert len(bomb) < 100_000
     layout = PageLayout(namespace="m", dtype="bfloat16", shape=(1,), element_bytes=2, page_bytes=1 << 17)
     named = {"namespace": namespace_name(SECRET, "m"), "page": NAME.page, "codec": "shuffle+zstd", "stored": len(bomb)}
     sealed = sealed_by_hand({**layout.as_json(), **named}, bomb)
     tracemalloc.start()
     try:
-        with pytest.raises(BadPage, match="decompresses to something else"):
+        with pytest.raises(BadPage, match=words):
             unseal(layout, SECRET, NAME, sealed, zstd)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_window_that_is_larger_than_a_page_is_refused() -> None:
+    """The page itself would fit; its sender asks for 128 MiB to decompress it in."""
+    zstd = ShuffledZstd()
+    module = compression._load_zstd()
+    compressor = module.ZstdCompressor(options={module.CompressionParameter.window_log: 27})
+    packed = compressor.compress(shuffle(memoryview(page()), 2)) + compressor.flush()  # its size is not known before
+    with pytest.raises(CompressionError, match="zstd cannot read it"):
+        zstd.decompress(memoryview(packed), 600, 2)
+    for size in (1, 1023, 1024, 1025, (1 << 21) - 3, (1 << 21) + 5):
+        data = random.Random(size).randbytes(size // 2) + bytes(size - size // 2)
+        assert zstd.decompress(memoryview(zstd.compress(memoryview(data), 2)), size, 2) == data
 
 
 def test_other_bytes_for_the_decompressor() -> None:

@@ -67,6 +67,32 @@ def test_a_place_that_hangs_costs_the_deadline_and_its_threads_alone(monkeypatch
     assert not any(map(any, buffers)), "a read that ended late wrote into a buffer"
 
 
+def test_a_call_may_have_more_keys_than_jobs_may_wait() -> None:
+    store, keys = sealed(MemoryBlobs(1 << 26)), [key_of(number) for number in range(1000)]
+    for start in range(0, 1000, 100):
+        put(store, keys[start : start + 100])
+    assert get(store, [*keys, key_of(1000)]) == [Outcome.OK] * 1000 + [Outcome.MISS]
+    store.close()
+
+
+def test_a_call_that_gets_no_turn_does_not_wait_for_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_store, "_MAX_WAITING", 1)
+    go = threading.Event()
+    blobs = SlowBlobs(lambda: go.wait(WAIT_S))
+    store = sealed(blobs, workers=1)
+    reading = [threading.Thread(target=get, args=(store, [key_of(number)])) for number in range(2)]
+    reading[0].start()
+    assert blobs.entered.acquire(timeout=WAIT_S)  # the first runs
+    reading[1].start()
+    while not store._readers._jobs:  # the second waits
+        time.sleep(0.001)
+    assert get(store, [key_of(2), key_of(3)], 1e6) == [Outcome.LATE] * 2
+    go.set()
+    for thread in reading:
+        thread.join(WAIT_S)
+    store.close()
+
+
 def test_contains_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_store, "_ASK_S", 0.02)
     go = threading.Event()
