@@ -28,11 +28,6 @@ from jaxserve.lab.bench.rates import machine_rates
 from jaxserve.sched.plan import Limits
 
 _PROMPT, _OUTPUT = 16, 128
-# Gains of the design, from times of products of another day alone: acceptance -> streams -> width -> gain.
-DESIGN = {
-    0.6: {1: {2: 1.60, 4: 1.79, 8: 2.12}, 4: {2: 1.67, 4: 1.42, 8: 0.97}, 16: {2: 0.97, 4: 0.74}},
-    0.8: {1: {2: 1.80, 4: 2.43, 8: 3.58}, 4: {2: 1.88, 4: 1.93, 8: 1.65}, 16: {2: 1.09, 4: 1.00}},
-}
 
 
 def prompts(streams: int, vocab: int) -> list[list[int]]:
@@ -121,20 +116,17 @@ def main() -> int:
                     "gain": statistics.median(gains[acceptance, width]),
                     "promised": tokens_a_step * times[0] / times[1],
                     "step_ms": times,
-                    "design": DESIGN.get(acceptance, {}).get(streams, {}).get(width),
                 }
             )
         for llm in (plain, *engines.values()):
             llm.close()
         rates.append(machine_rates())
-    table = Table("streams", "acceptance", "width", "gain", "promised by step times", "design", "ms plain, wide")
+    table = Table("streams", "acceptance", "width", "gain", "promised by step times", "ms plain, wide")
     for row in results:
-        design = "-" if row["design"] is None else f"{row['design']:.2f}"
         times = ", ".join(f"{ms:.1f}" for ms in row["step_ms"])
         table.add_row(
             *(str(row[name]) for name in ("streams", "acceptance", "width")),
             *(f"{row[name]:.2f}" for name in ("gain", "promised")),
-            design,
             times,
         )
     Console(width=110).print(table)

@@ -1,17 +1,19 @@
 """What drafts and rounds gain: the demo's tasks, each setting in turn in one run.
 
     python scripts/bench_speculation.py --json benchmarks/speculation_cpu.json
-    python scripts/bench_speculation.py --model inflated --settings plain,medusa4,ngram8,suffix8 --items 4 --rounds 3
-    python scripts/bench_speculation.py --model inflated --streams 1,4,16,32 --tasks mixture --settings plain,medusa4
+    python scripts/bench_speculation.py --model inflated --settings plain,eagle4,ngram8,suffix8 --llamacpp --items 4
+    python scripts/bench_speculation.py --model inflated --streams 4,16 --tasks mixture --settings plain,eagle4,ngram8
 
-Each setting answers the same held-out questions, as many at a time as there are streams, new ones in each round, so
-that no round meets what another has cached. Figures are tokens a second of all answers of a task together, medians over
-the rounds; ratios are medians over the rounds of a setting to `plain` in the same round. The answers of all settings
-must be equal.
+Each setting answers the same held-out questions, in as many rows as there are streams: a question that waits takes the
+row of an answer that has ended. Questions are new in each round, so that no round meets what another has cached. Times
+of one stream are those from an answer's first token to its last; beside them stands the ratio of whole times, prompts
+included. Times of several streams are whole. Figures are medians over the rounds, ratios medians of the ratios to
+`plain` in the same round. The answers of all settings must be equal.
 
 "inflated" is the demo model at the cost of 125 million parameters (`inflate_demo`), made under `--envs` if it is not
 there. `--llamacpp` adds llama.cpp with the same weights, alone and with its own speculation, which looks the last
-tokens up in the prompt; one stream alone. Its environment is that of `scripts/peers/setup_peers.sh`.
+tokens up in the prompt; one stream alone, and no whole times, since its speculation computes the logits of all places
+of a prompt. Its environment is that of `scripts/peers/setup_peers.sh`.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from demo_tasks import TASKS, held_out_items, story_turn
-from inflate_demo import DEMO, ensure_inflated
+from inflate_demo import DEMO, HEAD, ensure_inflated
 from peers.process import SCRIPTS, PeerProcess
 from peers.values import Ask, Settings
 from record import write_record
@@ -49,7 +51,9 @@ SETTINGS: dict[str, dict[str, object]] = {
         for method, rounds in itertools.product(("suffix", "medusa", "eagle"), (4, 8))
     },
 }
+_RECORDED = "plain,burst8,burst16,suffix4x4,medusa4x8,eagle4,eagle4x4,eagle4x8"
 LLAMACPP = {"llamacpp": 0, "llamacpp-lookup": 10}  # drafts a step; 10 is the default of llama-cpp-python
+_PER_STREAM = 4  # questions at least, so that few rows are empty at the end
 MIXTURE = "mixture"  # of all tasks, an equal number of each
 _MAX_TOKENS = 128  # beside the longest prompts of the tasks
 
@@ -57,42 +61,74 @@ Chat = list[dict[str, str]]
 
 
 class Found(NamedTuple):
-    """Of one setting, task and round: tokens of each prompt and answer, seconds for all, and steps (None: unknown)."""
+    """Of one setting, task and round.
+
+    Attributes:
+      prompts, answers: their tokens.
+      seconds: for all, prompts included; None: not to be compared.
+      decode_s: sum over the answers of the times from the first token to the last; None with several streams.
+      steps: None where nobody counts them.
+    """
 
     prompts: list[list[int]]
     answers: list[list[int]]
-    seconds: float
+    seconds: float | None
+    decode_s: float | None
     steps: int | None
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.answers))
 
+    @property
+    def whole_rate(self) -> float | None:
+        """Tokens a second, prompts included."""
+        return None if self.seconds is None else self.num_tokens / self.seconds
 
-def questions(task: str, items: int, seed: int) -> list[Chat]:
-    """Chats of one task; stories are asked for at random, the other tasks are held out."""
-    if task == MIXTURE:
-        share = -(-items // (len(TASKS) + 1))
-        by_task = [questions(one, share, seed) for one in (*TASKS, "story")]
-        return [chat for chats in zip(*by_task, strict=True) for chat in chats][:items]
-    if task == "story":
-        rng = random.Random(seed)
-        return [[{"role": "user", "content": story_turn(rng)[0]}] for _ in range(items)]
-    return [item.messages for item in held_out_items(task, items, seed)]
+    @property
+    def rate(self) -> float:
+        """Tokens a second behind the first of each answer; with several streams, of all."""
+        if self.decode_s is None:
+            assert self.whole_rate is not None, "one of both is there"
+            return self.whole_rate
+        return (self.num_tokens - len(self.answers)) / self.decode_s
+
+
+class Questions:
+    """Held-out questions of the tasks. Stories are drawn at random, none twice."""
+
+    def __init__(self) -> None:
+        self._stories: set[str] = set()
+
+    def draw(self, task: str, items: int, seed: int) -> list[Chat]:
+        if task == MIXTURE:
+            share = -(-items // (len(TASKS) + 1))
+            by_task = [self.draw(one, share, seed) for one in (*TASKS, "story")]
+            return [chat for chats in zip(*by_task, strict=True) for chat in chats][:items]
+        if task != "story":
+            return [item.messages for item in held_out_items(task, items, seed)]
+        rng, found = random.Random(seed), []
+        while len(found) < items:
+            asked = story_turn(rng)[0]
+            if asked not in self._stories:
+                self._stories.add(asked)
+                found.append([{"role": "user", "content": asked}])
+        return found
 
 
 def answer(llm: LLM, chats: list[Chat], streams: int) -> Found:
     sampling = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)
     steps, begin_s = llm._engine.stats[0].totals().steps, time.perf_counter()
-    found = []
-    for first in range(0, len(chats), streams):
-        found += llm.chat(chats[first : first + streams], sampling, use_tqdm=False)
+    outputs = llm.chat(chats, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin_s
+    times = [output.metrics for output in outputs if output.metrics is not None]
+    decode_s = sum(one.finished_s - one.first_token_s for one in times if one.first_token_s is not None)
     return Found(
-        [list(output.prompt_token_ids) for output in found],
-        [list(output.outputs[0].token_ids) for output in found],
-        seconds,
-        llm._engine.stats[0].totals().steps - steps,
+        prompts=[list(output.prompt_token_ids) for output in outputs],
+        answers=[list(output.outputs[0].token_ids) for output in outputs],
+        seconds=seconds,
+        decode_s=decode_s if streams == 1 else None,
+        steps=llm._engine.stats[0].totals().steps - steps,
     )
 
 
@@ -119,12 +155,12 @@ def start_llamacpp(name: str, model: Path, envs: Path) -> PeerProcess:
 
 def ask_llamacpp(peer: PeerProcess, expected: Found) -> Found:
     """As many tokens of each answer as the others gave; it is no error if rounding leads to others."""
-    answers, seconds = [], 0.0
+    answers, decode_s = [], 0.0
     for prompt, tokens in zip(expected.prompts, expected.answers, strict=True):
         ((found,), _) = peer.run([Ask(prompt=tuple(prompt), num_tokens=len(tokens))], [])
         answers.append(list(found.tokens))
-        seconds += found.times_s[-1]
-    return Found(expected.prompts, answers, seconds, None)
+        decode_s += found.times_s[-1] - found.times_s[0]
+    return Found(prompts=expected.prompts, answers=answers, seconds=None, decode_s=decode_s, steps=None)
 
 
 def start(model: str, streams: int, overrides: dict[str, object]) -> LLM:
@@ -132,12 +168,18 @@ def start(model: str, streams: int, overrides: dict[str, object]) -> LLM:
     return LLM.from_config(None, overrides=settings)
 
 
+def heads_of(args: argparse.Namespace) -> dict[str, str]:
+    """Method -> directory of the head, where it is not the model's own."""
+    given = dict(pair.split("=", 1) for pair in args.head)
+    return {"eagle": str(HEAD)} | given if args.model == "demo" else given
+
+
 def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contextlib.ExitStack) -> dict[str, dict]:
     """Task -> setting -> its rounds."""
     names, tasks = args.settings.split(","), args.tasks.split(",")
     engines = {}
     for name in names:
-        head = dict(pair.split("=", 1) for pair in args.head).get(str(SETTINGS[name].get("speculation.method")))
+        head = heads_of(args).get(str(SETTINGS[name].get("speculation.method")))
         engines[name] = start(str(model), streams, SETTINGS[name] | ({"speculation.model": head} if head else {}))
     for llm in engines.values():
         stack.callback(llm.close)
@@ -148,9 +190,11 @@ def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contex
         stack.callback(peers[name].close)
 
     rounds: dict[str, dict[str, list[Found]]] = {task: {name: [] for name in (*names, *peers)} for task in tasks}
+    questions = Questions()
     for number in range(args.rounds + 1):  # the first teaches costs and answers, and does not count
         for task in tasks:
-            chats = questions(task, max(args.items, streams), 100 + number)
+            count = args.items if streams == 1 else max(args.items, _PER_STREAM * streams)
+            chats = questions.draw(task, count, 100 + number)
             found = {}
             for name, llm in engines.items():
                 found[name] = answer(llm, chats, streams)
@@ -167,16 +211,21 @@ def summarise(rounds: dict[str, dict[str, list[Found]]]) -> dict[str, dict[str, 
     """Medians; ratios to the first setting, and of llama.cpp's speculation to llama.cpp without."""
     results: dict[str, dict[str, dict[str, float | None]]] = {}
     for task, by_name in rounds.items():
-        rates = {name: [one.num_tokens / one.seconds for one in found] for name, found in by_name.items()}
-        first = next(iter(by_name))
         results[task] = {}
         for name, found in by_name.items():
-            base = rates["llamacpp" if name in LLAMACPP else first]
+            base = by_name["llamacpp" if name in LLAMACPP else next(iter(by_name))]
+            whole = [
+                one.whole_rate / other.whole_rate
+                for one, other in zip(found, base, strict=True)
+                if one.whole_rate and other.whole_rate
+            ]
             counted = [one.num_tokens / one.steps for one in found if one.steps]
             results[task][name] = {
-                "tokens_per_s": statistics.median(rates[name]),
-                "ratio": statistics.median(a / b for a, b in zip(rates[name], base, strict=True)),
+                "tokens_per_s": statistics.median(one.rate for one in found),
+                "ratio": statistics.median(one.rate / other.rate for one, other in zip(found, base, strict=True)),
+                "whole_ratio": statistics.median(whole) if whole else None,
                 "tokens_per_step": statistics.median(counted) if counted else None,
+                "tokens_per_answer": statistics.mean(one.num_tokens / len(one.answers) for one in found),
             }
     return results
 
@@ -184,31 +233,31 @@ def summarise(rounds: dict[str, dict[str, list[Found]]]) -> dict[str, dict[str, 
 def show(results: dict[str, dict], streams: int) -> dict[str, float]:
     """A table, and the geometric means of the ratios over the tasks with one right answer, by setting."""
     names = list(next(iter(results.values())))
-    title = f"tokens/s of {streams} stream(s) (ratio to {names[0]}; tokens a step of all streams, prompts included)"
+    title = f"{streams} stream(s): tokens/s (ratio to {names[0]}; of whole times; tokens a step, prompts included)"
     table = Table("task", *names, title=title)
     for task, by_name in results.items():
         cells = []
         for row in by_name.values():
-            per_step = "" if row["tokens_per_step"] is None else f"; {row['tokens_per_step']:.2f}"
-            cells.append(f"{row['tokens_per_s']:.0f} ({row['ratio']:.2f}{per_step})")
+            shown = [row[name] for name in ("ratio", "whole_ratio", "tokens_per_step") if row[name] is not None]
+            cells.append(f"{row['tokens_per_s']:.0f} ({'; '.join(f'{value:.2f}' for value in shown)})")
         table.add_row(task, *cells)
     graded = [task for task in results if task in TASKS] or list(results)
     means = {name: statistics.geometric_mean(results[task][name]["ratio"] for task in graded) for name in names}
     table.add_row("graded tasks", *(f"{mean:.2f}" for mean in means.values()))
-    Console(width=60 + 20 * len(names)).print(table)
+    Console(width=60 + 24 * len(names)).print(table)
     return means
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help='"demo", "inflated", or a directory with the demo\'s tokens')
-    parser.add_argument(
-        "--settings", default=",".join(SETTINGS), help="the first is the one that others are compared with"
-    )
+    parser.add_argument("--settings", default=_RECORDED, help="the first is the one that others are compared with")
     parser.add_argument("--tasks", default=",".join((*TASKS, "story")), help=f"or {MIXTURE}")
     parser.add_argument("--streams", default="1", help="comma-separated numbers")
-    parser.add_argument("--items", type=int, default=16, help="questions of a task in a round; at least one a stream")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--items", type=int, default=10, help="questions of a task in a round; more with several streams"
+    )
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--head", action="append", default=[], metavar="METHOD=DIR", help="in place of the model's own")
     parser.add_argument("--llamacpp", action="store_true", help="llama.cpp beside it")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")

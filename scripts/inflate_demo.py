@@ -43,7 +43,8 @@ def ensure_inflated(folder: Path) -> Path:
 
     Its name has a digest of this file and of what it is made from, so that none of another model is taken for it.
     """
-    sources = [Path(__file__), DEMO / "config.json", DEMO / "model.safetensors", *sorted(HEAD.iterdir())]
+    copied = [DEMO / name for name in _COPIED]
+    sources = [Path(__file__), DEMO / "config.json", DEMO / "model.safetensors", *copied, *sorted(HEAD.iterdir())]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     path = folder / f"inflated-demo-{digest}"
     if path.exists():

@@ -51,4 +51,4 @@ ROUTERS: Registry[type[Router] | Router] = Registry(
 
 def create_router(policy: str | type[Router] | Router, options: RouterOptions | None = None) -> Router:
     """Builds the router that a config or a notebook asks for, see `registry.make_derived`. Raises ConfigError."""
-    return make_derived(ROUTERS, policy, Router, options)
+    return make_derived(ROUTERS, policy, Router, options or RouterOptions())

@@ -66,7 +66,7 @@ def expected() -> list[list[tuple]]:
         pytest.param("eagle3", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("eagle", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("mtp", {}, marks=pytest.mark.slow),
-        pytest.param("medusa", {"speculation__rounds": 3}, marks=pytest.mark.slow),
+        ("medusa", {"speculation__rounds": 3}),
         pytest.param("eagle3", {"parallel__tensor": 2}, marks=pytest.mark.slow),
         ("llama", {}),
         pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
@@ -97,8 +97,8 @@ def test_tokens_are_those_of_one_token_a_step(
     assert scheduler(engine).num_preemptions > 0, "the pool is too large to test rows that are computed again"
     # A model that drafts for itself draws what it will draw: also at a temperature and under penalties, for rows that
     # were taken away, behind pages that were found, and behind drafts that were rejected.
-    least = 0.95 if name == "llama" else 0.0
-    assert counting.accepted >= least * counting.drafted, (counting.accepted, counting.drafted)
+    if name == "llama":
+        assert counting.accepted >= 0.95 * counting.drafted, (counting.accepted, counting.drafted)
     assert counting.drafted > 500, counting.drafted
 
 

@@ -1,8 +1,6 @@
 """Stores by name, entry point, path or object; and stores of others that the conformance suite finds wanting."""
 
 import importlib.metadata
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +22,7 @@ class Mine(MemoryStore):
     def __init__(self, layout: PageLayout, options: StoreOptions) -> None:
         assert options.max_bytes is not None
         super().__init__(layout.page_bytes, options.max_bytes)
+        self._late: list[tuple[Sequence[bytes], Sequence[memoryview]]] = []
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +63,7 @@ class Keeps(Mine):
     """Reads a buffer after the call."""
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
-        def later() -> None:
-            time.sleep(0.01)
-            MemoryStore.put(self, keys, pages, deadline_s)
-
-        thread = threading.Thread(target=later)
-        thread.start()
-        self._pages.update(dict.fromkeys(keys, b""))
-        thread.join() if len(keys) > 1 else None
+        self._pages.update(zip(keys, pages, strict=True))  # type: ignore[arg-type]
         return [Outcome.OK] * len(keys)
 
 
@@ -91,8 +83,14 @@ class Late(Mine):
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
         if deadline_s > 1:
             return super().get(keys, into, deadline_s)
-        threading.Timer(0.005, super().get, (keys, into, deadline_s)).start()
+        self._late.append((keys, into))
         return [Outcome.LATE] * len(keys)
+
+    def close(self) -> None:
+        for keys, into in self._late:
+            super().get(keys, into, 0.0)
+        self._late.clear()
+        super().close()
 
 
 class Undeleted(Mine):

@@ -8,7 +8,13 @@ import pytest
 from jaxserve import LLM, SamplingParams
 
 CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
-SIZES = {"sched.max_rows": 1, "sched.max_step_tokens": 64, "model.max_len": 128, "model.dtype": "float32"}
+SIZES = {
+    "sched.max_rows": 1,
+    "runtime.background_buckets": False,
+    "sched.max_step_tokens": 64,
+    "model.max_len": 128,
+    "model.dtype": "float32",
+}
 
 
 def answer(path: Path | str, **more: object) -> tuple[list[int], int]:

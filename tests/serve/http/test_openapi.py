@@ -74,8 +74,8 @@ def test_a_few_requests_for_each_operation(server: Served, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_many_requests_for_each_operation(server: Served, tmp_path: Path) -> None:
-    run_schemathesis(server, tmp_path, "coverage,fuzzing", 40, 3600)
+def test_a_hundred_requests_for_each_operation(server: Served, tmp_path: Path) -> None:
+    run_schemathesis(server, tmp_path, "coverage,fuzzing", 100, 3600)
     check_unharmed(server)
 
 
