@@ -16,12 +16,9 @@ import hashlib
 import hmac
 from typing import NamedTuple
 
-from jaxserve.errors import ConfigError
-
 SCOPE_BYTES = 16
 CONTENT_KEY_BYTES = 32
 PAGE_KEY_BYTES = SCOPE_BYTES + CONTENT_KEY_BYTES
-MIN_SECRET_BYTES = 16
 
 
 class BlobName(NamedTuple):
@@ -83,16 +80,6 @@ def mac(secret: bytes, *parts: bytes | memoryview) -> bytes:
 def is_mac(given: bytes | memoryview, wanted: bytes) -> bool:
     """Compares in a time that does not depend on the bytes."""
     return hmac.compare_digest(bytes(given), wanted)
-
-
-def check_secret(secret: bytes, place: str) -> bytes:
-    """The secret itself. Raises ConfigError for one that is too short to be any."""
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"the secret in {place} has {len(secret)} bytes; {MIN_SECRET_BYTES} random bytes are the least, "
-            "such as those of `openssl rand -hex 32`"
-        )
-    return secret
 
 
 def secret_key(secret: bytes) -> bytes:
