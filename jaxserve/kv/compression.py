@@ -1,8 +1,8 @@
 """Compression of pages without loss, and the choice whether it is worth its time.
 
 Numbers of a cache look alike in their high bytes, so the bytes of all elements are sorted by their place first, and
-zstd compresses the rest. On a link that is faster than the codec, compressing only loses time, so `CodecChoice` compares
-rates that were measured on the way.
+zstd compresses the rest. On a link that is faster than the codec, compressing only loses time, so `CodecChoice`
+compares rates that were measured on the way.
 
 The library is `backports.zstd` (extra `kv`), the standard library's own `compression.zstd` of Python 3.14 for older
 versions: no other dependency outlives that release. zlib, which every Python has, is no alternative: it is slower than

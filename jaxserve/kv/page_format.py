@@ -90,7 +90,7 @@ def max_sealed_bytes(layout: PageLayout) -> int:
 
 
 def seal(layout: PageLayout, secret: bytes, name: BlobName, page: memoryview, codec: Codec | None = None) -> bytes:
-    """The page as bytes for a store. `name`: see `names.blob_name`. `codec`: compresses, where the page gets smaller."""
+    """The page as bytes for a store. `name`: see `names.blob_name`. `codec`: compresses where the page gets smaller."""
     assert page.nbytes == layout.page_bytes, (page.nbytes, layout.page_bytes)
     payload: bytes | memoryview = page.cast("B")
     codec_name = "none"
