@@ -118,16 +118,16 @@ def _credentials(options: StoreOptions, address: str) -> grpc.ChannelCredentials
         raise ConfigError(f"the remote store's location is {address!r:.120}, but must be HOST:PORT")
     cert, key, authorities = options.tls_cert, options.tls_key, options.tls_ca
     if cert is None or key is None or authorities is None:
-        given = {"tls_cert": cert, "tls_key": key, "tls_ca": authorities, "tls_name": options.tls_name}
+        given = {"tls_ca": authorities, "tls_cert": cert, "tls_key": key, "tls_name": options.tls_name}
         if any(given.values()):
             missing = [name for name, path in given.items() if path is None and name != "tls_name"]
             raise ConfigError(
                 f"{', '.join(name for name, path in given.items() if path)} is set, but TLS of the remote store needs "
-                f"all of tls_cert, tls_key and tls_ca; not set: {', '.join(missing)}"
+                f"all of tls_ca, tls_cert and tls_key; not set: {', '.join(missing)}"
             )
         if not is_loopback(host):
             raise ConfigError(
-                f"the remote store {address} is on another machine; set tls_cert, tls_key and tls_ca, since whoever "
+                f"the remote store {address} is on another machine; set tls_ca, tls_cert and tls_key, since whoever "
                 "can connect to a store of pages can delete them"
             )
         return None

@@ -255,14 +255,14 @@ def test_what_may_not_listen_or_connect(tmp_path: Path, pairs: tuple[Authority, 
     with pytest.raises(ConfigError, match="mode 755"):
         serve(directory=str(tmp_path / "open"))
     options = StoreOptions(location="10.0.0.1:7000", secret=SECRET)
-    with pytest.raises(ConfigError, match="another machine; set tls_cert, tls_key and tls_ca"):
+    with pytest.raises(ConfigError, match="another machine; set tls_ca, tls_cert and tls_key"):
         remote_store(LAYOUT, options)
     for location in ("127.0.0.1", "127.0.0.1:port"):
         with pytest.raises(ConfigError, match="must be HOST:PORT"):
             remote_store(LAYOUT, StoreOptions(location=location, secret=SECRET))
     with pytest.raises(ConfigError, match="needs all of.*not set: tls_cert, tls_key"):
         remote_store(LAYOUT, StoreOptions(location="h:1", secret=SECRET, tls_ca=authority.path))
-    with pytest.raises(ConfigError, match="tls_name is set, but TLS .* needs all of tls_cert, tls_key and tls_ca"):
+    with pytest.raises(ConfigError, match="tls_name is set, but TLS .* needs all of tls_ca, tls_cert and tls_key"):
         remote_store(LAYOUT, StoreOptions(location="127.0.0.1:1", secret=SECRET, tls_name="pages"))
     whole = {"tls_ca": authority.path, "tls_cert": server_pair.certificate, "tls_key": server_pair.key}
     for name, path, words in (
