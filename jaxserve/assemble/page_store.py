@@ -3,11 +3,12 @@
 The scheduler names pages by salt and content; here these become keys of a store, and slots become their bytes.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from jaxserve.config.schema import Config, StoreConfig
+from jaxserve.config.secret_files import read_secret
 from jaxserve.errors import ConfigError
 from jaxserve.kv.names import page_key, scope_of
 from jaxserve.kv.page_format import PageLayout
@@ -132,7 +133,4 @@ def _options(store: StoreConfig) -> StoreOptions:
 def _secret(store: StoreConfig) -> bytes | None:
     if store.secret_file is None:
         return None
-    try:
-        return Path(store.secret_file).expanduser().read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"store.secret_file: cannot read {store.secret_file}: {error.strerror}") from error
+    return read_secret(os.path.expanduser(store.secret_file), "store.secret_file")
