@@ -636,7 +636,6 @@ class KVServerConfig(Section):
     max_page_bytes: int = pydantic.Field(
         default=64 * 2**20, ge=1024, le=2**30, description="Most bytes of a page, as it is sent."
     )
-    max_names: int = pydantic.Field(default=256, ge=256, description="Most names of one call.")
     threads: int = pydantic.Field(
         default=8, ge=1, description="Calls that are worked on at once; eight times as many may wait."
     )
