@@ -290,13 +290,13 @@ class ConnectorStore:
                 self._end(fill, 0)
                 continue
             try:
-                found = self._connector.get_num_new_matched_tokens(fill.view, 0)
-                if found.num_tokens is None and now_s < fill.until_s:
+                num_tokens, is_async = self._connector.get_num_new_matched_tokens(fill.view, 0)
+                if num_tokens is None and now_s < fill.until_s:
                     continue
-                count = min((found.num_tokens or 0) // self._page_size, len(fill.slots))
+                count = min((num_tokens or 0) // self._page_size, len(fill.slots))
             except Exception as error:
                 self._note_fault(error)
-                count = 0
+                count, is_async = 0, True
             del self._unmatched[fill.ticket]
             if not count:
                 self._counts["missed"] += len(fill.slots)
@@ -313,7 +313,7 @@ class ConnectorStore:
             self._loading[fill.view.request_id] = fill
             self._num_outside += 1
             self._news = True
-            self._at_once |= not found.is_async
+            self._at_once |= not is_async
 
     def _tell(self) -> None:
         saves, self._saves = tuple(self._saves), []
