@@ -155,6 +155,11 @@ ROWS: dict[str, list[Panel]] = {
             text="Of the prompt tokens looked up.",
             queries={"hits": f"{_rate('prefix_cache_hits_total')} / {_rate('prefix_cache_queries_total')}"},
         ),
+        Panel(
+            title="Pages that are given out",
+            text="All, unless an operator has made the pool smaller.",
+            queries={"grantable": "sum(jaxserve:kv_grantable_pagesSELECT)"},
+        ),
         Panel(title="Preemptions per second", queries={"preemptions": _rate("num_preemptions_total")}),
     ],
     "Tiers of the cache": [

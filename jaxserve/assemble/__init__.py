@@ -20,6 +20,7 @@ from jaxserve import __version__
 from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
+from jaxserve.assemble.page_connector import ConnectorStore, PageConnectors, prepare_page_connectors
 from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_stores
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
@@ -149,7 +150,7 @@ def assemble(
     find_scheduler(choice)
     create_lengths(config.sched.lengths)
     create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
-    page_stores = prepare_page_stores(config)
+    page_stores = prepare_page_stores(config) if config.store.connector is None else prepare_page_connectors(config)
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
     if config.runtime.step_log is not None:
@@ -223,9 +224,11 @@ def assemble(
     )
 
 
-def _open_store(stores: PageStores, device: Device) -> PageStore:
+def _open_store(stores: PageStores | PageConnectors, device: Device) -> PageStore | ConnectorStore:
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib"))
     layout = f"jaxserve {__version__}, {versions}, {device.page_layout}"
+    if isinstance(stores, PageConnectors):
+        return stores.open(device.slots, layout, device.namespace, device.runner.limits.page_size)
     return stores.open(device.slots, layout, device.namespace)
 
 

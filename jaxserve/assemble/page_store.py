@@ -5,6 +5,7 @@ The scheduler names pages by salt and content; here these become keys of a store
 pages are known.
 """
 
+import functools
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -62,16 +63,19 @@ def prepare_page_stores(config: Config) -> "PageStores | None":
             raise ConfigError(f"store.{unused[0]} is set, but store.kind is not; name a store, or leave it out")
         return None
     STORES.get(store.kind)
+    check_surroundings(config, f"store.kind is {store.kind!r}")
+    return PageStores(store)
+
+
+def check_surroundings(config: Config, given: str) -> None:
+    """Raises ConfigError where nothing can be behind host memory. `given` begins the message."""
     if not config.cache.host_bytes:
-        raise ConfigError(
-            f"store.kind is {store.kind!r}, but a store fills slots of host memory and cache.host_bytes is 0; set that"
-        )
+        raise ConfigError(f"{given}, but that fills slots of host memory and cache.host_bytes is 0; set that")
     if config.hosts.num_processes > 1:
         raise ConfigError(
-            f"store.kind is {store.kind!r} and hosts.num_processes {config.hosts.num_processes}, but the processes of "
-            "one service would have to find the same pages at the same time; leave one of them out"
+            f"{given} and hosts.num_processes {config.hosts.num_processes}, but the processes of one service would "
+            "have to find the same pages at the same time; leave one of them out"
         )
-    return PageStores(store)
 
 
 class PageStores:
@@ -108,20 +112,14 @@ class PageStores:
         what the store raises.
         """
         assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
-        page_layout = PageLayout(
-            namespace=f"{namespace}, {layout}",
-            dtype="uint32",
-            shape=(slots.words,),
-            element_bytes=_WORD,
-            page_bytes=_WORD * slots.words,
-        )
-        shared = self._shared.get(page_layout)
+        pages = page_layout(slots, layout, namespace)
+        shared = self._shared.get(pages)
         if shared is None:
-            made = self._create(page_layout)
+            made = self._create(pages)
             secret = self._secret
             if secret is None:  # a directory's own; the names in this process's memory are seen by nobody
                 secret = made.secret if isinstance(made, SealedStore) else secrets.token_bytes(32)
-            shared = self._shared[page_layout] = _Shared(made, secret, is_ours=not self._is_finished)
+            shared = self._shared[pages] = _Shared(made, secret, is_ours=not self._is_finished)
 
         def bytes_of(slot: int) -> list[memoryview]:
             slots.wait_for([slot])  # a page that a plan saved may still be on its way
@@ -141,6 +139,22 @@ class PageStores:
             return create_store(self._kind, layout, self._options)
         except ConfigError as error:
             raise ConfigError(f"store: {error}") from error
+
+
+def page_layout(slots: SlotBytes, layout: str, namespace: str) -> PageLayout:
+    """What the pages of a replica are to a store; see `PageStores.open`."""
+    return PageLayout(
+        namespace=f"{namespace}, {layout}",
+        dtype="uint32",
+        shape=(slots.words,),
+        element_bytes=_WORD,
+        page_bytes=_WORD * slots.words,
+    )
+
+
+def scopes_of(secret: bytes) -> Callable[[str], bytes]:
+    """`names.scope_of` with the latest salts remembered: of those that clients make up there may be any number."""
+    return functools.lru_cache(maxsize=1024)(functools.partial(scope_of, secret))
 
 
 class _Shared:
@@ -178,7 +192,7 @@ class PageStore:
         self.wake: Callable[[], None] = lambda: None
         self._shared = shared
         self._transfers = Transfers(shared.store, bytes_of, wake=lambda: self.wake(), place=place)
-        self._scopes: dict[str, bytes] = {}  # of the latest salts
+        self._scope_of = scopes_of(shared.secret)
         self._closed = False
         shared.join()
 
@@ -196,7 +210,7 @@ class PageStore:
 
     def flush(self, salt: str | None) -> None:
         """See `SlotStore`. Of no salt but that: other models and page sizes with it go, too."""
-        self._transfers.flush(None if salt is None else scope_of(self._shared.secret, salt))
+        self._transfers.flush(None if salt is None else self._scope_of(salt))
 
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`."""
@@ -234,9 +248,4 @@ class PageStore:
             self._transfers.guard.close()
 
     def _key(self, key: StoreKey) -> bytes:
-        scope = self._scopes.get(key.salt)
-        if scope is None:
-            if len(self._scopes) >= 1024:  # salts are made up by clients
-                self._scopes.clear()
-            scope = self._scopes[key.salt] = scope_of(self._shared.secret, key.salt)
-        return page_key(scope, key.content)
+        return page_key(self._scope_of(key.salt), key.content)

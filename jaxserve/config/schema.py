@@ -581,6 +581,14 @@ class StoreConfig(Section):
     kind: str | None = pydantic.Field(
         default=None, description="memory, file, remote, object, entry point, or 'package.module:Class'; null: nowhere."
     )
+    connector: str | None = pydantic.Field(
+        default=None,
+        description="In the place of kind: memory, entry point, or 'package.module:Class' of a connector, which moves "
+        "pages by itself.",
+    )
+    connector_options: dict[str, str | int | float | bool] = pydantic.Field(
+        default={}, description="What the connector is told, by names of its own."
+    )
     location: str | None = pydantic.Field(
         default=None, description="file: a directory; remote: HOST:PORT of a kv-server; object: the URL of a bucket."
     )

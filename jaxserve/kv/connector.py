@@ -13,18 +13,25 @@ differences, each of which is a class of defects there:
 
 `StoreConnector` is the reference, over any `KVStore`. A store of pages needs no connector: this seam is for systems
 that bring a transport or a placement of their own. docs/kv-stores.md says how LMCache and Mooncake would fit.
+
+To bring a connector, write a class with these methods that takes `ConnectorOptions`, and name it in `store.connector`:
+an entry point in the group `jaxserve.kv_connectors`, `package.module:Class`, or a finished object by such a path. An
+engine calls the scheduler's side on its loop and the worker's side on a thread of its own (`assemble.page_connector`).
 """
 
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+from jaxserve.errors import ConfigError
+from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.store import KVStore, Outcome
 from jaxserve.kv.transfer import SlotBytes, Transfers, Written
 from jaxserve.kv.workers import Workers
+from jaxserve.registry import Registry, check_takes
 
 _MAX_LOOKUPS = 256  # that wait
 _CLOSE_S = 5.0
@@ -200,6 +207,102 @@ class KVConnector(SchedulerConnector, WorkerConnector, Protocol):
     """Both sides in one object, for a process that has both."""
 
 
+@runtime_checkable
+class Flushes(Protocol):
+    """A connector that can forget pages, which operators ask for by salt. Without this method they are told so."""
+
+    def flush(self, scope: bytes | None) -> None:
+        """Removes all pages whose key begins with `scope`, or all, in every place. Any thread; may wait.
+
+        Raises `StoreUnavailable` when one may remain.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """What a connector is made of.
+
+    Attributes:
+      slot_bytes: the buffers of a slot. Those of a load are the connector's to write until its event.
+      page_bytes: the sum of these buffers; a page is one piece, and `layer` is always 0.
+      page_size: tokens of a page.
+      wait_s: seconds after which no request waits for a load any more.
+      settings: `store.connector_options`, for the connector to check.
+    """
+
+    slot_bytes: SlotBytes
+    page_bytes: int
+    page_size: int
+    wait_s: float
+    settings: Mapping[str, Any]
+
+
+ConnectorFactory = Callable[[ConnectorOptions], KVConnector]
+
+CONNECTORS: Registry[ConnectorFactory | KVConnector] = Registry(
+    "connector of pages", "jaxserve.kv_connectors", {"memory": "jaxserve.kv.connector:memory_connector"}
+)
+_METHODS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "poll",
+    "failed_keys",
+    "close",
+)
+
+
+def create_connector(connector: str | ConnectorFactory | KVConnector, options: ConnectorOptions) -> KVConnector:
+    """Builds the connector that a config asks for: a name (see `CONNECTORS.names()`), `package.module:Name`, a class or
+    function of the options, or a finished object.
+
+    Raises ConfigError when nothing has this name, or what was found is no connector.
+    """
+    found = CONNECTORS.get(connector)
+    if isinstance(found, type) or not _is_connector(found):
+        if not callable(found):
+            raise ConfigError(
+                f"the connector {connector!r:.120} is a {type(found).__name__} without {', '.join(_missing(found))}; "
+                "give a class or an object that has these methods"
+            )
+        check_takes(CONNECTORS.kind, found, options)
+        found = cast(ConnectorFactory, found)(options)
+    if missing := _missing(found):
+        raise ConfigError(
+            f"the connector {connector!r:.120} gives a {type(found).__name__} without {', '.join(missing)}; a "
+            f"connector has the methods {', '.join(_METHODS)}"
+        )
+    return cast(KVConnector, found)
+
+
+def _missing(found: object) -> list[str]:
+    return [name for name in _METHODS if not callable(getattr(found, name, None))]
+
+
+def _is_connector(found: object) -> bool:
+    return not _missing(found)
+
+
+def memory_connector(options: ConnectorOptions) -> "StoreConnector":
+    """The factory of the name "memory": the reference, over pages in this process, of `max_bytes` in all."""
+    unknown = sorted({*options.settings} - {"max_bytes"})
+    max_bytes = options.settings.get("max_bytes")
+    if unknown or not isinstance(max_bytes, int):
+        raise ConfigError(
+            f"the memory connector takes the option max_bytes, a number of bytes, and no other; given: "
+            f"{dict(options.settings)!r:.200}"
+        )
+    store = MemoryStore(options.page_bytes, max_bytes)
+    return StoreConnector(store, options.slot_bytes, layer_bytes=[options.page_bytes], load_s=options.wait_s)
+
+
 class StoreConnector:
     """A `KVConnector` over a store: looks pages up in the background, loads by `Transfers`, saves what steps gather.
 
@@ -320,6 +423,11 @@ class StoreConnector:
     def failed_keys(self) -> frozenset[bytes]:
         failed, self._failed = frozenset(self._failed), set()
         return failed
+
+    def flush(self, scope: bytes | None) -> None:
+        self.transfers.flush(scope)
+        with self._lock:
+            self._found.clear()  # whoever asks again hears that there is nothing
 
     def close(self) -> None:
         self._lookup.close(_CLOSE_S)

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shelf_connector import SHELVES
 from whole import build, run, scheduler
 
 from jaxserve.api import SamplingParams
+from jaxserve.engine import CacheControl
+from jaxserve.runtime.compile_events import CompileCounter
 
 PAGE = 16
 DEMO = {
@@ -84,3 +87,32 @@ def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
     again, found = ask(other)
     assert found == 0 and [ids for ids, _ in again] == [ids for ids, _ in answers]
     other.stop()
+
+
+def test_a_connector_of_somebody_else_serves_two_engines_and_a_flush_reaches_it(tmp_path: Path) -> None:
+    SHELVES.clear()
+    (tmp_path / "fleet").write_text("0123456789abcdef")
+    settings = {
+        "store__connector": "shelf_connector:ShelfThatForgets",
+        "store__connector_options": {"shelf": "e2e"},
+        "store__secret_file": str(tmp_path / "fleet"),
+        "store__wait_s": 60.0,
+    }
+    first = patient(build("demo", **DEMO, **settings))
+    answers, found = ask(first)
+    assert found == 0
+    ask(first)
+    first.stop()
+    compiles = CompileCounter()
+    second = patient(build("demo", **DEMO, **settings))
+    started = compiles.count
+    again, found = ask(second)
+    full = sum((len(ids) - 1) // PAGE * PAGE for ids, _ in ASKED)
+    assert again == answers and found >= 0.95 * full, (found, full)
+    second.start()
+    control = CacheControl(second)
+    assert control.flush(None).pages > 0 and not SHELVES["e2e"]
+    [state] = control.resize(20)
+    assert state.grantable == 20 and state.host and state.store
+    second.stop()
+    assert not scheduler(second).memory.prefix._by_page and compiles.count == started
