@@ -47,6 +47,7 @@ from jaxserve.models.quantised import configured_quantisation, describe_quantisa
 from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
+from jaxserve.runtime.canonical_pages import SlotForm
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.runtime.drafting import DRAFTERS
 from jaxserve.runtime.heads import find_head
@@ -91,6 +92,7 @@ class Device:
       namespace: of the keys of pages (see `content`); equal where pages could be exchanged.
       slots: host memory for pages; None where there is none.
       page_layout: how the bytes of a slot are arranged.
+      slot_form: the same as a value, where it is known.
     """
 
     runner: Runner
@@ -105,6 +107,7 @@ class Device:
     namespace: str = ""
     slots: SlotBytes | None = None
     page_layout: str = ""
+    slot_form: SlotForm | None = None
 
     @property
     def all_limits(self) -> Limits:
@@ -229,7 +232,7 @@ def _open_store(stores: PageStores | PageConnectors, device: Device) -> PageStor
     layout = f"jaxserve {__version__}, {versions}, {device.page_layout}"
     if isinstance(stores, PageConnectors):
         return stores.open(device.slots, layout, device.namespace, device.runner.limits.page_size)
-    return stores.open(device.slots, layout, device.namespace)
+    return stores.open(device.slots, layout, device.namespace, device.slot_form)
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:
@@ -369,6 +372,7 @@ def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
         namespace=_namespace(config, loaded),
         slots=built.runner.slots,
         page_layout=built.page_layout,
+        slot_form=built.slot_form,
     )
 
 

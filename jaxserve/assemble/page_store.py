@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 
+from jaxserve import __version__
 from jaxserve.config.schema import Config, StoreConfig
 from jaxserve.config.secret_files import read_secret
 from jaxserve.errors import ConfigError
@@ -19,6 +20,8 @@ from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import STORES, KVStore, Outcome, StoreOptions, create_store
 from jaxserve.kv.transfer import Filled as TransferFilled
 from jaxserve.kv.transfer import Transfers
+from jaxserve.kv.translated import Translated
+from jaxserve.runtime.canonical_pages import SlotForm
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.sched.loading import Filled, StoreCounts, StoreKey, Written
 
@@ -88,6 +91,7 @@ class PageStores:
         """Checks all that does not depend on the pages. Raises ConfigError."""
         assert store.kind is not None
         self._kind = store.kind
+        self._is_canonical = store.pages == "canonical"
         for name in _NEEDED.get(store.kind, _NEEDED_ELSEWHERE):
             if getattr(store, name) is None:
                 raise ConfigError(f"store.kind is {store.kind!r}, which needs store.{name}; set it")
@@ -105,14 +109,23 @@ class PageStores:
         elif store.kind in _NEEDED:  # a class of somebody else is made once, when the pages are known
             self._create(_TRIAL).close()
 
-    def open(self, slots: SlotBytes | None, layout: str, namespace: str) -> "PageStore":
+    def open(self, slots: SlotBytes | None, layout: str, namespace: str, form: SlotForm | None = None) -> "PageStore":
         """The store for one replica.
 
-        `layout` says how the bytes of a page are arranged, `namespace` what else they follow from (`Device`). Raises
-        what the store raises.
+        `layout` says how the bytes of a slot are arranged, `namespace` what else they follow from (`Device`). `form`
+        turns them into the canonical form; None: it is not known. Raises what the store raises, and ConfigError.
         """
         assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
-        pages = page_layout(slots, layout, namespace)
+        if not self._is_canonical:
+            form = None
+            pages = page_layout(slots, layout, namespace)
+        elif form is None:
+            raise ConfigError(
+                "store.pages is canonical, but the chosen implementation of paged attention does not say how it lays "
+                "out pages; choose another (kernels.paged_attention), or leave store.pages out"
+            )
+        else:
+            pages = _canonical_layout(form, namespace)
         shared = self._shared.get(pages)
         if shared is None:
             made = self._create(pages)
@@ -125,7 +138,10 @@ class PageStores:
             slots.wait_for([slot])  # a page that a plan saved may still be on its way
             return slots.views(slot)
 
-        opened = PageStore(shared, bytes_of, self._kind)
+        store = shared.store
+        if form is not None:
+            store = Translated(store, form.page_bytes, form.to_page, form.from_page)
+        opened = PageStore(shared, store, bytes_of, self._kind)
         self._opened.append(opened)
         return opened
 
@@ -155,6 +171,21 @@ def page_layout(slots: SlotBytes, layout: str, namespace: str) -> PageLayout:
 def scopes_of(secret: bytes) -> Callable[[str], bytes]:
     """`names.scope_of` with the latest salts remembered: of those that clients make up there may be any number."""
     return functools.lru_cache(maxsize=1024)(functools.partial(scope_of, secret))
+
+
+def _canonical_layout(form: SlotForm, namespace: str) -> PageLayout:
+    """Of pages for all engines of a model, whatever their kernels, devices, stages and JAX."""
+    kinds = {cache.kind for cache in form.caches}
+    uniform = next(iter(kinds)) if len(kinds) == 1 else None
+    return PageLayout(
+        namespace=f"{namespace}, jaxserve {__version__}, {form.describe()}",
+        dtype="uint8" if uniform is None else uniform.dtype,
+        shape=(form.page_bytes,)
+        if uniform is None
+        else (len(form.caches), 2, form.page_size, uniform.num_heads, uniform.head_dim),
+        element_bytes=1 if uniform is None else uniform.bits.itemsize,
+        page_bytes=form.page_bytes,
+    )
 
 
 class _Shared:
@@ -187,11 +218,13 @@ class _Shared:
 class PageStore:
     """A `SlotStore`. Called by the loop; `wake` is set before it."""
 
-    def __init__(self, shared: _Shared, bytes_of: Callable[[int], list[memoryview]], place: str) -> None:
-        """`bytes_of`: the buffers of a slot. `place` names the store in logs."""
+    def __init__(
+        self, shared: _Shared, store: KVStore, bytes_of: Callable[[int], list[memoryview]], place: str
+    ) -> None:
+        """`store`: the shared one, or one around it. `bytes_of`: the buffers of a slot. `place` names it in logs."""
         self.wake: Callable[[], None] = lambda: None
         self._shared = shared
-        self._transfers = Transfers(shared.store, bytes_of, wake=lambda: self.wake(), place=place)
+        self._transfers = Transfers(store, bytes_of, wake=lambda: self.wake(), place=place)
         self._scope_of = scopes_of(shared.secret)
         self._closed = False
         shared.join()

@@ -595,6 +595,12 @@ class StoreConfig(Section):
     max_bytes: int | None = pydantic.Field(
         default=None, ge=1, description="Bytes of all pages, where the store counts."
     )
+    pages: Literal["native", "canonical"] = pydantic.Field(
+        default="native",
+        description="native: pages as this engine lays them out, for engines with the same kernels, devices and "
+        "versions. canonical: for all engines of the model with its cache.dtype and cache.page_size; the last bits of "
+        "an answer may then depend on which of them computed a page.",
+    )
     policy: str | None = pydantic.Field(
         default=None, description="Which pages go beyond max_bytes; see cache.host_policy. Default: the store's."
     )

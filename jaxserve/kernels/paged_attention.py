@@ -5,11 +5,12 @@ has a cache layout of its own.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 # Types of numbers that a cache may hold.
@@ -140,6 +141,20 @@ class AttentionUse:
     alibi: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostPages:
+    """How an implementation lays out pages, for their bytes in host memory. Numbers are unsigned integers of the size
+    of the cache's type, so that no bit of one can change.
+
+    `read(leaves, page_size, head_dim) -> (keys, values)`: both [S, page_size, K, H], of S pages. `leaves` are those of
+    `init_cache`, in the order of `jax.tree.leaves`. The results may be views of them.
+    `write(keys, values) -> leaves` is the inverse, with 0 where there is padding.
+    """
+
+    read: Callable[[Sequence[np.ndarray], int, int], tuple[np.ndarray, np.ndarray]]
+    write: Callable[[np.ndarray, np.ndarray], Sequence[np.ndarray]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttention:
     """One implementation. `attend` writes k and v of the step into the cache, then attends.
@@ -164,7 +179,8 @@ class PagedAttention:
     `refuses(use)` says why the implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)`
     makes ready what executables of that use call by name; it comes before any of them runs, those read from a disk
     included. `row_invariant`: a row's numbers have the same bits in every batch, step shape and cut of its prompt, on
-    all that the implementation runs on (tested, not hoped).
+    all that the implementation runs on (tested, not hoped). `host_pages`: the layout of its pages; None: it is not
+    written down, and only the same implementation can use them.
     """
 
     name: str
@@ -175,3 +191,4 @@ class PagedAttention:
     refuses: Callable[[AttentionUse], str | None]
     prepare: Callable[[AttentionUse], object] = lambda use: None
     row_invariant: bool = False
+    host_pages: HostPages | None = None

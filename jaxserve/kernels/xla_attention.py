@@ -8,14 +8,18 @@ One gather and one einsum would move every page three times, at a cost that foll
 not from the length of the rows (docs/attention-cpu.md has the figures of each formulation that was tried).
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
     AttentionUse,
+    HostPages,
     KVScales,
     PagedAttention,
     attend_by_kind,
@@ -37,6 +41,21 @@ def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
 def copy_pages(cache: PageArrays, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> PageArrays:
     """All sources are read before any target is written. The cache is donated by the caller."""
     return jax.tree.map(lambda leaf: leaf.at[targets].set(leaf[sources]), cache)
+
+
+def read_pages(leaves: Sequence[np.ndarray], page_size: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """`HostPages.read`."""
+    keys, values = leaves
+    assert keys.shape[2:] == (head_dim, page_size), (keys.shape, head_dim, page_size)
+    return keys.transpose(0, 3, 1, 2), values.transpose(0, 2, 1, 3)
+
+
+def write_pages(keys: np.ndarray, values: np.ndarray) -> Sequence[np.ndarray]:
+    """`HostPages.write`."""
+    return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+
+
+HOST_PAGES = HostPages(read=read_pages, write=write_pages)
 
 
 def attend(
@@ -99,5 +118,11 @@ def refuses(use: AttentionUse) -> str | None:
 
 
 XLA_ATTENTION = PagedAttention(
-    name="xla", attend=attend, write=write, init_cache=init_cache, copy_pages=copy_pages, refuses=refuses
+    name="xla",
+    attend=attend,
+    write=write,
+    init_cache=init_cache,
+    copy_pages=copy_pages,
+    refuses=refuses,
+    host_pages=HOST_PAGES,
 )

@@ -26,10 +26,12 @@ that share a key head, G query heads of a key head.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.kernels.dispatch import Device
@@ -37,6 +39,7 @@ from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
     AttentionUse,
+    HostPages,
     KVScales,
     PagedAttention,
     attend_by_kind,
@@ -97,6 +100,18 @@ def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
     """Zeros for num_pages + 1 pages; page 0 is the dummy."""
     shape = (num_pages + 1, num_kv_heads, page_size, head_dim)
     return KVPages(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
+
+
+def read_pages(leaves: Sequence[np.ndarray], page_size: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """`HostPages.read`."""
+    keys, values = leaves
+    assert keys.shape[2:] == (page_size, head_dim), (keys.shape, page_size, head_dim)
+    return keys.swapaxes(1, 2), values.swapaxes(1, 2)
+
+
+def write_pages(keys: np.ndarray, values: np.ndarray) -> Sequence[np.ndarray]:
+    """`HostPages.write`."""
+    return keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
 
 def write(k: Array, v: Array, cache: KVPages, batch: AttentionBatch, scales: KVScales | None = None) -> KVPages:
@@ -332,6 +347,7 @@ def make_attention(device: Device) -> PagedAttention:
         init_cache=init_cache,
         copy_pages=copy_pages,
         refuses=functools.partial(_refuses, device),
+        host_pages=HostPages(read=read_pages, write=write_pages),
     )
 
 

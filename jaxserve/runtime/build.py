@@ -28,6 +28,7 @@ from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
 from jaxserve.progress import Progress, Quiet
 from jaxserve.runtime.batch_invariance import check_kernels, check_steps, describe_invariance
+from jaxserve.runtime.canonical_pages import SlotForm, slot_form
 from jaxserve.runtime.compile import (
     Compiled,
     Compiler,
@@ -111,6 +112,7 @@ class Built:
       seconds: what took how long; reading weights and making executables go on at once.
       later: buckets that the runner does not have yet, to be started with the engine's loop; None: it has them all.
       page_layout: how the bytes of a host slot are arranged; equal where slots could be exchanged.
+      slot_form: see `canonical_pages.slot_form`; None without slots, too.
     """
 
     runner: DeviceRunner
@@ -120,6 +122,7 @@ class Built:
     seconds: Mapping[str, float]
     later: BackgroundBuckets | None
     page_layout: str = ""
+    slot_form: SlotForm | None = None
 
 
 def build_runners(
@@ -238,6 +241,7 @@ def _place(
         seconds=seconds,
         later=later,
         page_layout=_page_layout(plan, loaded) if memory.limits.slots.num_slots else "",
+        slot_form=_slot_form(plan, loaded) if memory.limits.slots.num_slots else None,
     )
 
 
@@ -249,11 +253,19 @@ def _page_layout(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> str:
     return f"{plan.attention.name}, {plan.sizes.page_size} tokens, {', '.join(parts)}"
 
 
+def _slot_form(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> SlotForm | None:
+    return slot_form(_placed_stages(plan, loaded), plan.attention, plan.sizes, loaded[0].cache_scales)
+
+
+def _placed_stages(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> list[AbstractStage]:
+    """The stages on the devices of one replica."""
+    return [dataclasses.replace(stage, mesh=model.mesh) for stage, model in zip(plan.stages, loaded, strict=True)]
+
+
 def _slot_bytes(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> SlotBytes:
-    stages = [dataclasses.replace(stage, mesh=model.mesh) for stage, model in zip(plan.stages, loaded, strict=True)]
     packed = [
         StagePages(sharding=packed_sharding(stage), words=packed_words(stage, plan.attention, plan.sizes))
-        for stage in stages
+        for stage in _placed_stages(plan, loaded)
     ]
     return SlotBytes(plan.memory.limits.slots.num_slots, packed)
 

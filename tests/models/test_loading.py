@@ -203,7 +203,9 @@ def test_a_start_warns_of_digits_that_are_lost(
     def build_runners(config: Config, models: Sequence[loading.PlannedModel], **_: object) -> list[SimpleNamespace]:
         loaded = [model.load() for model in models]
         runner = SimpleNamespace(slots=None)
-        built = SimpleNamespace(models=loaded, runner=runner, compile_report=(), seconds={}, later=None, page_layout="")
+        built = SimpleNamespace(
+            models=loaded, runner=runner, compile_report=(), seconds={}, later=None, page_layout="", slot_form=None
+        )
         return [built]
 
     monkeypatch.setattr(assemble, "build_runners", build_runners)

@@ -45,6 +45,7 @@ def make_attention(device: Device) -> PagedAttention:
         refuses=refuses,
         prepare=lambda use: machine_code.provide("attention", use.cache_dtype),
         row_invariant=True,
+        host_pages=xla_attention.HOST_PAGES,
     )
 
 

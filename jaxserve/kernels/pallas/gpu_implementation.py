@@ -17,6 +17,7 @@ from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
     AttentionUse,
+    HostPages,
     KVScales,
     PagedAttention,
     attend_by_kind,
@@ -29,8 +30,10 @@ from jaxserve.kernels.pallas.gpu_layout import (
     Interpret,
     copy_pages,
     init_cache,
+    read_pages,
     refuses_device,
     refuses_layout,
+    write_pages,
 )
 from jaxserve.kernels.pallas.gpu_prefill import PrefillBlocks
 from jaxserve.kernels.tuning import TunedTable, load_table
@@ -48,6 +51,7 @@ def make_attention(device: Device, table: TunedTable | None = None, interpret: I
         init_cache=init_cache,
         copy_pages=copy_pages,
         refuses=kernels.refuses,
+        host_pages=HostPages(read=read_pages, write=write_pages),
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -76,6 +77,25 @@ def init_cache(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
 def copy_pages(cache: GpuPages, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> GpuPages:
     """All sources are read before any target is written. The cache is donated by the caller."""
     return jax.tree.map(lambda leaf: leaf.at[targets].set(leaf[sources]), cache)
+
+
+def read_pages(leaves: Sequence[np.ndarray], page_size: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """`HostPages.read`."""
+    keys, values = leaves
+    assert keys.shape[2:] == (page_size, padded_head_dim(head_dim)), (keys.shape, page_size, head_dim)
+    return keys[..., :head_dim].swapaxes(1, 2), values[..., :head_dim].swapaxes(1, 2)
+
+
+def write_pages(keys: np.ndarray, values: np.ndarray) -> Sequence[np.ndarray]:
+    """`HostPages.write`."""
+
+    def padded(x: np.ndarray) -> np.ndarray:
+        num_pages, page_size, heads, head_dim = x.shape
+        out = np.zeros((num_pages, heads, page_size, padded_head_dim(head_dim)), x.dtype)
+        out[..., :head_dim] = x.swapaxes(1, 2)
+        return out
+
+    return padded(keys), padded(values)
 
 
 def refuses_device(device: Device) -> str | None:

@@ -18,6 +18,7 @@ from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
     AttentionUse,
+    HostPages,
     KVScales,
     PagedAttention,
     attend_by_kind,
@@ -25,7 +26,7 @@ from jaxserve.kernels.paged_attention import (
 )
 from jaxserve.kernels.pallas import tpu_attention
 from jaxserve.kernels.pallas.tpu_attention import Blocks
-from jaxserve.kernels.pallas.tpu_layout import LANES, PageShape
+from jaxserve.kernels.pallas.tpu_layout import LANES, PageShape, read_pages, write_pages
 from jaxserve.kernels.pallas.tpu_write import touched_tiles
 from jaxserve.kernels.pallas.tpu_write import write as write_tiles
 from jaxserve.kernels.tuning import TunedTable, load_table
@@ -52,6 +53,7 @@ def make_attention(
         copy_pages=copy_pages,
         refuses=kernels.refuses,
         prepare=kernels.log_blocks,
+        host_pages=HostPages(read=read_pages, write=write_pages),
     )
 
 

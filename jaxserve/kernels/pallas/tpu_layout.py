@@ -99,3 +99,26 @@ class PageShape:
         slot = np.arange(self.rows)
         position = np.where(slot < self.page_size, slot, 2**30)
         return (np.arange(pages)[:, None] * self.page_size + position).reshape(-1).astype(np.int32)
+
+
+def read_pages(leaves: Sequence[np.ndarray], page_size: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """`HostPages.read`."""
+    (pages,) = leaves
+    shape = PageShape.make(page_size, head_dim, pages.dtype)
+    assert pages.shape[2:] == (shape.planes, shape.rows, LANES), (pages.shape, shape)
+    lines = pages[:, :, :, :page_size].transpose(0, 3, 1, 2, 4)  # [S, page, K, planes, 128]
+    joined = lines.reshape(*lines.shape[:3], 2 * shape.half)
+    return joined[..., :head_dim], joined[..., shape.half : shape.half + head_dim]
+
+
+def write_pages(keys: np.ndarray, values: np.ndarray) -> Sequence[np.ndarray]:
+    """`HostPages.write`."""
+    num_pages, page_size, heads, head_dim = keys.shape
+    shape = PageShape.make(page_size, head_dim, keys.dtype)
+    joined = np.zeros((num_pages, page_size, heads, 2 * shape.half), keys.dtype)
+    joined[..., :head_dim] = keys
+    joined[..., shape.half : shape.half + head_dim] = values
+    lines = joined.reshape(num_pages, page_size, heads, shape.planes, LANES)
+    out = np.zeros((num_pages, heads, shape.planes, shape.rows, LANES), keys.dtype)
+    out[:, :, :, :page_size] = lines.transpose(0, 2, 3, 1, 4)
+    return (out,)
