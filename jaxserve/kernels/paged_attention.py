@@ -58,6 +58,8 @@ class AttentionBatch:
         are before the windows of all tokens of a row.
       page_size: tokens of a page (static).
       decode_only: every row has at most one token, and token t belongs to row t (static).
+      prompt_lens: tokens of each row's request before those that it has generated, for implementations that choose
+        pages (`PagedAttention.selects`); None for all others.
     """
 
     positions: Int[Array, " T"]
@@ -67,6 +69,7 @@ class AttentionBatch:
     block_tables: Int[Array, "R P"]
     page_size: int = dataclasses.field(metadata={"static": True})
     decode_only: bool = dataclasses.field(metadata={"static": True})
+    prompt_lens: Int[Array, " R"] | None = None
 
 
 # The cache of one layer: any pytree of arrays, page axis first and head axis second in every leaf.
@@ -165,6 +168,7 @@ class PagedAttention:
     makes ready what executables of that use call by name; it comes before any of them runs, those read from a disk
     included. `row_invariant`: a row's numbers have the same bits in every batch, step shape and cut of its prompt, on
     all that the implementation runs on (tested, not hoped).
+    `selects`: generated tokens see some pages alone (`selection`), so that their numbers follow from which they are.
     """
 
     name: str
@@ -175,3 +179,4 @@ class PagedAttention:
     refuses: Callable[[AttentionUse], str | None]
     prepare: Callable[[AttentionUse], object] = lambda use: None
     row_invariant: bool = False
+    selects: bool = False

@@ -21,6 +21,8 @@ class SchedulerOptions:
       chunked_prefill: cut prompts to fill steps; False runs each prompt in one piece.
       prefix_caching: share pages of equal prompt beginnings.
       namespace: of the keys of pages: all that keys and values follow from beside the content, such as the checkpoint.
+      outputs_apart: keys and values of generated tokens are not those of a prompt of the same tokens: pages with such
+        tokens are shared only where the prompts before them end at the same place.
       watermark: share of all pages that an admission leaves free, beside the growth that is foreseen.
       growth: how much of the foreseen growth of running sequences an admission leaves room for; 0: none, 1: all.
       lengths: predictor of the length of outputs: a name (see `lengths.LENGTHS`), a path, or a predictor.
@@ -41,6 +43,7 @@ class SchedulerOptions:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     namespace: str = ""
+    outputs_apart: bool = False
     watermark: float = 0.03
     growth: float = 0.5
     lengths: str | LengthPredictor | type[LengthPredictor] = "learned"
