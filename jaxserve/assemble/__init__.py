@@ -232,7 +232,7 @@ def scheduler_options(config: Config) -> SchedulerOptions:
     return SchedulerOptions(
         chunked_prefill=sched.chunked_prefill,
         prefix_caching=config.cache.prefix_caching,
-        outputs_apart=config.attention.select != NONE,
+        sparse=config.attention.select != NONE,
         host_policy=config.cache.host_policy,
         host_tier=TierOptions(admission=config.cache.host_admission),
         store_wait_s=config.store.wait_s,

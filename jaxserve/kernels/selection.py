@@ -17,8 +17,8 @@ implementation's do not depend on the batch (`PagedAttention.row_invariant`).
 A token reads fewer pages if its request has generated it, and all if it is of the prompt, whatever the shape of the
 step is: a prompt's last chunk of one token is a prompt, and a preempted sequence's answer is computed again as it was.
 Summaries that a selector sees are those of full pages, and the least of some numbers does not depend on their order;
-so tokens depend neither on chunks nor on neighbours. Rejected drafts would widen summaries for good: steps with drafts
-are refused (`runtime.resolve`).
+so tokens depend neither on chunks nor on neighbours. Tokens that do not stay would widen a summary for good: steps with
+drafts are refused (`runtime.resolve`), and no page is copied before it is full (`SchedulerOptions.sparse`).
 """
 
 import dataclasses

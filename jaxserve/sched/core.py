@@ -87,7 +87,7 @@ class ContinuousScheduler:
         if slots.num_slots and options.prefix_caching:
             tier = HostTier(slots, create_tier_policy(options.host_policy, options.host_tier))
         self.memory = SequenceMemory(
-            limits, max_chunk, options.prefix_caching, options.namespace, tier, outputs_apart=options.outputs_apart
+            limits, max_chunk, options.prefix_caching, options.namespace, tier, sparse=options.sparse
         )
         self._clock = clock
         self._queue = WaitingQueue(policy)

@@ -62,7 +62,7 @@ class SequenceMemory:
     """Mutated only by the scheduler that made it. It alone writes `tables`, `chain` and `blocks` of a sequence.
 
     `max_chunk`: tokens of a prompt that a step may feed at most. `tier`: where pages go that the device gives up.
-    `outputs_apart`: see `SchedulerOptions`.
+    `sparse`: see `SchedulerOptions`.
 
     Attributes:
       num_queried_tokens, num_hit_tokens: of sequences that were placed, and those of them that were found.
@@ -79,7 +79,7 @@ class SequenceMemory:
         namespace: str = "",
         tier: HostTier | None = None,
         *,
-        outputs_apart: bool = False,
+        sparse: bool = False,
     ) -> None:
         self.pool = PagePool(limits.num_pages)
         self.page_size = limits.page_size
@@ -94,7 +94,7 @@ class SequenceMemory:
         self.num_loaded_tokens = 0
         self.num_refused_tokens = 0
         self._max_chunk = max_chunk
-        self._outputs_apart = outputs_apart
+        self._sparse = sparse
         self._windowed = [at for at, group in enumerate(self.groups) if group.window is not None]
         self._num_promised = 0
 
@@ -109,7 +109,7 @@ class SequenceMemory:
         """The best way to place `seq` now: as a fork of `parent`, through the prefix cache, or from nothing."""
         num_columns = -(-len(seq.tokens) // self.page_size)
         # The last prompt position is fed again, since a fork draws its own first token from its logits.
-        if parent is not None and self._can_share(parent, seq.prompt_len - 1):
+        if parent is not None and not self._sparse and self._can_share(parent, seq.prompt_len - 1):
             start = seq.prompt_len - 1
             end, offset = divmod(start, self.page_size)
             return Placement(
@@ -449,7 +449,7 @@ class SequenceMemory:
         """The contents of the pages of `seq`, computed once for as long as it lives."""
         if seq.blocks is None:
             content = seq.request.content
-            if self._outputs_apart:  # tokens from the end of the prompt on have other keys and values than a prompt's
+            if self._sparse:  # tokens from the end of the prompt on have other keys and values than a prompt's
                 content = (*content, ContentSpan(seq.prompt_len, NEVER, _GENERATED))
             seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, content)
         return seq.blocks
