@@ -31,6 +31,7 @@ from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.hosts import checkpoint_digest
+from jaxserve.kernels.selection import NONE
 from jaxserve.models import (
     LoadedModel,
     PlannedModel,
@@ -241,6 +242,7 @@ def scheduler_options(config: Config) -> SchedulerOptions:
     return SchedulerOptions(
         chunked_prefill=sched.chunked_prefill,
         prefix_caching=config.cache.prefix_caching,
+        sparse=config.attention.select != NONE,
         host_policy=config.cache.host_policy,
         host_tier=TierOptions(admission=config.cache.host_admission),
         store_wait_s=config.store.wait_s,
@@ -387,6 +389,8 @@ def _namespace(config: Config, loaded: LoadedModel) -> str:
     drafts = config.speculation
     if drafts.method not in DRAFTERS.names():  # a head or model, whose keys and values are part of a page
         pages += f" beside those of {drafts.method} {drafts.model}"
+    if config.attention.select != NONE:  # keys and values of generated tokens follow from what these attended to
+        pages += f", generated with {config.attention.select} of {config.attention.pages} pages"
     return f"checkpoint of {checkpoint} {read}, {weights} in {loaded.dtype}, {codes}, pages in {pages}"
 
 

@@ -257,6 +257,22 @@ class KernelsConfig(Section):
     )
 
 
+class AttentionConfig(Section):
+    """Sparse attention: generated tokens read some pages of their context, and so are not those of the whole model."""
+
+    select: str = pydantic.Field(
+        default="none",
+        description="What chooses the pages that decode steps read: none (all), quest, entry point, or "
+        "'package.module:Name'. Anything but none is lossy: tokens differ from those of all pages.",
+    )
+    pages: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Pages of cache.page_size tokens that a key/value head reads for a token, the newest included; "
+        "quest needs it.",
+    )
+
+
 class ParallelConfig(Section):
     """The cut of a model over devices, and its replicas."""
 
@@ -671,6 +687,7 @@ class Config(Section):
     sched: SchedConfig = SchedConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     kernels: KernelsConfig = KernelsConfig()
+    attention: AttentionConfig = AttentionConfig()
     parallel: ParallelConfig = ParallelConfig()
     hosts: HostsConfig = HostsConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -59,6 +59,8 @@ class AttentionBatch:
         are before the windows of all tokens of a row.
       page_size: tokens of a page (static).
       decode_only: every row has at most one token, and token t belongs to row t (static).
+      prompt_lens: tokens of each row's request before those that it has generated, for implementations that choose
+        pages (`PagedAttention.selects`); None for all others.
     """
 
     positions: Int[Array, " T"]
@@ -68,6 +70,7 @@ class AttentionBatch:
     block_tables: Int[Array, "R P"]
     page_size: int = dataclasses.field(metadata={"static": True})
     decode_only: bool = dataclasses.field(metadata={"static": True})
+    prompt_lens: Int[Array, " R"] | None = None
 
 
 # The cache of one layer: any pytree of arrays, page axis first and head axis second in every leaf.
@@ -181,6 +184,7 @@ class PagedAttention:
     included. `row_invariant`: a row's numbers have the same bits in every batch, step shape and cut of its prompt, on
     all that the implementation runs on (tested, not hoped). `host_pages`: the layout of its pages; None: it is not
     written down, and only the same implementation can use them.
+    `selects`: generated tokens see some pages alone (`selection`), so that their numbers follow from which they are.
     """
 
     name: str
@@ -192,3 +196,4 @@ class PagedAttention:
     prepare: Callable[[AttentionUse], object] = lambda use: None
     row_invariant: bool = False
     host_pages: HostPages | None = None
+    selects: bool = False

@@ -17,8 +17,9 @@ def attention_batches(
     layout: Layout,
     page_size: int,
     groups: Sequence[PageGroup],
+    prompt_lens: Int[Array, " R"] | None,
 ) -> tuple[AttentionBatch, ...]:
-    """The rows of a step of one round, as the layers of each group need them."""
+    """The rows of a step of one round, as the layers of each group need them. `prompt_lens`: see `AttentionBatch`."""
     batch = AttentionBatch(
         positions=inputs.positions,
         token_rows=inputs.token_rows,
@@ -27,6 +28,7 @@ def attention_batches(
         block_tables=block_tables,
         page_size=page_size,
         decode_only=layout.bucket.decode_only,
+        prompt_lens=prompt_lens,
     )
     return group_batches(batch, inputs.rows, block_tables, layout.max_rows, groups)
 

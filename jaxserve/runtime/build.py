@@ -24,6 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.ops import MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.selection import single_head, with_selector
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
 from jaxserve.progress import Progress, Quiet
@@ -78,6 +79,7 @@ from jaxserve.runtime.resolve import (
     choose_grouped_matmul,
     draft_uses,
     matmul_uses,
+    resolve_selector,
     resolve_sizes,
 )
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
@@ -152,8 +154,13 @@ def build_runners(
     grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
     models = [converted(planned, matmul, grouped) for planned in models]
     shapes = [planned.shapes for planned in models]
-    uses = (*attention_uses(partition.local, sizes, dtype), *draft_uses(sizes, partition.devices, dtype))
-    attention = choose(PAGED_ATTENTION, config, uses, device)
+    selector, uses = resolve_selector(config, sizes.page_size), attention_uses(partition.local, sizes, dtype)
+    heads = () if selector is None else tuple(map(single_head, uses))
+    drafts = draft_uses(sizes, partition.devices, dtype)
+    attention = choose(PAGED_ATTENTION, config, (*uses, *heads, *drafts), device)
+    sources = (attention.attend, *(() if selector is None else (type(selector),)))
+    if selector is not None:
+        attention = with_selector(attention, selector, uses)
     products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
     say(describe_invariance(sizes.backend, attention, products))
     if config.runtime.batch_invariant:
@@ -178,7 +185,7 @@ def build_runners(
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
-    kernels = (attention.attend, *(product.convert for product in products.values()))
+    kernels = (*sources, *(product.convert for product in products.values()))
     stores = not hooks.one_of_many and all(fn.__module__.startswith("jaxserve.") for fn in kernels)
     if directory is not None and not stores:
         use_compile_cache(directory)

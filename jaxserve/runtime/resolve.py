@@ -20,6 +20,7 @@ from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import GROUPED_MATMUL
 from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
+from jaxserve.kernels.selection import NONE, Selector, SelectorOptions, find_selector
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.layers import attention_use
 from jaxserve.models.partition import Partition
@@ -69,6 +70,17 @@ def draft_uses(sizes: Sizes, devices: int, dtype: np.dtype) -> tuple[AttentionUs
         attention_use(local, layer, page_size=sizes.page_size, query_dtype=dtype, cache_dtype=dtype)
         for layer in local.layers
     )
+
+
+def resolve_selector(config: Config, page_size: int) -> Selector | None:
+    """What chooses the pages of decode steps; None where they read all. Raises ConfigError."""
+    asked = config.attention
+    if asked.select != NONE and config.speculation.method != "none":
+        raise ConfigError(
+            f"attention.select is {asked.select!r} and speculation.method {config.speculation.method!r}, but rejected "
+            "drafts would widen the summaries of pages, and tokens would depend on drafts; leave one of them out"
+        )
+    return find_selector(asked.select, SelectorOptions(num_pages=asked.pages, page_size=page_size))
 
 
 def grouped_uses(partition: Partition, dtype: np.dtype, kept: Mapping[Path, Kept]) -> tuple[GroupedMatmulUse, ...]:

@@ -111,14 +111,15 @@ def make_step(
         model = nnx.merge(graphdef, weights)
         block_tables = state.block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
         length = state.length.at[inputs.rows].set(inputs.context_lens)
-        batches = attention_batches(inputs, block_tables, layout, page_size, groups)
+        # Dynamic rope scaling is stretched for this length; and tokens behind it are those that may choose pages.
+        prompt_lens = inputs.params[:, Field.PROMPT_LEN]
+        lens = prompt_lens if attention.selects else None
+        batches = attention_batches(inputs, block_tables, layout, page_size, groups, lens)
         begin = carried
         if model.is_first:
             last_token = carried if state.sampling is None else state.sampling.last_token
             assert last_token is not None, "a first stage that does not sample takes the last tokens from the last"
             begin = _input_tokens(inputs, layout, last_token)
-        # The length that dynamic rope scaling is stretched for; other scalings do not use it.
-        prompt_lens = inputs.params[:, Field.PROMPT_LEN]
         hidden, caches, taps = model.with_taps(
             begin,
             state.caches,

@@ -69,7 +69,9 @@ class ContinuousScheduler:
         slots, tier = limits.slots, None
         if slots.num_slots and options.prefix_caching:
             tier = HostTier(slots, create_tier_policy(options.host_policy, options.host_tier))
-        self.memory = SequenceMemory(limits, max_chunk, options.prefix_caching, options.namespace, tier)
+        self.memory = SequenceMemory(
+            limits, max_chunk, options.prefix_caching, options.namespace, tier, sparse=options.sparse
+        )
         self._clock = clock
         self._queue = WaitingQueue(policy)
         self._groups: dict[str, Group] = {}

@@ -19,7 +19,7 @@ import itertools
 import logging
 from collections.abc import Iterable
 
-from jaxserve.content import Blocks
+from jaxserve.content import Blocks, ContentSpan
 from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.pages import PagePool
@@ -29,6 +29,8 @@ from jaxserve.sched.refill import Estimates, RefillCosts
 from jaxserve.sched.state import NEVER, BlockTable, PendingLoad, Sequence
 
 logger = logging.getLogger(__name__)
+
+_GENERATED = b"generated"  # beside the token ids of blocks with such tokens, where they lie apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class SequenceMemory:
     """Mutated only by the scheduler that made it. It alone writes `tables`, `chain` and `blocks` of a sequence.
 
     `max_chunk`: tokens of a prompt that a step may feed at most. `tier`: where pages go that the device gives up.
+    `sparse`: see `SchedulerOptions`.
 
     Attributes:
       num_queried_tokens, num_hit_tokens: of sequences that were placed, and those of them that were found.
@@ -76,6 +79,8 @@ class SequenceMemory:
         prefix_caching: bool,
         namespace: str = "",
         tier: HostTier | None = None,
+        *,
+        sparse: bool = False,
     ) -> None:
         self.pool = PagePool(limits.num_pages)
         self.page_size = limits.page_size
@@ -90,6 +95,7 @@ class SequenceMemory:
         self.num_loaded_tokens = 0
         self.num_refused_tokens = 0
         self._max_chunk = max_chunk
+        self._sparse = sparse
         self._windowed = [at for at, group in enumerate(self.groups) if group.window is not None]
         self._num_promised = 0
 
@@ -104,7 +110,7 @@ class SequenceMemory:
         """The best way to place `seq` now: as a fork of `parent`, through the prefix cache, or from nothing."""
         num_columns = -(-len(seq.tokens) // self.page_size)
         # The last prompt position is fed again, since a fork draws its own first token from its logits.
-        if parent is not None and self._can_share(parent, seq.prompt_len - 1):
+        if parent is not None and not self._sparse and self._can_share(parent, seq.prompt_len - 1):
             start = seq.prompt_len - 1
             end, offset = divmod(start, self.page_size)
             return Placement(
@@ -455,5 +461,8 @@ class SequenceMemory:
     def blocks_of(self, prefix: PrefixCache, seq: Sequence) -> Blocks:
         """The contents of the pages of `seq`, computed once for as long as it lives."""
         if seq.blocks is None:
-            seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, seq.request.content)
+            content = seq.request.content
+            if self._sparse:  # tokens from the end of the prompt on have other keys and values than a prompt's
+                content = (*content, ContentSpan(seq.prompt_len, NEVER, _GENERATED))
+            seq.blocks = prefix.blocks(seq.request.cache_salt, seq.tokens, content)
         return seq.blocks

@@ -21,6 +21,9 @@ class SchedulerOptions:
       chunked_prefill: cut prompts to fill steps; False runs each prompt in one piece.
       prefix_caching: share pages of equal prompt beginnings.
       namespace: of the keys of pages: all that keys and values follow from beside the content, such as the checkpoint.
+      sparse: generated tokens attend to some pages alone. Their keys and values are not those of a prompt of the same
+        tokens, so pages with them are shared only where the prompts before them end at the same place; and no page is
+        copied that is not full, since what summarises its keys would cover tokens of another sequence.
       watermark: share of all pages that an admission leaves free, beside the growth that is foreseen.
       growth: how much of the foreseen growth of running sequences an admission leaves room for; 0: none, 1: all.
       lengths: predictor of the length of outputs: a name (see `lengths.LENGTHS`), a path, or a predictor.
@@ -41,6 +44,7 @@ class SchedulerOptions:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     namespace: str = ""
+    sparse: bool = False
     watermark: float = 0.03
     growth: float = 0.5
     lengths: str | LengthPredictor | type[LengthPredictor] = "learned"

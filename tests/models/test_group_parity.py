@@ -119,7 +119,7 @@ def step(graphdef, groups: PageGroups, layout: Layout, weights, arrays, buffer, 
     tables = tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
     length = length.at[inputs.rows].set(inputs.context_lens)
     decoder = nnx.merge(graphdef, weights)
-    batches = attention_batches(inputs, tables, layout, PAGE, groups.groups)
+    batches = attention_batches(inputs, tables, layout, PAGE, groups.groups, None)
     hidden, caches = decoder(tokens, caches, batches, groups.places(range(len(decoder.layers))), XLA_ATTENTION)
     return decoder.logits(hidden), (caches, tables, length)
 

@@ -106,7 +106,7 @@ def test_groups_read_their_own_tables_from_where_their_windows_begin() -> None:
     for plan, bucket in ((decode, Bucket(4, 4, True)), (mixed, Bucket(8, 5, False))):
         inputs = _roundtrip(plan, bucket, num_groups=len(groups))
         layout = Layout.of(bucket, max_rows=MAX_ROWS, num_params=3, page_size=4, num_groups=len(groups))
-        batches = attention_batches(inputs, jax.numpy.asarray(tables), layout, 4, groups)
+        batches = attention_batches(inputs, jax.numpy.asarray(tables), layout, 4, groups, None)
         for number, (group, batch) in enumerate(zip(groups, batches, strict=True)):
             for line, row in enumerate(inputs.rows.tolist()[: plan.num_rows]):
                 lasts = 4 * np.arange(columns) + 3  # the position of the last token of each column

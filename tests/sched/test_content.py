@@ -20,9 +20,10 @@ PICTURE = 7  # the id of a placeholder
 class World:
     """A scheduler on a fake device. `hashed`: what was hashed so far."""
 
-    def __init__(self, namespace: str = "") -> None:
+    def __init__(self, namespace: str = "", *, sparse: bool = False) -> None:
         limits = make_limits(page_size=4, token_buckets=(8,), max_rows=2)
-        scheduler = create_scheduler("fcfs", limits, options=SchedulerOptions(namespace=namespace))
+        options = SchedulerOptions(namespace=namespace, sparse=sparse)
+        scheduler = create_scheduler("fcfs", limits, options=options)
         assert isinstance(scheduler, ContinuousScheduler)
         assert scheduler.memory.prefix is not None
         self.prefix = scheduler.memory.prefix
@@ -38,9 +39,9 @@ class World:
 
     def ask(self, request: Request) -> int:
         """Runs the request; returns how many tokens of its prompt were cached."""
-        prompt = drive(self._scheduler, self._runner, [request])[request.request_id, 0].prompt
-        assert prompt is not None
-        return prompt.num_cached_tokens
+        self.last = drive(self._scheduler, self._runner, [request])[request.request_id, 0]
+        assert self.last.prompt is not None
+        return self.last.prompt.num_cached_tokens
 
     @property
     def keys(self) -> list[bytes]:
@@ -130,6 +131,25 @@ def test_what_is_verified_is_what_the_key_covers() -> None:
     assert world.ask(with_pictures("a", cat, length=6)) == 0
     assert world.ask(with_pictures("b", dog, length=6)) == 0
     assert world.ask(with_pictures("c", cat, length=6)) == 4
+
+
+def test_with_sparse_attention_pages_of_an_answer_are_no_pages_of_a_prompt() -> None:
+    for sparse, hits in ((False, 12), (True, 4)):
+        world = World(sparse=sparse)
+        prompt = [*range(6)]
+        assert world.ask(make_request("a", prompt, 7)) == 0
+        answer = world.last.token_ids
+        assert world.ask(make_request("b", [*prompt, *answer], 1)) == hits, "block 1 begins in the prompt"
+        assert world.ask(make_request("c", [*prompt, 99], 1)) == 4
+    parts = [(ContentSpan(end, 1 << 62, b"generated"),) for end in (6, 7, 12)]
+    keys = []
+    for spans in parts:
+        blocks = Blocks(root_key("", "", "4 tokens"), 4, range(12), spans)
+        for _ in range(3):
+            blocks.extend()
+        keys.append(blocks.keys)
+    assert keys[0][0] == keys[1][0] == keys[2][0], "a page of the prompt"
+    assert len({each[1] for each in keys}) == 3 and len({each[2] for each in keys}) == 3
 
 
 def test_a_block_is_hashed_once_in_the_life_of_a_sequence() -> None:

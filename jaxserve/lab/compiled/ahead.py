@@ -19,6 +19,7 @@ from jaxserve.kernels.grouped_matmul import GroupedMatmul
 from jaxserve.kernels.matmul import Matmul
 from jaxserve.kernels.ops import GROUPED_MATMUL, MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
+from jaxserve.kernels.selection import single_head, with_selector
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 from jaxserve.models.cache_scales import with_cache
 from jaxserve.models.decoder_config import DecoderConfig
@@ -29,7 +30,14 @@ from jaxserve.runtime.compile import Compiled, compile_all
 from jaxserve.runtime.convert_weights import Forms
 from jaxserve.runtime.executables import AbstractStage, Sizes, head_of, make_jobs
 from jaxserve.runtime.mesh import abstract_meshes, layer_ranges, make_meshes
-from jaxserve.runtime.resolve import attention_uses, draft_uses, grouped_uses, matmul_uses, resolve_sizes
+from jaxserve.runtime.resolve import (
+    attention_uses,
+    draft_uses,
+    grouped_uses,
+    matmul_uses,
+    resolve_selector,
+    resolve_sizes,
+)
 
 Keep = Callable[[Partition, str], Mapping[Path, Kept]]  # which parameters of a model cut so are codes on a backend
 
@@ -76,14 +84,15 @@ def place_ahead(
     sizes = resolve_sizes(config, model, weights_dtype, device.backend)
     model = with_cache(model, sizes.cache_dtype.name)  # scales have no place in plans but their bytes
     partition = Partition.of(model, config.parallel.tensor, config.parallel.expert)
+    selector, uses = resolve_selector(config, sizes.page_size), attention_uses(partition.local, sizes, weights_dtype)
+    heads = () if selector is None else tuple(map(single_head, uses))
     attention = PAGED_ATTENTION.resolve(
         device=device,
         choice=config.kernels.paged_attention,
-        uses=(
-            *attention_uses(partition.local, sizes, weights_dtype),
-            *draft_uses(sizes, partition.devices, weights_dtype),
-        ),
+        uses=(*uses, *heads, *draft_uses(sizes, partition.devices, weights_dtype)),
     )
+    if selector is not None:
+        attention = with_selector(attention, selector, uses)
     kept = keep(partition, device.backend)
     uses = grouped_uses(partition, weights_dtype, kept)
     choice = config.kernels.grouped_matmul
