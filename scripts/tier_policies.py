@@ -109,29 +109,54 @@ def chain_of(shape: Shape, block: int) -> Chain:
     return keys
 
 
+class Tier:
+    """A tier of `capacity` blocks whose pages nothing holds. `written`: blocks that it took in anew."""
+
+    def __init__(self, policy: TierPolicy, capacity: int) -> None:
+        self.keys: set[bytes] = set()
+        self.written = 0
+        self._policy = policy
+        self._capacity = capacity
+
+    def offer(self, key: bytes) -> None:
+        """A block that the tier may have already."""
+        if key in self.keys:
+            self._policy.touch(key)
+        elif self._policy.admit(key):
+            while len(self.keys) >= self._capacity:
+                gone = self._policy.victim(key)
+                assert gone is not None, "nothing is held here"
+                self.keys.remove(gone)
+            self._policy.insert(key)
+            self.keys.add(key)
+            self.written += 1
+
+
 def run_alone(policy: TierPolicy, chains: Sequence[Chain], capacity: int) -> Outcome:
     """A tier of `capacity` blocks that is offered every block of every prompt."""
-    asked = hits = written = 0
+    tier = Tier(policy, capacity)
+    asked = hits = 0
     for chain in chains:
         asked += len(chain)
-        hits += _found(chain, policy.__contains__)
-        there = [key in policy for key in chain]
+        hits += _found(chain, tier.keys.__contains__)
+        there = [key in tier.keys for key in chain]
         for key, is_there in reversed(list(zip(chain, there, strict=True))):
             if is_there:  # before anything is taken in, or the chain's end would drive out its beginning
                 policy.touch(key)
         for key, is_there in reversed(list(zip(chain, there, strict=True))):
             if not is_there:
-                written += _offer(policy, key, capacity)
-    return Outcome(asked, hits, written)
+                tier.offer(key)
+    return Outcome(asked, hits, tier.written)
 
 
 def run_behind(policy: TierPolicy, chains: Sequence[Chain], capacity: int, device_blocks: int) -> Outcome:
     """A tier that is offered what a device of `device_blocks` gives up, least recently used first."""
     device: OrderedDict[bytes, None] = OrderedDict()
-    asked = hits = written = 0
+    tier = Tier(policy, capacity)
+    asked = hits = 0
     for chain in chains:
         asked += len(chain)
-        usable = _found(chain, lambda key: key in device or key in policy)
+        usable = _found(chain, lambda key: key in device or key in tier.keys)
         from_tier = [key for key in chain[:usable] if key not in device]
         hits += len(from_tier)
         for key in reversed(from_tier):
@@ -141,8 +166,8 @@ def run_behind(policy: TierPolicy, chains: Sequence[Chain], capacity: int, devic
             device.move_to_end(key)
         while len(device) > device_blocks:
             key, _ = device.popitem(last=False)
-            written += _offer(policy, key, capacity)
-    return Outcome(asked, hits, written)
+            tier.offer(key)
+    return Outcome(asked, hits, tier.written)
 
 
 def belady(chains: Sequence[Chain], capacity: int) -> Outcome:
@@ -175,19 +200,6 @@ def belady(chains: Sequence[Chain], capacity: int) -> Outcome:
 
 def _found(chain: Chain, is_kept: Callable[[bytes], bool]) -> int:
     return next((place for place, key in enumerate(chain) if not is_kept(key)), len(chain))
-
-
-def _offer(policy: TierPolicy, key: bytes, capacity: int) -> bool:
-    """Whether the tier took the block in anew."""
-    if key in policy:
-        policy.touch(key)
-        return False
-    if not policy.admit(key):
-        return False
-    while len(policy) >= capacity:
-        assert policy.victim(key) is not None, "nothing is held here"
-    policy.insert(key)
-    return True
 
 
 def _policy(name: str, admission: str) -> TierPolicy:

@@ -243,7 +243,10 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         ttft_target_s=sched.ttft_target_s,
         tpot_target_s=sched.tpot_target_s,
         speculation=SpeculationOptions(
-            width=config.speculation.width, rounds=config.speculation.rounds, adaptive=config.speculation.adaptive
+            width=config.speculation.width,
+            rounds=config.speculation.rounds,
+            adaptive=config.speculation.adaptive,
+            device_drafts=config.speculation.method not in ("none", "grammar"),
         ),
     )
 

@@ -208,8 +208,8 @@ class SpeculationConfig(Section):
     )
     adaptive: bool = pydantic.Field(
         default=True,
-        description="Choose width and rounds of each step by the times of the shapes and by how many drafts were right "
-        "so far, one token included; false: always the largest.",
+        description="Choose width and rounds of each step, one token included, by the times of the shapes and by how "
+        "many drafts were right so far; false: the shape that would draw most, were all drafts right.",
     )
     window: int = pydantic.Field(
         default=4096, ge=1, description="Latest tokens of each sequence that are kept to look drafts up."

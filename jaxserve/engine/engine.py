@@ -277,8 +277,10 @@ class Engine:
         live.end_late(self._turned_s)
         self._take_buckets()
         begun_s = stats.start_turn()
-        self._masks.foresee(scheduler, self._runner.limits)
-        plan = self._masks.put(scheduler.schedule(), live.by_id) if launch else None
+        plan = None
+        if launch:
+            self._masks.foresee(scheduler, self._runner.limits, live.by_id)
+            plan = self._masks.put(scheduler.schedule(), live.by_id)
         planned_s = stats.note_plan(plan, live.by_id)
         launched = None
         if plan is not None:

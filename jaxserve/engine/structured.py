@@ -109,16 +109,21 @@ class RowMasks:
         self._limits: Limits | None = None
         self._most_drafts = 0
 
-    def foresee(self, scheduler: Scheduler, limits: Limits) -> None:
+    def foresee(self, scheduler: Scheduler, limits: Limits, live: Mapping[str, Matched]) -> None:
         """Makes drafts for the rows that drew tokens since, and tells the scheduler how many. Before each plan.
 
-        The time is bounded: a row has fewer drafts than the widest step, and its masks are made once it is planned.
+        Until that plan a row has the place of its former request, whose id may be that of another one by now. The time
+        is bounded: a row has fewer drafts than the widest step, and its masks are made once it is planned.
         """
         if not self._places or not isinstance(scheduler, TakesDrafts):
             return
         if limits is not self._limits:
             self._limits, self._most_drafts = limits, max(bucket.width for bucket in limits.buckets) - 1
         for place in self._places.values() if self._most_drafts else ():
+            found = live.get(place.request_id)
+            matchers = () if found is None else found.matchers
+            if place.index >= len(matchers) or matchers[place.index] is not place.matcher:
+                continue
             if place.foresee(self._most_drafts):
                 scheduler.note_drafts(place.request_id, place.index, len(place.drafts))
 

@@ -170,7 +170,8 @@ def build_runners(
     memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas))
     agreed = hooks.agree({"pages": memory.num_pages, "slots": memory.limits.slots.num_slots})
     memory = memory.with_numbers(agreed["pages"], agreed["slots"])
-    check_host_memory(config.cache.host_bytes)
+    shared = len(_local_devices(replicas)) * memory.held_bytes if sizes.backend == "cpu" else 0
+    check_host_memory(config.cache.host_bytes, shared)
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
@@ -407,10 +408,14 @@ def _executables(
 def _total_bytes(replicas: Sequence[Sequence[Mesh]]) -> int:
     """Bytes that a device has for everything, weights included: the least that one has where each has its own, an equal
     share of the one memory that all CPU devices have."""
-    devices = [device for meshes in replicas for mesh in meshes for device in mesh.local_devices]
+    devices = _local_devices(replicas)
     if backend_of(devices[0]) == "cpu":
         return device_memory_bytes(devices[0]) // len(devices)
     return min(map(device_memory_bytes, devices))
+
+
+def _local_devices(replicas: Sequence[Sequence[Mesh]]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    return [device for meshes in replicas for mesh in meshes for device in mesh.local_devices]
 
 
 def _num_devices_here(mesh: Mesh | AbstractMesh) -> int:

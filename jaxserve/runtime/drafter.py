@@ -16,7 +16,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.drafts.config import HeadConfig
 from jaxserve.models.sharding import Shards
-from jaxserve.runtime.drafting import DrafterState, DraftSizes, LearnsFromAnswers, TokenDrafter
+from jaxserve.runtime.drafting import DrafterState, DraftSizes, LearnsFromAnswers, Observer, TokenDrafter
 from jaxserve.runtime.row_state import SamplingState
 from jaxserve.runtime.sampling import choose_tokens
 
@@ -110,8 +110,8 @@ class Fed:
     drawn_at: Int[Array, " R"]
 
 
-class Drafter(Protocol):
-    """Makes drafts. A frozen value whose `repr` tells it from all others; its methods are traced into the steps.
+class Drafter(Observer, Protocol):
+    """Makes drafts. It observes the tokens that no step will feed, since they are in the pages already.
 
     `caches` are those of the model with the drafter's own behind them, one for each layer of `decoder`.
     """
@@ -139,22 +139,6 @@ class Drafter(Protocol):
     @property
     def learner(self) -> LearnsFromAnswers | None:
         """The part of it that keeps answers for sequences to come."""
-        ...
-
-    def init_state(self, sizes: DraftSizes) -> DrafterState:
-        """The arrays before the first step."""
-        ...
-
-    def observe(
-        self,
-        state: DrafterState,
-        rows: Int[Array, " M"],
-        positions: Int[Array, " M"],
-        tokens: Int[Array, " M"],
-        known: Bool[Array, " M"],
-    ) -> DrafterState:
-        """Tokens of device rows that no step will feed, since they are in the pages already; lines that are not `known`
-        mean nothing."""
         ...
 
     def propose(

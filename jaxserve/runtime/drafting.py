@@ -30,8 +30,9 @@ class DraftSizes:
     window: int
 
 
-class TokenDrafter(Protocol):
-    """Makes drafts of tokens alone. A frozen value whose `repr` tells it from all others; its methods are traced."""
+class Observer(Protocol):
+    """The part that all drafters have in common. A frozen value whose `repr` tells it from all others; its methods are
+    traced into the steps."""
 
     def init_state(self, sizes: DraftSizes) -> DrafterState:
         """The arrays before the first step."""
@@ -45,12 +46,17 @@ class TokenDrafter(Protocol):
         tokens: Int[Array, " M"],
         known: Bool[Array, " M"],
     ) -> DrafterState:
-        """Tokens of device rows became known: those of prompts as they are fed, others as they are drawn.
-
-        Each is told once, those of a row in the order of their positions, before `propose` is asked for what follows
-        them. Lines that are not `known` mean nothing.
-        """
+        """Tokens of device rows became known, those of a row in the order of their positions, and each once. Lines that
+        are not `known` mean nothing. A `TokenDrafter` is told all, a `Drafter` those that it sees in no `absorb`."""
         ...
+
+
+class TokenDrafter(Observer, Protocol):
+    """Makes drafts of tokens alone.
+
+    It observes tokens of prompts as they are fed and others as they are drawn, before `propose` is asked for what
+    follows them.
+    """
 
     def propose(
         self, state: DrafterState, rows: Int[Array, " R"], lengths: Int[Array, " R"], count: int

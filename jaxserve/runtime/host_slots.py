@@ -11,6 +11,7 @@ What JAX does with NumPy's memory decides the order of things (each point was me
     arguments after it has returned. So a load copies its slots into memory of its own, which is never written again.
 """
 
+import collections
 import dataclasses
 import queue
 import threading
@@ -104,34 +105,37 @@ class SlotBytes:
 
 
 class _Filling:
-    """The slots that are being filled. Shared by the two threads."""
+    """The pages on their way to each slot. Shared by the two threads.
+
+    A slot may have several: the scheduler may give it to another page while the one before is still on its way. One
+    thread copies them in the order of their saves, so the last one stays.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._slots: set[int] = set()
+        self._slots: collections.Counter[int] = collections.Counter()
         self._failure: BaseException | None = None
 
     def begin(self, slots: Sequence[int]) -> None:
         with self._changed:
             self._raise_failure()
-            assert not self._slots.intersection(slots), f"slots {slots} are filled twice at once"
             self._slots.update(slots)
 
     def end(self, slots: Sequence[int], failure: BaseException | None) -> None:
         with self._changed:
-            self._slots.difference_update(slots)
+            self._slots -= collections.Counter(slots)  # which leaves out the slots of no page
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def wait_for(self, slots: Sequence[int]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._slots.intersection(slots))
+            self._changed.wait_for(lambda: self._failure is not None or self._slots.keys().isdisjoint(slots))
             self._raise_failure()
 
     def count(self) -> int:
         with self._changed:
             self._raise_failure()
-            return len(self._slots)
+            return self._slots.total()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -67,6 +67,11 @@ class MemoryPlan:
         """Of all pages, the dummy page included."""
         return (self.num_pages + 1) * self.page_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """All that the device holds while no step runs."""
+        return self.weight_bytes + self.state_bytes + self.move_bytes + self.cache_bytes
+
     def with_numbers(self, num_pages: int, num_slots: int) -> "MemoryPlan":
         """This plan with other numbers of pages and of host slots."""
         slots = self.limits.slots._replace(num_slots=num_slots)
@@ -130,11 +135,12 @@ class MemoryPlan:
 
     def check_temporaries(self, measured_bytes: int) -> None:
         """Raises CapacityError when the compiled steps need more than is left beside weights and pages."""
-        left = self.total_bytes - self.weight_bytes - self.state_bytes - self.move_bytes - self.cache_bytes
+        left = self.total_bytes - self.held_bytes
         if measured_bytes > left:
             raise CapacityError(
                 f"the compiled step needs {measured_bytes / _GIB:.2f} GiB of temporaries, but weights and "
-                f"{self.num_pages} pages leave {left / _GIB:.2f} GiB; lower cache.num_pages or sched.max_step_tokens"
+                f"{self.num_pages} pages leave {left / _GIB:.2f} GiB{_moves(self.move_bytes)}; lower cache.num_pages "
+                "or sched.max_step_tokens"
             )
 
 
@@ -246,6 +252,7 @@ def plan_memory(
     `move_counts`: see `MemoryPlan`. Raises CapacityError when not even one page in each group fits.
     """
     move_bytes = (DRAINING_LAUNCHES + LOADING_LAUNCHES) * max(move_counts, default=0) * page_bytes
+    moves = _moves(move_bytes)
     least = len(limits.page_groups)
     needs = "a page" if least == 1 else f"a page in each of {least} groups of layers"
     budget = int(total_bytes * share.fraction)
@@ -257,8 +264,8 @@ def plan_memory(
         if needed > limit:
             raise CapacityError(
                 f"cache.num_pages = {num_pages} needs {needed / _GIB:.2f} GiB, but the device has "
-                f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}; lower cache.num_pages "
-                f"to {max(0, limit // page_bytes - 1)} or less"
+                f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}{moves}; lower "
+                f"cache.num_pages to {max(0, limit // page_bytes - 1)} or less"
             )
         if num_pages < least:
             raise CapacityError(
@@ -270,7 +277,8 @@ def plan_memory(
         if memory_bytes > limit:
             raise CapacityError(
                 f"cache.memory_bytes = {memory_bytes} ({memory_bytes / _GIB:.2f} GiB) does not fit: the device has "
-                f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}; {max(0, limit)} are left"
+                f"{total_bytes / _GIB:.2f} GiB and the weights take {weight_bytes / _GIB:.2f}{moves}; {max(0, limit)} "
+                "are left"
             )
         if num_pages < least:
             raise CapacityError(
@@ -293,7 +301,7 @@ def plan_memory(
             f"no room for KV pages of {page_bytes} bytes, of which a sequence needs {needs}, and padding one: "
             f"{share.fraction:.0%} of {total_bytes / _GIB:.2f} GiB leave {max(free, 0)} bytes beside "
             f"{weight_bytes / _GIB:.2f} GiB of weights and "
-            f"{temporary_bytes / _GIB:.2f} GiB of temporaries; raise cache.memory_fraction, or lower "
+            f"{temporary_bytes / _GIB:.2f} GiB of temporaries{moves}; raise cache.memory_fraction, or lower "
             "sched.max_step_tokens or sched.max_rows"
         )
     return MemoryPlan(
@@ -346,14 +354,32 @@ def plan_slots(cache: CacheConfig, page_bytes: int, num_replicas: int, move_coun
     )
 
 
-def check_host_memory(host_bytes: int) -> None:
-    """Raises CapacityError when this machine does not have so many bytes for host slots."""
+def _moves(move_bytes: int) -> str:
+    """The part of a message that says what launches of pages need, with host memory behind the device."""
+    if not move_bytes:
+        return ""
+    return f", beside {move_bytes / _GIB:.2f} GiB for pages on their way to and from host memory (cache.host_bytes)"
+
+
+def check_host_memory(host_bytes: int, device_bytes: int) -> None:
+    """Raises CapacityError when this machine does not have so many bytes for host slots.
+
+    `device_bytes`: what devices will hold in the same memory (`MemoryPlan.held_bytes`), nothing of which is there yet;
+    0 where they have memory of their own.
+    """
     available = available_bytes()
-    if host_bytes > available:
+    if not host_bytes or host_bytes + device_bytes <= available:
+        return
+    left = f"{available / _GIB:.2f} GiB of memory that this machine has left"
+    if device_bytes:
         raise CapacityError(
-            f"cache.host_bytes = {host_bytes} ({host_bytes / _GIB:.2f} GiB) is more than the {available / _GIB:.2f} "
-            "GiB of memory that this machine has left; lower it"
+            f"cache.host_bytes = {host_bytes} ({host_bytes / _GIB:.2f} GiB) and the {device_bytes / _GIB:.2f} GiB of "
+            f"weights and pages, which a CPU has in the same memory, are more than the {left}; lower cache.host_bytes "
+            "or cache.num_pages"
         )
+    raise CapacityError(
+        f"cache.host_bytes = {host_bytes} ({host_bytes / _GIB:.2f} GiB) is more than the {left}; lower it"
+    )
 
 
 def _on_grid(num_pages: int) -> int:

@@ -96,7 +96,8 @@ class TakesDrafts(Protocol):
     def note_drafts(self, request_id: str, index: int, count: int) -> None:
         """There are drafts of the next `count` tokens of a sequence with a grammar, all of whose tokens are committed.
 
-        Called between two steps, from the scheduler's thread. Unknown sequences are ignored.
+        Called between two steps, from the scheduler's thread. Sequences that are unknown or have no grammar are
+        ignored.
         """
         ...
 

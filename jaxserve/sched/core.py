@@ -26,17 +26,16 @@ Overlap. `schedule` may run while one step is in flight, whose tokens are unknow
 import collections
 import itertools
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.base import MayWait
 from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len
 from jaxserve.sched.draft import Draft, Flight, row_setup
 from jaxserve.sched.headroom import Headroom
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.lengths import create_lengths
+from jaxserve.sched.loading import Loader
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
@@ -48,23 +47,6 @@ from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
 from jaxserve.sched.tier_policy import create_tier_policy
 
 RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
-
-
-class Loader(Protocol):
-    """What brings pages of waiting sequences from a store, see `loading.Loader`."""
-
-    @property
-    def writing(self) -> Collection[int]: ...
-
-    def begin(self, seq: Sequence) -> None: ...
-
-    def holds_back(self, seq: Sequence) -> bool: ...
-
-    def forget(self, seq: Sequence) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def write(self, plan: StepPlan) -> None: ...
 
 
 class ContinuousScheduler:
@@ -100,6 +82,7 @@ class ContinuousScheduler:
         self._headroom = Headroom(self.memory, options, self._lengths)
         self._speculator = Speculator(options.speculation, limits, clock)
         self._loader: Loader | None = None
+        self._held_back = False  # the first in the queue waits for the loader, said the last `schedule`
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -142,13 +125,13 @@ class ContinuousScheduler:
         """See `TakesDrafts`."""
         group = self._groups.get(request_id)
         seq = None if group is None else group.live.get(index)
-        if seq is not None:
-            assert seq.stepwise, seq
+        if seq is not None and seq.stepwise:
             seq.num_drafts = count
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
         assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
+        self._held_back = False
         if self._loader is not None:
             self._loader.poll()
         draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
@@ -375,11 +358,12 @@ class ContinuousScheduler:
         if seq is None or seq.ready_after > self._last_committed:
             return False
         if self._loader is not None and self._loader.holds_back(seq):
+            self._held_back = True
             return False
         if running and self._blocked == (seq, running.num_left):
             return False  # no sequence has left since: do not match a long prompt again at every step
         if not self.policy.may_admit(seq, list(running)):
-            if not running and not self._flights and not isinstance(self, MayWait):
+            if not running and not self._flights:
                 raise broken_rule(
                     self.policy, "may_admit", f"it refuses {seq.request_id!r} while nothing runs, so nothing ever would"
                 )
@@ -492,7 +476,7 @@ class ContinuousScheduler:
             return ()
         row_tokens: list[int] = []
         for seq in decoding:
-            wanted = seq.room(width, rounds)
+            wanted = self._speculator.room(seq, width, rounds)
             while seq.num_fed + wanted > seq.next_page_at and self.memory.pool.num_available >= len(seq.tables):
                 draft.grants += self.memory.grow(seq)
             row_tokens.append(min(wanted, seq.next_page_at - seq.num_fed))
@@ -534,7 +518,7 @@ class ContinuousScheduler:
             self._loader.write(plan)
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         self.memory.costs.note_commit(
-            self._clock(), num_prompt_tokens, plan.num_tokens, len(plan.loads), bool(self._flights)
+            self._clock(), num_prompt_tokens, plan.num_tokens, len(plan.loads), bool(self._flights), plan.rounds
         )
 
     def _learn(self, flight: Flight, result: StepResult) -> None:

@@ -8,7 +8,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry, check_complete
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
-from jaxserve.sched.loading import LoadingScheduler, SlotStore
+from jaxserve.sched.loading import SlotStore
+from jaxserve.sched.loading_scheduler import LoadingScheduler
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits
 from jaxserve.sched.policy import Policy
@@ -52,7 +53,8 @@ def create_scheduler(
       store: where host slots are filled from and written to; only for policies, and a device with such slots.
 
     Raises:
-      ConfigError: nothing has this name, or what was found is no scheduler or policy.
+      ConfigError: nothing has this name, or what was found is no scheduler or policy; or `store` is given without
+        slots, without a prefix cache or with another scheduler.
       CapacityError: the buckets cannot hold all rows.
     """
     if options is None:
@@ -62,6 +64,12 @@ def create_scheduler(
         found = found(options)
     if isinstance(found, Policy):
         if store is not None:
+            if not limits.slots.num_slots or not options.prefix_caching:
+                raise ConfigError(
+                    f"a store of pages is given, with {limits.slots.num_slots} slots of host memory and prefix_caching "
+                    f"{options.prefix_caching}, but it fills slots, whose pages the prefix cache finds; set "
+                    "cache.host_bytes and cache.prefix_caching, or leave the store out"
+                )
             return LoadingScheduler(limits, found, options, clock, store)
         return ContinuousScheduler(limits, found, options, clock)
     if store is not None:

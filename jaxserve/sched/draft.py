@@ -96,7 +96,7 @@ class Draft:
         count = len(seq.loads) if self.num_rows == 0 else min(len(seq.loads), self.loads_left)
         if count:
             self.loads.append((seq, count))
-            self.loads_left -= count
+            self.loads_left = max(0, self.loads_left - count)
         return count == len(seq.loads)
 
     def drop(self, seq: Sequence) -> None:

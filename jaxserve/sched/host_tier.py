@@ -5,28 +5,19 @@ cache's entry then names the slot, and a later placement has the slot's content 
 sequence takes the same way as a new prompt: there is no second path for swapping. The bytes come back as they were
 written, so a token never depends on whether its context was loaded, kept or computed again.
 
-Nothing here waits. Without a slot, or with too many pages on their way to their slots, a page is not saved, which costs
-a recomputation later. Which content stays is up to a `TierPolicy`; reference counts of slots are in `slots`, the
-choice between loading and computing in `refill`, entries in `prefix`.
+The scheduler waits for no slot: without one, or with too many pages on their way to their slots, a page is not saved,
+which costs a recomputation later. (The thread that dispatches may wait, for a page that it loads while that page is
+still on its way to its slot.) Which content stays is up to a `TierPolicy`; reference counts of slots are in `slots`,
+the choice between loading and computing in `refill`, entries in `entry`.
 """
 
 import collections
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
+from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.plan import HostSlots, PageLoad, PageSave, StepPlan
 from jaxserve.sched.slots import SlotPool
 from jaxserve.sched.tier_policy import TierPolicy
-
-NO_SLOT = -1
-
-
-class SlotEntry(Protocol):
-    """What the tier keeps: a block of a prefix, with a page and a slot in each group of layers, or 0 and NO_SLOT."""
-
-    key: bytes
-    page_ids: list[int]
-    slots: list[int]
 
 
 class HostTier:
@@ -39,19 +30,20 @@ class HostTier:
       num_skipped: pages that were lost since no slot was free, or too many were on their way to one.
       num_declined: pages that the policy did not take in.
       saves_early: full pages are saved as soon as there is room, and not only when the device gives them up: for a
-        store that is to have them after this process.
+        store that is to have them after this process. They are not offered to the policy before the device gives them
+        up, or each would be seen twice; while it is strict, they take free slots alone.
     """
 
     def __init__(self, limits: HostSlots, policy: TierPolicy) -> None:
         assert limits.num_slots > 0 and limits.max_draining > 0 and limits.max_loads > 0, limits
         self.limits = limits
-        self.on_drop: Callable[[SlotEntry, int], None] = lambda entry, at: None
+        self.on_drop: Callable[[PageEntry, int], None] = lambda entry, at: None
         self.num_saved = self.num_loaded = self.num_skipped = self.num_declined = 0
         self.saves_early = False
-        self._offers: collections.deque[tuple[SlotEntry, int]] = collections.deque(maxlen=limits.num_slots)
+        self._offers: collections.deque[tuple[PageEntry, int]] = collections.deque(maxlen=limits.num_slots)
         self._slots = SlotPool(limits.num_slots)
         self._policy = policy
-        self._owners: dict[int, tuple[SlotEntry, int]] = {}
+        self._owners: dict[int, tuple[PageEntry, int]] = {}
         self._slot_of: dict[bytes, int] = {}  # by the policy's key
         self._saves: list[PageSave] = []  # for the next plan
         # Pages on their way when the last result was read, and pages of each plan since.
@@ -69,12 +61,12 @@ class HostTier:
         num_draining = self._num_draining + sum(self._in_flight) + len(self._saves)
         return num_draining < self.limits.max_draining
 
-    def has(self, entry: SlotEntry, at: int) -> bool:
+    def has(self, entry: PageEntry, at: int) -> bool:
         """Whether the page of group `at` can be loaded."""
         slot = entry.slots[at]
         return slot != NO_SLOT and self._slots.is_ready(slot)
 
-    def save(self, entry: SlotEntry, at: int, page_id: int) -> None:
+    def save(self, entry: PageEntry, at: int, page_id: int) -> None:
         """The next plan saves `page_id`, which holds the content of `entry` in group `at`, if there is room for it."""
         assert entry.slots[at] == NO_SLOT, entry.slots
         key = _key(entry, at)
@@ -90,27 +82,34 @@ class HostTier:
         else:
             self.num_skipped += 1
 
-    def offer(self, entry: SlotEntry, at: int) -> None:
+    def offer(self, entry: PageEntry, at: int) -> None:
         """A page of the device has got its content in the plan that is being made, or before. See `saves_early`."""
         self._offers.append((entry, at))
 
-    def begin_fill(self, entry: SlotEntry, at: int) -> bool:
-        """Gives `entry` a slot that something else than a plan fills. False when none is free, or half are being
-        filled: saves need slots, too."""
-        return 2 * self._slots.num_filling < self.limits.num_slots and self._take_slot(entry, at)
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a page can be taken in without giving up another."""
+        return self._slots.num_used < self.limits.num_slots
 
-    def end_fill(self, entry: SlotEntry, at: int, ok: bool) -> None:
+    def begin_fill(self, entry: PageEntry, at: int, may_evict: bool) -> bool:
+        """Gives `entry` a slot that something else than a plan fills: a free one, or with `may_evict` that of another
+        page. False when there is none, or half are being filled: saves need slots, too."""
+        if 2 * self._slots.num_filling >= self.limits.num_slots or not (may_evict or self.has_free_slot):
+            return False
+        return self._take_slot(entry, at)
+
+    def end_fill(self, entry: PageEntry, at: int, ok: bool) -> None:
         """The fill has ended; without its page the slot is free again, and the entry may be forgotten."""
         self._slots.ready(entry.slots[at])
         if not ok:
             self.forget(entry, at)
             self.on_drop(entry, at)
 
-    def owner(self, slot: int) -> tuple[SlotEntry, int]:
+    def owner(self, slot: int) -> tuple[PageEntry, int]:
         """The entry whose page the slot holds, and its group."""
         return self._owners[slot]
 
-    def _take_slot(self, entry: SlotEntry, at: int) -> bool:
+    def _take_slot(self, entry: PageEntry, at: int) -> bool:
         key = _key(entry, at)
         slot = self._slots.allocate()
         if slot is None and self._drop_one(key):
@@ -123,19 +122,22 @@ class HostTier:
         entry.slots[at] = slot
         return True
 
-    def pin(self, entry: SlotEntry, at: int) -> int:
+    def pin(self, entry: PageEntry, at: int) -> int:
         """The slot of `entry` in group `at`, which stays as it is until `unpin`."""
         slot = entry.slots[at]
         self._slots.pin(slot)
-        self._policy.touch(_key(entry, at))
         return slot
+
+    def touch(self, entry: PageEntry, at: int) -> None:
+        """The page of group `at` was found here and is used: the policy hears of it."""
+        self._policy.touch(_key(entry, at))
 
     def unpin(self, slots: Iterable[int]) -> None:
         """One reader fewer of each."""
         for slot in slots:
             self._slots.unpin(slot)
 
-    def forget(self, entry: SlotEntry, at: int) -> None:
+    def forget(self, entry: PageEntry, at: int) -> None:
         """The content of the slot is of no use to anybody, and nothing reads it."""
         key = _key(entry, at)
         self._policy.remove(key)
@@ -143,7 +145,7 @@ class HostTier:
 
     def take_saves(self) -> tuple[PageSave, ...]:
         """What the plan that is now complete must save. Offers of this plan come after: their pages are not written."""
-        while self._offers and self.has_room:
+        while self._offers and self.has_room and (self.has_free_slot or not self._policy.strict):
             entry, at = self._offers.popleft()
             if (page_id := entry.page_ids[at]) and entry.slots[at] == NO_SLOT:
                 if not self._take_slot(entry, at):
@@ -182,7 +184,7 @@ class HostTier:
         self.on_drop(entry, at)
         return True
 
-    def _give_up(self, key: bytes) -> tuple[SlotEntry, int]:
+    def _give_up(self, key: bytes) -> tuple[PageEntry, int]:
         slot = self._slot_of.pop(key)
         entry, at = self._owners.pop(slot)
         entry.slots[at] = NO_SLOT
@@ -190,6 +192,6 @@ class HostTier:
         return entry, at
 
 
-def _key(entry: SlotEntry, at: int) -> bytes:
+def _key(entry: PageEntry, at: int) -> bytes:
     """The policy's key: a block has a page in each group of layers, and each has a slot of its own."""
     return entry.key + at.to_bytes(2, "little")

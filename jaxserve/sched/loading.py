@@ -5,6 +5,9 @@ threads of the store fill slots, and plans move slots to pages, as they do for p
 for its fills no longer than computing the tokens would take, and no longer than `SchedulerOptions.store_wait_s`; then
 it is placed with what there is. What the device saved is written to the store behind the back of all.
 
+Fills take free slots. Those of other pages they take for the first few blocks alone, and for the rest once these have
+come: a prompt that no store has must not cost pages that are of use.
+
 The keys of a store are chained like those of the prefix cache, with 256 bits, since pages from a store are found by
 their key alone: nothing else of them could be compared that is not forged with it.
 """
@@ -14,16 +17,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from jaxserve.sched.core import ContinuousScheduler
-from jaxserve.sched.host_tier import NO_SLOT, HostTier
+from jaxserve.sched.entry import NO_SLOT, PageEntry
+from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.memory import SequenceMemory
-from jaxserve.sched.options import SchedulerOptions
-from jaxserve.sched.plan import Limits, StepPlan
-from jaxserve.sched.policy import Policy
-from jaxserve.sched.prefix import PageEntry
+from jaxserve.sched.plan import StepPlan
 from jaxserve.sched.state import Sequence
 
 _BLOCK = hashlib.blake2b(digest_size=32, person=b"jaxserve page 1")
+_TRIAL_BLOCKS = 4  # of a sequence may take the slots of other pages before the store has shown that it has anything
 _LEAST_WAIT_S = 0.02  # even a store in memory needs a thread's turn
 
 
@@ -68,13 +69,14 @@ class SlotStore(Protocol):
 
 
 class _Wait:
-    """What a waiting sequence waits for. Mutated by `Loader`."""
+    """What a waiting sequence waits for. Mutated by `Loader`. `more`: it lacks pages that it had no slots for."""
 
-    __slots__ = ("places", "until_s")
+    __slots__ = ("more", "places", "until_s")
 
-    def __init__(self, places: list[tuple[PageEntry, int]], until_s: float) -> None:
+    def __init__(self, places: list[tuple[PageEntry, int]], until_s: float, more: bool) -> None:
         self.places = places
         self.until_s = until_s
+        self.more = more
 
 
 class Loader:
@@ -103,7 +105,16 @@ class Loader:
 
     def begin(self, seq: Sequence) -> None:
         """`seq` enters the queue: what it lacks is asked of the store, as far as there are slots."""
-        if seq.needs_whole_prompt:
+        if not seq.needs_whole_prompt:
+            self._ask(seq, None, _TRIAL_BLOCKS)
+
+    def _ask(self, seq: Sequence, until_s: float | None, evicting: int) -> None:
+        """Asks the store for pages that `seq` lacks; the first `evicting` blocks may take the slots of other pages.
+
+        `until_s`: when it stops to wait, if that has been said.
+        """
+        now_s = self._clock()
+        if until_s is not None and until_s <= now_s:
             return
         prefix, size = self._prefix, self._memory.page_size
         blocks = self._memory.blocks_of(prefix, seq)
@@ -113,15 +124,22 @@ class Loader:
         firsts = [group.first_column(num_blocks * size, size) for group in self._memory.groups]
         places: list[tuple[PageEntry, int]] = []
         asked: list[tuple[PageEntry, int]] = []
+        # A fill may take the slot of another page, but not of one that the sequence itself will load.
+        pinned = [self._tier.pin(e, at) for e in chain for at in range(len(firsts)) if self._tier.has(e, at)]
+        more = False
         for number in range(len(chain), num_blocks):
             entry = prefix.expect(parent, blocks, number)
             if entry is None:
                 break
             for at, first in enumerate(firsts):
-                if number < first or entry.page_ids[at] or self._tier.has(entry, at):
+                if self._tier.has(entry, at):
+                    pinned.append(self._tier.pin(entry, at))
+                    continue
+                if number < first or entry.page_ids[at]:
                     continue
                 if entry.slots[at] == NO_SLOT:
-                    if not self._tier.begin_fill(entry, at):
+                    if not self._tier.begin_fill(entry, at, number < len(chain) + evicting):
+                        more = True
                         break
                     asked.append((entry, at))
                 places.append((entry, at))
@@ -131,21 +149,23 @@ class Loader:
             prefix.prune(entry)
             break
         prefix.prune(parent)
+        self._tier.unpin(pinned)
         if not places:
             return
-        now_s = self._clock()
-        num_tokens = len(seq.tokens) - len(chain) * size
-        compute_s = self._memory.costs.token_s * num_tokens
-        wait_s = min(self._wait_s, max(_LEAST_WAIT_S, compute_s)) if compute_s else self._wait_s
+        if until_s is None:
+            num_tokens = len(seq.tokens) - len(chain) * size
+            compute_s = self._memory.costs.token_s * num_tokens
+            wait_s = min(self._wait_s, max(_LEAST_WAIT_S, compute_s)) if compute_s else self._wait_s
+            until_s = now_s + wait_s
         if asked:
             keys = [StoreKey(seq.request.cache_salt, store_key(entry, at)) for entry, at in asked]
-            ticket = self._store.fill(keys, [entry.slots[at] for entry, at in asked], wait_s)
+            ticket = self._store.fill(keys, [entry.slots[at] for entry, at in asked], until_s - now_s)
             if ticket is None:
                 for entry, at in reversed(asked):
                     self._tier.end_fill(entry, at, False)
                 return
             self._fills[ticket] = asked
-        self._waits[seq] = _Wait(places, now_s + wait_s)
+        self._waits[seq] = _Wait(places, until_s, more)
 
     def holds_back(self, seq: Sequence) -> bool:
         """Whether `seq` still waits for pages that may be there soon."""
@@ -183,12 +203,21 @@ class Loader:
             num_ok = sum(event.ok)
             self.num_filled += num_ok
             self.num_missed += len(places) - num_ok
+            if num_ok == len(places):
+                self._ask_for_more(places)
+
+    def _ask_for_more(self, places: list[tuple[PageEntry, int]]) -> None:
+        """The store has all these: whoever waits for them asks for what it had no slots for, while there is time."""
+        come = set(places)
+        for seq, wait in [*self._waits.items()]:
+            if wait.more and come.intersection(wait.places):
+                wait.more = False
+                self._ask(seq, wait.until_s, len(seq.tokens))
 
     def write(self, plan: StepPlan) -> None:
         """The saves of the plan have run: their slots go to the store."""
         for save in plan.saves:
             entry, at = self._tier.owner(save.slot)
-            assert isinstance(entry, PageEntry)
             if self._store.write(StoreKey(self._prefix.salt_of(entry), store_key(entry, at)), save.slot):
                 self._tier.pin(entry, at)
                 self.writing.add(save.slot)
@@ -213,25 +242,3 @@ def _chained(entry: PageEntry) -> bytes:
         later.wide_key = key.digest()
         entry = later
     return entry.wide_key or entry.key
-
-
-class LoadingScheduler(ContinuousScheduler):
-    """A `ContinuousScheduler` whose sequences may wait for a store. A `sched.base.MayWait`."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        policy: Policy,
-        options: SchedulerOptions,
-        clock: Callable[[], float],
-        store: SlotStore,
-    ) -> None:
-        super().__init__(limits, policy, options, clock)
-        assert self.memory.tier is not None, "a store fills slots of host memory, and there are none"
-        self.memory.tier.saves_early = True
-        self.loader = self._loader = Loader(store, self.memory, self.memory.tier, options.store_wait_s, clock)
-
-    def waits(self) -> bool:
-        """See `MayWait`."""
-        first = self._queue.first()
-        return first is not None and self.loader.holds_back(first)

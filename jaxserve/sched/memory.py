@@ -20,10 +20,11 @@ import logging
 from collections.abc import Iterable
 
 from jaxserve.content import Blocks
+from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import DUMMY_PAGE, Limits, PageCopy, PageGrant, PageLoad
-from jaxserve.sched.prefix import PageEntry, PrefixCache
+from jaxserve.sched.prefix import PrefixCache
 from jaxserve.sched.refill import Estimates, RefillCosts
 from jaxserve.sched.state import NEVER, BlockTable, PendingLoad, Sequence
 
@@ -261,8 +262,10 @@ class SequenceMemory:
         slots: list[int] = []
         if absent:
             assert self.tier is not None, placement
+            slots = [self.tier.pin(placement.chain[column], at) for at, column in absent]
             # The end of a chain is of no use without its beginning, so that is touched last.
-            slots = [self.tier.pin(placement.chain[column], at) for at, column in reversed(absent)][::-1]
+            for at, column in reversed(absent):
+                self.tier.touch(placement.chain[column], at)
         seq.tables = tuple(BlockTable(num_shared - len(pages), pages) for pages in placement.shared)
         seq.loads = [
             PendingLoad(placement.chain[column], at, slot, self._allocate_at(seq, at, column))

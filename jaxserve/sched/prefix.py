@@ -16,49 +16,10 @@ import weakref
 from collections.abc import Sequence
 
 from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key
-from jaxserve.sched.host_tier import NO_SLOT, HostTier, SlotEntry
+from jaxserve.sched.entry import NO_SLOT, PageEntry
+from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
-
-
-class PageEntry:
-    """One full block that can be found, with a page in each group that still has it. Mutated only by `PrefixCache`.
-
-    Attributes:
-      page_ids: the page of each group; 0 where the group's page was evicted or never recorded.
-      slots: the host slot of each group, or NO_SLOT. Written by `HostTier`.
-      num_children: entries whose parent it is. An entry without pages or slots stays as long as it has children, since
-        the way to them leads through it: a group with a window finds the end of a sequence whose beginning is gone.
-      alive: whether the cache still knows it.
-      wide_key: for stores, see `loading`; empty until it is asked for.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "alive",
-        "content",
-        "key",
-        "num_children",
-        "page_ids",
-        "parent",
-        "slots",
-        "wide_key",
-    )
-
-    def __init__(self, key: bytes, parent: "PageEntry | None", content: bytes, num_groups: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.content = content
-        self.page_ids = [DUMMY_PAGE] * num_groups
-        self.slots = [NO_SLOT] * num_groups
-        self.num_children = 0
-        self.alive = True
-        self.wide_key = b""
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing of the block is left."""
-        return not any(self.page_ids) and all(slot == NO_SLOT for slot in self.slots)
 
 
 class PrefixCache:
@@ -214,9 +175,8 @@ class PrefixCache:
         entry.page_ids[at] = DUMMY_PAGE
         self.prune(entry)
 
-    def _drop(self, entry: SlotEntry, at: int) -> None:
+    def _drop(self, entry: PageEntry, at: int) -> None:
         """The host tier has given up a slot of the entry."""
-        assert isinstance(entry, PageEntry)
         self.prune(entry)
 
     def prune(self, entry: PageEntry) -> None:

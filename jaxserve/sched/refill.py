@@ -1,8 +1,9 @@
 """Two ways to refill pages: the time to load one from a host slot, and the time to compute its tokens again.
 
-Both are learned from the times of steps. A step that loads nothing says what a token costs; a step that loads says, by
-what it took beyond its tokens, what a page costs. Each estimate is a ratio of two sums (seconds over tokens, or over
-pages) that forget with time, so a long step weighs more than a short one.
+Both are learned from the times of steps with tokens of prompts. Such a step that loads nothing says what a token costs;
+one that loads says, by what it took beyond its tokens, what a page costs. However few its tokens, a step takes no less
+than one that decodes alone, since both read all weights: that time is not the pages' either. Each estimate is a ratio
+of two sums (seconds over tokens, or over pages) that forget with time, so a long step weighs more than a short one.
 
 Loading is linear in pages, and so is computing but for attention over long contexts, which makes it dearer than what is
 counted here. Other requests also pay for a computed token, and not for a loaded page. Both errors prefer computing,
@@ -31,6 +32,7 @@ class RefillCosts:
         self._first_s = load_ms / 1000
         self._page_s, self._pages = self._first_s * _FIRST_PAGES, _FIRST_PAGES if load_ms else 0.0
         self._token_s, self._tokens = 0.0, 0.0
+        self._decode_s, self._decodes = 0.0, 0.0  # rounds that decode alone
         self._committed_s = 0.0
         self._steady = False
 
@@ -58,18 +60,23 @@ class RefillCosts:
             self._page_s = self._pages * (self._first_s + (self.page_s - self._first_s) * _FORGIVE)
 
     def note_commit(
-        self, now_s: float, num_prompt_tokens: int, num_tokens: int, num_loads: int, has_next: bool
+        self, now_s: float, num_prompt_tokens: int, num_tokens: int, num_loads: int, has_next: bool, rounds: int = 1
     ) -> None:
-        """A step has been committed. `has_next`: the device has the next step already, so that the time until that one
-        is committed is what it costs."""
+        """A step of so many rounds has been committed. `has_next`: the device has the next step already, so that the
+        time until that one is committed is what it costs."""
         elapsed_s, steady = now_s - self._committed_s, self._steady
         self._committed_s, self._steady = now_s, has_next
         if not steady or num_tokens == 0 or elapsed_s <= 0:  # 0: a clock that stood still
             return
-        if num_loads == 0:
-            if num_prompt_tokens:  # a step that decodes alone reads weights for few tokens
-                self._token_s = self._token_s * _KEEP + elapsed_s
-                self._tokens = self._tokens * _KEEP + num_tokens
+        if num_prompt_tokens == 0:
+            if num_loads == 0:
+                self._decode_s = self._decode_s * _KEEP + elapsed_s
+                self._decodes = self._decodes * _KEEP + rounds
+        elif num_loads == 0:
+            self._token_s = self._token_s * _KEEP + elapsed_s
+            self._tokens = self._tokens * _KEEP + num_tokens
         elif self._tokens:
-            self._page_s = self._page_s * _KEEP + max(0.0, elapsed_s - num_tokens * self.token_s)
+            decode_s = self._decode_s / self._decodes if self._decodes else 0.0
+            step_s = max(decode_s, num_tokens * self.token_s)
+            self._page_s = self._page_s * _KEEP + max(0.0, elapsed_s - step_s)
             self._pages = self._pages * _KEEP + num_loads

@@ -4,8 +4,8 @@ A slot is a buffer of host memory that holds one page. Which content it holds is
 the runner: the pool knows a slot by its number alone, so it serves real memory, the fake runner and the simulator.
 
 Every slot is exactly one of: free; filling (a plan saves a page into it, whose result has not been read, or a store
-fills it); ready. A
-ready slot may be pinned: a sequence will load it, or a plan in flight does, so its content may not be replaced.
+fills it); ready. A ready slot may be pinned: a sequence will load it, a plan in flight does, it is being written to a
+store, or a walk along its prefix is under way. Its content may then not be replaced.
 """
 
 
@@ -38,7 +38,7 @@ class SlotPool:
         return slot
 
     def ready(self, slot: int) -> None:
-        """The plan that saves into the slot has run."""
+        """The plan that saves into the slot has run, or the fill has ended."""
         self._filling.remove(slot)
 
     def is_ready(self, slot: int) -> bool:
@@ -64,7 +64,7 @@ class SlotPool:
         assert not self.is_held(slot), f"slot {slot} is given up while something reads or fills it"
         self._free.append(slot)
 
-    def check(self, used: "set[int]", num_pins: "dict[int, int]") -> None:
+    def check(self, used: set[int], num_pins: dict[int, int]) -> None:
         """Proves the counts, given the slots that hold something and the readers of each."""
         free = set(self._free)
         assert len(free) == len(self._free), f"slots twice in the free list: {sorted(self._free)}"

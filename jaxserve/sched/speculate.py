@@ -34,11 +34,13 @@ class SpeculationOptions:
     Attributes:
       width, rounds: the most of each that a step may have.
       adaptive: choose by cost; False takes as much of both as the rows have room for.
+      device_drafts: the device makes drafts; False where only rows with a grammar have any, which the host makes.
     """
 
     width: int = 8
     rounds: int = 64
     adaptive: bool = True
+    device_drafts: bool = True
 
     def __post_init__(self) -> None:
         for name in ("width", "rounds"):
@@ -119,21 +121,34 @@ class Speculator:
     def choose(self, decoding: Seq[Sequence]) -> tuple[int, int]:
         """Width and rounds of a step of these rows. No shape has more than one of the others has room for."""
         offered = self.offered(len(decoding))
-        room = {shape: sum(seq.room(*shape) for seq in decoding) for shape in offered}
+        room = {shape: self._room(decoding, shape) for shape in offered}
         possible = {shape: self._tokens_per_ms(shape, decoding) for shape in offered}
         if not self._options.adaptive or any(speed == 0.0 for speed in possible.values()):
             return max(offered, key=lambda shape: (room[shape], -shape[0] * shape[1], shape))
         best = max(offered, key=lambda shape: possible[shape] * (_STICKY if shape == self._last else 1.0))
         if best[0] == 1:
             self._num_plain += 1
-            wider = [shape for shape in offered if shape[0] > 1 and room[shape] > len(decoding)]
-            if self._num_plain >= _EXPLORE and wider:
-                self._num_plain = 0
-                return min(wider)
+            if self._num_plain >= _EXPLORE:
+                # A shape that has room for no draft would teach nothing.
+                wider = [shape for shape in offered if room[shape] > self._room(decoding, (1, shape[1]))]
+                if wider:
+                    self._num_plain = 0
+                    return min(wider)
         else:
             self._num_plain = 0
         self._last = best
         return best
+
+    def room(self, seq: Sequence, width: int, rounds: int) -> int:
+        """Tokens that `seq` could draw in a step of this shape, were all drafts right that it may have."""
+        return seq.room(self._width_of(seq, width), rounds)
+
+    def _width_of(self, seq: Sequence, width: int) -> int:
+        """Tokens of `seq` in a round: one where nobody makes drafts for it."""
+        return width if seq.stepwise or self._options.device_drafts else 1
+
+    def _room(self, rows: Seq[Sequence], shape: tuple[int, int]) -> int:
+        return sum(self.room(seq, *shape) for seq in rows)
 
     def _tokens_per_ms(self, shape: tuple[int, int], rows: Seq[Sequence]) -> float:
         """0 where nobody knows its time."""
@@ -148,6 +163,7 @@ class Speculator:
 
     def _tokens_of(self, seq: Sequence, width: int, rounds: int) -> float:
         """Tokens that a step of this shape draws for `seq`, on average."""
+        width = self._width_of(seq, width)
         room = seq.room(width, rounds)
         own, all_, product, tokens = self._of_sequence.get(seq), self._all[seq.stepwise], 1.0, 1.0
         for place in range(min(width, room) - 1):

@@ -13,7 +13,9 @@ _EVERY = 64  # offers between two medians
 
 
 class Admission(abc.ABC):
-    """Mutated by the policy that owns it."""
+    """Mutated by the policy that owns it. `strict`: whether a page is refused at first sight just now."""
+
+    strict = False
 
     @abc.abstractmethod
     def admit(self, key: bytes) -> bool:
@@ -50,13 +52,9 @@ class SecondSight(Admission):
     reuse, both times the rate of offers: no clock is read, so none can jump.
 
     A reuse after more offers than there are ghost keys is not seen as one, and counts for neither side.
-
-    Attributes:
-      strict: whether a page is refused at first sight just now.
     """
 
     def __init__(self, *, ghost_keys: int) -> None:
-        self.strict = False
         self._ghost_keys = ghost_keys
         self._capacity: int | None = None
         self._num_offers = 0

@@ -19,9 +19,6 @@ class Lru(TierPolicy):
     def __len__(self) -> int:
         return len(self._order)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._order
-
     def insert(self, key: bytes) -> None:
         assert key not in self._order
         self._order[key] = None
@@ -70,9 +67,6 @@ class AgeingLfu(TierPolicy):
 
     def __len__(self) -> int:
         return len(self._uses)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._uses
 
     def insert(self, key: bytes) -> None:
         assert key not in self._uses
@@ -144,11 +138,8 @@ class Arc(TierPolicy):
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._once or key in self._again
-
     def insert(self, key: bytes) -> None:
-        assert key not in self
+        assert key not in self._once and key not in self._again
         self._adapt(key)
         self._adapted = None
         if key in self._once_gone or key in self._again_gone:
@@ -223,11 +214,8 @@ class S3Fifo(TierPolicy):
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._small or key in self._main
-
     def insert(self, key: bytes) -> None:
-        assert key not in self
+        assert key not in self._small and key not in self._main
         if key in self._gone:
             del self._gone[key]
             self._main[key] = 0

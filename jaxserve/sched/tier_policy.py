@@ -75,9 +75,10 @@ class TierPolicy(abc.ABC):
     def __len__(self) -> int:
         """Keys in the tier."""
 
-    @abc.abstractmethod
-    def __contains__(self, key: bytes) -> bool:
-        """Whether `key` is in the tier."""
+    @property
+    def strict(self) -> bool:
+        """Whether pages that are offered for the first time are refused just now. Asking is no offer."""
+        return self._admission.strict
 
     def admit(self, key: bytes) -> bool:
         """Whether a page that is not in the tier is worth its room. Asked once each time that the page is offered."""

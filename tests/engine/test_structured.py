@@ -58,6 +58,24 @@ class Parts:
         return next(u for u in self.updates[request_id] if u.index == index and u.finish_reason is not None)
 
 
+@pytest.mark.parametrize(
+    "again", [SamplingParams(max_tokens=12, seed=1), bound(regex="[ab]{2}c", seed=1)], ids=["free", "bound"]
+)
+def test_a_row_makes_no_drafts_for_another_request_of_its_id(again: SamplingParams) -> None:
+    """A row is freed by the next plan, and drafts are made before it."""
+    parts = Parts(mode="context", shapes=((4, 1),))
+    parts.submit("p", bound(regex="[ab]{20}"), request_id="x")
+    for _ in range(4):
+        parts.engine.step()
+    parts.engine.abort("x")
+    parts.submit("p", again, request_id="x")
+    parts.run()
+    alone = Parts(mode="context", shapes=((4, 1),))
+    alone.submit("p", again, request_id="x")
+    alone.run()
+    assert parts.text("x").endswith(alone.text("x")) and alone.text("x")
+
+
 def test_every_form_holds() -> None:
     parts = Parts()
     number = parts.submit("n", bound(regex="[0-9]{3}-x"))

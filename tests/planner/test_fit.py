@@ -125,6 +125,13 @@ def test_weights_are_those_that_a_server_loads(tmp_path, tensor):
 def test_pages_follow_the_cache_section(tmp_path):
     path = write_shape(tmp_path / "small")
     asked = make_plan(small_config(path, **{"cache.num_pages": 100}), "v5e:1", QUICK)
+    behind = {"cache.num_pages": 100, "cache.host_bytes": 1 << 34}
+    moving = make_plan(small_config(path, **behind), "v5e:1", QUICK).memory
+    assert moving.move_bytes == 4 * 16 * moving.page_bytes and asked.memory.move_bytes == 0
+    assert asked.memory.headroom_bytes - moving.headroom_bytes == moving.move_bytes
+    full = make_plan(small_config(path, **(behind | {"cache.num_pages": 1 << 30})), "v5e:1", QUICK).memory
+    wide = make_plan(small_config(path, **{"cache.num_pages": 1 << 30}), "v5e:1", QUICK).memory
+    assert wide.headroom_bytes - full.headroom_bytes == full.move_bytes, "also where the pages do not fit"
     assert asked.memory.num_pages == 100 and asked.memory.kv_bytes == 101 * asked.memory.page_bytes
     # 8 layers, keys and values of 4 heads of 128 numbers of 2 bytes
     assert asked.memory.page_bytes == 128 * 8 * 2 * 4 * 128 * 2

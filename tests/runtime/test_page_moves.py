@@ -1,6 +1,7 @@
 """Pages packed, kept in slots and unpacked: the same bytes, whatever a cache holds and however it is cut."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.sharding import MESH_AXES, TENSOR_PARALLEL, spec_for
+from jaxserve.runtime import host_slots
 from jaxserve.runtime.host_slots import SlotBytes, StagePages
 from jaxserve.runtime.mesh import on_mesh
 from jaxserve.runtime.page_moves import gather_pages, page_words, pages_of_launch, scatter_pages
@@ -33,7 +35,10 @@ def state_of(dtype: str) -> DeviceState:
         """All bit patterns, but for NaN in bfloat16, which XLA's CPU backend may replace by another NaN."""
         raw = rng.integers(0, 256, (PAGES, *shape, size), np.uint8)
         if dtype == "bfloat16":
-            raw[..., 1] &= 0xBF
+            # NaN has all bits of the exponent (seven of the high byte, one of the low), and one of the fraction.
+            high, low = raw[..., 1], raw[..., 0]
+            high[(high & 0x7F == 0x7F) & (low > 0x80)] &= 0xBF
+            raw[5].reshape(-1, 2)[0] = 0x80, 0x7F  # infinity, in a page that is moved
         return jax.lax.bitcast_convert_type(jnp.asarray(raw if size > 1 else raw[..., 0]), jnp.dtype(dtype))
 
     caches = tuple({"keys": pages(shape), "values": pages(shape)} for shape in SHAPES[dtype])
@@ -82,6 +87,31 @@ def test_pages_come_back_as_they_were(dtype: str, num_devices: int) -> None:
     [packed] = slots.staged([0], 1)
     state, _ = scatter(state, put([3]), packed)
     assert all(np.array_equal(new[3], old[2]) for old, new in zip(before, as_bytes(state), strict=True))
+
+
+def test_a_slot_that_is_saved_again_while_its_page_is_on_its_way_gets_the_later_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot is ready once the result of its plan is read, and may be given to another page at once."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    slots = SlotBytes(2, [StagePages(sharding=NamedSharding(mesh, BY_HEADS), words=3)])
+    first, later = jnp.full((2, 3), 1, jnp.uint32), jnp.full((1, 3), 2, jnp.uint32)
+    going, as_array = threading.Event(), np.asarray
+
+    def slow(array: jax.Array) -> np.ndarray:
+        assert going.wait(60)
+        return as_array(array)
+
+    monkeypatch.setattr(host_slots.np, "asarray", slow)
+    slots.save([0, 1], [first])
+    slots.save([1], [later])
+    assert slots.num_draining == 3
+    going.set()
+    slots.wait_for([0, 1])
+    monkeypatch.undo()
+    [staged] = slots.staged([0, 1], 2)
+    assert np.asarray(staged).tolist() == [[1, 1, 1], [2, 2, 2]]
+    assert slots.num_draining == 0
 
 
 def test_a_copy_that_fails_is_told_to_whoever_needs_the_page() -> None:

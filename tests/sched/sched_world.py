@@ -13,8 +13,8 @@ from jaxserve.api import FinishReason, Request, SamplingParams
 from jaxserve.errors import UserError
 from jaxserve.sched import InFlight, Limits, Policy, SchedulerOptions, Sequence, StepPlan, create_scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.plan import HostSlots
-from jaxserve.sched.prefix import PageEntry
 from jaxserve.sched.state import sequence_seed
 from jaxserve.sched.tier_policy import TierOptions
 from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_request
@@ -126,7 +126,7 @@ class World:
         admission: str = "always",
         store: Any = None,
     ) -> None:
-        """`store`: as in `test_loading`.
+        """`store`: as in `test_store_fills`.
 
         `accept`: as of `FakeRunner`. `any_shape`: each step has a random one of the shapes that are on offer."""
         self.clock = ManualClock()

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.sched import ContinuousScheduler, Limits, Policy, SchedulerOptions, create_scheduler, uses_priority
+from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.testing import make_limits
 
@@ -67,6 +68,14 @@ def test_a_policy_without_an_order_is_a_config_error() -> None:
 
     with pytest.raises(ConfigError, match="NoOrder lacks the method key"):
         create_scheduler(NoOrder, LIMITS)
+
+
+@pytest.mark.parametrize("change", [{"slots": HostSlots()}, {"prefix_caching": False}, {"policy": make_scheduler}])
+def test_a_store_needs_a_policy_slots_and_the_prefix_cache(change) -> None:
+    limits = make_limits(slots=change.get("slots", HostSlots(4, 4, 1)))
+    options = SchedulerOptions(prefix_caching=change.get("prefix_caching", True))
+    with pytest.raises(ConfigError, match="store"):
+        create_scheduler(change.get("policy", "fcfs"), limits, options=options, store=object())
 
 
 def test_a_policy_says_whether_it_reads_priorities() -> None:

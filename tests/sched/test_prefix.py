@@ -6,8 +6,9 @@ import pytest
 
 from jaxserve.content import Blocks
 from jaxserve.sched import SchedulerOptions, create_scheduler
+from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.pages import PagePool
-from jaxserve.sched.prefix import PageEntry, PrefixCache
+from jaxserve.sched.prefix import PrefixCache
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 

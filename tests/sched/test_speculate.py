@@ -151,6 +151,20 @@ def test_rows_with_a_grammar_count_the_drafts_that_there_are() -> None:
     assert speculator._tokens_of(bound, 4, 1) == 1.0
 
 
+def test_a_device_without_drafts_is_asked_for_none() -> None:
+    """Only rows with a grammar have drafts, which the host makes."""
+    free, bound = make_sequence("free"), make_sequence("bound", structured=True)
+    for adaptive in (True, False):
+        times = {PLAIN: 1.0, (4, 1): 1.1, (1, 2): 1.0, (4, 2): 1.1}
+        speculator, _ = make_speculator(times, rows=2, adaptive=adaptive, device_drafts=False)
+        assert {speculator.choose([free])[0] for _ in range(200)} == {1}, "nor is a wide step tried"
+        assert speculator.room(free, 4, 2) == 2
+        bound.num_drafts = 3
+        assert speculator.choose([bound])[0] == speculator.choose([free, bound])[0] == 4
+        bound.num_drafts = 0
+        assert speculator.choose([free, bound])[0] == 1
+
+
 def test_no_step_is_wider_than_its_rows_have_room_for() -> None:
     seq, bound = make_sequence(), make_sequence("bound", structured=True)
     fixed, _ = make_speculator({PLAIN: 1.0, (2, 1): 9.0, (4, 1): 9.0, (4, 3): 9.0}, rows=2, adaptive=False)

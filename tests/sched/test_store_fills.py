@@ -6,9 +6,12 @@ import random
 import pytest
 from sched_world import World, random_request
 
+from jaxserve.errors import PolicyError
 from jaxserve.sched import MayWait, SchedulerOptions, create_scheduler
-from jaxserve.sched.loading import Filled, LoadingScheduler, StoreKey, Written
+from jaxserve.sched.loading import Filled, StoreKey, Written
+from jaxserve.sched.loading_scheduler import LoadingScheduler
 from jaxserve.sched.plan import HostSlots
+from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.sched.tier_policy import TierOptions
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request
 
@@ -139,7 +142,7 @@ def test_after_the_deadline_the_prompt_is_computed_and_a_late_fill_does_no_harm(
     engine.scheduler.add(make_request("b", LONG, 9))
     assert engine.scheduler.schedule() is None and engine.scheduler.waits()
     engine.clock.advance(2.1)
-    assert not engine.scheduler.waits()
+    assert engine.scheduler.waits(), "the answer is about what `schedule` saw: it planned nothing"
     assert engine.step() and engine.scheduler.loader.num_late == 1
     assert len(engine.runner.plans[0].chunks[0].token_ids) == 8, "computed"
     engine.store.end_all()
@@ -188,6 +191,79 @@ def test_a_slot_that_is_written_to_the_store_is_not_given_up() -> None:
     slots = [slot for _, slot in engine.store.writes]
     assert len(slots) == len(set(slots)) == 3
     engine.store.end_all()
+
+
+def test_what_is_written_is_not_used_by_that() -> None:
+    engine = Engine(FakeStore())
+    used: list[bytes] = []
+    engine.scheduler.memory.tier._policy.touch = used.append
+    engine.scheduler.add(make_request("a", LONG, 4))
+    engine.run()
+    assert engine.store.writes and not used
+
+
+def full(store: FakeStore) -> Engine:
+    """An engine whose twelve slots have pages of other prompts."""
+    engine = Engine(store, SLOTS._replace(num_slots=12))
+    for number in range(4):
+        engine.scheduler.add(make_request(f"r{number}", [20 + number] * 9, 2))
+        engine.run()
+    store.end_all()
+    assert engine.step() is False and engine.scheduler.memory.tier.num_used == 12
+    return engine
+
+
+def test_fills_cost_few_pages_until_the_store_has_shown_that_it_has_any() -> None:
+    engine = full(first_server())
+    engine.scheduler.add(make_request("b", LONG, 1))
+    assert [len(slots) for _, slots in engine.store.fills.values()] == [4]
+    engine.store.end_all()
+    assert engine.scheduler.schedule() is None and engine.scheduler.waits()
+    assert [len(slots) for _, slots in engine.store.fills.values()] == [2]
+    engine.store.end_all()
+    engine.run()
+    assert engine.scheduler.memory.num_loaded_tokens == 12
+    unknown = full(FakeStore())
+    missed = unknown.scheduler.loader.num_missed
+    unknown.scheduler.add(make_request("b", LONG, 1))
+    unknown.run()
+    assert unknown.scheduler.loader.num_missed == missed + 4
+
+
+def test_fills_do_not_drive_out_the_beginning_of_their_own_prompt() -> None:
+    engine = Engine(first_server(), SLOTS._replace(num_slots=2))
+    engine.scheduler.add(make_request("a", LONG[:5], 2))
+    engine.run()
+    engine.store.end_all()
+    tier = engine.scheduler.memory.tier
+    owners = dict(tier._owners)
+    assert engine.step() is False and len(owners) == 2
+    engine.scheduler.add(make_request("b", LONG, 1))
+    assert tier._owners == owners and not engine.store.fills
+
+
+def test_early_saves_take_free_slots_alone_while_the_admission_is_strict() -> None:
+    for strict in (False, True):
+        engine = Engine(FakeStore(), SLOTS._replace(num_slots=3))
+        tier = engine.scheduler.memory.tier
+        tier._policy._admission.strict = strict
+        for number in range(2):
+            engine.scheduler.add(make_request(f"r{number}", [20 + number] * 7, 2))
+            engine.run()
+            engine.store.end_all()
+        assert {entry.content for entry, _ in tier._owners.values()} and tier.num_saved == (3 if strict else 6)
+
+
+def test_a_policy_that_refuses_all_has_broken_its_rule_with_a_store_too() -> None:
+    class Refuses(FcfsPolicy):
+        def may_admit(self, seq, running) -> bool:
+            return False
+
+    limits = make_limits(slots=SLOTS, page_size=2)
+    scheduler = create_scheduler(Refuses, limits, store=FakeStore())
+    scheduler.add(make_request("a", [1, 2], 1))
+    with pytest.raises(PolicyError, match="may_admit"):
+        scheduler.schedule()
 
 
 def test_random_worlds_with_a_store() -> None:

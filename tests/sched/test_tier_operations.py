@@ -67,6 +67,15 @@ def test_beside_other_rows_loads_keep_to_the_budget_and_the_row_is_set_up_with_t
     assert setups == [loading[-1]] and loading[-1].chunks[0].start == 12
 
 
+def test_a_long_load_in_a_step_of_its_own_leaves_none_for_others_in_it() -> None:
+    engine = Engine(SLOTS._replace(num_slots=40), num_pages=20)
+    other = [token + 20 for token in LONG]
+    for name, prompt in (("a", LONG), ("b", other), ("x", [45] * 39)):
+        engine.run(make_request(name, prompt, 1))
+    plans = engine.run(make_request("c", LONG, 9), make_request("d", other, 1))
+    assert [len(plan.loads) for plan in plans][:4] == [6, 2, 2, 2]
+
+
 def test_an_abort_between_loads_gives_all_back() -> None:
     engine = Engine(SLOTS._replace(num_slots=40), num_pages=13)
     engine.run(make_request("a", LONG, 1))
@@ -189,6 +198,27 @@ def test_estimates_follow_the_times_of_steps() -> None:
     costs.note_commit(now + 0.010, 90, 100, 0, False)  # nothing follows: idle for a while
     costs.note_commit(now + 100.0, 90, 100, 0, True)
     assert costs.token_s == pytest.approx(1e-4)
+
+
+def test_the_time_of_weights_is_not_that_of_loads() -> None:
+    """Rounds that decode take 5 ms, a page takes 2; a step that decodes and loads says nothing."""
+    costs = RefillCosts(load_ms=0.0)
+    now = 10.0
+    costs.note_commit(now, 0, 1, 0, True)
+
+    def step(ms: float, *counts: int) -> None:
+        nonlocal now
+        now += ms / 1000
+        costs.note_commit(now, *counts[:3], True, *counts[3:])
+
+    for _ in range(50):
+        step(10.0, 90, 100, 0)
+        step(4 * 5.0, 0, 3, 0, 4)
+        step(5.0 + 3 * 2.0, 0, 3, 3)
+    assert costs.page_s == 0.0
+    for _ in range(50):
+        step(5.0 + 4 * 2.0, 1, 3, 4)
+    assert costs.page_s == pytest.approx(0.002) and costs.token_s == pytest.approx(1e-4)
 
 
 def test_a_slow_load_is_forgiven() -> None:

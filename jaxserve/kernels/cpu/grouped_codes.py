@@ -24,17 +24,6 @@ from jaxserve.kernels.cpu.call import (
     take,
     words,
 )
-from jaxserve.kernels.cpu.code_call import (
-    BYTES,
-    FLOAT8,
-    FLOAT_ROWS,
-    HALVES,
-    INT16_ZEROS,
-    ROUNDED_ROWS,
-    begin_call,
-    multiply_item,
-    round_rows,
-)
 from jaxserve.kernels.cpu.scratch import BLOCK, CALL_WORDS, EXPERT_RUN_WORDS, MAX_WORKERS, WORDS
 from jaxserve.kernels.cpu.simd import bytes_of, c_function
 
@@ -46,7 +35,7 @@ assert _PANELS < CALL_WORDS
 @njit
 def _begin(frame: Any, shared: Any, kinds: Any) -> int:
     """Lists the experts that have rows, and clears the output of the rows that have no expert."""
-    begin_call(frame, shared, kinds)
+    dense.begin_call(frame, shared, kinds)
     x_kind, zeros_kind, _ = kinds
     rounded, zeros = bytes_of(x_kind) == 1, 0 if zeros_kind is None else 1
     given = integers(operand(frame, 3 + zeros), _SIZES + 2)
@@ -61,7 +50,7 @@ def _begin(frame: Any, shared: Any, kinds: Any) -> int:
         if size > 0:
             at = EXPERT_RUN_WORDS * count
             runs[at], runs[at + 1], runs[at + 2], runs[at + 3] = expert, row, size, items
-            items += (panels + 1) // 2 if size == 1 else panels  # as `multiply_item` takes them
+            items += (panels + 1) // 2 if size == 1 else panels  # as `dense.multiply_item` takes them
             count += 1
             row += size
     shared[_HIT] = count
@@ -92,13 +81,13 @@ def _item(shared: Any, own: Any, index: int, worker: int, kinds: Any) -> None:
     own[dense.SUMS] += row * runs_of_row * 4
     own[dense.OUT] += row * shared[dense.COLUMNS] * 4
     own[dense.ROWS] = rows
-    multiply_item(own, index - first, worker, kinds)
+    dense.multiply_item(own, index - first, worker, kinds)
 
 
 @njit
 def _work(state: int, kinds: Any) -> None:
     shared, worker = words(state, WORDS), join(state)
-    round_rows(state, shared)
+    dense.round_rows(state, shared)
     index = take(state, worker)
     while index >= 0:
         # Behind the runs of experts; a worker without an item must not look there.
@@ -123,47 +112,47 @@ def _call(frame: Any, kinds: Any, worker: int) -> int:
 
 @njit
 def _work_int8_by_int8(state: int) -> None:
-    _work(state, (ROUNDED_ROWS, None, BYTES))
+    _work(state, (dense.ROUNDED_ROWS, None, dense.BYTES))
 
 
 @njit
 def _work_int8_by_int8_zeros(state: int) -> None:
-    _work(state, (ROUNDED_ROWS, INT16_ZEROS, BYTES))
+    _work(state, (dense.ROUNDED_ROWS, dense.INT16_ZEROS, dense.BYTES))
 
 
 @njit
 def _work_int8_by_float32(state: int) -> None:
-    _work(state, (FLOAT_ROWS, None, BYTES))
+    _work(state, (dense.FLOAT_ROWS, None, dense.BYTES))
 
 
 @njit
 def _work_int8_by_float32_zeros(state: int) -> None:
-    _work(state, (FLOAT_ROWS, INT16_ZEROS, BYTES))
+    _work(state, (dense.FLOAT_ROWS, dense.INT16_ZEROS, dense.BYTES))
 
 
 @njit
 def _work_int4_by_int8(state: int) -> None:
-    _work(state, (ROUNDED_ROWS, None, HALVES))
+    _work(state, (dense.ROUNDED_ROWS, None, dense.HALVES))
 
 
 @njit
 def _work_int4_by_int8_zeros(state: int) -> None:
-    _work(state, (ROUNDED_ROWS, INT16_ZEROS, HALVES))
+    _work(state, (dense.ROUNDED_ROWS, dense.INT16_ZEROS, dense.HALVES))
 
 
 @njit
 def _work_int4_by_float32(state: int) -> None:
-    _work(state, (FLOAT_ROWS, None, HALVES))
+    _work(state, (dense.FLOAT_ROWS, None, dense.HALVES))
 
 
 @njit
 def _work_int4_by_float32_zeros(state: int) -> None:
-    _work(state, (FLOAT_ROWS, INT16_ZEROS, HALVES))
+    _work(state, (dense.FLOAT_ROWS, dense.INT16_ZEROS, dense.HALVES))
 
 
 @njit
 def _work_float8_e4m3fn_by_float32(state: int) -> None:
-    _work(state, (FLOAT_ROWS, None, FLOAT8))
+    _work(state, (dense.FLOAT_ROWS, None, dense.FLOAT8))
 
 
 _int8_by_int8_worker = c_function(_work_int8_by_int8)
@@ -183,44 +172,44 @@ def grouped_codes_int8_by_int8(frame: Any) -> int:
 
     Sizes: the five of `matmul_codes_int8_by_int8`, or two and zeros, then E and P.
     """
-    return _call(frame, (ROUNDED_ROWS, None, BYTES), _int8_by_int8_worker())
+    return _call(frame, (dense.ROUNDED_ROWS, None, dense.BYTES), _int8_by_int8_worker())
 
 
 def grouped_codes_int8_by_int8_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int8_by_int8_zeros`."""
-    return _call(frame, (ROUNDED_ROWS, INT16_ZEROS, BYTES), _int8_by_int8_zeros_worker())
+    return _call(frame, (dense.ROUNDED_ROWS, dense.INT16_ZEROS, dense.BYTES), _int8_by_int8_zeros_worker())
 
 
 def grouped_codes_int8_by_float32(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int8_by_float32`."""
-    return _call(frame, (FLOAT_ROWS, None, BYTES), _int8_by_float32_worker())
+    return _call(frame, (dense.FLOAT_ROWS, None, dense.BYTES), _int8_by_float32_worker())
 
 
 def grouped_codes_int8_by_float32_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int8_by_float32_zeros`."""
-    return _call(frame, (FLOAT_ROWS, INT16_ZEROS, BYTES), _int8_by_float32_zeros_worker())
+    return _call(frame, (dense.FLOAT_ROWS, dense.INT16_ZEROS, dense.BYTES), _int8_by_float32_zeros_worker())
 
 
 def grouped_codes_int4_by_int8(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_int8`."""
-    return _call(frame, (ROUNDED_ROWS, None, HALVES), _int4_by_int8_worker())
+    return _call(frame, (dense.ROUNDED_ROWS, None, dense.HALVES), _int4_by_int8_worker())
 
 
 def grouped_codes_int4_by_int8_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_int8_zeros`."""
-    return _call(frame, (ROUNDED_ROWS, INT16_ZEROS, HALVES), _int4_by_int8_zeros_worker())
+    return _call(frame, (dense.ROUNDED_ROWS, dense.INT16_ZEROS, dense.HALVES), _int4_by_int8_zeros_worker())
 
 
 def grouped_codes_int4_by_float32(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_float32`."""
-    return _call(frame, (FLOAT_ROWS, None, HALVES), _int4_by_float32_worker())
+    return _call(frame, (dense.FLOAT_ROWS, None, dense.HALVES), _int4_by_float32_worker())
 
 
 def grouped_codes_int4_by_float32_zeros(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_int4_by_float32_zeros`."""
-    return _call(frame, (FLOAT_ROWS, INT16_ZEROS, HALVES), _int4_by_float32_zeros_worker())
+    return _call(frame, (dense.FLOAT_ROWS, dense.INT16_ZEROS, dense.HALVES), _int4_by_float32_zeros_worker())
 
 
 def grouped_codes_float8_e4m3fn_by_float32(frame: Any) -> int:
     """See `grouped_codes_int8_by_int8`; rows, zeros and codes are those of `matmul_codes_float8_e4m3fn_by_float32`."""
-    return _call(frame, (FLOAT_ROWS, None, FLOAT8), _float8_e4m3fn_by_float32_worker())
+    return _call(frame, (dense.FLOAT_ROWS, None, dense.FLOAT8), _float8_e4m3fn_by_float32_worker())

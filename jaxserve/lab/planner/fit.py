@@ -55,16 +55,16 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
     num_pages = 0 if fit.plan is None else fit.plan.num_pages
     kv_bytes = 0 if fit.plan is None else fit.plan.cache_bytes
     if fit.plan is None:
-        least = sized.weight_bytes + sized.state_bytes + temporaries + sized.cache_bytes
-        headroom = fit.budget_bytes - least
+        headroom = fit.budget_bytes - sized.held_bytes - temporaries  # with the least number of pages
     else:
-        headroom = fit.total_bytes - sized.weight_bytes - sized.state_bytes - sized.move_bytes - temporaries - kv_bytes
+        headroom = fit.total_bytes - sized.held_bytes - temporaries
     return MemoryUse(
         total_bytes=fit.total_bytes,
         budget_bytes=fit.budget_bytes,
         weight_bytes=sized.weight_bytes,
         kv_bytes=kv_bytes,
         state_bytes=sized.state_bytes,
+        move_bytes=sized.move_bytes,
         temporary_bytes=temporaries,
         temporaries_compiled=temporary_bytes is not None,
         headroom_bytes=headroom,

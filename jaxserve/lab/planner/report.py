@@ -19,6 +19,7 @@ class MemoryUse:
       total_bytes: memory that JAX's allocator offers on it.
       budget_bytes: the share of it that may be used.
       state_bytes: block tables, masks and counts of the rows.
+      move_bytes: pages on their way to and from host memory, packed; 0 without `cache.host_bytes`.
       temporary_bytes: the most that a compiled step needs; an estimate where `temporaries_compiled` is false.
       headroom_bytes: unused bytes; negative: bytes that are missing before the first pages fit.
       page_bytes: one page, all slots of the device.
@@ -32,6 +33,7 @@ class MemoryUse:
     weight_bytes: int
     kv_bytes: int
     state_bytes: int
+    move_bytes: int
     temporary_bytes: int
     temporaries_compiled: bool
     headroom_bytes: int

@@ -158,6 +158,7 @@ def _memory_table(plan: Plan) -> rich.table.Table:
         ),
         *([("page groups", None, memory.page_groups)] if memory.page_groups else []),
         ("row state", memory.state_bytes, "block tables, masks and counts of the rows"),
+        *([("page moves", memory.move_bytes, "on their way to and from host memory")] if memory.move_bytes else []),
         ("temporaries", memory.temporary_bytes, "XLA's figure" if memory.temporaries_compiled else "estimate"),
         (
             "spare" if plan.fits else "missing",

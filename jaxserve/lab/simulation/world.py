@@ -177,7 +177,9 @@ def _shapes_of_log(config: Config, header: LogHeader, fitted: Fitted) -> tuple[L
     else:
         limits = limits.with_buckets(b for b in limits.buckets if b.plain)
     width, rounds = (max(getattr(b, name) for b in limits.buckets) for name in ("width", "rounds"))
-    options = SpeculationOptions(width=width, rounds=rounds, adaptive=asked.adaptive)
+    options = SpeculationOptions(
+        width=width, rounds=rounds, adaptive=asked.adaptive, device_drafts=asked.method != "grammar"
+    )
     if asked.method == "none" and asked.rounds == 1:
         return limits, options
     if asked.method == "none":
