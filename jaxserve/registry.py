@@ -8,7 +8,7 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from jaxserve.errors import ConfigError
@@ -65,12 +65,26 @@ def check_complete(kind: str, found: type) -> None:
         raise ConfigError(f"the {kind} {found.__name__} lacks the method {lacking}; add it to the class")
 
 
+def check_takes(kind: str, found: Callable[..., object], *arguments: object) -> None:
+    """Raises ConfigError if a class or function has other parameters than those that it would be called with."""
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # code of another language may not say
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(found, "__name__", repr(found))
+        given = ", ".join(type(argument).__name__ for argument in arguments)
+        raise ConfigError(f"the {kind} {name:.120} takes {signature}, but is called with ({given}): {error}") from error
+
+
 def make_derived(registry: Registry[type[B] | B], given: str | type[B] | B, base: type[B], options: object) -> B:
     """What a config or a notebook asks for, of a kind whose members derive from `base`.
 
     `given` is a name (see `Registry.names`), `package.module:Class`, a class, which is called with `options`, or a
-    finished object, which is returned as it is. Raises ConfigError when nothing has this name, or when what was found
-    does not derive from `base`.
+    finished object, which is returned as it is. Raises ConfigError when nothing has this name, when what was found does
+    not derive from `base`, or when a class cannot be called so.
     """
     found = registry.get(given)
     if isinstance(found, base):
@@ -81,6 +95,7 @@ def make_derived(registry: Registry[type[B] | B], given: str | type[B] | B, base
             f"{base.__module__}"
         )
     check_complete(registry.kind, found)
+    check_takes(registry.kind, found, options)
     return found(options)
 
 

@@ -157,6 +157,47 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(title="Preemptions per second", queries={"preemptions": _rate("num_preemptions_total")}),
     ],
+    "Tiers of the cache": [
+        Panel(
+            title="Host slots",
+            stacked=True,
+            text="Pages that host memory holds. These panels are empty without cache.host_bytes.",
+            queries={"{{state}}": "sum by (state) (jaxserve:kv_host_slotsSELECT)"},
+        ),
+        Panel(
+            title="Pages to and from host memory, per second",
+            queries={"{{event}}": _rate("kv_host_pages_total", "event")},
+        ),
+        Panel(
+            title="Prompt tokens found per second, by tier",
+            stacked=True,
+            queries={"{{tier}}": _rate("kv_tier_hit_tokens_total", "tier")},
+        ),
+        Panel(
+            title="Tokens found in host memory per second, by choice",
+            stacked=True,
+            text="compute: loading them was expected to take longer.",
+            queries={"{{choice}}": _rate("kv_load_choice_tokens_total", "choice")},
+        ),
+        Panel(
+            title="Expected time of a page",
+            unit="s",
+            queries={"{{way}}": "avg by (way) (jaxserve:kv_page_secondsSELECT)"},
+        ),
+        Panel(
+            title="Pages of the store per second",
+            text="Asked of it: filled, missed, late, bad, failed. Offered: written, write_*. Empty without store.kind.",
+            queries={"{{event}}": _rate("kv_store_pages_total", "event")},
+        ),
+        Panel(
+            title="A store that is slow or gone, per second",
+            text="No request fails for it: its pages are computed.",
+            queries={
+                "left alone": _rate("kv_store_breaks_total"),
+                "sequences placed without their pages": _rate("kv_store_late_sequences_total"),
+            },
+        ),
+    ],
     "Steps": [
         Panel(
             title="Padding",

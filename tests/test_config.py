@@ -99,6 +99,21 @@ def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: p
     assert home == os.path.expanduser("~/w")
 
 
+def test_the_location_of_a_store_is_a_path_where_the_store_is_a_directory(tmp_path: Path) -> None:
+    files = {name: f"{name}.pem" for name in ("secret_file", "tls_ca", "tls_cert", "tls_key")}
+    path = write(
+        tmp_path, f"store: {{kind: file, location: pages, {', '.join(f'{n}: {f}' for n, f in files.items())}}}"
+    )
+    store = load_config(path, environ={}).config.store
+    assert store.location == str(tmp_path / "pages")
+    assert {name: getattr(store, name) for name in files} == {n: str(tmp_path / file) for n, file in files.items()}
+    home = load_config(path, ["store.location=~/pages", "store.secret_file=~/secret"], environ={}).config.store
+    assert [home.location, home.secret_file] == [os.path.expanduser(f"~/{name}") for name in ("pages", "secret")]
+    for kind, location in (("remote", "~host:7070"), ("object", "s3://bucket/pages"), ("my.stores:Mine", "here")):
+        settings = {"store.kind": kind, "store.location": location}
+        assert load_config(None, settings, environ={}).config.store.location == location
+
+
 def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(environ={"JAXSERVE_COMPILE_CACHE": "null"}).config.runtime.compile_cache is None
     assert load_config(environ={"JAXSERVE_COMPILE_CACHE": ""}).sources["runtime.compile_cache"] == "default"

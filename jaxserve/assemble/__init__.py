@@ -4,6 +4,7 @@ The order puts quick failures first: a wrong tokenizer is found before gigabytes
 own package and handed to the next.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -19,7 +20,7 @@ from jaxserve import __version__
 from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
-from jaxserve.assemble.page_store import PageStore, check_page_store, open_page_store
+from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_stores
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import Config
@@ -147,9 +148,8 @@ def assemble(
     num_replicas = config.parallel.data
     find_scheduler(choice)
     create_lengths(config.sched.lengths)
-    if config.cache.host_bytes:
-        create_tier_policy(config.cache.host_policy)
-    check_page_store(config)
+    create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
+    page_stores = prepare_page_stores(config)
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
     if config.runtime.step_log is not None:
@@ -164,51 +164,55 @@ def assemble(
     devices = (build_devices if make_devices is None else make_devices)(config, progress)
     model = describe_model(config, devices, tokenizer, embedding, reranker)
     interpreter = process_interpreter()
-    stores = [_open_store(config, device) for device in devices]
-    replicas = [
-        Engine(
-            runner=device.runner,
-            scheduler=create_scheduler(
-                choice,
-                device.runner.limits,
-                options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
-                store=stores[number],
-            ),
-            tokenizer=tokenizer,
-            model=model,
-            max_waiting=config.sched.max_waiting,
-            max_waiting_tokens=config.sched.max_waiting_tokens,
-            seed=config.model.seed,
-            later=device.later,
-            step_log=open_step_log(
-                config,
-                limits=device.all_limits,
-                model=model.name,
-                policy=choice,
-                vocab_size=device.vocab_size,
-                replica=number,
-                device_facts=device.facts,
-            ),
-            interpreter=interpreter,
-            lookup=LookupOptions(
-                min_len=config.speculation.ngram_min,
-                max_len=config.speculation.ngram_max,
-                window=config.speculation.window,
-            ),
-            on_close=None if (store := stores[number]) is None else store.close,
-        )
-        for number, device in enumerate(devices)
-    ]
-    for replica, store in zip(replicas, stores, strict=True):
-        if store is not None:
-            store.wake = replica.wake
-    later = [device.later for device in devices if device.later is not None]
-    for buckets in later:
-        buckets.start()
-    compiles = CompileCounter()
-    for stats in (stats for replica in replicas for stats in replica.stats):
-        stats.watch_compiles(lambda: compiles.count)
-    engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
+    with contextlib.ExitStack() as opened:
+        if page_stores is not None:
+            opened.callback(page_stores.close)
+        stores = [None if page_stores is None else _open_store(page_stores, device) for device in devices]
+        replicas = [
+            Engine(
+                runner=device.runner,
+                scheduler=create_scheduler(
+                    choice,
+                    device.runner.limits,
+                    options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
+                    store=stores[number],
+                ),
+                tokenizer=tokenizer,
+                model=model,
+                max_waiting=config.sched.max_waiting,
+                max_waiting_tokens=config.sched.max_waiting_tokens,
+                seed=config.model.seed,
+                later=device.later,
+                step_log=open_step_log(
+                    config,
+                    limits=device.all_limits,
+                    model=model.name,
+                    policy=choice,
+                    vocab_size=device.vocab_size,
+                    replica=number,
+                    device_facts=device.facts,
+                ),
+                interpreter=interpreter,
+                lookup=LookupOptions(
+                    min_len=config.speculation.ngram_min,
+                    max_len=config.speculation.ngram_max,
+                    window=config.speculation.window,
+                ),
+                on_close=None if (store := stores[number]) is None else store.close,
+            )
+            for number, device in enumerate(devices)
+        ]
+        for replica, store in zip(replicas, stores, strict=True):
+            if store is not None:
+                store.wake = replica.wake
+        later = [device.later for device in devices if device.later is not None]
+        for buckets in later:
+            buckets.start()
+        compiles = CompileCounter()
+        for stats in (stats for replica in replicas for stats in replica.stats):
+            stats.watch_compiles(lambda: compiles.count)
+        engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
+        opened.pop_all()  # the engine closes its stores
     seconds = {"tokenizer": tokenized_s - begin_s, **devices[0].seconds, "assemble": time.perf_counter() - begin_s}
     return Assembly(
         engine=engine,
@@ -219,10 +223,10 @@ def assemble(
     )
 
 
-def _open_store(config: Config, device: Device) -> PageStore | None:
+def _open_store(stores: PageStores, device: Device) -> PageStore:
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib"))
     layout = f"jaxserve {__version__}, {versions}, {device.page_layout}"
-    return open_page_store(config, device.slots, layout, device.namespace)
+    return stores.open(device.slots, layout, device.namespace)
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:

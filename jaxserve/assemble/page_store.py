@@ -1,36 +1,64 @@
-"""The store of pages that a config names, as the scheduler sees it: `sched.loading.SlotStore` over `kv.Transfers`.
+"""The stores of pages that a config names, as the scheduler sees them: `sched.loading.SlotStore` over `kv.Transfers`.
 
 The scheduler names pages by salt and content; here these become keys of a store, and slots become their bytes.
+`PageStores` is made before the model is loaded, so that a wrong setting is found early, and opens a store once the
+pages are known.
 """
 
+import secrets
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.config.schema import Config, StoreConfig
 from jaxserve.errors import ConfigError
-from jaxserve.kv.names import page_key, scope_of
+from jaxserve.kv.names import check_secret, page_key, scope_of
 from jaxserve.kv.page_format import PageLayout
-from jaxserve.kv.store import STORES, Outcome, StoreOptions, create_store
+from jaxserve.kv.sealed_store import SealedStore
+from jaxserve.kv.store import STORES, KVStore, Outcome, StoreOptions, create_store
 from jaxserve.kv.transfer import Filled as TransferFilled
 from jaxserve.kv.transfer import Transfers
 from jaxserve.runtime.host_slots import SlotBytes
-from jaxserve.sched.loading import Filled, StoreKey, Written
+from jaxserve.sched.loading import Filled, StoreCounts, StoreKey, Written
 
-# Scopes then only tell salts apart: the names in a store that others reach are keyed by the secret of that.
-_NO_SECRET = b"jaxserve"
+_NEEDED = {
+    "memory": ("max_bytes",),
+    "file": ("location", "max_bytes"),
+    "remote": ("location", "secret_file"),
+    "object": ("location", "secret_file"),
+}
+_NEEDED_ELSEWHERE = ("secret_file",)  # the names in any store that others reach are keyed by it
+_OPTIONS = ("location", "max_bytes", "policy", "admission", "compression", "tls_ca", "tls_cert", "tls_key", "tls_name")
 _WORD = 4
-_LATE_S = 0.01  # after the deadline of a fill, so that the scheduler, woken then, finds it past
+_EVENTS = {  # of pages, and the names that `Transfers.counts` has for them
+    "filled": "fill_ok",
+    "missed": "fill_miss",
+    "late": "fill_late",
+    "bad": "fill_bad",
+    "failed": "fill_failed",
+    "written": "write_ok",
+    "write_late": "write_late",
+    "write_refused": "write_refused",
+    "write_failed": "write_failed",
+    "write_skipped": "writes_skipped",
+}
+# Of a store that is only made to see whether its settings are right. No page is smaller: `max_bytes` that are too few
+# for it are too few for any.
+_TRIAL = PageLayout(namespace="", dtype="uint8", shape=(1,), element_bytes=1, page_bytes=1)
 
 
-def check_page_store(config: Config) -> None:
-    """Raises ConfigError for settings of `store:` that cannot work with each other or with the rest."""
+def prepare_page_stores(config: Config) -> "PageStores | None":
+    """What opens the store of `store:` for each replica; None where `store.kind` is none.
+
+    Raises ConfigError for settings of `store:` that cannot work, with each other or with the rest.
+    """
     store = config.store
     if store.kind is None:
         unused = [name for name, value in store if value != StoreConfig.model_fields[name].default]
         if unused:
             raise ConfigError(f"store.{unused[0]} is set, but store.kind is not; name a store, or leave it out")
-        return
+        return None
     STORES.get(store.kind)
     if not config.cache.host_bytes:
         raise ConfigError(
@@ -41,54 +69,121 @@ def check_page_store(config: Config) -> None:
             f"store.kind is {store.kind!r} and hosts.num_processes {config.hosts.num_processes}, but the processes of "
             "one service would have to find the same pages at the same time; leave one of them out"
         )
+    return PageStores(store)
 
 
-def open_page_store(config: Config, slots: SlotBytes | None, layout: str, namespace: str) -> "PageStore | None":
-    """The store of `store:` for one replica; None where `store.kind` is none.
+class PageStores:
+    """The stores of one engine: one for each layout of pages. Replicas with equal pages share theirs.
 
-    `layout` says how the bytes of a page are arranged, `namespace` what else they follow from (`Device`). Raises what
-    the store raises.
+    Used by the thread that starts the engine.
     """
-    store = config.store
-    if store.kind is None:
-        return None
-    assert slots is not None, "`check_page_store` has seen cache.host_bytes"
-    page_layout = PageLayout(
-        namespace=f"{namespace}, {layout}",
-        dtype="uint32",
-        shape=(slots.words,),
-        element_bytes=_WORD,
-        page_bytes=_WORD * slots.words,
-    )
-    made = create_store(store.kind, page_layout, _options(store))
 
-    def bytes_of(slot: int) -> list[memoryview]:
-        slots.wait_for([slot])  # a page that a plan saved may still be on its way
-        return slots.views(slot)
+    def __init__(self, store: StoreConfig) -> None:
+        """Checks all that does not depend on the pages. Raises ConfigError."""
+        assert store.kind is not None
+        self._kind = store.kind
+        for name in _NEEDED.get(store.kind, _NEEDED_ELSEWHERE):
+            if getattr(store, name) is None:
+                raise ConfigError(f"store.kind is {store.kind!r}, which needs store.{name}; set it")
+        found = STORES.get(store.kind)
+        self._is_finished = not isinstance(found, type) and isinstance(found, KVStore)
+        self._secret = _read_secret(store)
+        if store.kind == "remote":
+            _check_certificates(store)
+        # The names of pages are keyed by the secret in any store; a finished one is not told of it.
+        told = None if self._is_finished else self._secret
+        self._options = StoreOptions(secret=told, **{name: getattr(store, name) for name in _OPTIONS})
+        self._shared: dict[PageLayout, _Shared] = {}
+        self._opened: list[PageStore] = []
+        if self._is_finished:
+            self._create(_TRIAL)
+        elif store.kind in _NEEDED:  # a class of somebody else is made once, when the pages are known
+            self._create(_TRIAL).close()
 
-    secret = _secret(store) or _NO_SECRET
-    return PageStore(lambda wake: Transfers(made, bytes_of, wake=wake, place=store.kind or ""), secret)
+    def open(self, slots: SlotBytes | None, layout: str, namespace: str) -> "PageStore":
+        """The store for one replica.
+
+        `layout` says how the bytes of a page are arranged, `namespace` what else they follow from (`Device`). Raises
+        what the store raises.
+        """
+        assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
+        page_layout = PageLayout(
+            namespace=f"{namespace}, {layout}",
+            dtype="uint32",
+            shape=(slots.words,),
+            element_bytes=_WORD,
+            page_bytes=_WORD * slots.words,
+        )
+        shared = self._shared.get(page_layout)
+        if shared is None:
+            made = self._create(page_layout)
+            secret = self._secret
+            if secret is None:  # a directory's own; the names in this process's memory are seen by nobody
+                secret = made.secret if isinstance(made, SealedStore) else secrets.token_bytes(32)
+            shared = self._shared[page_layout] = _Shared(made, secret, is_ours=not self._is_finished)
+
+        def bytes_of(slot: int) -> list[memoryview]:
+            slots.wait_for([slot])  # a page that a plan saved may still be on its way
+            return slots.views(slot)
+
+        opened = PageStore(shared, bytes_of, self._kind)
+        self._opened.append(opened)
+        return opened
+
+    def close(self) -> None:
+        """Closes all that was opened: for a start that does not succeed."""
+        for opened in self._opened:
+            opened.close()
+
+    def _create(self, layout: PageLayout) -> KVStore:
+        try:
+            return create_store(self._kind, layout, self._options)
+        except ConfigError as error:
+            raise ConfigError(f"store: {error}") from error
+
+
+class _Shared:
+    """A store that several replicas use. Any thread.
+
+    Attributes:
+      secret: by which the names of pages are keyed.
+    """
+
+    def __init__(self, store: KVStore, secret: bytes, *, is_ours: bool) -> None:
+        """`is_ours`: it was made here, and not by whoever wrote the config."""
+        self.store = store
+        self.secret = secret
+        self._is_ours = is_ours
+        self._num_users = 0
+        self._lock = threading.Lock()
+
+    def join(self) -> None:
+        """One more uses it."""
+        with self._lock:
+            self._num_users += 1
+
+    def leave(self) -> bool:
+        """One uses it no more. Whether it is to be closed now."""
+        with self._lock:
+            self._num_users -= 1
+            return self._is_ours and not self._num_users
 
 
 class PageStore:
     """A `SlotStore`. Called by the loop; `wake` is set before it."""
 
-    def __init__(self, make: Callable[[Callable[[], None]], Transfers], secret: bytes) -> None:
+    def __init__(self, shared: _Shared, bytes_of: Callable[[int], list[memoryview]], place: str) -> None:
+        """`bytes_of`: the buffers of a slot. `place` names the store in logs."""
         self.wake: Callable[[], None] = lambda: None
-        self._transfers = make(lambda: self.wake())
-        self._secret = secret
+        self._shared = shared
+        self._transfers = Transfers(shared.store, bytes_of, wake=lambda: self.wake(), place=place)
         self._scopes: dict[str, bytes] = {}  # of the latest salts
-        self._timers: dict[int, threading.Timer] = {}
+        self._closed = False
+        shared.join()
 
     def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         """See `SlotStore`."""
-        ticket = self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
-        if ticket is not None:
-            # A store that forgets its deadline must not make the loop sleep for ever.
-            timer = self._timers[ticket] = threading.Timer(deadline_s + _LATE_S, lambda: self.wake())
-            timer.daemon = True
-            timer.start()
-        return ticket
+        return self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
 
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`."""
@@ -103,36 +198,57 @@ class PageStore:
         events: list[Filled | Written] = []
         for event in self._transfers.poll():
             if isinstance(event, TransferFilled):
-                self._timers.pop(event.ticket).cancel()
                 events.append(Filled(event.ticket, tuple(outcome is Outcome.OK for outcome in event.outcomes)))
             else:
                 events.append(Written(event.slot))
         return events
 
+    @property
+    def counts(self) -> StoreCounts:
+        """See `SlotStore`."""
+        found = self._transfers.counts
+        return StoreCounts(
+            {event: found[name] for event, name in _EVENTS.items()}, self._transfers.guard.counts["opened"]
+        )
+
     def close(self) -> None:
-        """Writes what waits to be written, and closes the store."""
-        for timer in self._timers.values():
-            timer.cancel()
+        """Writes what waits to be written. The last replica that uses the store closes it. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
         self._transfers.close()
+        if self._shared.leave():
+            self._transfers.guard.close()
 
     def _key(self, key: StoreKey) -> bytes:
         scope = self._scopes.get(key.salt)
         if scope is None:
             if len(self._scopes) >= 1024:  # salts are made up by clients
                 self._scopes.clear()
-            scope = self._scopes[key.salt] = scope_of(self._secret, key.salt)
+            scope = self._scopes[key.salt] = scope_of(self._shared.secret, key.salt)
         return page_key(scope, key.content)
 
 
-def _options(store: StoreConfig) -> StoreOptions:
-    names = ("location", "max_bytes", "policy", "admission", "compression", "tls_ca", "tls_cert", "tls_key", "tls_name")
-    return StoreOptions(secret=_secret(store), **{name: getattr(store, name) for name in names})
-
-
-def _secret(store: StoreConfig) -> bytes | None:
+def _read_secret(store: StoreConfig) -> bytes | None:
     if store.secret_file is None:
         return None
     try:
-        return Path(store.secret_file).expanduser().read_bytes().strip()
+        secret = Path(store.secret_file).read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"store.secret_file: cannot read {store.secret_file}: {error.strerror}") from error
+    return check_secret(secret, f"store.secret_file ({store.secret_file})")
+
+
+def _check_certificates(store: StoreConfig) -> None:
+    """gRPC would find a file that is no PEM with its first call, and only log it."""
+    if store.tls_ca is None or store.tls_cert is None or store.tls_key is None:
+        return  # the store says whether it needs them
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(store.tls_ca)
+        context.load_cert_chain(store.tls_cert, store.tls_key, password=lambda: "")  # a locked key would ask for one
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"store.tls_ca ({store.tls_ca}), tls_cert ({store.tls_cert}) and tls_key ({store.tls_key}) must be PEM "
+            f"files, and the last two belong together: {error}"
+        ) from error

@@ -57,11 +57,16 @@ _PATHS = (
     "route.tls_cert",
     "route.tls_key",
     "route.token_file",
+    "store.secret_file",
+    "store.tls_ca",
+    "store.tls_cert",
+    "store.tls_key",
     "kv_server.directory",
     "kv_server.tls_cert",
     "kv_server.tls_key",
     "kv_server.tls_client_ca",
 )
+_PATHS_IF = {"store.location": ("store.kind", "file")}  # paths where another setting has this value
 _ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, AMD, TPUs
     *("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*"),
     *("dev/dxg", "dev/kfd"),
@@ -126,7 +131,8 @@ def load_config(
         settings.update(_read_file(Path(path)))
     settings.update(_read_environment(os.environ if environ is None else environ))
     settings.update(_read_overrides(overrides))
-    settings = {name: _resolve_path(name, setting) for name, setting in settings.items()}
+    paths = {*_PATHS, *(path for path, (name, value) in _PATHS_IF.items() if settings[name].value == value)}
+    settings |= {name: _resolve_path(settings[name]) for name in paths}
     return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
 
 
@@ -246,9 +252,9 @@ def _unknown_key(name: str, where: str) -> ConfigError:
     return ConfigError(f"{where}: unknown key {name!r}; {hint}")
 
 
-def _resolve_path(name: str, setting: _Setting) -> _Setting:
+def _resolve_path(setting: _Setting) -> _Setting:
     value = setting.value
-    if name not in _PATHS or not isinstance(value, str) or value in ("", _NOT_A_PATH):
+    if not isinstance(value, str) or value in ("", _NOT_A_PATH):
         return setting
     # Always absolute: "./demo" must not turn into the name "demo".
     return setting._replace(value=os.path.abspath(os.path.join(setting.folder or "", os.path.expanduser(value))))

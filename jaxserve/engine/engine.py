@@ -130,6 +130,7 @@ class Engine:
         self._turned_s = clock()  # when the loop last came round, or got its first work after having none
         self._thread: threading.Thread | None = None
         self.waits = False
+        self._waits_until_s = math.inf  # while it waits
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
@@ -305,20 +306,26 @@ class Engine:
             self.waits = launch and scheduler.has_work()
             if self.waits:
                 waits = isinstance(scheduler, MayWait) and scheduler.waits()
-                assert waits, "nothing is in flight, work is left, and the scheduler neither plans nor waits"
+                assert isinstance(scheduler, MayWait) and waits, (
+                    "nothing is in flight, work is left, and the scheduler neither plans nor waits"
+                )
+                self._waits_until_s = scheduler.waits_until_s()
             self._set_working(False)
             return self.waits
         return True
 
     def pause(self, most_s: float = math.inf) -> None:
-        """Sleeps if all work `waits`, until somebody wants something, a deadline passes or `most_s` seconds are over.
+        """Sleeps if all work `waits`, until somebody wants something, a time or `most_s` seconds have passed.
+
+        The time is the first deadline of a request, or the one until which the scheduler waits.
 
         For whoever calls `step`.
         """
         if not self.waits:
             return
-        left_s = min(most_s, self._live.next_deadline_s - self._clock(), threading.TIMEOUT_MAX)
-        with contextlib.suppress(queue.Empty):  # the next turn ends what is late
+        until_s = min(self._live.next_deadline_s, self._waits_until_s)
+        left_s = min(most_s, until_s - self._clock(), threading.TIMEOUT_MAX)
+        with contextlib.suppress(queue.Empty):  # the next turn ends what is late, or plans without what did not come
             self._woken_by.append(self._inbox.get(timeout=max(0.0, left_s)))
 
     def run_until_idle(self) -> None:

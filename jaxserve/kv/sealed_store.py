@@ -99,6 +99,11 @@ class SealedStore:
         self._asking = Workers(f"kv-{place}-ask", 2, _MAX_WAITING)  # not behind pages, which may take long
         self._closed = False
 
+    @property
+    def secret(self) -> bytes:
+        """By which pages are named and sealed: the one that was given, or the directory's own."""
+        return self._secret
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if self._closed or not keys:
             return [False] * len(keys)

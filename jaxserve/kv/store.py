@@ -22,7 +22,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from jaxserve.errors import ConfigError, JaxserveError, Status
 from jaxserve.kv.page_format import PageLayout
-from jaxserve.registry import Registry
+from jaxserve.registry import Registry, check_takes
 
 
 class Outcome(enum.Enum):
@@ -153,14 +153,17 @@ def create_store(store: str | StoreFactory | KVStore, layout: PageLayout, option
     """Builds the store that a config or a notebook asks for.
 
     `store` is a name (see `STORES.names()`), `package.module:Name`, a class or function of (layout, options), or a
-    finished store, which is returned as it is. Raises ConfigError when nothing has this name, when what was found is no
-    store, or when an option does not fit it.
+    finished store, which is returned as it is and takes no options. Raises ConfigError when nothing has this name, when
+    what was found is no store, or when an option does not fit it.
     """
     found = STORES.get(store)
     if isinstance(found, type) or not isinstance(found, KVStore):
         if not callable(found):
             raise ConfigError(f"the store {store!r:.120} is a {type(found).__name__}; give a class or an object")
+        check_takes(STORES.kind, found, layout, options)
         found = cast(StoreFactory, found)(layout, options)
+    else:
+        options.only(f"finished {type(found).__name__}")
     missing = [name for name in _METHODS if not callable(getattr(found, name, None))]
     if missing:
         raise ConfigError(

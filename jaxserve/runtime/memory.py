@@ -326,11 +326,12 @@ def plan_slots(cache: CacheConfig, page_bytes: int, num_replicas: int, move_coun
     work, CapacityError where not even one page fits.
     """
     if not cache.host_bytes:
-        if cache.load_bytes_per_step is not None:
-            raise ConfigError(
-                f"cache.load_bytes_per_step is {cache.load_bytes_per_step}, but without cache.host_bytes nothing is "
-                "loaded; set that, or leave this out"
-            )
+        for name in ("host_policy", "host_admission", "load_bytes_per_step"):
+            if (value := getattr(cache, name)) != CacheConfig.model_fields[name].default:
+                raise ConfigError(
+                    f"cache.{name} is {value!r:.80}, but without cache.host_bytes no page is kept in host memory or "
+                    "loaded from it; set that, or leave this out"
+                )
         return HostSlots()
     if not cache.prefix_caching:
         raise ConfigError(

@@ -59,6 +59,13 @@ class MayWait(Protocol):
         """
         ...
 
+    def waits_until_s(self) -> float:
+        """When the loop is to look again though nobody woke it, on the scheduler's clock; `math.inf`: never.
+
+        Asked after `waits` was True, about the same state.
+        """
+        ...
+
 
 @runtime_checkable
 class TakesLimits(Protocol):

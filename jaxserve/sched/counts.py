@@ -4,10 +4,12 @@ Nothing is known of other classes of schedulers. The functions may be called fro
 of a counter that the scheduler keeps anyway, so the numbers may be of two neighbouring steps.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.loading_scheduler import LoadingScheduler
 
 
 class SchedulerCounts(NamedTuple):
@@ -28,6 +30,9 @@ class SchedulerCounts(NamedTuple):
       loaded_tokens: of `hit_tokens`, those that came from slots.
       refused_tokens: found in slots, and computed since that was expected to be faster.
       load_page_ms, compute_page_ms: the two expectations, of one page; 0 while nothing is known.
+      store_pages: pages by what a store behind the slots did with them; empty without such a store.
+      store_breaks: how often it was left alone for a while, since it failed or was slow.
+      store_late: sequences that were placed before all that they had asked of it had come.
     """
 
     waiting: int
@@ -50,6 +55,9 @@ class SchedulerCounts(NamedTuple):
     refused_tokens: int = 0
     load_page_ms: float = 0.0
     compute_page_ms: float = 0.0
+    store_pages: Mapping[str, int] = {}
+    store_breaks: int = 0
+    store_late: int = 0
 
 
 def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
@@ -74,7 +82,7 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
     tier = memory.tier
     if tier is None:
         return counts
-    return counts._replace(
+    counts = counts._replace(
         slots=tier.limits.num_slots,
         used_slots=tier.num_used,
         saved_pages=tier.num_saved,
@@ -86,6 +94,10 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         load_page_ms=memory.costs.page_s * 1000,
         compute_page_ms=memory.costs.token_s * memory.page_size * 1000,
     )
+    if not isinstance(scheduler, LoadingScheduler):
+        return counts
+    store = scheduler.loader.store_counts
+    return counts._replace(store_pages=store.pages, store_breaks=store.breaks, store_late=scheduler.loader.num_late)
 
 
 def page_states_of(scheduler: Scheduler) -> bytes:

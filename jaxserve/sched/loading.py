@@ -13,7 +13,7 @@ their key alone: nothing else of them could be compared that is not forged with 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -48,8 +48,20 @@ class Written(NamedTuple):
     slot: int
 
 
+class StoreCounts(NamedTuple):
+    """What a store has done since the start. `pages`: by event. `breaks`: how often it was left alone for a while."""
+
+    pages: Mapping[str, int]
+    breaks: int
+
+
 class SlotStore(Protocol):
     """A store as the scheduler sees it: calls return at once, and `Engine.wake` follows each event."""
+
+    @property
+    def counts(self) -> StoreCounts:
+        """For observers, in any thread."""
+        ...
 
     def fill(self, keys: Seq[StoreKey], slots: Seq[int], deadline_s: float) -> int | None:
         """Starts to fill the slots, within `deadline_s` seconds from now. Returns a ticket; None: too much waits."""
@@ -102,6 +114,11 @@ class Loader:
         self._waits: dict[Sequence, _Wait] = {}
         self._fills: dict[int, list[tuple[PageEntry, int]]] = {}
         self.writing: set[int] = set()
+
+    @property
+    def store_counts(self) -> StoreCounts:
+        """Of the store."""
+        return self._store.counts
 
     def begin(self, seq: Sequence) -> None:
         """`seq` enters the queue: what it lacks is asked of the store, as far as there are slots."""
@@ -178,6 +195,11 @@ class Loader:
         self.num_late += pending
         del self._waits[seq]
         return False
+
+    def until_s(self, seq: Sequence) -> float | None:
+        """The time until which `seq` waits, if `holds_back` has said that it does."""
+        wait = self._waits.get(seq)
+        return None if wait is None else wait.until_s
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended. Fills that no other sequence waits for are called off."""

@@ -1,5 +1,6 @@
 """`LoadingScheduler`: a scheduler whose sequences may wait for pages from a store, see `loading`."""
 
+import math
 from collections.abc import Callable
 
 from jaxserve.sched.core import ContinuousScheduler
@@ -28,3 +29,9 @@ class LoadingScheduler(ContinuousScheduler):
     def waits(self) -> bool:
         """See `MayWait`."""
         return self._held_back
+
+    def waits_until_s(self) -> float:
+        """See `MayWait`."""
+        first = self._queue.first()
+        until_s = None if first is None else self.loader.until_s(first)
+        return math.inf if until_s is None else until_s

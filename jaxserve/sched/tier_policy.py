@@ -63,10 +63,13 @@ class TierPolicy(abc.ABC):
 
     No capacity is given: a policy is asked for a victim only when the tier is full, so the number of keys at that
     moment is the capacity. A tier of compressed pages, or one that is resized, needs nothing else.
+
+    Attributes:
+      options: that it was made with.
     """
 
     def __init__(self, options: TierOptions | None = None) -> None:
-        options = TierOptions() if options is None else options
+        self.options = options = TierOptions() if options is None else options
         self._admission: Admission = (
             AdmitAll() if options.admission == "always" else SecondSight(ghost_keys=options.ghost_keys)
         )
@@ -127,5 +130,14 @@ TIER_POLICIES: Registry[type[TierPolicy] | TierPolicy] = Registry(
 
 
 def create_tier_policy(policy: str | type[TierPolicy] | TierPolicy, options: TierOptions | None = None) -> TierPolicy:
-    """Builds the policy that a config or a notebook asks for, see `registry.make_derived`. Raises ConfigError."""
-    return make_derived(TIER_POLICIES, policy, TierPolicy, options)
+    """Builds the policy that a config or a notebook asks for, see `registry.make_derived`.
+
+    Raises ConfigError, also for a finished policy that was made with other options than the tier has.
+    """
+    found = make_derived(TIER_POLICIES, policy, TierPolicy, options)
+    if found is TIER_POLICIES.get(policy) and options not in (None, found.options):
+        raise ConfigError(
+            f"the tier policy {policy!r:.120} was made with {found.options}, but its tier asks for {options}; make it "
+            "with the same, or give its class"
+        )
+    return found

@@ -256,6 +256,29 @@ def _host_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metri
         expected.add_metric([*labels, "load"], counts.load_page_ms / 1000)
         expected.add_metric([*labels, "compute"], counts.compute_page_ms / 1000)
     yield from (slots, pages, hits, choices, expected)
+    yield from _store_metrics([(labels, counts) for labels, counts in readings if counts.store_pages])
+
+
+def _store_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metric]:
+    """Families of a server without a store have no samples."""
+    pages = CounterMetricFamily(
+        PREFIX + "kv_store_pages",
+        "Pages asked of the store: filled, missed, late, bad, failed; and those offered to it: written, write_late, "
+        "write_refused, write_failed, write_skipped.",
+        labels=(*_LABELS, "event"),
+    )
+    breaks = CounterMetricFamily(
+        PREFIX + "kv_store_breaks", "Times that the store was left alone, since it failed or was slow.", labels=_LABELS
+    )
+    late = CounterMetricFamily(
+        PREFIX + "kv_store_late_sequences", "Sequences placed before all their pages had come.", labels=_LABELS
+    )
+    for labels, counts in readings:
+        for event, number in counts.store_pages.items():
+            pages.add_metric([*labels, event], number)
+        breaks.add_metric(labels, counts.store_breaks)
+        late.add_metric(labels, counts.store_late)
+    yield from (pages, breaks, late)
 
 
 def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:

@@ -7,10 +7,12 @@ from pathlib import Path
 import make_dashboard
 import pytest
 from prometheus_client.core import Metric
+from serve_parts import IdleStore
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.sched import create_scheduler
+from jaxserve.sched.plan import HostSlots
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.metrics import make_registry
 from jaxserve.testing import FakeRunner, make_limits
@@ -29,11 +31,11 @@ def _counted() -> DoorCounts:
 
 
 def _exported() -> dict[str, set[str]]:
-    """Every name that a scrape of a server with drafts has, with its labels."""
-    limits = make_limits(shapes=((2, 1),))
+    """Every name that a scrape of a server with drafts, host slots and a store has, with its labels."""
+    limits = make_limits(shapes=((2, 1),), slots=HostSlots(num_slots=8, max_draining=8, max_loads=8))
     engine = Engine(
         runner=FakeRunner(limits, accept=lambda request_id, index, position, count: count),
-        scheduler=create_scheduler("fcfs", limits),
+        scheduler=create_scheduler("fcfs", limits, store=IdleStore()),
         tokenizer=None,
         model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=(), drafter="ngram"),
     )

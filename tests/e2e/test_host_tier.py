@@ -117,9 +117,9 @@ def test_shards_stages_and_scales(layout: Any) -> None:
 def test_groups_of_pages() -> None:
     """Layers with a window give pages back; the tier has pages of each group by itself."""
     asked = [([3 + (i * k) % 80 for i in range(70 + 16 * k)], GREEDY) for k in range(1, 5)]
-    settings = POOL | {"cache__num_pages": 40, "cache__host_admission": "always"}
+    settings = POOL | {"cache__num_pages": 40}
     expected = one_by_one(build(FIXTURES / "gemma2", **(settings | {"cache__num_pages": 160})), asked)
-    engine = build(FIXTURES / "gemma2", **settings, **HOST)
+    engine = build(FIXTURES / "gemma2", **settings, **HOST, cache__host_admission="always")
     always_loads(engine)
     for _ in range(2):
         assert one_by_one(engine, asked) == expected
@@ -130,6 +130,8 @@ def test_groups_of_pages() -> None:
 def test_settings_that_cannot_work_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="mru"):
         build("demo", **DEMO, **HOST, cache__host_policy="mru")
+    with pytest.raises(ConfigError, match="mru"):
+        build("demo", **DEMO, cache__host_policy="mru")
     with pytest.raises(ConfigError, match=r"cache\.host_bytes is 0"):
         build("demo", **DEMO, store__kind="memory")
     with pytest.raises(ConfigError, match=r"store\.kind is not"):

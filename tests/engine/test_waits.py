@@ -1,6 +1,7 @@
 """The loop while all work waits for something outside: it sleeps, and wakes for that, an abort, a deadline, the end."""
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class Waiting(ContinuousScheduler):
         super().__init__(LIMITS, policy, OPTIONS, clock)
         self.on_wait: Callable[[], None] = lambda: None
         self.says_so = True
+        self.until_s = math.inf
         self.num_schedules = 0
 
     def schedule(self) -> StepPlan | None:
@@ -56,6 +58,9 @@ class Waiting(ContinuousScheduler):
         held = self.policy.held
         self.on_wait()
         return held and self.says_so
+
+    def waits_until_s(self) -> float:
+        return self.until_s
 
 
 class Parts:
@@ -165,6 +170,15 @@ def test_its_deadline_passes_while_it_waits(parts: Parts) -> None:
     parts.submit(deadline_s=time.monotonic() + 0.05)
     assert parts.ended.wait(WAIT_S), "nobody wakes the loop but its own timeout"
     parts.check_ended(DeadlineExceeded, FinishReason.ERROR)
+    assert parts.scheduler.num_schedules < 10
+
+
+def test_the_loop_looks_again_when_the_scheduler_wants_it(parts: Parts) -> None:
+    parts.scheduler.until_s = time.monotonic() + 0.05
+    parts.scheduler.on_wait = parts.policy.absent.clear  # without a wake: what was waited for never comes
+    parts.submit()
+    assert parts.ended.wait(WAIT_S), "nobody wakes the loop but its own timeout"
+    parts.check_served()
     assert parts.scheduler.num_schedules < 10
 
 

@@ -34,7 +34,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(create_store(memory_store, LAYOUT, OPTIONS), MemoryStore)
     assert isinstance(create_store("test_create_store:Mine", LAYOUT, OPTIONS), MemoryStore)
     finished = Mine(LAYOUT, OPTIONS)
-    assert create_store(finished, LAYOUT, OPTIONS) is finished
+    assert create_store(finished, LAYOUT, StoreOptions()) is finished
     point = importlib.metadata.EntryPoint("mine", "test_create_store:Mine", "jaxserve.kv_stores")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     assert isinstance(create_store("mine", LAYOUT, OPTIONS), MemoryStore)
@@ -47,6 +47,10 @@ def test_what_is_no_store() -> None:
         create_store("jaxserve.kv.conformance:LAYOUT", LAYOUT, OPTIONS)
     with pytest.raises(ConfigError, match="gives a dict without contains"):
         create_store(lambda layout, options: {}, LAYOUT, OPTIONS)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="the finished Mine store has no use for max_bytes; it takes no options"):
+        create_store(Mine(LAYOUT, OPTIONS), LAYOUT, OPTIONS)
+    with pytest.raises(ConfigError, match=r"takes \(layout\), but is called with \(PageLayout, StoreOptions\)"):
+        create_store(lambda layout: Mine(layout, OPTIONS), LAYOUT, OPTIONS)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs max_bytes"):
         create_store("memory", LAYOUT, StoreOptions())
     with pytest.raises(ConfigError, match="holds no page"):

@@ -1,6 +1,7 @@
 """/metrics of a served engine: the names, the values, the format."""
 
 import io
+import json
 import math
 from typing import Any
 
@@ -8,18 +9,18 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from rich.console import Console
-from serve_parts import Parts
-from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.cli.top import fetch, render
 from jaxserve.client import Client, RequestFailed
-from jaxserve.engine import EngineGroup
+from jaxserve.engine import Engine, EngineGroup, ModelInfo
 from jaxserve.engine.stats import StepStats
 from jaxserve.routing import RouterOptions, create_router
+from jaxserve.sched import create_scheduler
 from jaxserve.sched.plan import HostSlots
 from jaxserve.serve.http.live import LiveFeed, Seen
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
+from jaxserve.testing import FakeRunner, make_limits
 
 # vLLM's names, without the prefix: what a dashboard of vLLM asks for.
 CONVENTIONAL = {
@@ -134,6 +135,31 @@ def test_host_slots_show_in_metrics_and_live_view() -> None:
     assert found["kv_tier_hit_tokens_total/host"] == found["kv_load_choice_tokens_total/load"] == 16
     assert found["kv_tier_hit_tokens_total/device"] == found["kv_load_choice_tokens_total/compute"] == 0
     assert live["counts"]["loaded_tokens"] == 16 and "host slots" in view.getvalue() and "from host" in view.getvalue()
+
+
+@pytest.mark.parametrize("store", [IdleStore(), None])
+def test_a_store_shows_in_metrics_and_without_one_there_are_no_samples(store: IdleStore | None) -> None:
+    limits = make_limits(slots=HostSlots(num_slots=8, max_draining=8, max_loads=8))
+    engine = Engine(
+        runner=FakeRunner(limits),
+        scheduler=create_scheduler("fcfs", limits, store=store),
+        tokenizer=None,
+        model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=()),
+    )
+    families = {family.name: family for family in EngineCollector(engine).collect()}
+    found = {
+        (sample.name.removeprefix(PREFIX), sample.labels.get("event")): sample.value
+        for name in ("kv_store_pages", "kv_store_breaks", "kv_store_late_sequences")
+        for sample in families[PREFIX + name].samples
+    }
+    expected = {
+        ("kv_store_pages_total", "filled"): 5,
+        ("kv_store_pages_total", "write_skipped"): 2,
+        ("kv_store_breaks_total", None): 3,
+        ("kv_store_late_sequences_total", None): 0,
+    }
+    assert found == ({} if store is None else expected)
+    assert json.loads(json.dumps(LiveFeed(engine).message([Seen()])))["replicas"][0]["counts"]["slots"] == 8
 
 
 def test_every_conventional_name_is_there_and_histograms_are_whole() -> None:

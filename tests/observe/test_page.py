@@ -11,13 +11,14 @@ from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
-from serve_parts import Parts, Served, served
+from serve_parts import IdleStore, Parts, Served, served
 from watched import WAIT_S, ask, until, until_idle, watched
 
 from jaxserve.api import SamplingParams
 from jaxserve.config.schema import GrpcConfig, HttpConfig
 from jaxserve.engine import EngineGroup
 from jaxserve.routing import RouterOptions, create_router
+from jaxserve.sched.plan import HostSlots
 from jaxserve.testing import ByteTokenizer
 
 CHROMIUM = next(
@@ -402,7 +403,8 @@ def test_a_key_is_asked_for_and_used(page: Page, tmp_path: Path) -> None:
 
 
 def test_the_live_view_draws_what_the_engine_does(page: Page) -> None:
-    with watched(delay_s=LASTING_S) as parts:
+    slots = HostSlots(num_slots=8, max_draining=8, max_loads=8)
+    with watched(delay_s=LASTING_S, slots=slots, store=IdleStore()) as parts:
         ask(parts, "abcdefghijklmnopqrstuvw", max_tokens=4)
         until_idle(parts)  # leaves pages in the cache
         _open(page, parts)
@@ -419,7 +421,10 @@ def test_the_live_view_draws_what_the_engine_does(page: Page) -> None:
         )
         assert tiles["running"] == "4" and tiles["compiles"] == "0", tiles
         titles = [tile.get_attribute("title") for tile in page.locator("#tiles > div").all()]
-        assert len(titles) == 10 and all(title and title.endswith(".") for title in titles), titles
+        assert len(titles) == 11 and all(title and title.endswith(".") for title in titles), titles
+        lines = page.locator("#tiers > div").all_inner_texts()
+        assert [line.split()[0] for line in lines] == ["host", "store"], lines
+        assert "of 8 slots used" in lines[0] and "5 filled, 2 write_skipped, left alone 3 times" in lines[1], lines
         page.click("#pause")
         expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
 

@@ -11,6 +11,7 @@ from serve_parts import WAIT_S, Served, served
 
 from jaxserve.api import SamplingParams
 from jaxserve.config.schema import GrpcConfig, HttpConfig
+from jaxserve.sched.loading import SlotStore
 from jaxserve.sched.plan import NO_SLOTS, HostSlots
 from jaxserve.testing import ByteTokenizer
 
@@ -29,6 +30,7 @@ def watched(
     grpc: bool = False,
     drafts: bool = False,
     slots: HostSlots = NO_SLOTS,
+    store: SlotStore | None = None,
     **http: Any,
 ) -> Iterator[Served]:
     """A server whose engine answers in bytes. With `tmp_path` it wants one of KEYS.
@@ -45,6 +47,7 @@ def watched(
         num_pages=num_pages,
         shapes=((4, 1),) if drafts else (),
         slots=slots,
+        store=store,
         accept=(lambda *draft: min(2, draft[-1])) if drafts else None,
     )
     with served(

@@ -266,10 +266,12 @@ def test_slots_follow_from_bytes_and_pages_on_their_way_take_room() -> None:
     [
         ({"host_bytes": 100}, CapacityError, "raise it to 900 or more"),
         ({"host_bytes": 10_000, "prefix_caching": False}, ConfigError, r"cache\.prefix_caching"),
-        ({"load_bytes_per_step": 100}, ConfigError, r"without cache\.host_bytes"),
+        ({"load_bytes_per_step": 100}, ConfigError, r"cache\.load_bytes_per_step is 100.* without cache\.host_bytes"),
+        ({"host_policy": "arc"}, ConfigError, r"cache\.host_policy is 'arc'.* without cache\.host_bytes"),
+        ({"host_admission": "always"}, ConfigError, r"cache\.host_admission is 'always'.* without cache\.host_bytes"),
     ],
 )
-def test_slots_that_cannot_work(cache: dict[str, int], error: type[Exception], match: str) -> None:
+def test_slots_that_cannot_work(cache: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         plan_slots(CacheConfig(**cache), 900, 1, (1, 4))
 

@@ -8,7 +8,8 @@ from sched_world import World, random_request
 
 from jaxserve.errors import PolicyError
 from jaxserve.sched import MayWait, SchedulerOptions, create_scheduler
-from jaxserve.sched.loading import Filled, StoreKey, Written
+from jaxserve.sched.counts import counts_of
+from jaxserve.sched.loading import Filled, StoreCounts, StoreKey, Written
 from jaxserve.sched.loading_scheduler import LoadingScheduler
 from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.policies import FcfsPolicy
@@ -39,6 +40,10 @@ class FakeStore:
         self._ticket += 1
         self.fills[self._ticket] = (list(keys), list(slots))
         return self._ticket
+
+    @property
+    def counts(self):
+        return StoreCounts({"filled": 7}, 3)
 
     def cancel(self, ticket):
         self.cancelled.append(ticket)
@@ -141,10 +146,13 @@ def test_after_the_deadline_the_prompt_is_computed_and_a_late_fill_does_no_harm(
     engine = Engine(first_server())
     engine.scheduler.add(make_request("b", LONG, 9))
     assert engine.scheduler.schedule() is None and engine.scheduler.waits()
+    assert engine.scheduler.waits_until_s() == engine.clock() + SchedulerOptions().store_wait_s
     engine.clock.advance(2.1)
     assert engine.scheduler.waits(), "the answer is about what `schedule` saw: it planned nothing"
     assert engine.step() and engine.scheduler.loader.num_late == 1
     assert len(engine.runner.plans[0].chunks[0].token_ids) == 8, "computed"
+    counts = counts_of(engine.scheduler)
+    assert (counts.store_pages, counts.store_breaks, counts.store_late) == ({"filled": 7}, 3, 1)
     engine.store.end_all()
     engine.run()
     assert engine.scheduler.memory.num_loaded_tokens == 0

@@ -297,6 +297,7 @@ def test_names() -> None:
         assert type(create_tier_policy(name)) is kind
     mine = Lru(ALWAYS)
     assert create_tier_policy(mine) is mine
+    assert create_tier_policy(mine, ALWAYS) is mine
     assert type(create_tier_policy(f"{Arc.__module__}:Arc")) is Arc
 
 
@@ -307,6 +308,15 @@ def test_wrong_names_and_settings() -> None:
         create_tier_policy("jaxserve.sched.tier_policy:TierOptions")
     with pytest.raises(ConfigError, match="lacks the method"):
         create_tier_policy(TierPolicy)
+    with pytest.raises(ConfigError, match="was made with .*'always'.*asks for .*'second_sight'"):
+        create_tier_policy(Lru(ALWAYS), TierOptions())
+
+    class Bare(Lru):
+        def __init__(self) -> None:
+            super().__init__()
+
+    with pytest.raises(ConfigError, match=r"the tier policy Bare takes \(\).*is called with \(TierOptions\)"):
+        create_tier_policy(Bare, ALWAYS)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="second_sight"):
         TierOptions(admission="third_sight")
     with pytest.raises(ConfigError, match="ghost_keys"):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from jaxserve.api import SamplingParams
@@ -12,6 +12,7 @@ from jaxserve.client import Client
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo, Reranker
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
+from jaxserve.sched.loading import Filled, SlotStore, StoreCounts, StoreKey, Written
 from jaxserve.sched.plan import NO_SLOTS, HostSlots
 from jaxserve.serve.service import Addresses, Shutdown, serve
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
@@ -78,6 +79,23 @@ class _Steered:
         return self._handle.result()
 
 
+class IdleStore:
+    """A `SlotStore` that has nothing and takes nothing, and has counted something else."""
+
+    counts = StoreCounts({"filled": 5, "write_skipped": 2}, 3)
+
+    def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
+        return None
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def write(self, key: StoreKey, slot: int) -> bool:
+        return False
+
+    def poll(self) -> list[Filled | Written]:
+        return []
+
+
 class Parts:
     """An engine and what it is made of."""
 
@@ -97,6 +115,7 @@ class Parts:
         reranker: Reranker | None = None,
         shapes: tuple[tuple[int, int], ...] = (),
         slots: HostSlots = NO_SLOTS,
+        store: SlotStore | None = None,
         accept: Callable[[str, int, int, int], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,7 +132,7 @@ class Parts:
             FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False, accept=accept),
             delay_s,
         )
-        scheduler = create_scheduler("fcfs", limits)
+        scheduler = create_scheduler("fcfs", limits, store=store)
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
         self.engine = Engine(

@@ -116,12 +116,40 @@ function showPool(counts, pages) {
   by("pool").setAttribute("aria-label", `Page pool of ${counts.pages}: ${text.join(", ")}`);
 }
 
+// What lies behind the device: each line has a name, how full it is where that is known, and what has happened.
+function showTiers(counts) {
+  const lines = [];
+  if (counts?.slots) {
+    lines.push(["host", counts.used_slots / counts.slots, `${counts.used_slots} of ${counts.slots} slots used, pages: `
+      + `${counts.saved_pages} saved, ${counts.loaded_pages} loaded, ${counts.skipped_pages} skipped, ${counts.declined_pages} declined`]);
+  }
+  const pages = Object.entries(counts?.store_pages ?? {});
+  if (pages.length) {
+    const events = pages.filter(([, number]) => number).map(([event, number]) => `${number} ${event}`);
+    if (counts.store_breaks) events.push(`left alone ${counts.store_breaks} times`);
+    lines.push(["store", null, `pages: ${events.join(", ") || "none"}`]);
+  }
+  by("tiers").replaceChildren(...lines.map(([name, share, text]) => {
+    const line = document.createElement("div"), title = document.createElement("span"), said = document.createElement("span");
+    const bar = document.createElement(share === null ? "span" : "meter");
+    if (share !== null) {
+      bar.value = share;
+      bar.setAttribute("aria-label", `slots used: ${percent(share)}`);
+    }
+    title.textContent = name;
+    said.textContent = text;
+    line.append(title, bar, said);
+    return line;
+  }));
+}
+
 function draw() {
   const kept = replicas[chosen];
   if (!kept) return;
   const { news, steps, firsts, itls } = kept;
   showTiles(tiles(kept));
   showPool(news.counts, news.pages);
+  showTiers(news.counts);
   drawSteps(by("steps"), steps.map(([, , decode, chunks]) => ({ decode, prefill: chunks })));
   const last = steps.at(-1);
   by("step-now").textContent = last
