@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.workloads.samples import Shape
 
 _SPREAD = 0x9E3779B1  # an odd number near 2**32 over the golden ratio, so that the keys of draws are far apart
-_PLACE = 0x85EBCA6B  # another one
+_PLACE = 0x85EBCA6B  # another such number
 _KEY_BITS = 0xFFFF_FFFF
 
 
@@ -65,9 +65,10 @@ def _next_turn(open_turns: list[tuple[float, int, int, Sequence[Shape]]], first:
     else:
         gap_s = (turns[turn + 1].arrival_s or 0.0) - (shape.arrival_s or 0.0)
         heapq.heapreplace(open_turns, (time_s + gap_s, draw, turn + 1, turns))
-    parts = tuple(
-        part if part.key == first else part._replace(key=(draw * _SPREAD ^ part.key * _PLACE) & _KEY_BITS) for part in shape.parts
-    )
+    parts = tuple(part if part.key == first else part._replace(key=_own_key(draw, part.key)) for part in shape.parts)
     return Shape(parts=parts, output_len=shape.output_len, arrival_s=time_s, session=draw)
 
 
+def _own_key(draw: int, key: int) -> int:
+    """32 bits, the same for each turn of a draw."""
+    return (draw * _SPREAD ^ key * _PLACE) & _KEY_BITS
