@@ -1,6 +1,6 @@
 """A million simulated requests of a recorded trace's shape: without tiers, with them, and policies beside the best one.
 
-    python scripts/simulate_tiers.py conversation_trace.jsonl --work DIR --minutes 5     # again, until all parts are done
+    python scripts/simulate_tiers.py conversation_trace.jsonl --work DIR --minutes 5   # again, until all are done
     python scripts/simulate_tiers.py conversation_trace.jsonl --work DIR --json benchmarks/tiers_simulated.json
 
 The trace is Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces), whose conversations are drawn
@@ -88,7 +88,7 @@ def main() -> int:
         )
         for seed, tier in itertools.product(range(args.parts), args.tiers.split("/"))
     ]
-    missing = [part for part in parts if not part.file.exists()]
+    missing = [part for part in parts if part.seed < args.first and not part.file.exists()]
     end_s = time.monotonic() + 60 * args.minutes
     with concurrent.futures.ProcessPoolExecutor(args.processes) as pool:
         for number, seconds in enumerate(pool.map(_run_in_time, missing, itertools.repeat(end_s))):
@@ -200,6 +200,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--parts", type=int, default=20, help="servers that the requests are divided among")
+    parser.add_argument("--first", type=int, default=10**9, help="so many parts of each tier are simulated now")
     parser.add_argument("--rate", type=float, default=10.0, help="conversations that begin at a server in a second")
     parser.add_argument("--tiers", default="/".join((*TIERS, BELADY)), help="names with / between them")
     parser.add_argument("--work", type=Path, required=True, help="a folder for parts that are done")

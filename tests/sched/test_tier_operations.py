@@ -61,7 +61,7 @@ def test_idle_pages_are_saved_ahead_so_that_a_burst_of_evictions_loses_none() ->
     plans = engine.run(make_request("decodes", [30], 5))
     assert max(len(plan.saves) for plan in plans) == 2 and sum(len(plan.saves) for plan in plans) >= 4
     fill(engine)
-    assert engine.tier is not None and engine.tier.num_skipped == 0
+    assert engine.tier is not None and engine.tier.num_saved >= 7
     [plan] = engine.run(make_request("b", LONG, 1))
     assert len(plan.loads) == 6
 

@@ -141,6 +141,7 @@ class SimulatedStore:
         self._reads = _Link(model.read_streams, model.latency_s, page_s)
         self._writes = _Link(model.write_streams, model.latency_s, page_s)
         self._policy = create_tier_policy(model.policy, TierOptions(admission=model.admission))
+        self._kept: set[bytes] = set()
         self._tickets = itertools.count(1)
         self._events: list[tuple[float, int, Filled | Written, StoreKey | None]] = []  # a heap
         self._order = itertools.count()
@@ -162,7 +163,7 @@ class SimulatedStore:
         if self._num_fills >= _MAX_FILLS:
             return None
         ticket, now_s = next(self._tickets), self._clock.now_s
-        there = [key.content in self._policy for key in keys]
+        there = [key.content in self._kept for key in keys]
         for key, found in zip(keys, there, strict=True):
             if found:
                 self._policy.touch(key.content)
@@ -209,14 +210,16 @@ class SimulatedStore:
 
     def _take_in(self, key: bytes) -> None:
         policy = self._policy
-        if key in policy:
+        if key in self._kept:
             policy.touch(key)
             return
         if not policy.admit(key):
             self._counts["write_refused"] += 1
             return
-        while len(policy) >= self._model.num_pages:
+        while len(self._kept) >= self._model.num_pages:
             gone = policy.victim(key)
             assert gone is not None, "nothing is held here"
+            self._kept.remove(gone)
         policy.insert(key)
+        self._kept.add(key)
         self._counts["written"] += 1
