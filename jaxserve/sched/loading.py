@@ -3,7 +3,8 @@
 A store (a directory, another machine) may be slow, wrong or gone, so nothing that the device does depends on it:
 threads of the store fill slots, and plans move slots to pages, as they do for pages that were saved. A sequence waits
 for its fills no longer than computing the tokens would take, and no longer than `SchedulerOptions.store_wait_s`; then
-it is placed with what there is. What the device saved is written to the store behind the back of all.
+it is placed with what there is. Where fills have of late taken longer than computing, the store is not asked at all.
+What the device saved is written to the store behind the back of all.
 
 Fills take free slots. Those of other pages they take for the first few blocks alone, and for the rest once these have
 come: a prompt that no store has must not cost pages that are of use.
@@ -21,10 +22,12 @@ from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.memory import SequenceMemory
 from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.refill import FillCosts
 from jaxserve.sched.state import Sequence
 
 _BLOCK = hashlib.blake2b(digest_size=32, person=b"jaxserve page 1")
 _TRIAL_BLOCKS = 4  # of a sequence may take the slots of other pages before the store has shown that it has anything
+_LATE_S = 0.001  # before the end of a wait: a fill that ends then has not ended by itself
 _LEAST_WAIT_S = 0.02  # even a store in memory needs a thread's turn
 
 
@@ -91,12 +94,22 @@ class _Wait:
         self.more = more
 
 
+class _Fill(NamedTuple):
+    """Pages that the store was asked for, when, and until when."""
+
+    places: list[tuple[PageEntry, int]]
+    asked_s: float
+    until_s: float
+
+
 class Loader:
     """Mutated by the scheduler that made it.
 
     Attributes:
       num_filled, num_missed: pages that were asked for and came, and the others.
       num_late: sequences that were placed before all their fills had ended.
+      num_refused: sequences for which the store was not asked, since computing is faster.
+      costs: of fills.
       writing: slots that are on their way to the store, and pinned.
     """
 
@@ -104,7 +117,8 @@ class Loader:
         self, store: SlotStore, memory: SequenceMemory, tier: HostTier, wait_s: float, clock: Callable[[], float]
     ) -> None:
         assert memory.prefix is not None
-        self.num_filled = self.num_missed = self.num_late = 0
+        self.num_filled = self.num_missed = self.num_late = self.num_refused = 0
+        self.costs = FillCosts()
         self._store = store
         self._memory = memory
         self._prefix = memory.prefix
@@ -112,7 +126,7 @@ class Loader:
         self._wait_s = wait_s
         self._clock = clock
         self._waits: dict[Sequence, _Wait] = {}
-        self._fills: dict[int, list[tuple[PageEntry, int]]] = {}
+        self._fills: dict[int, _Fill] = {}
         self.writing: set[int] = set()
 
     @property
@@ -139,6 +153,12 @@ class Loader:
         parent = chain[-1] if chain else prefix.root(seq.request.cache_salt)
         num_blocks = (len(seq.tokens) - 1) // size
         firsts = [group.first_column(num_blocks * size, size) for group in self._memory.groups]
+        compute_s = self._memory.costs.token_s * (len(seq.tokens) - len(chain) * size)
+        num_lacking = sum(num_blocks - max(first, len(chain)) for first in firsts)
+        if until_s is None and 0 < compute_s < self.costs.page_s * num_lacking:
+            self.num_refused += 1
+            self.costs.note_refusal()
+            return
         places: list[tuple[PageEntry, int]] = []
         asked: list[tuple[PageEntry, int]] = []
         # A fill may take the slot of another page, but not of one that the sequence itself will load.
@@ -170,8 +190,6 @@ class Loader:
         if not places:
             return
         if until_s is None:
-            num_tokens = len(seq.tokens) - len(chain) * size
-            compute_s = self._memory.costs.token_s * num_tokens
             wait_s = min(self._wait_s, max(_LEAST_WAIT_S, compute_s)) if compute_s else self._wait_s
             until_s = now_s + wait_s
         if asked:
@@ -181,7 +199,7 @@ class Loader:
                 for entry, at in reversed(asked):
                     self._tier.end_fill(entry, at, False)
                 return
-            self._fills[ticket] = asked
+            self._fills[ticket] = _Fill(asked, now_s, until_s)
         self._waits[seq] = _Wait(places, until_s, more)
 
     def holds_back(self, seq: Sequence) -> bool:
@@ -207,7 +225,8 @@ class Loader:
         if wait is None:
             return
         wanted = {place for other in self._waits.values() for place in other.places}
-        for ticket, places in self._fills.items():
+        for ticket, fill in self._fills.items():
+            places = fill.places
             if not wanted.intersection(places) and set(wait.places).intersection(places):
                 self._store.cancel(ticket)
 
@@ -218,13 +237,16 @@ class Loader:
                 self.writing.remove(event.slot)
                 self._tier.unpin((event.slot,))
                 continue
-            places = self._fills.pop(event.ticket)
+            places, asked_s, until_s = self._fills.pop(event.ticket)
             # From the end: an entry without content lives as long as those that follow it.
             for (entry, at), ok in reversed([*zip(places, event.ok, strict=True)]):
                 self._tier.end_fill(entry, at, ok)
             num_ok = sum(event.ok)
             self.num_filled += num_ok
             self.num_missed += len(places) - num_ok
+            now_s = self._clock()
+            late = num_ok < len(places) and now_s >= until_s - _LATE_S
+            self.costs.note_fill(now_s - asked_s, num_ok, late=late)
             if num_ok == len(places):
                 self._ask_for_more(places)
 
