@@ -1,6 +1,6 @@
 """What the host costs a decode step, and how long a device would wait for it.
 
-    python scripts/bench_host.py [--rows 1 16 64 256] [--device-ms 2 5 10] [--json benchmarks/host.json]
+    python scripts/bench_host.py [--rows 1 16 64 256] [--device-ms 2 5 10] [--width 1 4] [--json benchmarks/host.json]
 
 The loop, the scheduler, packing, text and streams are the real ones; the device is a clock. `dispatch` packs the step
 as the runner does and notes when it was launched; `result` sleeps until the step would be over. So the device's time
@@ -13,6 +13,8 @@ of the loop's thread in a turn, less the sleep: what `idle` would be on a device
 `streams` (one asyncio task for each request, in this process, on a thread of its own, each reading text) or `none`
 (a sink that returns at once). `churn` ends a request every few steps and sends another: prompts, admissions and
 first tokens are then among the steps. Only steps of decode rows alone are counted, whatever comes between them.
+
+With a `width` rows draw that many tokens of a step or fewer, as with drafts of which some are right.
 
 A second, slower pass times the parts of a turn one by one.
 
@@ -245,6 +247,7 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", default=["none", "streams"], choices=["none", "streams"])
     parser.add_argument("--churn", type=int, nargs="+", default=[0, 1], choices=[0, 1])
     parser.add_argument("--read-us", type=float, nargs="+", default=[0.0], help="of Python that a stream's reader runs")
+    parser.add_argument("--width", type=int, nargs="+", default=[1], help="tokens that a row feeds in a step")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--model", action="store_true", help="run the 125 M model, too")
@@ -253,11 +256,20 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = load_tokenizer(resolve_model_path("demo"))
     cases = [
-        Case(rows=rows, device_ms=ms, clients=clients, churn=bool(churn), steps=args.steps, read_us=read_us)
+        Case(
+            rows=rows,
+            device_ms=ms,
+            clients=clients,
+            churn=bool(churn),
+            steps=args.steps,
+            read_us=read_us,
+            width=width,
+        )
         for rows in args.rows
         for ms in args.device_ms
         for clients in args.clients
         for churn in args.churn
+        for width in args.width
         for read_us in (args.read_us if clients == "streams" else [0.0])
     ]
     console, results = Console(stderr=True, width=140), {}

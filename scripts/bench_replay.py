@@ -12,9 +12,11 @@ recording costs.
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -62,65 +64,78 @@ def step_ms(limits: Limits, streams: int, width: int) -> float:
     return limits.step_ms[limits.buckets.index(bucket)]
 
 
+def measure(
+    streams: int, widths: list[int], acceptances: list[float], rounds: int, envs: Path
+) -> tuple[list[dict[str, object]], dict[str, dict[str, float]]]:
+    """Rows of the record for so many streams, and the rates of the machine afterwards."""
+    model, asked = ensure_inflated(envs / "models"), prompts(streams, 1160)
+    plain = start(model, streams, {})
+    expected, _ = answer(plain, asked)
+    recording = envs / f"replay-{streams}.jsonl"
+    pairs = zip(asked, expected, strict=True)
+    lines = [json.dumps({"prompt_token_ids": prompt, "token_ids": tokens}) for prompt, tokens in pairs]
+    recording.write_text("\n".join(lines) + "\n")
+    engines = {
+        (acceptance, width): start(
+            model,
+            streams,
+            {
+                "speculation.method": "replay",
+                "speculation.model": str(recording),
+                "speculation.replay_errors": 1 - acceptance,
+                "speculation.width": width,
+                "speculation.adaptive": False,
+            },
+        )
+        for acceptance in acceptances
+        for width in widths
+    }
+    gains: dict[tuple[float, int], list[float]] = {key: [] for key in engines}
+    for number in range(rounds + 1):  # the first warms up
+        found, base = answer(plain, asked)
+        for key, llm in engines.items():
+            tokens, rate = answer(llm, asked)
+            assert tokens == found, f"replay changes tokens at {key}"
+            gains[key] += [rate / base] * bool(number)
+        print(f"{streams} streams, round {number} of {rounds}", file=sys.stderr, flush=True)
+    results: list[dict[str, object]] = []
+    for (acceptance, width), llm in engines.items():
+        limits: Limits = llm._engine._runner.limits
+        tokens_a_step = sum(acceptance**place for place in range(width))
+        times = step_ms(limits, streams, 1), step_ms(limits, streams, width)
+        results.append(
+            {
+                "streams": streams,
+                "acceptance": acceptance,
+                "width": width,
+                "gain": statistics.median(gains[acceptance, width]),
+                "promised": tokens_a_step * times[0] / times[1],
+                "step_ms": times,
+            }
+        )
+    for llm in (plain, *engines.values()):
+        llm.close()
+    return results, machine_rates()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", default="1,4,16")
+    parser.add_argument("--streams", default="1,4")
     parser.add_argument("--widths", default="2,4,8")
     parser.add_argument("--acceptance", default="0.6,0.8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model = ensure_inflated(args.envs / "models")
+    widths, acceptances = [int(n) for n in args.widths.split(",")], [float(n) for n in args.acceptance.split(",")]
+    ensure_inflated(args.envs / "models")
     rates, results = [machine_rates()], []
-    for streams in map(int, args.streams.split(",")):
-        asked = prompts(streams, 1160)
-        plain = start(model, streams, {})
-        expected, _ = answer(plain, asked)
-        recording = args.envs / f"replay-{streams}.jsonl"
-        pairs = zip(asked, expected, strict=True)
-        lines = [json.dumps({"prompt_token_ids": prompt, "token_ids": tokens}) for prompt, tokens in pairs]
-        recording.write_text("\n".join(lines) + "\n")
-        engines = {
-            (acceptance, width): start(
-                model,
-                streams,
-                {
-                    "speculation.method": "replay",
-                    "speculation.model": str(recording),
-                    "speculation.replay_errors": 1 - acceptance,
-                    "speculation.width": width,
-                    "speculation.adaptive": False,
-                },
-            )
-            for acceptance in map(float, args.acceptance.split(","))
-            for width in map(int, args.widths.split(","))
-        }
-        gains: dict[tuple[float, int], list[float]] = {key: [] for key in engines}
-        for number in range(args.rounds + 1):  # the first warms up
-            found, base = answer(plain, asked)
-            for key, llm in engines.items():
-                tokens, rate = answer(llm, asked)
-                assert tokens == found, f"replay changes tokens at {key}"
-                gains[key] += [rate / base] * bool(number)
-            print(f"{streams} streams, round {number} of {args.rounds}", file=sys.stderr, flush=True)
-        for (acceptance, width), llm in engines.items():
-            limits: Limits = llm._engine._runner.limits
-            tokens_a_step = sum(acceptance**place for place in range(width))
-            times = step_ms(limits, streams, 1), step_ms(limits, streams, width)
-            results.append(
-                {
-                    "streams": streams,
-                    "acceptance": acceptance,
-                    "width": width,
-                    "gain": statistics.median(gains[acceptance, width]),
-                    "promised": tokens_a_step * times[0] / times[1],
-                    "step_ms": times,
-                }
-            )
-        for llm in (plain, *engines.values()):
-            llm.close()
-        rates.append(machine_rates())
+    # A process for each, since the programs of some twenty engines are more than one process may map.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        for streams in map(int, args.streams.split(",")):
+            rows, after = pool.submit(measure, streams, widths, acceptances, args.rounds, args.envs).result()
+            results += rows
+            rates.append(after)
     table = Table("streams", "acceptance", "width", "gain", "promised by step times", "ms plain, wide")
     for row in results:
         times = ", ".join(f"{ms:.1f}" for ms in row["step_ms"])

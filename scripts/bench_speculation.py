@@ -1,7 +1,8 @@
 """What drafts and rounds gain: the demo's tasks, each setting in turn in one run.
 
     python scripts/bench_speculation.py --json benchmarks/speculation_cpu.json
-    python scripts/bench_speculation.py --model inflated --settings plain,eagle4,ngram8,suffix8 --llamacpp --items 4
+    python scripts/bench_speculation.py --model inflated --settings plain,eagle4,ngram8,suffix8 --items 4 \
+        --peers llamacpp,llamacpp-lookup,vllm,vllm-ngram
     python scripts/bench_speculation.py --model inflated --streams 4,16 --tasks mixture --settings plain,eagle4,ngram8
 
 Each setting answers the same held-out questions, in as many rows as there are streams: a question that waits takes the
@@ -11,9 +12,10 @@ included. Times of several streams are whole. Figures are medians over the round
 `plain` in the same round. The answers of all settings must be equal.
 
 "inflated" is the demo model at the cost of 125 million parameters (`inflate_demo`), made under `--envs` if it is not
-there. `--llamacpp` adds llama.cpp with the same weights, alone and with its own speculation, which looks the last
-tokens up in the prompt; one stream alone, and no whole times, since its speculation computes the logits of all places
-of a prompt. Its environment is that of `scripts/peers/setup_peers.sh`.
+there. `--peers` adds other engines with the same weights, each alone and with its own speculation, which looks the last
+tokens up in the sequence: llama.cpp's over the prompt and the answer, vLLM's ngram. One stream alone, and no whole
+times, since llama.cpp's computes the logits of all places of a prompt. Their environments are those of
+`scripts/peers/setup_peers.sh`.
 """
 
 import argparse
@@ -52,10 +54,14 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
 }
 _RECORDED = "plain,burst8,burst16,suffix4x4,medusa4x8,eagle4,eagle4x4,eagle4x8"
-LLAMACPP = {"llamacpp": 0, "llamacpp-lookup": 10}  # drafts a step; 10 is the default of llama-cpp-python
+PEERS = {
+    "llamacpp": 0,
+    "llamacpp-lookup": 10,
+    "vllm": 0,
+    "vllm-ngram": 7,
+}  # drafts a step; 10: llama-cpp-python's default
 _PER_STREAM = 4  # questions at least, so that few rows are empty at the end
 MIXTURE = "mixture"  # of all tasks, an equal number of each
-_MAX_TOKENS = 128  # beside the longest prompts of the tasks
 
 Chat = list[dict[str, str]]
 
@@ -117,7 +123,7 @@ class Questions:
 
 
 def answer(llm: LLM, chats: list[Chat], streams: int) -> Found:
-    sampling = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=None)
     steps, begin_s = llm._engine.stats[0].totals().steps, time.perf_counter()
     outputs = llm.chat(chats, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin_s
@@ -132,11 +138,12 @@ def answer(llm: LLM, chats: list[Chat], streams: int) -> Found:
     )
 
 
-def start_llamacpp(name: str, model: Path, envs: Path) -> PeerProcess:
-    """llama.cpp with the weights of `model`, which become a GGUF file beside it. Raises PeerError."""
-    python = str(envs / "llamacpp/bin/python")
+def start_peer(name: str, model: Path, envs: Path) -> PeerProcess:
+    """That engine with the weights of `model`; llama.cpp's become a GGUF file beside it. Raises PeerError."""
+    family = name.split("-")[0]
+    python = str(envs / family / "bin/python")
     gguf = model.with_suffix(".f32.gguf")
-    if not gguf.exists():
+    if family == "llamacpp" and not gguf.exists():
         subprocess.run([python, "-m", "peers.gguf_file", str(model), str(gguf), "f32"], check=True, cwd=SCRIPTS)
     settings = Settings(
         model=str(model),
@@ -144,16 +151,18 @@ def start_llamacpp(name: str, model: Path, envs: Path) -> PeerProcess:
         dtype="float32",
         device="cpu",
         threads=2,
-        max_len=2048,  # llama-cpp-python fails where drafts reach the end of its context
+        # llama-cpp-python fails where drafts reach the end of its context; vLLM takes no more than the model says.
+        max_len=2048 if family == "llamacpp" else 1024,
         max_requests=1,
         kv_bytes=2**30,
         memory_share=0.5,
-        overrides={"draft_tokens": LLAMACPP[name]},
+        overrides={"draft_tokens": PEERS[name]},
     )
-    return PeerProcess(name, "llamacpp_lookup", python, settings, envs / "logs" / f"{name}.log", 600.0, {})
+    module = "llamacpp_lookup" if family == "llamacpp" else family
+    return PeerProcess(name, module, python, settings, envs / "logs" / f"{name}.log", 600.0, {})
 
 
-def ask_llamacpp(peer: PeerProcess, expected: Found) -> Found:
+def ask_peer(peer: PeerProcess, expected: Found) -> Found:
     """As many tokens of each answer as the others gave; it is no error if rounding leads to others."""
     answers, decode_s = [], 0.0
     for prompt, tokens in zip(expected.prompts, expected.answers, strict=True):
@@ -184,9 +193,9 @@ def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contex
     for llm in engines.values():
         stack.callback(llm.close)
     peers: dict[str, PeerProcess] = {}
-    for name in LLAMACPP if args.llamacpp and streams == 1 else ():
-        assert isinstance(model, Path), "llama.cpp has the weights of a directory"
-        peers[name] = start_llamacpp(name, model, args.envs)
+    for name in args.peers.split(",") if args.peers and streams == 1 else ():
+        assert isinstance(model, Path), "peers have the weights of a directory"
+        peers[name] = start_peer(name, model, args.envs)
         stack.callback(peers[name].close)
 
     rounds: dict[str, dict[str, list[Found]]] = {task: {name: [] for name in (*names, *peers)} for task in tasks}
@@ -200,7 +209,7 @@ def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contex
                 found[name] = answer(llm, chats, streams)
                 assert found[name].answers == found[names[0]].answers, f"{name} changes tokens of {task}"
             for name, peer in peers.items():
-                found[name] = ask_llamacpp(peer, found[names[0]])
+                found[name] = ask_peer(peer, found[names[0]])
             for name, one in found.items() if number else ():
                 rounds[task][name].append(one)
         print(f"{streams} streams, round {number} of {args.rounds}", file=sys.stderr, flush=True)
@@ -208,12 +217,12 @@ def run(args: argparse.Namespace, model: Path | str, streams: int, stack: contex
 
 
 def summarise(rounds: dict[str, dict[str, list[Found]]]) -> dict[str, dict[str, dict[str, float | None]]]:
-    """Medians; ratios to the first setting, and of llama.cpp's speculation to llama.cpp without."""
+    """Medians; ratios to the first setting, and of a peer's speculation to that peer without."""
     results: dict[str, dict[str, dict[str, float | None]]] = {}
     for task, by_name in rounds.items():
         results[task] = {}
         for name, found in by_name.items():
-            base = by_name["llamacpp" if name in LLAMACPP else next(iter(by_name))]
+            base = by_name[name.split("-")[0] if name in PEERS else next(iter(by_name))]
             whole = [
                 one.whole_rate / other.whole_rate
                 for one, other in zip(found, base, strict=True)
@@ -259,14 +268,14 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--head", action="append", default=[], metavar="METHOD=DIR", help="in place of the model's own")
-    parser.add_argument("--llamacpp", action="store_true", help="llama.cpp beside it")
+    parser.add_argument("--peers", default="", help=f"comma-separated: {', '.join(PEERS)}")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model: Path | str = args.model
     if args.model == "inflated":
         model = ensure_inflated(args.envs / "models")
-    elif args.model == "demo" and args.llamacpp:
+    elif args.model == "demo" and args.peers:
         model = DEMO
     rates, by_streams = [machine_rates()], {}
     for streams in map(int, args.streams.split(",")):

@@ -299,12 +299,10 @@ def throttle(seed: str, folder: Path) -> dict[str, object]:
         for prompt in prompts:
             ask(engine, prompt, 1)
         settle(engine, seed)
-    with engine_of({"cache.num_pages": 2000}) as engine:
-        ask(engine, prompts_of(f"{seed} warm", 1)[0], 1)
-        computed = [ask(engine, prompt, 1) for prompt in prompts]
+    computed = compute(seed, prompts)
     compute_s = statistics.median(one.ttft_s for one in computed)
     pages = (PROMPT_LEN - 1) // PAGE
-    found: dict[str, object] = {"compute_ms": 1e3 * compute_s}
+    found: dict[str, object] = {}
     for ratio in RATIOS:
         rate = ratio * pages * PAGE_BYTES / compute_s
         store = {
@@ -322,19 +320,29 @@ def throttle(seed: str, folder: Path) -> dict[str, object]:
             for prompt in prompts_of(f"{seed} {ratio} warm", 3):
                 ask(engine, prompt, 8)
             chosen = [ask(engine, prompt, 1) for prompt in prompts]
+        again = compute(f"{seed} {ratio}", prompts)  # beside the others, since the machine changes
+        compute_s = statistics.median(one.ttft_s for one in again)
         load_s = statistics.median(one.ttft_s for one in loaded)
         chosen_s = [one.ttft_s for one in chosen]
         best_s = min(load_s, compute_s)
         found[f"{ratio:g}"] = {
+            "compute_ms": 1e3 * compute_s,
             "load_ms": 1e3 * load_s,
             "chosen_ms": 1e3 * statistics.median(chosen_s[1:]),
             "first_ms": 1e3 * chosen_s[0],
             "loads": sum(one.cached > PROMPT_LEN // 2 for one in chosen[1:]) / (len(chosen) - 1),
-            "regret": statistics.mean(chosen_s[1:]) / best_s - 1,
+            "regret": statistics.median(chosen_s[1:]) / best_s - 1,
             "tokens_equal": [o.tokens for o in chosen] == [o.tokens for o in computed] == [o.tokens for o in loaded],
         }
         print(ratio, found[f"{ratio:g}"], file=sys.stderr, flush=True)
     return found
+
+
+def compute(seed: str, prompts: Sequence[Sequence[int]]) -> list[Asked]:
+    """Prompts on an engine without tiers, whose first step is not among them."""
+    with engine_of({"cache.num_pages": 2000}) as engine:
+        ask(engine, prompts_of(f"{seed} warm", 1)[0], 1)
+        return [ask(engine, prompt, 1) for prompt in prompts]
 
 
 # ---- steps ---------------------------------------------------------------------------------------------------------

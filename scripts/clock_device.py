@@ -16,7 +16,9 @@ from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.runtime import pack as packing
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS
-from jaxserve.sched import Bucket, Limits, StepPlan, StepResult, create_scheduler
+from jaxserve.sched import Bucket, Limits, SchedulerOptions, StepPlan, StepResult, create_scheduler
+from jaxserve.sched.plan import Drafted
+from jaxserve.sched.speculate import SpeculationOptions
 from jaxserve.text import Tokenizer
 
 PAGE_SIZE = 16
@@ -58,7 +60,7 @@ class ClockDevice:
         self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
 
     def dispatch(self, plan: StepPlan) -> "_ClockFlight":
-        bucket = self.limits.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only)
+        bucket = self.limits.bucket_of(plan)
         assert bucket is not None, plan.step_id
         layout = self._layouts[bucket]
         grants, _ = packing.split_grants(plan.grants, layout.max_grants, layout.max_rows)
@@ -71,9 +73,18 @@ class ClockDevice:
         self._free_s = begin_s + self._step_s * (1.0 if plan.decode_only else 1.0 + plan.num_tokens / 1024)
         return _ClockFlight(self, plan, self._free_s)
 
-    def draw(self, plan: StepPlan) -> list[int]:
+    def draw(self, plan: StepPlan) -> StepResult:
+        """Tokens by step, row and place. Of the drafts of a row all, none or some are right, by step and row."""
         rows = np.asarray(plan.sampled_rows)
-        return self._ids[(plan.step_id + 97 * rows) % len(self._ids)].tolist()
+        if not plan.row_tokens:
+            return StepResult(token_ids=self._ids[(plan.step_id + 97 * rows) % len(self._ids)].tolist())
+        counts = np.minimum(1 + (plan.step_id + rows) % plan.width, plan.row_tokens)
+        which = np.repeat(plan.step_id + 97 * rows, counts) + np.concatenate([np.arange(n) for n in counts])
+        return StepResult(
+            token_ids=self._ids[which % len(self._ids)].tolist(),
+            counts=counts.tolist(),
+            drafts=[[Drafted(plan.width - 1, int(n) - 1)] for n in counts],
+        )
 
 
 class _ClockFlight:
@@ -85,7 +96,7 @@ class _ClockFlight:
         while (left_s := self._ready_s - time.perf_counter()) > 0:
             time.sleep(left_s)
         self._device.slept_s += time.perf_counter() - begin_s
-        return StepResult(token_ids=self._device.draw(self._plan))
+        return self._device.draw(self._plan)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +109,25 @@ class Case:
     churn: bool
     steps: int
     read_us: float = 0.0
+    width: int = 1  # tokens that a row feeds in a step
 
     @property
     def name(self) -> str:
+        more = ", churn" * self.churn + f", width {self.width}" * (self.width > 1)
         reading = f" {self.read_us:g} us" if self.read_us and self.clients == "streams" else ""
-        return f"{self.rows} rows, {self.device_ms:g} ms, {self.clients}{reading}{', churn' if self.churn else ''}"
+        return f"{self.rows} rows, {self.device_ms:g} ms, {self.clients}{reading}{more}"
 
 
-def make_limits(rows: int, max_len: int) -> Limits:
-    decode = [Bucket(size, size, True) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < rows]
+def make_limits(rows: int, max_len: int, width: int) -> Limits:
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < rows] + [rows]
+    decode = [Bucket(size * wide, size, True, wide) for wide in sorted({1, width}) for size in sizes]
     mixed = [Bucket(tokens, min(rows, tokens), False) for tokens in (256, 512, 1024, 2048)]
     return Limits(
         max_rows=rows,
         num_pages=rows * (max_len // PAGE_SIZE + 2),
         page_size=PAGE_SIZE,
         max_model_len=max_len,
-        buckets=tuple(sorted([*decode, Bucket(rows, rows, True), *mixed])),
+        buckets=tuple(sorted([*decode, *mixed])),
     )
 
 
@@ -181,12 +195,13 @@ class Clients:
 
 
 def make_engine(case: Case, tokenizer: Tokenizer) -> tuple[Engine, ClockDevice, int]:
-    max_tokens = case.steps + WARM_STEPS + 400
-    limits = make_limits(case.rows, PROMPT_LEN + max_tokens + 32)
+    max_tokens = (case.steps + WARM_STEPS + 400) * case.width
+    limits = make_limits(case.rows, PROMPT_LEN + max_tokens + 32, case.width)
+    options = SchedulerOptions(speculation=SpeculationOptions(width=case.width, rounds=1, adaptive=False))
     device = ClockDevice(limits, tokenizer.encode(TEXT, add_special_tokens=False), case.device_ms / 1e3)
     engine = Engine(
         runner=device,
-        scheduler=create_scheduler("fcfs", limits),
+        scheduler=create_scheduler("fcfs", limits, options=options),
         tokenizer=tokenizer,
         model=ModelInfo(
             name="clock", vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len, eos_token_ids=()

@@ -175,7 +175,7 @@ def test_a_finished_store_is_its_owners_to_close(secret_file: str) -> None:
         (
             {"kind": "remote", "location": "10.0.0.1:7", "secret_file": "fleet"}
             | dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), "short"),
-            r"store\.tls_ca .*must be PEM",
+            r"store: .*tls_cert .*no pair of PEM files",
         ),
         ({"kind": "object", "location": "tape://x", "secret_file": "fleet"}, "store: .*object store"),
         ({"kind": f"{__name__}:Mine"}, r"needs store\.secret_file"),

@@ -6,14 +6,13 @@ pages are known.
 """
 
 import secrets
-import ssl
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from jaxserve.config.schema import Config, StoreConfig
+from jaxserve.config.secret_files import read_secret
 from jaxserve.errors import ConfigError
-from jaxserve.kv.names import check_secret, page_key, scope_of
+from jaxserve.kv.names import page_key, scope_of
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import STORES, KVStore, Outcome, StoreOptions, create_store
@@ -37,6 +36,9 @@ _EVENTS = {  # of pages, and the names that `Transfers.counts` has for them
     "late": "fill_late",
     "bad": "fill_bad",
     "failed": "fill_failed",
+    "prefetch_used": "prefetch_used",
+    "prefetch_late": "prefetch_late",
+    "prefetch_wasted": "prefetch_wasted",
     "written": "write_ok",
     "write_late": "write_late",
     "write_refused": "write_refused",
@@ -87,9 +89,8 @@ class PageStores:
                 raise ConfigError(f"store.kind is {store.kind!r}, which needs store.{name}; set it")
         found = STORES.get(store.kind)
         self._is_finished = not isinstance(found, type) and isinstance(found, KVStore)
-        self._secret = _read_secret(store)
-        if store.kind == "remote":
-            _check_certificates(store)
+        path = store.secret_file
+        self._secret = None if path is None else read_secret(path, "store.secret_file")
         # The names of pages are keyed by the secret in any store; a finished one is not told of it.
         told = None if self._is_finished else self._secret
         self._options = StoreOptions(secret=told, **{name: getattr(store, name) for name in _OPTIONS})
@@ -185,6 +186,18 @@ class PageStore:
         """See `SlotStore`."""
         return self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
 
+    def prefetch(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
+        """See `SlotStore`."""
+        return self._transfers.prefetch([self._key(key) for key in keys], slots, deadline_s)
+
+    def settle(self, ticket: int, num_used: int) -> None:
+        """See `SlotStore`."""
+        self._transfers.settle(ticket, num_used)
+
+    def flush(self, salt: str | None) -> None:
+        """See `SlotStore`. Of no salt but that: other models and page sizes with it go, too."""
+        self._transfers.flush(None if salt is None else scope_of(self._shared.secret, salt))
+
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`."""
         self._transfers.cancel(ticket)
@@ -227,28 +240,3 @@ class PageStore:
                 self._scopes.clear()
             scope = self._scopes[key.salt] = scope_of(self._shared.secret, key.salt)
         return page_key(scope, key.content)
-
-
-def _read_secret(store: StoreConfig) -> bytes | None:
-    if store.secret_file is None:
-        return None
-    try:
-        secret = Path(store.secret_file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"store.secret_file: cannot read {store.secret_file}: {error.strerror}") from error
-    return check_secret(secret, f"store.secret_file ({store.secret_file})")
-
-
-def _check_certificates(store: StoreConfig) -> None:
-    """gRPC would find a file that is no PEM with its first call, and only log it."""
-    if store.tls_ca is None or store.tls_cert is None or store.tls_key is None:
-        return  # the store says whether it needs them
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        context.load_verify_locations(store.tls_ca)
-        context.load_cert_chain(store.tls_cert, store.tls_key, password=lambda: "")  # a locked key would ask for one
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(
-            f"store.tls_ca ({store.tls_ca}), tls_cert ({store.tls_cert}) and tls_key ({store.tls_key}) must be PEM "
-            f"files, and the last two belong together: {error}"
-        ) from error

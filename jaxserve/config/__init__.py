@@ -44,6 +44,7 @@ _PATHS = (
     "hosts.tls_ca",
     "runtime.compile_cache",
     "runtime.step_log",
+    "serve.admin_tokens_file",
     "serve.http.api_keys_file",
     "serve.http.tls_cert",
     "serve.http.tls_key",

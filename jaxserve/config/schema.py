@@ -512,6 +512,11 @@ class ServeConfig(Section):
         default=2048, ge=1, description="Prompts, inputs to embed, or documents to score, of one call."
     )
     max_n: int = pydantic.Field(default=128, ge=1, le=1024, description="n of one call: sequences for each prompt.")
+    admin_tokens_file: str | None = pydantic.Field(
+        default=None,
+        description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "
+        "tiers off and on). Null: there are no such calls.",
+    )
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     stall_s: float = pydantic.Field(
         default=60.0,
@@ -631,7 +636,6 @@ class KVServerConfig(Section):
     max_page_bytes: int = pydantic.Field(
         default=64 * 2**20, ge=1024, le=2**30, description="Most bytes of a page, as it is sent."
     )
-    max_names: int = pydantic.Field(default=256, ge=256, description="Most names of one call.")
     threads: int = pydantic.Field(
         default=8, ge=1, description="Calls that are worked on at once; eight times as many may wait."
     )

@@ -26,6 +26,7 @@ own, and front doors see one `AnyEngine`. A replica that dies gives its unanswer
 """
 
 from jaxserve.engine.base import AnyEngine, Load
+from jaxserve.engine.cache_control import CacheControl
 from jaxserve.engine.embedding import EmbeddingForm, EmbeddingRules, embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_token_ids, prepare_request
@@ -39,6 +40,7 @@ __all__ = [
     "QWEN3_TEMPLATE",
     "AnyEngine",
     "AsyncEngine",
+    "CacheControl",
     "EmbeddingForm",
     "EmbeddingRules",
     "Engine",

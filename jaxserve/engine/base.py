@@ -4,7 +4,7 @@ A door written against it need not know how many devices, loops and schedulers a
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
 from jaxserve.engine.inputs import ModelInfo, Prompt
@@ -13,6 +13,9 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
 
 
 class Load(NamedTuple):
@@ -66,6 +69,11 @@ class AnyEngine(Protocol):
     @property
     def stats(self) -> tuple[EngineStats, ...]:
         """The statistics of each loop, one for each replica."""
+        ...
+
+    @property
+    def replicas(self) -> "tuple[Engine, ...]":
+        """The engines that it is, one at least, for observers and operators; requests go through it."""
         ...
 
     @property

@@ -1,9 +1,13 @@
 """The commands that other threads put into the loop's inbox; `engine` carries them out."""
 
-from typing import NamedTuple
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxserve.api import Request
 from jaxserve.engine.outputs import Sink
+from jaxserve.errors import JaxserveError
+from jaxserve.sched.base import Scheduler
 
 
 class Submit(NamedTuple):
@@ -21,8 +25,25 @@ class Wake(NamedTuple):
     """Makes the loop look at its flags."""
 
 
+class Call(NamedTuple):
+    """Work with the scheduler between two steps."""
+
+    work: Callable[[Scheduler], Any]
+    done: concurrent.futures.Future[Any]
+
+    def carry_out(self, scheduler: Scheduler) -> None:
+        """A typed error is the caller's. After any other the scheduler's state is unknown, so it is raised as well."""
+        try:
+            self.done.set_result(self.work(scheduler))
+        except JaxserveError as error:
+            self.done.set_exception(error)
+        except BaseException as error:
+            self.done.set_exception(error)
+            raise
+
+
 class Interrupt(NamedTuple):
     error: BaseException
 
 
-Command = Submit | Abort | Wake | Interrupt
+Command = Submit | Abort | Wake | Call | Interrupt

@@ -4,6 +4,7 @@ The order of a step, the inbox and the loop thread are here. A request that the 
 `live`; which sequences run is decided by the scheduler, which shapes by the runner.
 """
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -12,11 +13,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
 from jaxserve.engine.base import Load, reason_of
-from jaxserve.engine.commands import Abort, Command, Interrupt, Submit, Wake
+from jaxserve.engine.commands import Abort, Call, Command, Interrupt, Submit, Wake
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
@@ -32,6 +33,8 @@ from jaxserve.sched.base import InFlight, LaterBuckets, MayWait, Runner, Schedul
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
+
+T = TypeVar("T")
 
 
 class Launched(NamedTuple):
@@ -64,8 +67,8 @@ class Engine:
     """Runs requests to their end.
 
     Mutable state belongs to whoever calls `step`: the thread of `start`, or the caller itself when it drives the loop
-    by hand (offline use). `submit`, `abort`, `wake`, `prepare`, `chat_template` and the read-only properties may be
-    used from any thread.
+    by hand (offline use). `submit`, `abort`, `wake`, `call`, `prepare`, `chat_template` and the read-only properties
+    may be used from any thread.
 
     Attributes:
       waits: the last turn found nothing in flight and only work that waits for something outside (`MayWait`).
@@ -200,6 +203,18 @@ class Engine:
         """What the scheduler waited for may have come: a loop that sleeps looks again. Any thread."""
         self._inbox.put(Wake())
 
+    def call(self, work: Callable[[Scheduler], T]) -> "concurrent.futures.Future[T]":
+        """The loop calls `work` with its scheduler between two steps, in a drain too. Any thread.
+
+        The result has the typed error that `work` raises; any other one ends the loop as well. Raises EngineStopped.
+        """
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._gate:
+            if self.failure is not None or self._stop_now.is_set():
+                raise EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}")
+            self._inbox.put(Call(work, done))
+        return done
+
     def interrupt(self, error: BaseException) -> None:
         """Ends the loop with `error` at its next turn, asleep or not, as if its device had raised it. Any thread."""
         self._inbox.put(Interrupt(error))
@@ -221,6 +236,11 @@ class Engine:
     def stats(self) -> tuple[EngineStats, ...]:
         """What the loop did, for observers."""
         return (self._stats,)
+
+    @property
+    def replicas(self) -> tuple["Engine", ...]:
+        """Itself, see `AnyEngine.replicas`."""
+        return (self,)
 
     @property
     def num_unstarted(self) -> int:
@@ -273,6 +293,8 @@ class Engine:
                         live.refuse(command, error)
             elif isinstance(command, Abort):
                 live.abort(command)
+            elif isinstance(command, Call):
+                command.carry_out(scheduler)
             elif isinstance(command, Interrupt):
                 raise command.error
         live.end_late(self._turned_s)
@@ -355,7 +377,7 @@ class Engine:
         """Refuses new requests, ends the live ones with ABORT, and ends the thread."""
         with self._gate:
             self._accepting = False
-        self._stop_now.set()
+            self._stop_now.set()
         self._inbox.put(Wake())
         if self._thread is not None:
             self._thread.join()
@@ -449,6 +471,8 @@ class Engine:
         while (command := self._next_command()) is not None:
             if isinstance(command, Submit):
                 unheard.append(command)
+            elif isinstance(command, Call):
+                command.done.set_exception(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
         self._live.end_all(unheard, error, reason, in_order=self.failure is None)
         self._set_working(False)
         self._idle.set()

@@ -72,7 +72,7 @@ class EngineGroup:
 
     @property
     def replicas(self) -> tuple[Engine, ...]:
-        """For observers; requests go through the group."""
+        """For observers and operators; requests go through the group."""
         return self._replicas
 
     @property

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import grpc
 
+from jaxserve.config.secret_files import Tls
+
 METHOD = "/jaxserve.hosts.Plans/Attend"
 SERVICE, NAME = METHOD[1:].split("/")
 
@@ -22,14 +24,6 @@ MAX_AHEAD = 256
 GREETING_S = 10.0  # for a process to prove that it belongs here
 MAX_STRANGERS = 32  # connections that have not proved it yet; one more ends the oldest
 _MAX_CONNECTIONS = 512  # beyond those of the processes
-
-
-class Tls(NamedTuple):
-    """PEM texts: the certificate of this process, its key, and the authorities that have signed those of the others."""
-
-    certificate: bytes
-    key: bytes
-    authorities: bytes
 
 
 class Trust(NamedTuple):

@@ -1,18 +1,13 @@
-"""The check of a config for several processes, before anything is loaded, and the files of secrets and certificates.
+"""The check of a config for several processes, before anything is loaded, and their secret and certificates.
 
 Checks that need a device are in `distributed`, checks of single fields in the schema.
 """
 
-import ssl
-from pathlib import Path
-
 from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, HostsConfig
+from jaxserve.config.secret_files import read_mutual_tls, read_secret
 from jaxserve.errors import ConfigError
-from jaxserve.hosts.link import Tls, Trust
-
-_LEAST_SECRET_BYTES = 16
-_MAX_SECRET_BYTES = 4096
+from jaxserve.hosts.link import Trust
 
 
 def check_hosts(config: Config) -> None:
@@ -58,42 +53,7 @@ def check_hosts(config: Config) -> None:
 
 def read_trust(hosts: HostsConfig) -> Trust:
     """Reads the secret and the certificates. Raises ConfigError that names the setting."""
-    secret = b""
-    if hosts.secret_file is not None:
-        secret = _read("hosts.secret_file", hosts.secret_file).strip()
-        if not _LEAST_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
-            raise ConfigError(
-                f"hosts.secret_file: {hosts.secret_file} holds {len(secret)} bytes, but a secret has "
-                f"{_LEAST_SECRET_BYTES} to {_MAX_SECRET_BYTES}; make one with: openssl rand -hex 32"
-            )
+    secret = b"" if hosts.secret_file is None else read_secret(hosts.secret_file, "hosts.secret_file")
     if hosts.tls_cert is None or hosts.tls_key is None or hosts.tls_ca is None:
         return Trust(secret)
-    tls = Tls(
-        _read("hosts.tls_cert", hosts.tls_cert),
-        _read("hosts.tls_key", hosts.tls_key),
-        _read("hosts.tls_ca", hosts.tls_ca),
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        context.load_cert_chain(hosts.tls_cert, hosts.tls_key, password=_no_password)
-    except (ssl.SSLError, ConfigError) as error:
-        raise ConfigError(
-            f"hosts.tls_cert {hosts.tls_cert} and hosts.tls_key {hosts.tls_key} are no pair of PEM files without a "
-            f"password: {error}"
-        ) from error
-    try:
-        context.load_verify_locations(hosts.tls_ca)
-    except ssl.SSLError as error:
-        raise ConfigError(f"hosts.tls_ca: {hosts.tls_ca} holds no certificates in PEM: {error}") from error
-    return Trust(secret, tls)
-
-
-def _no_password() -> str:
-    raise ConfigError("the key asks for a password")
-
-
-def _read(setting: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    return Trust(secret, read_mutual_tls(hosts.tls_cert, hosts.tls_key, hosts.tls_ca, "hosts."))

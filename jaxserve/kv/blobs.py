@@ -27,7 +27,8 @@ class Blobs(Protocol):
         """False: the store does not want it. A reader sees all of it or nothing."""
         ...
 
-    def delete(self, names: Sequence[BlobName], timeout_s: float) -> None: ...
+    # By position alone, since a class may be a `KVStore` as well, whose `delete` takes keys.
+    def delete(self, names: Sequence[BlobName], timeout_s: float, /) -> None: ...
 
     def flush(self, scope: str | None, timeout_s: float) -> None:
         """Deletes all names of a scope; None: all names."""

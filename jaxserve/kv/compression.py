@@ -1,12 +1,12 @@
 """Compression of pages without loss, and the choice whether it is worth its time.
 
 Numbers of a cache look alike in their high bytes, so the bytes of all elements are sorted by their place first, and
-zstd compresses the rest: bfloat16 to about 0.72 of its size, float32 to 0.85, at some hundred MiB/s and core. On a link
-that is faster than that, compressing only loses time, so `CodecChoice` compares rates that were measured on the way.
+zstd compresses the rest. On a link that is faster than the codec, compressing only loses time, so `CodecChoice`
+compares rates that were measured on the way.
 
 The library is `backports.zstd` (extra `kv`), the standard library's own `compression.zstd` of Python 3.14 for older
-versions: no other dependency outlives that release. zlib, which every Python has, is no alternative: at a similar
-ratio it is several times slower than the links that are slow enough to need it.
+versions: no other dependency outlives that release. zlib, which every Python has, is no alternative: it is slower than
+most links that are slow enough to need a codec.
 """
 
 import sys
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.errors import ConfigError
 
-_LEVEL = 1  # the higher levels gain one or two per cent on pages and cost several times the time
+_LEVEL = 1  # noise of numbers does not shrink at higher levels either, which only take longer
 _TRY_EVERY = 64  # pages; each of these is compressed to keep the codec's rates current
 _WEIGHT = 0.2  # of a new measurement
 
@@ -38,7 +38,7 @@ class Codec(Protocol):
     def compress(self, page: memoryview, element_bytes: int) -> bytes: ...
 
     def decompress(self, packed: memoryview, page_bytes: int, element_bytes: int) -> bytes:
-        """Exactly `page_bytes`, and never more memory than that. Raises CompressionError."""
+        """Exactly `page_bytes`, and memory for a few pages at most on the way. Raises CompressionError."""
         ...
 
 
@@ -55,8 +55,14 @@ class ShuffledZstd:
         return self._zstd.compress(shuffle(page, element_bytes), level=_LEVEL)
 
     def decompress(self, packed: memoryview, page_bytes: int, element_bytes: int) -> bytes:
-        decompressor = self._zstd.ZstdDecompressor()
+        # The sender chooses the window, which the decompressor holds in memory beside what it gives out. A page was
+        # compressed as a whole, so its window is never longer than itself, rounded up to a power of two.
+        window_log = self._zstd.DecompressionParameter.window_log_max
+        least, most = window_log.bounds()
         try:
+            decompressor = self._zstd.ZstdDecompressor(
+                options={window_log: min(most, max(least, (page_bytes - 1).bit_length()))}
+            )
             # One byte more than wanted, so that a bomb shows itself before it is as large as it likes to be.
             page = decompressor.decompress(packed, max_length=page_bytes + 1)
         except (self._zstd.ZstdError, EOFError, MemoryError) as error:

@@ -3,12 +3,12 @@
     DIRECTORY/secret                    made at the first start, unless the fleet has one; 0600
     DIRECTORY/pages/<scope>/<page>      one file a page
     DIRECTORY/pages/<scope>/.<page>.<random>.partial
-    DIRECTORY/bad/                      what was found in place of a page, for a person to look at; at most 100 files
+    DIRECTORY/bad/                      what was found in place of a page, for a person to look at; at most 100 entries
 
 A file is written under another name, synchronised and renamed, so a process that is killed leaves no half page behind.
-Every file is opened without following links and must be a plain file of this user; every name is made of hexadecimal
-digits. The directory must belong to this user and be closed to all others, since with its secret they could write
-pages that a model would believe.
+No link is followed: a page must be a plain file of this user in a folder, and a folder, a link or a pipe in its place
+is moved aside like any other damage. Every name is made of hexadecimal digits. The directory must belong to this user
+and be closed to all others, since with its secret they could write pages that a model would believe.
 
 Several servers may use one directory, on a network file system as well. Each bounds what it knows of: what it wrote,
 what it found at its start and at a look around now and then, and what it read. A start lists the directory and opens
@@ -21,17 +21,19 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxserve.config.secret_files import check_secret
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobTooLarge
 from jaxserve.kv.bounded_index import BoundedIndex
-from jaxserve.kv.names import BlobName, check_secret, is_hex
+from jaxserve.kv.names import BlobName, is_hex
 from jaxserve.kv.page_format import PageLayout, max_sealed_bytes
-from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
+from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import StoreOptions
 from jaxserve.sched.tier_policy import TierOptions, create_tier_policy
 
@@ -45,6 +47,11 @@ _MAX_BAD = 100
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _GONE = (errno.ENOENT, errno.ESTALE)  # the second: another client of the network file system replaced it
+_IN_THE_WAY = (
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)  # no file in the place of a page, no folder in that of a scope
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -62,7 +69,7 @@ class DirectoryBlobs:
         self.counts: collections.Counter[str] = collections.Counter()
         self.read_only = False
         self._directory = directory
-        self._pages = directory / "pages"
+        self._pages, self._bad = directory / "pages", directory / "bad"
         self._lock = threading.Lock()
         self._index: BoundedIndex[str] = BoundedIndex(
             create_tier_policy(policy, TierOptions(admission=admission)), max_bytes
@@ -96,7 +103,7 @@ class DirectoryBlobs:
             data = self._read(name, max_bytes)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise BlobTooLarge("it is a link, or in the place of a directory") from error
+                raise BlobTooLarge("it is a link, or what should be its folder is none") from error
             if error.errno not in _GONE:
                 raise
             data = None
@@ -120,7 +127,14 @@ class DirectoryBlobs:
         try:
             self._write(name, data)
         except OSError as error:
-            return self._after_failure(error, name, data)
+            if not self._mend(error, name, len(data)):
+                return False
+            try:
+                self._write(name, data)
+            except OSError as again:
+                if again.errno in _NO_SPACE:
+                    return False
+                raise
         self._note_written(name, len(data))
         return True
 
@@ -128,24 +142,28 @@ class DirectoryBlobs:
         for name in names:
             with self._lock:
                 self._index.remove(name.page.encode())
-            with contextlib.suppress(FileNotFoundError):
-                (self._pages / name.scope / name.page).unlink()
+            self._remove_page(name.scope, name.page)
 
     def flush(self, scope: str | None, timeout_s: float) -> None:
-        """Files of all writers go, those that this process did not know of as well, and what was moved aside."""
-        folders = [self._pages / scope] if scope is not None else list(self._folders())
-        for folder in folders:
+        """What all writers left goes, what this process did not know of as well, and what was moved aside."""
+        for each in [name for name in os.listdir(self._pages) if is_hex(name, 32)] if scope is None else [scope]:
             with self._lock:
-                for key in self._index.names(folder.name):
+                for key in self._index.names(each):
                     self._index.remove(key)
-            with contextlib.suppress(FileNotFoundError):
-                for entry in list(os.scandir(folder)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(entry.path)
-            with contextlib.suppress(OSError):  # another server writes there again
-                folder.rmdir()
-        for path in (self._directory / "bad").glob("*" if scope is None else f"{scope}.*"):
-            path.unlink(missing_ok=True)
+            try:
+                with _folder(self._pages / each) as folder:
+                    for name in os.listdir(folder):
+                        _remove(name, folder)
+                with contextlib.suppress(OSError):  # another server writes there again
+                    (self._pages / each).rmdir()
+            except FileNotFoundError:
+                continue
+            except NotADirectoryError:
+                (self._pages / each).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), _folder(self._bad) as folder:
+            for name in os.listdir(folder):
+                if scope is None or name.startswith(f"{scope}."):
+                    _remove(name, folder)
 
     def set_aside(self, name: BlobName, why: str) -> None:
         with self._lock:
@@ -153,15 +171,20 @@ class DirectoryBlobs:
             self.counts["bad"] += 1
         if self.read_only:
             return
-        bad = self._directory / "bad"
-        bad.mkdir(mode=0o700, exist_ok=True)
-        path = self._pages / name.scope / name.page
+        self._bad.mkdir(mode=0o700, exist_ok=True)
+        place, entry = self._pages / name.scope, name.page
         with contextlib.suppress(FileNotFoundError):  # another server was faster
-            if len(os.listdir(bad)) < _MAX_BAD and not path.is_dir():
-                path.rename(bad / f"{name.scope}.{name.page}.{secrets.token_hex(4)}")
-            else:
-                path.unlink()
-        logger.warning("%s: a file is not the page it stands for (%s), and was moved to %s", self._directory, why, bad)
+            if not stat.S_ISDIR(os.lstat(place).st_mode):
+                place, entry = self._pages, name.scope
+            with _folder(place) as folder, _folder(self._bad) as bad:
+                if len(os.listdir(bad)) < _MAX_BAD:
+                    kept = f"{name.scope}.{name.page}.{secrets.token_hex(4)}"
+                    os.rename(entry, kept, src_dir_fd=folder, dst_dir_fd=bad)
+                    done = f"moved to {self._bad / kept}"
+                else:
+                    _remove(entry, folder)
+                    done = f"deleted, since {self._bad} is full"
+            logger.warning("%s is not the page that belongs there (%s), and was %s", place / entry, why, done)
 
     def close(self) -> None:
         """Nothing is open between two calls."""
@@ -180,6 +203,9 @@ class DirectoryBlobs:
                 f"{stat.S_IMODE(status.st_mode):o}; it must belong to user {os.geteuid()} with mode 700, since whoever "
                 "writes there decides what models attend to"
             )
+        for path in (self._pages, self._bad):
+            if path.is_symlink():
+                raise ConfigError(f"{path} is a link, which would lead out of the directory of pages; remove it")
         try:
             self._pages.mkdir(mode=0o700, exist_ok=True)
             if not os.access(self._pages, os.W_OK):
@@ -244,7 +270,8 @@ class DirectoryBlobs:
     def _find(self, name: BlobName) -> bool:
         """Whether another server has written it."""
         try:
-            status = os.lstat(self._pages / name.scope / name.page)
+            with _folder(self._pages / name.scope) as folder:
+                status = os.stat(name.page, dir_fd=folder, follow_symlinks=False)
         except OSError:
             return False
         if not stat.S_ISREG(status.st_mode):
@@ -258,10 +285,10 @@ class DirectoryBlobs:
             self._index.insert(name.scope, name.page.encode(), size)
 
     def _read(self, name: BlobName, max_bytes: int) -> bytearray:
-        with contextlib.ExitStack() as stack:
-            folder = os.open(self._pages / name.scope, _OPEN | os.O_DIRECTORY)
-            stack.callback(os.close, folder)
-            file, status = stack.enter_context(self._opened(os.open(name.page, _OPEN, dir_fd=folder)))
+        with (
+            _folder(self._pages / name.scope) as folder,
+            self._opened(os.open(name.page, _OPEN, dir_fd=folder)) as (file, status),
+        ):
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise BlobTooLarge("it is no plain file of this user")
             if status.st_size > max_bytes:
@@ -272,8 +299,7 @@ class DirectoryBlobs:
         folder_path = self._pages / name.scope
         folder_path.mkdir(mode=0o700, exist_ok=True)
         partial = f".{name.page}.{secrets.token_hex(8)}{_PARTIAL}"
-        folder = os.open(folder_path, _OPEN | os.O_DIRECTORY)
-        try:
+        with _folder(folder_path) as folder:
             file = os.open(partial, _CREATE, 0o600, dir_fd=folder)
             try:
                 try:
@@ -288,8 +314,6 @@ class DirectoryBlobs:
                 with contextlib.suppress(OSError):
                     os.unlink(partial, dir_fd=folder)
                 raise
-        finally:
-            os.close(folder)
 
     def _rename(self, partial: str, name: BlobName, folder: int, size: int) -> None:
         try:
@@ -299,12 +323,18 @@ class DirectoryBlobs:
             if os.stat(name.page, dir_fd=folder, follow_symlinks=False).st_size != size:
                 raise
 
-    def _after_failure(self, error: OSError, name: BlobName, data: bytes) -> bool:
-        """A full disk makes the store smaller, to the room that there is; a disk that turned read only stays read."""
+    def _mend(self, error: OSError, name: BlobName, size: int) -> bool:
+        """Whether a page whose write failed is to be written again: there is room now, and nothing in its way.
+
+        A full disk makes the store smaller, to the room that there is; a disk that turned read only stays read.
+        """
         if error.errno in _READ_ONLY:
             self.counts["read_only"] += 1
             self._turn_read_only(error)
             return False
+        if error.errno in _IN_THE_WAY:
+            self.set_aside(name, "a folder, a file or a link in its place")
+            return True
         if error.errno not in _NO_SPACE:
             raise error
         with self._lock:
@@ -314,18 +344,9 @@ class DirectoryBlobs:
                     "%s: %s; the store shrinks to %d bytes", self._directory, error.strerror, self._index.num_bytes
                 )
             self._index.max_bytes = min(self._index.max_bytes, self._index.num_bytes)
-            gone = self._index.make_room(len(data), name.page.encode())
-        if not gone:
-            return False
+            gone = self._index.make_room(size, name.page.encode())
         self._drop(gone)
-        try:
-            self._write(name, data)
-        except OSError as again:
-            if again.errno in _NO_SPACE:
-                return False
-            raise
-        self._note_written(name, len(data))
-        return True
+        return bool(gone)
 
     def _note_written(self, name: BlobName, size: int) -> None:
         with self._lock:
@@ -339,10 +360,14 @@ class DirectoryBlobs:
 
     def _drop(self, gone: Sequence[tuple[str, bytes]]) -> None:
         for scope, key in gone:
-            with contextlib.suppress(FileNotFoundError):  # another server may have been faster
-                os.unlink(self._pages / scope / key.decode())
+            self._remove_page(scope, key.decode())
         with self._lock:
             self.counts["evicted"] += len(gone)
+
+    def _remove_page(self, scope: str, page: str) -> None:
+        # Another server may have been faster; behind what is no folder there are no pages of this store.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _folder(self._pages / scope) as folder:
+            _remove(page, folder)
 
     @contextlib.contextmanager
     def _opened(self, file: int) -> Iterator[tuple[int, os.stat_result]]:
@@ -358,7 +383,7 @@ class DirectoryBlobs:
 
 def file_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     """The factory of the name "file"."""
-    options.only("file", "location", "max_bytes", "policy", "admission", "secret", "compression", "workers")
+    options.only("file", "location", "max_bytes", "policy", "admission", "secret", "compression")
     directory = Path(options.needed("file", "location"))
     if options.max_bytes is None:
         raise ConfigError("the file store needs max_bytes")
@@ -376,8 +401,31 @@ def file_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         secret,
         place=f"pages in {directory.name}",
         compression=options.compression or "none",
-        workers=options.workers or DEFAULT_WORKERS,
     )
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """A folder, opened. Raises FileNotFoundError, and NotADirectoryError for anything else, a link to one as well."""
+    try:
+        folder = os.open(path, _OPEN | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # how some systems call a link
+            raise NotADirectoryError(errno.ENOTDIR, "a link", str(path)) from error
+        raise
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _remove(name: str, folder: int) -> None:
+    """Removes an entry of a folder, whatever it is; a link, and not what it leads to."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=folder)
+        else:
+            os.unlink(name, dir_fd=folder)
 
 
 def _read_all(file: int, size: int) -> bytearray:

@@ -3,6 +3,9 @@
 After some calls in a row that failed or were late, the store is left alone for a while: calls are answered FAILED at
 once, so a dead store costs a request nothing but the pages. Then one call tries again; if it fails, the while doubles.
 Both changes are logged once, everything is counted.
+
+A store that is late at a short deadline may be a healthy one that is far away, so that says nothing about it. An answer
+of the wrong length or type is a failure of all keys, which callers compute as they do after a miss.
 """
 
 import collections
@@ -10,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from jaxserve.errors import JaxserveError
 from jaxserve.kv.store import KVStore, Outcome, StoreUnavailable
@@ -19,7 +23,10 @@ logger = logging.getLogger(__name__)
 _FAULTS_IN_A_ROW = 3
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
+_PATIENCE_S = 1.0  # a store that is late at a deadline of at least this does not do its work
 _LOGGED = 5
+
+T = TypeVar("T")
 
 
 class Guarded:
@@ -41,29 +48,22 @@ class Guarded:
         self._closed_until: float | None = None  # None: the store is in use
         self._trying = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the store is being left alone."""
-        return self._closed_until is not None
-
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """False for all when the store cannot say, or is left alone."""
         found = [False] * len(keys)
 
         def ask() -> list[Outcome]:
-            answer = self._store.contains(keys)
-            assert len(answer) == len(keys), f"{len(answer)} answers for {len(keys)} keys"
-            found[:] = answer
-            return [Outcome.OK if there else Outcome.MISS for there in answer]
+            found[:] = _checked(self._store.contains(keys), bool, len(keys))
+            return [Outcome.OK if there else Outcome.MISS for there in found]
 
-        self._guard("contains", len(keys), ask)
+        self._guard("contains", len(keys), _PATIENCE_S, ask)
         return found
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
-        return self._guard("get", len(keys), lambda: self._store.get(keys, into, deadline_s))
+        return self._guard("get", len(keys), deadline_s, lambda: self._store.get(keys, into, deadline_s))
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
-        return self._guard("put", len(keys), lambda: self._store.put(keys, pages, deadline_s))
+        return self._guard("put", len(keys), deadline_s, lambda: self._store.put(keys, pages, deadline_s))
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._surely("delete", lambda: self._store.delete(keys))
@@ -77,22 +77,19 @@ class Guarded:
         except Exception as error:  # code of anybody; nothing is lost
             self._note_raised("close", error)
 
-    def _guard(self, what: str, size: int, call: Callable[[], list[Outcome]]) -> list[Outcome]:
+    def _guard(self, what: str, size: int, deadline_s: float, call: Callable[[], list[Outcome]]) -> list[Outcome]:
         tried = self._may_call()
         if tried is None:
             with self._lock:
                 self.counts["skipped"] += size
             return [Outcome.FAILED] * size
+        outcomes = [Outcome.FAILED] * size
         try:
-            outcomes = call()
-            assert len(outcomes) == size, f"{len(outcomes)} outcomes for {size} keys"
+            outcomes = _checked(call(), Outcome, size)
         except Exception as error:  # code of anybody
             self._note_raised(what, error)
-            outcomes = [Outcome.FAILED] * size
-        with self._lock:
-            for outcome in outcomes:
-                self.counts[f"{what} {outcome.value}"] += 1
-        self._note_call(outcomes, tried=tried)
+        finally:  # a thread that somebody's code ends must not leave a try open
+            self._note_call(what, outcomes, deadline_s, tried=tried)
         return outcomes
 
     def _may_call(self) -> bool | None:
@@ -105,12 +102,18 @@ class Guarded:
             self._trying = True
             return True
 
-    def _note_call(self, outcomes: Sequence[Outcome], *, tried: bool) -> None:
-        failed = bool(outcomes) and 2 * sum(outcome.is_fault for outcome in outcomes) > len(outcomes)
+    def _note_call(self, what: str, outcomes: Sequence[Outcome], deadline_s: float, *, tried: bool) -> None:
+        telling = [outcome for outcome in outcomes if outcome is not Outcome.LATE or deadline_s >= _PATIENCE_S]
         with self._lock:
+            for outcome in outcomes:
+                self.counts[f"{what} {outcome.value}"] += 1
             if tried:
                 self._trying = False
-            if not failed:
+            if not telling:
+                if tried:  # the next one that tries may have more time
+                    self._closed_until = self._clock() + self._pause_s
+                return
+            if 2 * sum(outcome.is_fault for outcome in telling) <= len(telling):
                 if tried or self._closed_until is None:
                     if self._closed_until is not None:
                         logger.warning("%s: works again", self._place)
@@ -147,3 +150,10 @@ class Guarded:
             number = self.counts["raised"]
         if number <= _LOGGED:
             logger.warning("%s: %s raised %r", self._place, what, error)
+
+
+def _checked(answer: object, kind: type[T], size: int) -> list[T]:
+    """The answer of a store of anybody. Raises TypeError for what is not a list of `size` of this kind."""
+    if not isinstance(answer, list) or len(answer) != size or not all(isinstance(each, kind) for each in answer):
+        raise TypeError(f"it returned {answer!r:.80}, which is no list of {size} {kind.__name__}")
+    return answer

@@ -1,25 +1,24 @@
-"""Names of pages outside the process: keys that can be deleted by tenant, and that show nothing of a salt or a prompt.
+"""Names of pages outside the process: keys that can be deleted by tenant, and names that show neither salts nor keys.
 
     page key = scope (16 bytes) ‖ content key (32 bytes)
 
-The scope is a keyed hash of the cache salt, so one tenant's pages can be found without their tokens and nobody reads
-the salt from a directory. The content key is a keyed hash over the page's tokens and all before them, in the namespace
-and the salt (see `content`): equal keys mean equal content, so nothing else has to be stored with a page to check it.
+The scope is a keyed hash of the cache salt, so one tenant's pages can be found without their tokens. The content key is
+a hash over the page's tokens and all before them, in the namespace and the salt (see `content`): equal keys mean equal
+content, so nothing else has to be stored with a page to check it. It has no secret, so whoever knows the namespace and
+the salt can make the key of a prompt and compare: keys do not leave the process.
 
-A store that others can reach sees names, which are keyed hashes of page keys, in the layout of the pages: servers with
-other models, other page sizes or another secret share a directory without ever meeting a name of another.
+A store that others can reach sees names, which are hashes of page keys and of the pages' layout, keyed with the secret:
+servers with other models, other page sizes or another secret share a directory without ever meeting a name of another.
+Names hide salts and keys, and nothing more: the pages under them are not encrypted (see `page_format`).
 """
 
 import hashlib
 import hmac
 from typing import NamedTuple
 
-from jaxserve.errors import ConfigError
-
 SCOPE_BYTES = 16
 CONTENT_KEY_BYTES = 32
 PAGE_KEY_BYTES = SCOPE_BYTES + CONTENT_KEY_BYTES
-MIN_SECRET_BYTES = 16
 
 
 class BlobName(NamedTuple):
@@ -55,6 +54,11 @@ def scope_name(secret: bytes, scope: bytes) -> str:
     return _keyed(secret, b"shown scope", scope, 16).hex()
 
 
+def namespace_name(secret: bytes, namespace: str) -> str:
+    """What stands for a namespace in the header of a page."""
+    return _keyed(secret, b"namespace", namespace.encode("utf-8", "surrogatepass"), 16).hex()
+
+
 def is_shown_name(name: BlobName) -> bool:
     """Whether it is made of as many hexadecimal digits as names are: nothing else may become a path."""
     return is_hex(name.scope, 32) and is_hex(name.page, 48)
@@ -76,16 +80,6 @@ def mac(secret: bytes, *parts: bytes | memoryview) -> bytes:
 def is_mac(given: bytes | memoryview, wanted: bytes) -> bool:
     """Compares in a time that does not depend on the bytes."""
     return hmac.compare_digest(bytes(given), wanted)
-
-
-def check_secret(secret: bytes, place: str) -> bytes:
-    """The secret itself. Raises ConfigError for one that is too short to be any."""
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"the secret in {place} has {len(secret)} bytes; {MIN_SECRET_BYTES} random bytes are the least, "
-            "such as those of `openssl rand -hex 32`"
-        )
-    return secret
 
 
 def secret_key(secret: bytes) -> bytes:

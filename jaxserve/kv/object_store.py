@@ -5,22 +5,32 @@ does not hold the interpreter's lock while it waits. s3fs would bring botocore, 
 and a client for each cloud. Credentials, regions and endpoints come from the places where each cloud's own tools look
 for them, such as AWS_ACCESS_KEY_ID or the metadata service of a machine.
 
+Each request has a time limit of its own, set here: a limit among the options of the library's client would replace all
+those that it takes from the environment.
+
 A bucket has no bound and no policy here: a lifecycle rule deletes what is old, which costs no request.
 """
 
+import asyncio
+import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
+from jaxserve.config.secret_files import check_secret
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
-from jaxserve.kv.names import BlobName, check_secret
+from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout
-from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
+from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import StoreOptions
 
 _RETRIES, _RETRY_S = 1, 10  # the library would try for three minutes, and a deadline is usually a fraction of a second
+_HEADS = 32  # requests at once that ask whether a page is there
+_SET_ASIDE_S = 5.0
 _IN_PROCESS = ("file:", "memory:")  # schemes without a network, whose stores take no options for one
+
+T = TypeVar("T")
 
 
 class ObjectBlobs:
@@ -34,72 +44,89 @@ class ObjectBlobs:
         self._bucket = bucket
 
     def exists(self, names: Sequence[BlobName], timeout_s: float) -> list[bool]:
-        return [self._exists(name) for name in names]
+        async def exist() -> list[bool]:
+            free = asyncio.Semaphore(_HEADS)
+
+            async def ask(name: BlobName) -> bool:
+                async with free:
+                    try:
+                        await self._obstore.head_async(self._bucket, _path(name))
+                    except FileNotFoundError:
+                        return False
+                    return True
+
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.gather(*map(ask, names))
+
+        return self._run(exist())
 
     def read(self, name: BlobName, max_bytes: int, timeout_s: float) -> bytes | None:
-        try:
-            found = self._call(self._obstore.get, _path(name))
-        except FileNotFoundError:
-            return None
-        if found.meta["size"] > max_bytes:
-            raise BlobTooLarge(f"it has {found.meta['size']} bytes, of {max_bytes} at most")
-        return bytes(self._caught(found.bytes))
+        async def read() -> bytes | None:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    found = await self._obstore.get_async(self._bucket, _path(name))
+                except FileNotFoundError:
+                    return None
+                if found.meta["size"] > max_bytes:
+                    raise BlobTooLarge(f"it has {found.meta['size']} bytes, of {max_bytes} at most")
+                return bytes(await found.bytes_async())
+
+        return self._run(read())
 
     def write(self, name: BlobName, data: bytes, timeout_s: float) -> bool:
-        self._call(self._obstore.put, _path(name), data)
-        return True
+        async def write() -> bool:
+            async with asyncio.timeout(timeout_s):
+                await self._obstore.put_async(self._bucket, _path(name), data)
+            return True
+
+        return self._run(write())
 
     def delete(self, names: Sequence[BlobName], timeout_s: float) -> None:
-        self._delete([_path(name) for name in names])
+        self._run(self._delete([_path(name) for name in names], timeout_s))
 
     def flush(self, scope: str | None, timeout_s: float) -> None:
-        for paths in self._list(scope):
-            self._delete(paths)
+        """The time is that of each request: a bucket may have any number of pages."""
+
+        async def flush() -> None:
+            listed = self._obstore.list(self._bucket, None if scope is None else f"{scope}/").__aiter__()
+            while True:
+                async with asyncio.timeout(timeout_s):
+                    some = await anext(listed, None)
+                if some is None:
+                    return
+                await self._delete([meta["path"] for meta in some], timeout_s)
+
+        self._run(flush())
 
     def set_aside(self, name: BlobName, why: str) -> None:
         """Deleted: a bucket that keeps versions has it still."""
-        self._delete([_path(name)])
+        self.delete([name], _SET_ASIDE_S)
 
     def close(self) -> None:
         """Connections end with the object."""
 
-    def _exists(self, name: BlobName) -> bool:
+    async def _delete(self, paths: list[str], timeout_s: float) -> None:
         try:
-            self._call(self._obstore.head, _path(name))
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _list(self, scope: str | None) -> Iterator[list[str]]:
-        listed = self._call(self._obstore.list, None if scope is None else f"{scope}/")
-        while (some := self._caught(lambda: next(listed, None))) is not None:
-            yield [meta["path"] for meta in some]
-
-    def _delete(self, paths: list[str]) -> None:
-        try:
-            self._call(self._obstore.delete, paths)
+            async with asyncio.timeout(timeout_s):
+                await self._obstore.delete_async(self._bucket, paths)
         except FileNotFoundError:  # a store that stops at the first that is gone already
             for path in paths:
-                try:
-                    self._call(self._obstore.delete, path)
-                except FileNotFoundError:
-                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._obstore.delete_async(self._bucket, path)
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        return self._caught(lambda: function(self._bucket, *arguments))
-
-    def _caught(self, call: Any) -> Any:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return call()
-        except OSError:
-            raise
+            return asyncio.run(work)
+        except TimeoutError as error:
+            raise BlobsError("the bucket did not answer in time") from error
         except self._obstore.exceptions.BaseError as error:
             raise BlobsError(f"{type(error).__name__}: {str(error).splitlines()[0]:.200}") from error
 
 
 def object_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     """The factory of the name "object"."""
-    options.only("object", "location", "secret", "compression", "workers")
+    options.only("object", "location", "secret", "compression")
     url = options.needed("object", "location")
     if options.secret is None:
         raise ConfigError("the object store needs a secret, which all servers that share its pages have")
@@ -118,7 +145,6 @@ def object_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         check_secret(options.secret, "the store's options"),
         place=f"pages in {url.partition('?')[0]}",
         compression=options.compression or "none",
-        workers=options.workers or DEFAULT_WORKERS,
     )
 
 

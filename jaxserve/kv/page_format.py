@@ -2,14 +2,17 @@
 
     magic (8) ‖ version (u16) ‖ header length (u32) ‖ header (JSON) ‖ payload ‖ MAC (32)
 
-The header names the namespace, the key, the dtype, the shape, the codec and the sizes. A reader trusts none of it: the
-total length is bounded by the reader's own layout before anything is read, the MAC is checked before the JSON is
-parsed, and then every field must be what the reader would have written. So bytes of another model, another page or
-another tenant are refused even where they are genuine, and a decompressor never makes more than one page. Nothing is
-unpickled, ever.
+The header has the name of the page in the store and a keyed hash of the namespace, so neither a key nor the namespace
+itself, and the dtype, the shape, the codec and the sizes. A reader trusts none of it: the total length is bounded by
+the reader's own layout before anything is read, the MAC is checked before the JSON is parsed, and then every field must
+be what the reader would have written. So bytes of another model, another page or another tenant are refused even where
+they are genuine, and a decompressor never makes more than one page. Nothing is unpickled, ever.
 
 A checksum would find decay, but whoever can write to a shared store could choose a model's attention: hence a MAC with
 a secret of the fleet.
+
+A page is authenticated, not encrypted. The payload is the keys and values as they are, so whoever can read a store can
+read what prompts left in its pages; encrypting the volume or the bucket is the operator's part.
 """
 
 import dataclasses
@@ -21,10 +24,10 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.kv.compression import Codec, CompressionError
-from jaxserve.kv.names import is_mac, mac
+from jaxserve.kv.names import BlobName, is_mac, mac, namespace_name
 
 MAGIC = b"jaxkv\x00\r\n"  # a transfer as text would change the end
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 1 << 16
 MAC_BYTES = 32
 _PREFIX = struct.Struct("<8sHI")
@@ -49,7 +52,7 @@ class PageLayout:
       element_bytes: of one element; 1 where a page mixes types.
       page_bytes: of the whole page; not less than the elements of `shape` take, since scales may follow them.
 
-    Raises ConfigError when the sizes contradict each other, or the text does not fit the header.
+    Raises ConfigError when the sizes contradict each other.
     """
 
     namespace: str
@@ -65,8 +68,6 @@ class PageLayout:
                 f"a page of shape {self.shape} with {self.element_bytes} bytes an element needs {least} bytes, "
                 f"but has {self.page_bytes}"
             )
-        if len(json.dumps(self.as_json())) > MAX_HEADER_BYTES // 2:
-            raise ConfigError(f"the namespace of pages has {len(self.namespace)} characters; {1 << 14} are the limit")
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -88,25 +89,25 @@ def max_sealed_bytes(layout: PageLayout) -> int:
     return _PREFIX.size + MAX_HEADER_BYTES + layout.page_bytes + MAC_BYTES
 
 
-def seal(layout: PageLayout, secret: bytes, key: bytes, page: memoryview, codec: Codec | None = None) -> bytes:
-    """The page as bytes for a store. `codec`: compresses it, where that makes it smaller."""
+def seal(layout: PageLayout, secret: bytes, name: BlobName, page: memoryview, codec: Codec | None = None) -> bytes:
+    """The page as bytes for a store. `name`: see `names.blob_name`. `codec`: compresses where the page gets smaller."""
     assert page.nbytes == layout.page_bytes, (page.nbytes, layout.page_bytes)
     payload: bytes | memoryview = page.cast("B")
-    name = "none"
+    codec_name = "none"
     if codec is not None:
         packed = codec.compress(payload, layout.element_bytes)
         if len(packed) < layout.page_bytes:
-            payload, name = packed, codec.name
-    header = json.dumps({**layout.as_json(), "key": key.hex(), "codec": name, "stored": len(payload)}).encode()
+            payload, codec_name = packed, codec.name
+    header = json.dumps({**_described(layout, secret, name, len(payload)), "codec": codec_name}).encode()
     assert len(header) <= MAX_HEADER_BYTES
     prefix = _PREFIX.pack(MAGIC, VERSION, len(header))
     return b"".join([prefix, header, payload, mac(secret, prefix, header, payload)])
 
 
 def unseal(
-    layout: PageLayout, secret: bytes, key: bytes, sealed: bytes | bytearray, codec: Codec | None = None
+    layout: PageLayout, secret: bytes, name: BlobName, sealed: bytes | bytearray, codec: Codec | None = None
 ) -> memoryview:
-    """The page of `key`, of exactly `layout.page_bytes`. Raises BadPage for any other bytes, and UnknownCodec."""
+    """The page of `name`, of exactly `layout.page_bytes`. Raises BadPage for any other bytes, and UnknownCodec."""
     if not _PREFIX.size + MAC_BYTES <= len(sealed) <= max_sealed_bytes(layout):
         raise BadPage(f"{len(sealed)} bytes are not a page of {layout.page_bytes}")
     view = memoryview(sealed)
@@ -120,17 +121,17 @@ def unseal(
     payload = view[_PREFIX.size + header_len : -MAC_BYTES]
     try:
         header = json.loads(bytes(view[_PREFIX.size : _PREFIX.size + header_len]))
-        name = header.pop("codec")
+        codec_name = header.pop("codec")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise BadPage(f"its header cannot be read: {error!r:.80}") from error
-    wanted = {**layout.as_json(), "key": key.hex(), "stored": len(payload)}
+    wanted = _described(layout, secret, name, len(payload))
     if header != wanted:
         differing = sorted(field for field in wanted.keys() | header.keys() if header.get(field) != wanted.get(field))
         raise BadPage(f"it is genuine, but another page: {', '.join(map(str, differing))} differ")
-    if name == "none":
+    if codec_name == "none":
         page = payload
-    elif codec is None or name != codec.name:
-        raise UnknownCodec(f"a page was compressed with {name!r:.40}, which is not installed here")
+    elif codec is None or codec_name != codec.name:
+        raise UnknownCodec(f"a page was compressed with {codec_name!r:.40}, which is not installed here")
     else:
         try:
             page = memoryview(codec.decompress(payload, layout.page_bytes, layout.element_bytes))
@@ -139,3 +140,9 @@ def unseal(
     if page.nbytes != layout.page_bytes:
         raise BadPage(f"it has {page.nbytes} bytes instead of {layout.page_bytes}")
     return page
+
+
+def _described(layout: PageLayout, secret: bytes, name: BlobName, stored: int) -> dict[str, Any]:
+    """The fields of a header beside the codec. The key and the namespace are nobody's business who reads the store."""
+    namespace = namespace_name(secret, layout.namespace)
+    return {**layout.as_json(), "namespace": namespace, "page": name.page, "stored": stored}

@@ -1,26 +1,27 @@
 """`RemoteBlobs`: sealed pages on another machine, kept by `jaxserve kv-server` (`jaxserve.serve.kv_server`).
 
-Pages are sealed before they leave, so the server and the network see neither a salt nor a key, and cannot change a page
-without being found out. The connection is mutual TLS, or does not leave the machine.
+Pages are sealed before they leave: the server has no salts and no keys, and cannot change a page without being found
+out. It can read pages, since sealing does not encrypt (see `page_format`), and whoever reads them can read what prompts
+left in them. The connection is mutual TLS, or does not leave the machine.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
 from jaxserve.config.addresses import is_loopback
+from jaxserve.config.secret_files import check_secret, read_mutual_tls
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
 from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
-from jaxserve.kv.names import BlobName, check_secret
+from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout, max_sealed_bytes
-from jaxserve.kv.sealed_store import DEFAULT_WORKERS, SealedStore
+from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import StoreOptions
 
-MAX_NAMES = 256  # of one message; every server takes so many
+MAX_NAMES = 256  # of one message, for clients and servers
 MESSAGE_OVERHEAD = 1 << 16  # bytes of a message beside those of a page; so many names fit, too
 _SET_ASIDE_S = 5.0
 _RECONNECT_MS = 2000  # gRPC itself would wait up to two minutes between two attempts to connect
@@ -95,7 +96,7 @@ class RemoteBlobs:
 def remote_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     """The factory of the name "remote"."""
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_name")
-    options.only("remote", "location", "secret", "compression", "workers", *tls)
+    options.only("remote", "location", "secret", "compression", *tls)
     address = options.needed("remote", "location")
     if options.secret is None:
         raise ConfigError("the remote store needs a secret, which all servers that share its pages have")
@@ -108,7 +109,6 @@ def remote_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
         check_secret(options.secret, "the store's options"),
         place=f"pages on {address}",
         compression=options.compression or "none",
-        workers=options.workers or DEFAULT_WORKERS,
     )
 
 
@@ -116,22 +116,23 @@ def _credentials(options: StoreOptions, address: str) -> grpc.ChannelCredentials
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise ConfigError(f"the remote store's location is {address!r:.120}, but must be HOST:PORT")
-    paths = {name: getattr(options, name) for name in ("tls_ca", "tls_cert", "tls_key")}
-    missing = [name for name, path in paths.items() if path is None]
-    if len(missing) == 3:
+    cert, key, authorities = options.tls_cert, options.tls_key, options.tls_ca
+    if cert is None or key is None or authorities is None:
+        given = {"tls_ca": authorities, "tls_cert": cert, "tls_key": key, "tls_name": options.tls_name}
+        if any(given.values()):
+            missing = [name for name, path in given.items() if path is None and name != "tls_name"]
+            raise ConfigError(
+                f"{', '.join(name for name, path in given.items() if path)} is set, but TLS of the remote store needs "
+                f"all of tls_ca, tls_cert and tls_key; not set: {', '.join(missing)}"
+            )
         if not is_loopback(host):
             raise ConfigError(
-                f"the remote store {address} is on another machine; set {', '.join(paths)}, since whoever can connect "
-                "to a store of pages can delete them"
+                f"the remote store {address} is on another machine; set tls_ca, tls_cert and tls_key, since whoever "
+                "can connect to a store of pages can delete them"
             )
         return None
-    if missing:
-        raise ConfigError(f"TLS of the remote store needs all of {', '.join(paths)}; not set: {', '.join(missing)}")
-    try:
-        authorities, certificate, key = (Path(path).read_bytes() for path in paths.values())
-    except OSError as error:
-        raise ConfigError(f"cannot read the certificates of the remote store: {error}") from error
-    return grpc.ssl_channel_credentials(authorities, key, certificate)
+    tls = read_mutual_tls(cert, key, authorities, "the remote store's ")
+    return grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
 
 
 def _call(call: Callable[[], T]) -> T:

@@ -21,16 +21,18 @@ from jaxserve.kv.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_WORKERS = 4
-_MAX_WAITING = 256  # jobs; beyond it puts are refused and gets are late
+_WORKERS = 4
+_MAX_WAITING = 256  # jobs: pages of puts, which are refused beyond it; turns of gets, which are late beyond it
 _ASK_S = 1.0  # for `contains`
 _DELETE_S = 10.0
 # A put is late at its deadline, but its write goes on. Where it ends on another machine is only known from its answer,
 # and a deletion has to know that: a write that is given up here could still be done there, after the deletion.
 _WRITE_S = 30.0
 _CLOSE_S = 5.0
+_AT_ONCE_S = 0.01  # two clocks of one deadline differ by less
 _LOGGED = 5  # faults of a kind, before the rest is only counted
 COMPRESSIONS = ("none", "zstd", "auto")
+_Wanted = tuple[int, bytes, memoryview]  # place in the call, key, buffer
 
 
 class _Call:
@@ -76,9 +78,12 @@ class SealedStore:
         *,
         place: str,
         compression: str = "none",
-        workers: int = DEFAULT_WORKERS,
+        workers: int = _WORKERS,
     ) -> None:
-        """`place` names the store in logs. Raises ConfigError for an unknown compression, or without its library."""
+        """`place` names the store in logs. `workers`: threads that read at once, and as many that write.
+
+        Raises ConfigError for an unknown compression, or without its library.
+        """
         if compression not in COMPRESSIONS:
             raise ConfigError(f"the compression {compression!r:.40} is none of {', '.join(COMPRESSIONS)}")
         self.counts: collections.Counter[str] = collections.Counter()
@@ -90,6 +95,7 @@ class SealedStore:
         self._codec: Codec | None = None if compression == "none" else ShuffledZstd()
         self._choice = CodecChoice(self._codec) if self._codec is not None and compression == "auto" else None
         self._reader = self._codec or _installed_codec()
+        self._num_workers = workers
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._num_puts = 0
@@ -130,12 +136,16 @@ class SealedStore:
         if self._closed:
             return [Outcome.MISS] * len(keys)
         call = _Call(len(keys), Outcome.LATE)
+        left: collections.deque[_Wanted] = collections.deque()
         for place, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             if buffer.nbytes != self._layout.page_bytes:
                 call.answer(place, Outcome.BAD)
-            elif not self._readers.submit(functools.partial(self._get_one, call, place, key, buffer, deadline)):
-                break  # the others are late
-        return call.wait(deadline)
+            else:
+                left.append((place, key, buffer))
+        # A job for each thread, not for each page: what is bounded is the number of calls, however many pages one has.
+        job = functools.partial(self._get_some, call, left, deadline)
+        jobs = [self._readers.submit(job) for _ in range(min(self._num_workers, len(left)))]
+        return call.wait(deadline if any(jobs) else 0.0)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[memoryview], deadline_s: float) -> list[Outcome]:
         assert len(keys) == len(pages)
@@ -145,9 +155,10 @@ class SealedStore:
             if self._closed or page.nbytes != self._layout.page_bytes:
                 call.answer(place, Outcome.REFUSED)
             elif time.monotonic() < deadline:
-                sealed = seal(self._layout, self._secret, key, page, self._next_codec(page))
+                name = self._name(key)
+                sealed = seal(self._layout, self._secret, name, page, self._next_codec(page))
                 number = self._begin_write()
-                job = functools.partial(self._put_one, call, place, self._name(key), sealed, number, deadline)
+                job = functools.partial(self._put_one, call, place, name, sealed, number, deadline)
                 if not self._writers.submit(job):
                     self._end_write(number)
                     call.answer(place, Outcome.REFUSED)
@@ -183,10 +194,16 @@ class SealedStore:
         if not settled:
             raise StoreUnavailable(f"{self._place}: writes did not end within {_DELETE_S:.0f} s; delete again")
 
-    def _get_one(self, call: _Call, place: int, key: bytes, buffer: memoryview, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s > 0:
+    def _get_some(self, call: _Call, left: "collections.deque[_Wanted]", deadline: float) -> None:
+        """Reads pages of a call until none is left for this thread, or no time."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                place, key, buffer = left.popleft()
+            except IndexError:
+                return
             outcome, page = self._read(key, left_s)
+            if outcome is Outcome.FAILED and deadline - time.monotonic() < _AT_ONCE_S:
+                outcome = Outcome.LATE  # the place was given the same time as the call, and knows no other word for it
             call.answer(place, outcome, None if page is None else (buffer, page))
 
     def _put_one(self, call: _Call, place: int, name: BlobName, sealed: bytes, number: int, deadline: float) -> None:
@@ -224,7 +241,7 @@ class SealedStore:
                 return Outcome.MISS, None
             self._note_link(len(sealed), time.perf_counter() - start)
             self._count("bytes_read", len(sealed))
-            return Outcome.OK, unseal(self._layout, self._secret, key, sealed, self._reader)
+            return Outcome.OK, unseal(self._layout, self._secret, name, sealed, self._reader)
         except UnknownCodec as error:
             self._note_fault("unknown_codec", error)
             return Outcome.MISS, None

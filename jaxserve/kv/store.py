@@ -101,7 +101,6 @@ class StoreOptions:
       admission: "always" or "second_sight", see `TierOptions`.
       secret: of the fleet, for names and MACs. None: a directory makes its own, elsewhere it is an error.
       compression: "none", "zstd", or "auto", which compresses while the link is slower than the codec.
-      workers: threads that read at once, and as many that write.
       tls_ca, tls_cert, tls_key, tls_name: PEM files, and the name in the server's certificate if it is not its address.
     """
 
@@ -111,7 +110,6 @@ class StoreOptions:
     admission: str | None = None
     secret: bytes | None = None
     compression: str | None = None
-    workers: int | None = None
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None

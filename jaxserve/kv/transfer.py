@@ -241,21 +241,27 @@ class Transfers:
         left_s = fill.deadline - time.monotonic()
         with self._lock:
             cancelled = fill.cancelled
-        late = [Outcome.LATE] * len(fill.keys)
-        outcomes = late if cancelled or left_s <= 0 else self._read(fill, left_s)
+        outcomes = [Outcome.LATE] * len(fill.keys)
+        try:
+            if not cancelled and left_s > 0:
+                outcomes = [Outcome.FAILED] * len(fill.keys)
+                outcomes = self._read(fill, left_s)
+        finally:  # a slot whose event never comes is lost to the engine, whatever went wrong
+            self._end_fill(fill, outcomes, cancelled=cancelled)
+
+    def _end_fill(self, fill: _Fill, outcomes: Sequence[Outcome], *, cancelled: bool) -> None:
         event = Filled(ticket=fill.ticket, slots=fill.slots, outcomes=tuple(outcomes), cancelled=cancelled)
         with self._lock:
             del self._fills[fill.ticket]
-            num_ok = outcomes.count(Outcome.OK)
             if cancelled:
                 self.counts["cancelled"] += 1
             else:
                 for outcome in outcomes:
                     self.counts[f"fill_{outcome.value}"] += 1
             if fill.is_prefetch:
-                self._loaded[fill.ticket] = num_ok
+                self._loaded[fill.ticket] = event.outcomes.count(Outcome.OK)
                 if not cancelled:
-                    self.counts["prefetch_late"] += outcomes.count(Outcome.LATE)
+                    self.counts["prefetch_late"] += event.outcomes.count(Outcome.LATE)
             self._events.append(event)
             self._ended.notify_all()
         self._wake()
@@ -281,18 +287,20 @@ class Transfers:
             dropped = key in self._dropped
             self._dropped.discard(key)
             self._writes[key] = True
-        if dropped:
-            outcome = Outcome.REFUSED
-        else:
-            views = self._slot_bytes(slot)
-            page = views[0] if len(views) == 1 else memoryview(b"".join(views))
-            (outcome,) = self.guard.put([key], [page], self._options.write_s)
-        with self._lock:
-            del self._writes[key]
-            self.counts[f"write_{outcome.value}"] += 1
-            self._events.append(Written(key=key, slot=slot, outcome=outcome))
-            self._ended.notify_all()
-        self._wake()
+        outcome = Outcome.REFUSED
+        try:
+            if not dropped:
+                outcome = Outcome.FAILED
+                views = self._slot_bytes(slot)
+                page = views[0] if len(views) == 1 else memoryview(b"".join(views))
+                (outcome,) = self.guard.put([key], [page], self._options.write_s)
+        finally:
+            with self._lock:
+                del self._writes[key]
+                self.counts[f"write_{outcome.value}"] += 1
+                self._events.append(Written(key=key, slot=slot, outcome=outcome))
+                self._ended.notify_all()
+            self._wake()
 
     def _settle_writes(self, concerns: Callable[[bytes], bool]) -> None:
         """Drops the writes that wait, and waits for those that the store was asked for."""

@@ -66,7 +66,7 @@ class Workers:
                 self._running += 1
             try:
                 job()
-            except Exception:
+            except BaseException:  # a job that calls sys.exit() must not end the thread for the jobs after it
                 logger.exception("%s: a bug: a job raised", self._name)
             finally:
                 with self._condition:

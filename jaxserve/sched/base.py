@@ -109,6 +109,79 @@ class TakesDrafts(Protocol):
         ...
 
 
+class Flushed(NamedTuple):
+    """Pages of the device and slots of host memory whose content was forgotten."""
+
+    pages: int
+    slots: int
+
+
+class CacheState(NamedTuple):
+    """The cache of one scheduler, as an operator sees it.
+
+    Attributes:
+      pages: of the device, all of which were made at the start.
+      grantable: that may be held at once; the others are withheld.
+      held: that sequences hold, more than `grantable` until those that a smaller pool does not leave room for end.
+      host, store: whether host memory and a store take pages in; None where there is none.
+    """
+
+    pages: int
+    grantable: int
+    held: int
+    host: bool | None
+    store: bool | None
+
+
+class Flushable(Protocol):
+    """A store of pages behind host memory, or several of them. Used by any thread."""
+
+    def flush(self, salt: str | None) -> None:
+        """Removes the pages of requests with this cache salt, or all, and those on their way to the store.
+
+        Waits. Raises a typed error when one may remain.
+        """
+        ...
+
+
+@runtime_checkable
+class Operable(Protocol):
+    """A scheduler whose cache an operator may change while it runs. Methods are called between two steps, from the
+    scheduler's thread."""
+
+    @property
+    def cache_state(self) -> CacheState: ...
+
+    @property
+    def store(self) -> "Flushable | None":
+        """Where host slots are filled from; the caller flushes it, on a thread that may wait."""
+        ...
+
+    def flush(self, salt: str | None) -> Flushed:
+        """Forgets what the device and host memory have of requests with this cache salt, or of all.
+
+        Sequences that run keep their pages, which nobody finds afterwards. Takes time in proportion to the cache.
+        """
+        ...
+
+    def resize_pool(self, num_pages: int, *, preempt: bool) -> None:
+        """From now on so many pages are given out.
+
+        Idle pages go first, by way of host memory. Held ones go as their sequences end or give way to others, or with
+        `preempt` at the next step, from the last sequence in order on. Raises InvalidRequest for more pages than there
+        are, and for fewer than a live request may need.
+        """
+        ...
+
+    def use_tiers(self, *, host: bool | None = None, store: bool | None = None) -> None:
+        """Switches tiers on and off; None leaves one as it is.
+
+        Host memory that is off has given up all its pages; a store that is off keeps its own, is asked for none and
+        gets none. Raises InvalidRequest for a tier that is not there.
+        """
+        ...
+
+
 class InFlight(Protocol):
     """A step that has been launched."""
 

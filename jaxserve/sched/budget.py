@@ -86,8 +86,17 @@ def max_sequence_len(request: Request, limits: Limits) -> int:
     return min(len(request.prompt_token_ids) + request.max_tokens, limits.max_model_len)
 
 
-def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_prefill: bool) -> None:
-    """Raises InvalidRequest, PromptTooLong or RequestRejected; returns when the request can run."""
+def most_pages(request: Request, limits: Limits, budget: StepBudget) -> int:
+    """Pages that a sequence of the request can need, in all groups, when it is alone on the device."""
+    # The last token is never fed, so it needs no place in a page.
+    return limits.pages_of(max_sequence_len(request, limits) - 1, budget.max_prefill_only)
+
+
+def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_prefill: bool, num_grantable: int) -> None:
+    """Raises InvalidRequest, PromptTooLong or RequestRejected; returns when the request can run.
+
+    `num_grantable`: pages that are given out, of those of the limits.
+    """
     who, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
     if prompt_len == 0:
         raise InvalidRequest(f"{who} has an empty prompt; give at least one token")
@@ -103,13 +112,14 @@ def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_pre
             f"{who} has a prompt of {prompt_len} tokens, but sequences end at {limits.max_model_len} (model.max_len), "
             "one generated token included; shorten the prompt or use truncate_prompt_tokens"
         )
-    # The last token is never fed, so it needs no place in a page.
-    num_pages = limits.pages_of(max_sequence_len(request, limits) - 1, budget.max_prefill_only)
-    if num_pages > limits.num_pages:
+    num_pages = most_pages(request, limits, budget)
+    if num_pages > num_grantable:
+        resized = num_grantable < limits.num_pages
         raise RequestRejected(
             f"{who} can need {num_pages} pages for {prompt_len} prompt tokens and {request.max_tokens} generated ones, "
-            f"but the cache has {limits.num_pages} pages of {limits.page_size} tokens; lower max_tokens or shorten the "
-            "prompt, or raise cache.num_pages"
+            f"but the cache {'gives out' if resized else 'has'} {num_grantable} pages of {limits.page_size} tokens"
+            f"{f', of {limits.num_pages} that it has' if resized else ''}; lower max_tokens or shorten the prompt, or "
+            f"{'make the pool larger again' if resized else 'raise cache.num_pages'}"
         )
     if not chunked_prefill and prompt_len > budget.max_prefill_only:
         raise RequestRejected(

@@ -30,12 +30,13 @@ from collections.abc import Callable
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len
+from jaxserve.sched.base import CacheState, Flushed
+from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len, most_pages
 from jaxserve.sched.draft import Draft, Flight, row_setup
 from jaxserve.sched.headroom import Headroom
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.lengths import create_lengths
-from jaxserve.sched.loading import Loader
+from jaxserve.sched.loading import LOOK_AHEAD, Loader, SlotStore
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
@@ -50,7 +51,7 @@ RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
 
 
 class ContinuousScheduler:
-    """A `sched.base.Scheduler`. Mutated only through its own methods, from one thread."""
+    """A `sched.base.Scheduler` and `Operable`. Mutated only through its own methods, from one thread."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class ContinuousScheduler:
         self._headroom = Headroom(self.memory, options, self._lengths)
         self._speculator = Speculator(options.speculation, limits, clock)
         self._loader: Loader | None = None
+        self._reclaims = False  # pages beyond the size of the pool are taken from the sequences that hold them
         self._held_back = False  # the first in the queue waits for the loader, said the last `schedule`
         policy.bind(self.memory, self._lengths, clock)
 
@@ -91,7 +93,7 @@ class ContinuousScheduler:
         """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""
         if request.request_id in self._groups:
             raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
-        check_fits(request, self.limits, self._budget, self._chunked)
+        check_fits(request, self.limits, self._budget, self._chunked, self.memory.pool.num_grantable)
         group = self._groups[request.request_id] = Group(request, next(self._orders))
         self._enqueue(group, 0)
 
@@ -137,12 +139,16 @@ class ContinuousScheduler:
         draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
         running = self._running
         running.refresh()
+        if self._reclaims:
+            self._reclaim(draft)
         due = [seq for seq in running.decoding if seq.num_fed == seq.next_page_at]
         if due:
             self._serve_due(due, draft)
         draft.num_rows = draft.num_tokens = len(running.decoding) - len(draft.stalled)
         if running.prefilling or len(self._queue):
             self._plan_prefills(draft)
+        if self._loader is not None:
+            self._loader.look_ahead(self._queue.head(LOOK_AHEAD))
         decoding = draft.without_stalled(running.decoding)
         if not decoding and not draft.chunks:
             assert not draft.grants and not draft.setups, (draft.grants, draft.setups)
@@ -196,6 +202,60 @@ class ContinuousScheduler:
                 add_event(self._take_token(seq, token_id, logprob))
         return events
 
+    @property
+    def cache_state(self) -> CacheState:
+        """See `Operable`."""
+        pool, tier, loader = self.memory.pool, self.memory.tier, self._loader
+        return CacheState(
+            pool.num_pages,
+            pool.num_grantable,
+            pool.num_held,
+            None if tier is None else tier.enabled,
+            None if loader is None else loader.enabled,
+        )
+
+    @property
+    def store(self) -> SlotStore | None:
+        """See `Operable`."""
+        return None if self._loader is None else self._loader.store
+
+    def flush(self, salt: str | None) -> Flushed:
+        """See `Operable`."""
+        return Flushed(*self.memory.flush(salt, (*self._running, *self._running.ending)))
+
+    def resize_pool(self, num_pages: int, *, preempt: bool) -> None:
+        """See `Operable`."""
+        limits = self.limits
+        if not len(limits.page_groups) <= num_pages <= limits.num_pages:
+            raise InvalidRequest(
+                f"a pool of {num_pages} pages is asked for, but {limits.num_pages} were made at the start and a "
+                f"sequence needs {len(limits.page_groups)} at least; give a number from {len(limits.page_groups)} to "
+                f"{limits.num_pages}"
+            )
+        needed = {name: most_pages(group.request, limits, self._budget) for name, group in self._groups.items()}
+        largest = max(needed, key=needed.__getitem__, default=None)
+        if largest is not None and needed[largest] > num_pages:
+            raise InvalidRequest(
+                f"a pool of {num_pages} pages is asked for, but the live request {largest!r} can need "
+                f"{needed[largest]}; leave it as many, abort the request, or wait until it has ended"
+            )
+        self.memory.pool.resize(num_pages)
+        self._headroom.note_resize()
+        self._blocked = (None, 0)
+        self._reclaims = preempt
+
+    def use_tiers(self, *, host: bool | None = None, store: bool | None = None) -> None:
+        """See `Operable`."""
+        tier, loader = self.memory.tier, self._loader
+        if host is not None and tier is None:
+            raise InvalidRequest("there is no host memory to switch: the engine was started without cache.host_bytes")
+        if store is not None and loader is None:
+            raise InvalidRequest("there is no store to switch: the engine was started without store.kind")
+        if tier is not None and host is not None and host != tier.enabled:
+            tier.switch(host)
+        if loader is not None and store is not None:
+            loader.enabled = store
+
     def has_work(self) -> bool:
         """See `Scheduler.has_work`."""
         return bool(self._groups)
@@ -246,13 +306,26 @@ class ContinuousScheduler:
             draft.grants += self.memory.grow(seq)
         self._running.refresh()
 
+    def _reclaim(self, draft: Draft) -> None:
+        """The pool was made smaller, and not to wait: sequences give way until no more pages are held than it has."""
+        now_s, pool = self._clock(), self.memory.pool
+        first = min(self._preemptible(draft), key=lambda s: self._queue.rank(s, now_s), default=None)
+        if first is None or not pool.num_owed:
+            self._reclaims = False
+        else:
+            self._reclaims = not self._preempt_behind(first, lambda: not pool.num_owed, draft)
+
     def _make_room(self, seq: Sequence, num_pages: int, draft: Draft) -> bool:
         """Preempts sequences behind `seq` until so many pages are available. False: there are too few behind it."""
+        return self._preempt_behind(seq, lambda: self.memory.pool.num_available >= num_pages, draft)
+
+    def _preempt_behind(self, seq: Sequence, enough: Callable[[], bool], draft: Draft) -> bool:
+        """Preempts sequences behind `seq` until it is enough. False: there are too few behind it."""
         now_s = self._clock()
         rank = self._queue.rank
         behind = [s for s in self._preemptible(draft) if rank(s, now_s) > rank(seq, now_s)]
         behind.sort(key=lambda s: rank(s, now_s))
-        while self.memory.pool.num_available < num_pages:
+        while not enough():
             victim = self.policy.victim_for_page(seq, behind) if behind else None
             if victim is None:
                 return False
@@ -420,6 +493,8 @@ class ContinuousScheduler:
     def _enter_row(self, seq: Sequence, placement: Placement, length: int, draft: Draft) -> None:
         self._running.enter(seq)
         draft.copies += self.memory.take(seq, placement, placement.start + length)
+        if self._loader is not None:
+            self._loader.note_placed(seq)
         seq.begin(placement.start)
         self.policy.on_run(seq)
 

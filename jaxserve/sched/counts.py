@@ -32,6 +32,7 @@ class SchedulerCounts(NamedTuple):
       load_page_ms, compute_page_ms: the two expectations, of one page; 0 while nothing is known.
       store_pages: pages by what a store behind the slots did with them; empty without such a store.
       store_breaks: how often it was left alone for a while, since it failed or was slow.
+      grantable_pages: that may be held at once, see `PagePool.resize`; `withheld_pages` are not given out.
       store_late: sequences that were placed before all that they had asked of it had come.
     """
 
@@ -58,6 +59,8 @@ class SchedulerCounts(NamedTuple):
     store_pages: Mapping[str, int] = {}
     store_breaks: int = 0
     store_late: int = 0
+    grantable_pages: int = 0
+    withheld_pages: int = 0
 
 
 def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
@@ -73,11 +76,13 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         pool.num_pages,
         available - cached,
         cached,
-        pool.num_pages - available,
+        pool.num_held,
         pool.num_shared,
         memory.num_queried_tokens,
         memory.num_hit_tokens,
         scheduler.num_preemptions,
+        grantable_pages=pool.num_grantable,
+        withheld_pages=pool.num_withheld,
     )
     tier = memory.tier
     if tier is None:
@@ -96,10 +101,11 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
     )
     if not isinstance(scheduler, LoadingScheduler):
         return counts
-    store = scheduler.loader.store_counts
+    store = scheduler.loader.store.counts
     return counts._replace(store_pages=store.pages, store_breaks=store.breaks, store_late=scheduler.loader.num_late)
 
 
 def page_states_of(scheduler: Scheduler) -> bytes:
-    """One letter a page, in the order of their ids: f free, c cached, u used by one, s shared. Empty when unknown."""
+    """One letter a page, in the order of their ids: f free, c cached, u used by one, s shared, w
+    withheld. Empty when unknown."""
     return scheduler.memory.pool.states() if isinstance(scheduler, ContinuousScheduler) else b""

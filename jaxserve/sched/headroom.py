@@ -33,8 +33,14 @@ class Headroom:
         self._memory = memory
         self._lengths = lengths
         self._growth = options.growth
-        self._watermark = math.ceil(options.watermark * memory.pool.num_pages)
+        self._share = options.watermark
+        self.note_resize()
         self._spare = 0.0  # pages that were left over at the last projection, less what was granted since
+        self._num_trusted = 0
+
+    def note_resize(self) -> None:
+        """The pool has another number of pages to give out."""
+        self._watermark = math.ceil(self._share * self._memory.pool.num_grantable)
         self._num_trusted = 0
 
     def admits(self, seq: Sequence, placement: Placement, running: RunningSet) -> bool:

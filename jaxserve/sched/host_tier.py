@@ -32,6 +32,7 @@ class HostTier:
       saves_early: full pages are saved as soon as there is room, and not only when the device gives them up: for a
         store that is to have them after this process. They are not offered to the policy before the device gives them
         up, or each would be seen twice; while it is strict, they take free slots alone.
+      enabled: whether anything is taken in. See `switch`.
     """
 
     def __init__(self, limits: HostSlots, policy: TierPolicy) -> None:
@@ -40,11 +41,13 @@ class HostTier:
         self.on_drop: Callable[[PageEntry, int], None] = lambda entry, at: None
         self.num_saved = self.num_loaded = self.num_skipped = self.num_declined = 0
         self.saves_early = False
+        self.enabled = True
         self._offers: collections.deque[tuple[PageEntry, int]] = collections.deque(maxlen=limits.num_slots)
         self._slots = SlotPool(limits.num_slots)
         self._policy = policy
         self._owners: dict[int, tuple[PageEntry, int]] = {}
         self._slot_of: dict[bytes, int] = {}  # by the policy's key
+        self._doomed: set[int] = set()  # slots without an owner that something still fills or reads
         self._saves: list[PageSave] = []  # for the next plan
         # Pages on their way when the last result was read, and pages of each plan since.
         self._num_draining = 0
@@ -69,6 +72,8 @@ class HostTier:
     def save(self, entry: PageEntry, at: int, page_id: int) -> None:
         """The next plan saves `page_id`, which holds the content of `entry` in group `at`, if there is room for it."""
         assert entry.slots[at] == NO_SLOT, entry.slots
+        if not self.enabled:
+            return
         key = _key(entry, at)
         if not self._policy.admit(key):
             self.num_declined += 1
@@ -85,7 +90,8 @@ class HostTier:
     def offer(self, entry: PageEntry, at: int) -> None:
         """A page of the device has got its content, or lost its last holder, in the plan that is being made or before:
         a plan with room for more saves than it must have saves it, so that it may be given up at any time."""
-        self._offers.append((entry, at))
+        if self.enabled:
+            self._offers.append((entry, at))
 
     @property
     def has_free_slot(self) -> bool:
@@ -95,20 +101,25 @@ class HostTier:
     def begin_fill(self, entry: PageEntry, at: int, may_evict: bool) -> bool:
         """Gives `entry` a slot that something else than a plan fills: a free one, or with `may_evict` that of another
         page. False when there is none, or half are being filled: saves need slots, too."""
-        if 2 * self._slots.num_filling >= self.limits.num_slots or not (may_evict or self.has_free_slot):
+        if not self.enabled or not (may_evict or self.has_free_slot):
+            return False
+        if 2 * self._slots.num_filling >= self.limits.num_slots:
             return False
         return self._take_slot(entry, at)
 
-    def end_fill(self, entry: PageEntry, at: int, ok: bool) -> None:
+    def end_fill(self, slot: int, ok: bool) -> None:
         """The fill has ended; without its page the slot is free again, and the entry may be forgotten."""
-        self._slots.ready(entry.slots[at])
-        if not ok:
-            self.forget(entry, at)
-            self.on_drop(entry, at)
+        self._slots.ready(slot)
+        owner = self._owners.get(slot)
+        if owner is None:
+            self._settle(slot)
+        elif not ok:
+            self.drop(*owner)
+            self.on_drop(*owner)
 
-    def owner(self, slot: int) -> tuple[PageEntry, int]:
-        """The entry whose page the slot holds, and its group."""
-        return self._owners[slot]
+    def owner(self, slot: int) -> tuple[PageEntry, int] | None:
+        """The entry whose page the slot holds, and its group; None where it was dropped meanwhile."""
+        return self._owners.get(slot)
 
     def _take_slot(self, entry: PageEntry, at: int) -> bool:
         key = _key(entry, at)
@@ -137,12 +148,22 @@ class HostTier:
         """One reader fewer of each."""
         for slot in slots:
             self._slots.unpin(slot)
+            self._settle(slot)
 
-    def forget(self, entry: PageEntry, at: int) -> None:
-        """The content of the slot is of no use to anybody, and nothing reads it."""
+    def drop(self, entry: PageEntry, at: int) -> None:
+        """The content of the slot is not to be found any more. The slot is free once nothing fills or reads it."""
         key = _key(entry, at)
         self._policy.remove(key)
         self._give_up(key)
+
+    def switch(self, enabled: bool) -> None:
+        """Whether pages are taken in from now on. Off, all contents are dropped; loads that are planned go on."""
+        self.enabled = enabled
+        if not enabled:
+            self._offers.clear()
+            for entry, at in [*self._owners.values()]:
+                self.drop(entry, at)
+                self.on_drop(entry, at)
 
     def take_saves(self) -> tuple[PageSave, ...]:
         """What the plan that is now complete must save. Offers of this plan come after: their pages are not written."""
@@ -166,13 +187,15 @@ class HostTier:
         self._num_draining = num_draining
         for save in plan.saves:
             self._slots.ready(save.slot)
+            self._settle(save.slot)
         self.unpin(load.slot for load in plan.loads)
 
     def check(self, leased: Iterable[int], loading: Iterable[PageLoad]) -> None:
         """Proves the counts, given the slots that are read otherwise, and the loads of plans in flight."""
         pins = collections.Counter(leased)
         pins.update(load.slot for load in loading)
-        self._slots.check(set(self._owners), dict(pins))
+        assert not self._doomed & self._owners.keys() and all(map(self._slots.is_held, self._doomed)), self._doomed
+        self._slots.check(self._doomed | self._owners.keys(), dict(pins))
         assert {slot: _key(entry, at) for slot, (entry, at) in self._owners.items()} == {
             slot: key for key, slot in self._slot_of.items()
         }
@@ -192,8 +215,15 @@ class HostTier:
         slot = self._slot_of.pop(key)
         entry, at = self._owners.pop(slot)
         entry.slots[at] = NO_SLOT
-        self._slots.free(slot)
+        self._doomed.add(slot)
+        self._settle(slot)
         return entry, at
+
+    def _settle(self, slot: int) -> None:
+        """A dropped slot is free as soon as nothing fills or reads it."""
+        if slot in self._doomed and not self._slots.is_held(slot):
+            self._doomed.remove(slot)
+            self._slots.free(slot)
 
 
 def _key(entry: PageEntry, at: int) -> bytes:

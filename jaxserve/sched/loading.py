@@ -3,11 +3,15 @@
 A store (a directory, another machine) may be slow, wrong or gone, so nothing that the device does depends on it:
 threads of the store fill slots, and plans move slots to pages, as they do for pages that were saved. A sequence waits
 for its fills no longer than computing the tokens would take, and no longer than `SchedulerOptions.store_wait_s`; then
-it is placed with what there is. Where fills have of late taken longer than computing, the store is not asked at all.
-What the device saved is written to the store behind the back of all.
+it is placed with what there is. Where fills have of late taken longer than computing, it does not wait at all. What the
+device saved is written to the store behind the back of all.
 
 Fills take free slots. Those of other pages they take for the first few blocks alone, and for the rest once these have
 come: a prompt that no store has must not cost pages that are of use.
+
+The first sequence in the queue has its pages filled. For the few behind it, and for itself while there is no row for
+it, they are prefetched: after all fills, with a deadline that lies the later the further back it stands. Whether what
+came so was used is settled when the sequence is placed.
 
 The keys of a store are chained like those of the prefix cache, with 256 bits, since pages from a store are found by
 their key alone: nothing else of them could be compared that is not forged with it.
@@ -27,7 +31,8 @@ from jaxserve.sched.state import Sequence
 
 _BLOCK = hashlib.blake2b(digest_size=32, person=b"jaxserve page 1")
 _TRIAL_BLOCKS = 4  # of a sequence may take the slots of other pages before the store has shown that it has anything
-_LATE_S = 0.001  # before the end of a wait: a fill that ends then has not ended by itself
+LOOK_AHEAD = 4  # first sequences in the queue whose pages are prefetched
+_LATE_S = 0.001  # before its deadline: a fill that ends then has not ended by itself
 _LEAST_WAIT_S = 0.02  # even a store in memory needs a thread's turn
 
 
@@ -70,6 +75,14 @@ class SlotStore(Protocol):
         """Starts to fill the slots, within `deadline_s` seconds from now. Returns a ticket; None: too much waits."""
         ...
 
+    def prefetch(self, keys: Seq[StoreKey], slots: Seq[int], deadline_s: float) -> int | None:
+        """`fill` of lower rank. Once its event has come, `settle` follows."""
+        ...
+
+    def settle(self, ticket: int, num_used: int) -> None:
+        """So many of the pages that a prefetch brought were used, and the others were in vain."""
+        ...
+
     def cancel(self, ticket: int) -> None:
         """The pages are not needed any more. The event still comes."""
         ...
@@ -82,24 +95,54 @@ class SlotStore(Protocol):
         """The events since the last call."""
         ...
 
+    def flush(self, salt: str | None) -> None:
+        """See `sched.base.Flushable`. The only method for other threads than the loop's."""
+        ...
+
+
+_Place = tuple[PageEntry, int]  # a block, and the group of its page
+
 
 class _Wait:
-    """What a waiting sequence waits for. Mutated by `Loader`. `more`: it lacks pages that it had no slots for."""
+    """What a waiting sequence waits for. Mutated by `Loader`.
 
-    __slots__ = ("more", "places", "until_s")
+    Attributes:
+      num_tokens: of its prompt, that would have to be computed without these pages.
+      until_s: when it stops to wait; None while it is not the first in the queue.
+      more: it lacks pages that it had no slots for.
+    """
 
-    def __init__(self, places: list[tuple[PageEntry, int]], until_s: float, more: bool) -> None:
+    __slots__ = ("more", "num_tokens", "places", "until_s")
+
+    def __init__(self, places: list[_Place], num_tokens: int, until_s: float | None, more: bool) -> None:
         self.places = places
+        self.num_tokens = num_tokens
         self.until_s = until_s
         self.more = more
 
 
-class _Fill(NamedTuple):
-    """Pages that the store was asked for, when, and until when."""
+class _Fill:
+    """Pages that were asked of the store. Mutated by `Loader`.
 
-    places: list[tuple[PageEntry, int]]
-    asked_s: float
-    until_s: float
+    Attributes:
+      seq: for which they are prefetched; None for a fill, and once the sequence is placed or has ended.
+      is_prefetch: whether the store has to hear what became of them.
+      come: those that came; None before the event.
+      asked_s, until_s: when they were asked for, and the deadline.
+    """
+
+    __slots__ = ("asked_s", "come", "is_prefetch", "places", "seq", "slots", "until_s")
+
+    def __init__(
+        self, places: list[_Place], slots: list[int], seq: Sequence | None, asked_s: float, until_s: float
+    ) -> None:
+        self.asked_s = asked_s
+        self.until_s = until_s
+        self.places = places
+        self.slots = slots
+        self.seq = seq
+        self.is_prefetch = seq is not None
+        self.come: set[_Place] | None = None
 
 
 class Loader:
@@ -108,9 +151,10 @@ class Loader:
     Attributes:
       num_filled, num_missed: pages that were asked for and came, and the others.
       num_late: sequences that were placed before all their fills had ended.
-      num_refused: sequences for which the store was not asked, since computing is faster.
+      num_refused: sequences that waited for no page of the store, since computing is faster.
       costs: of fills.
       writing: slots that are on their way to the store, and pinned.
+      enabled: whether the store is asked for pages and gets any.
     """
 
     def __init__(
@@ -119,30 +163,40 @@ class Loader:
         assert memory.prefix is not None
         self.num_filled = self.num_missed = self.num_late = self.num_refused = 0
         self.costs = FillCosts()
-        self._store = store
+        self.enabled = True
+        self.store = store
         self._memory = memory
         self._prefix = memory.prefix
         self._tier = tier
         self._wait_s = wait_s
         self._clock = clock
+        self._unasked: dict[Sequence, None] = {}  # wait in the queue
+        self._is_full = False  # no prefetch is taken before something has ended
         self._waits: dict[Sequence, _Wait] = {}
-        self._fills: dict[int, _Fill] = {}
+        self._fills: dict[int, _Fill] = {}  # that have not ended
+        self._prefetches: dict[Sequence, dict[int, _Fill]] = {}  # until the sequence is placed or has ended
         self.writing: set[int] = set()
 
-    @property
-    def store_counts(self) -> StoreCounts:
-        """Of the store."""
-        return self._store.counts
-
     def begin(self, seq: Sequence) -> None:
-        """`seq` enters the queue: what it lacks is asked of the store, as far as there are slots."""
+        """`seq` enters the queue."""
         if not seq.needs_whole_prompt:
-            self._ask(seq, None, _TRIAL_BLOCKS)
+            self._unasked[seq] = None
 
-    def _ask(self, seq: Sequence, until_s: float | None, evicting: int) -> None:
+    def look_ahead(self, seqs: Seq[Sequence]) -> None:
+        """The first sequences of the queue, in order, after all that could be admitted were."""
+        if not self.enabled:
+            return
+        for number, seq in enumerate(seqs):
+            if self._is_full:
+                return
+            if seq in self._unasked:
+                self._ask(seq, None, _TRIAL_BLOCKS, number)
+
+    def _ask(self, seq: Sequence, until_s: float | None, evicting: int, ahead: int | None) -> None:
         """Asks the store for pages that `seq` lacks; the first `evicting` blocks may take the slots of other pages.
 
-        `until_s`: when it stops to wait, if that has been said.
+        `until_s`: when it stops to wait, if that has been said. `ahead`: how many sequences stand before it, for a
+        prefetch; None: it is the first, and to be placed now.
         """
         now_s = self._clock()
         if until_s is not None and until_s <= now_s:
@@ -153,14 +207,14 @@ class Loader:
         parent = chain[-1] if chain else prefix.root(seq.request.cache_salt)
         num_blocks = (len(seq.tokens) - 1) // size
         firsts = [group.first_column(num_blocks * size, size) for group in self._memory.groups]
-        compute_s = self._memory.costs.token_s * (len(seq.tokens) - len(chain) * size)
-        num_lacking = sum(num_blocks - max(first, len(chain)) for first in firsts)
-        if until_s is None and 0 < compute_s < self.costs.page_s * num_lacking:
-            self.num_refused += 1
-            self.costs.note_refusal()
-            return
-        places: list[tuple[PageEntry, int]] = []
-        asked: list[tuple[PageEntry, int]] = []
+        num_tokens = len(seq.tokens) - len(chain) * size
+        if until_s is None and ahead is None:
+            num_lacking = sum(num_blocks - max(first, len(chain)) for first in firsts)
+            if self._is_slower(num_lacking, num_tokens):
+                self._unasked.pop(seq, None)
+                return
+        places: list[_Place] = []
+        asked: list[_Place] = []
         # A fill may take the slot of another page, but not of one that the sequence itself will load.
         pinned = [self._tier.pin(e, at) for e in chain for at in range(len(firsts)) if self._tier.has(e, at)]
         more = False
@@ -188,82 +242,154 @@ class Loader:
         prefix.prune(parent)
         self._tier.unpin(pinned)
         if not places:
+            if ahead is None or not more:
+                self._unasked.pop(seq, None)
+            else:
+                self._is_full = True  # it is asked again once something has ended, or when it is the first
             return
-        if until_s is None:
-            wait_s = min(self._wait_s, max(_LEAST_WAIT_S, compute_s)) if compute_s else self._wait_s
-            until_s = now_s + wait_s
-        if asked:
-            keys = [StoreKey(seq.request.cache_salt, store_key(entry, at)) for entry, at in asked]
-            ticket = self._store.fill(keys, [entry.slots[at] for entry, at in asked], until_s - now_s)
-            if ticket is None:
-                for entry, at in reversed(asked):
-                    self._tier.end_fill(entry, at, False)
-                return
-            self._fills[ticket] = _Fill(asked, now_s, until_s)
-        self._waits[seq] = _Wait(places, until_s, more)
+        if until_s is None and ahead is None:
+            until_s = now_s + self._patience_s(num_tokens)
+        if asked and not self._start(seq, asked, ahead, until_s, now_s):
+            return
+        self._unasked.pop(seq, None)
+        self._waits[seq] = _Wait(places, num_tokens, until_s, more)
+
+    def _start(
+        self, seq: Sequence, asked: list[_Place], ahead: int | None, until_s: float | None, now_s: float
+    ) -> bool:
+        """False: the store takes no more for now, and the slots are free again."""
+        keys = [StoreKey(seq.request.cache_salt, store_key(entry, at)) for entry, at in asked]
+        slots = [entry.slots[at] for entry, at in asked]
+        if ahead is None:
+            assert until_s is not None
+            ticket = self.store.fill(keys, slots, until_s - now_s)
+        else:
+            until_s = now_s + (ahead + 1) * self._wait_s  # each of those before it may wait for so long
+            ticket = self.store.prefetch(keys, slots, until_s - now_s)
+        if ticket is None:
+            # From the end: an entry without content lives as long as those that follow it.
+            for slot in reversed(slots):
+                self._tier.end_fill(slot, False)
+            if ahead is None:
+                self._unasked.pop(seq, None)
+            else:
+                self._is_full = True
+            return False
+        fill = self._fills[ticket] = _Fill(asked, slots, None if ahead is None else seq, now_s, until_s)
+        if ahead is not None:
+            self._prefetches.setdefault(seq, {})[ticket] = fill
+        return True
+
+    def _is_slower(self, num_pages: int, num_tokens: int) -> bool:
+        """Whether the store takes longer for so many pages than computing the tokens takes, as far as is known."""
+        is_slower = 0 < self._memory.costs.token_s * num_tokens < self.costs.page_s * num_pages
+        if is_slower:
+            self.num_refused += 1
+            self.costs.note_refusal()
+        return is_slower
+
+    def _patience_s(self, num_tokens: int) -> float:
+        """Seconds that the first sequence waits for its pages: no longer than computing them is expected to take."""
+        compute_s = self._memory.costs.token_s * num_tokens
+        return min(self._wait_s, max(_LEAST_WAIT_S, compute_s)) if compute_s else self._wait_s
 
     def holds_back(self, seq: Sequence) -> bool:
-        """Whether `seq` still waits for pages that may be there soon."""
+        """Whether `seq`, the first in the queue, still waits for pages that may be there soon."""
+        if self.enabled and seq in self._unasked:
+            self._ask(seq, None, _TRIAL_BLOCKS, None)
         wait = self._waits.get(seq)
         if wait is None:
             return False
-        pending = any(entry.slots[at] != NO_SLOT and not self._tier.has(entry, at) for entry, at in wait.places)
+        if wait.until_s is None:  # its pages were prefetched
+            wait.until_s = self._clock()
+            num_pending = sum(self._is_pending(place) for place in wait.places)
+            if not self._is_slower(num_pending, wait.num_tokens):
+                wait.until_s += self._patience_s(wait.num_tokens)
+            if wait.more and self.enabled:
+                wait.more = False
+                self._ask(seq, wait.until_s, _TRIAL_BLOCKS, None)
+                wait = self._waits[seq]
+        assert wait.until_s is not None
+        pending = any(map(self._is_pending, wait.places))
         if pending and self._clock() < wait.until_s:
             return True
         self.num_late += pending
         del self._waits[seq]
         return False
 
+    def _is_pending(self, place: _Place) -> bool:
+        entry, at = place
+        return entry.slots[at] != NO_SLOT and not self._tier.has(entry, at)
+
     def until_s(self, seq: Sequence) -> float | None:
         """The time until which `seq` waits, if `holds_back` has said that it does."""
         wait = self._waits.get(seq)
         return None if wait is None else wait.until_s
 
+    def note_placed(self, seq: Sequence) -> None:
+        """`seq` has its row and pages: what was prefetched for it and is not loaded now was in vain."""
+        self._settle(seq, {(load.entry, load.at) for load in seq.loads})
+
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended. Fills that no other sequence waits for are called off."""
+        self._unasked.pop(seq, None)
+        self._settle(seq, set())
         wait = self._waits.pop(seq, None)
         if wait is None:
             return
         wanted = {place for other in self._waits.values() for place in other.places}
         for ticket, fill in self._fills.items():
-            places = fill.places
-            if not wanted.intersection(places) and set(wait.places).intersection(places):
-                self._store.cancel(ticket)
+            if not wanted.intersection(fill.places) and set(wait.places).intersection(fill.places):
+                self.store.cancel(ticket)
+
+    def _settle(self, seq: Sequence, used: set[_Place]) -> None:
+        for ticket, fill in self._prefetches.pop(seq, {}).items():
+            fill.seq = None
+            if fill.come is not None:
+                self.store.settle(ticket, len(fill.come & used))
 
     def poll(self) -> None:
         """Takes in what the store has done."""
-        for event in self._store.poll():
+        for event in self.store.poll():
+            self._is_full = False
             if isinstance(event, Written):
                 self.writing.remove(event.slot)
                 self._tier.unpin((event.slot,))
                 continue
-            places, asked_s, until_s = self._fills.pop(event.ticket)
-            # From the end: an entry without content lives as long as those that follow it.
-            for (entry, at), ok in reversed([*zip(places, event.ok, strict=True)]):
-                self._tier.end_fill(entry, at, ok)
-            num_ok = sum(event.ok)
-            self.num_filled += num_ok
-            self.num_missed += len(places) - num_ok
-            now_s = self._clock()
-            late = num_ok < len(places) and now_s >= until_s - _LATE_S
-            self.costs.note_fill(now_s - asked_s, num_ok, late=late)
-            if num_ok == len(places):
-                self._ask_for_more(places)
+            fill = self._fills.pop(event.ticket)
+            for slot, ok in reversed([*zip(fill.slots, event.ok, strict=True)]):
+                self._tier.end_fill(slot, ok)
+            fill.come = {place for place, ok in zip(fill.places, event.ok, strict=True) if ok}
+            if fill.is_prefetch and fill.seq is None:
+                self.store.settle(event.ticket, 0)
+            self.num_filled += len(fill.come)
+            self.num_missed += len(fill.places) - len(fill.come)
+            now_s, num_come = self._clock(), len(fill.come)
+            late = num_come < len(fill.places) and now_s >= fill.until_s - _LATE_S
+            self.costs.note_fill(now_s - fill.asked_s, num_come, late=late)
+            self._go_on(fill)
 
-    def _ask_for_more(self, places: list[tuple[PageEntry, int]]) -> None:
-        """The store has all these: whoever waits for them asks for what it had no slots for, while there is time."""
-        come = set(places)
+    def _go_on(self, fill: _Fill) -> None:
+        """Whoever waits for these pages asks for what it had no slots for, if the store has all these."""
+        assert fill.come is not None
+        places, has_all = set(fill.places), len(fill.come) == len(fill.places)
         for seq, wait in [*self._waits.items()]:
-            if wait.more and come.intersection(wait.places):
+            if wait.more and places.intersection(wait.places):
                 wait.more = False
-                self._ask(seq, wait.until_s, len(seq.tokens))
+                if has_all and self.enabled:
+                    self._ask(seq, wait.until_s, len(seq.tokens), None if wait.until_s is not None else LOOK_AHEAD)
 
     def write(self, plan: StepPlan) -> None:
         """The saves of the plan have run: their slots go to the store."""
+        if not self.enabled:
+            return
         for save in plan.saves:
-            entry, at = self._tier.owner(save.slot)
-            if self._store.write(StoreKey(self._prefix.salt_of(entry), store_key(entry, at)), save.slot):
-                self._tier.pin(entry, at)
+            owner = self._tier.owner(save.slot)
+            if owner is None:  # flushed since
+                continue
+            key = StoreKey(self._prefix.salt_of(owner[0]), store_key(*owner))
+            if self.store.write(key, save.slot):
+                self._tier.pin(*owner)
                 self.writing.add(save.slot)
 
 

@@ -405,6 +405,16 @@ class SequenceMemory:
         seq.chain = []
         seq.chain_open = False
 
+    def flush(self, salt: str | None, holders: Iterable[Sequence]) -> tuple[int, int]:
+        """Forgets what can be found under a salt, or all: the numbers of pages of the device and of slots.
+
+        `holders`: sequences that hold pages. They keep these, and publish none of them any more.
+        """
+        for seq in holders:
+            if salt is None or seq.request.cache_salt == salt:
+                seq.chain, seq.chain_open = [], False
+        return (0, 0) if self.prefix is None else self.prefix.flush(salt)
+
     def check(self, holders: Iterable[Sequence], loading: Iterable[PageLoad] = (), writing: Iterable[int] = ()) -> None:
         """Proves the counts, given all sequences that hold pages, the loads of plans in flight, and the slots that are
         being written to a store."""

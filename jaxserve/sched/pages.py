@@ -4,8 +4,9 @@ What a page contains is known to the prefix cache, which is told through `on_evi
 through `on_idle` when a page with content has no holder any more. Bytes and layouts belong to the kernel backends: the
 pool knows a page by its id alone, so one pool serves them all and the simulator.
 
-Every page is exactly one of: free (no content), idle (content kept, no holder), held (one holder or more).
-All operations are O(1) a page.
+Every page is exactly one of: free (no content), idle (content kept, no holder), held (one holder or more), withheld.
+A pool that is made smaller while it is in use withholds free pages at once, then idle ones, and held ones as their
+holders give them up. All operations are O(1) a page.
 """
 
 from collections import Counter, OrderedDict
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.sched.plan import DUMMY_PAGE
 
-_FREE, _KEPT, _USED, _SHARED = b"fcus"
+_FREE, _KEPT, _USED, _SHARED, _WITHHELD = b"fcusw"
 
 
 def _ignore(page_id: int) -> None:
@@ -21,16 +22,23 @@ def _ignore(page_id: int) -> None:
 
 
 class PagePool:
-    """Pages 1..num_pages. Mutated only by `SequenceMemory` and `PrefixCache`, on the scheduler's thread."""
+    """Pages 1..num_pages. Mutated only by `SequenceMemory` and `PrefixCache`, on the scheduler's thread.
+
+    Attributes:
+      num_grantable: pages that may be held at once from now on; `num_pages` unless `resize` has said less. More are
+        held while the holders of the others still have them.
+      num_shared: pages with two holders or more.
+    """
 
     def __init__(self, num_pages: int, on_evict: Callable[[int], None] = _ignore) -> None:
         assert num_pages >= 1, num_pages
-        self.num_pages = num_pages
+        self.num_pages = self.num_grantable = num_pages
         self.on_evict = on_evict
         self.on_idle: Callable[[int], None] | None = None
+        self._withheld: list[int] = []
         self._free = list(range(num_pages, DUMMY_PAGE, -1))  # a stack, low ids first
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
-        self.num_shared = 0  # pages with two holders or more
+        self.num_shared = 0
         self._num_refs = [0] * (num_pages + 1)
         self._has_content = bytearray(num_pages + 1)
 
@@ -52,7 +60,17 @@ class PagePool:
     @property
     def num_held(self) -> int:
         """Pages with a reference."""
-        return self.num_pages - len(self._free) - len(self._idle)
+        return self.num_pages - len(self._free) - len(self._idle) - len(self._withheld)
+
+    @property
+    def num_withheld(self) -> int:
+        """Pages that are not given out."""
+        return len(self._withheld)
+
+    @property
+    def num_owed(self) -> int:
+        """Held pages that will be withheld when their holders leave; then there is nothing free or idle."""
+        return self.num_pages - self.num_grantable - len(self._withheld)
 
     def num_refs(self, page_id: int) -> int:
         """Number of sequences that hold the page."""
@@ -60,15 +78,27 @@ class PagePool:
 
     def allocate(self) -> int:
         """One page with one reference; free pages first, then the idle page that was held least recently."""
-        if self._free:
-            page_id = self._free.pop()
-        else:
-            assert self._idle, "allocate from an empty pool: the caller must look at num_available first"
-            page_id, _ = self._idle.popitem(last=False)
-            self._has_content[page_id] = 0
-            self.on_evict(page_id)
+        page_id = self._take()
         self._num_refs[page_id] = 1
         return page_id
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        assert self._idle, "allocate from an empty pool: the caller must look at num_available first"
+        page_id, _ = self._idle.popitem(last=False)
+        self._has_content[page_id] = 0
+        self.on_evict(page_id)
+        return page_id
+
+    def resize(self, num_grantable: int) -> None:
+        """From now on so many pages are given out, of 1 to `num_pages`; see the head of this file."""
+        assert 1 <= num_grantable <= self.num_pages, (num_grantable, self.num_pages)
+        self.num_grantable = num_grantable
+        while self._withheld and self.num_owed < 0:
+            self._free.append(self._withheld.pop())
+        while self.num_owed > 0 and (self._free or self._idle):
+            self._withheld.append(self._take())
 
     def retain(self, page_id: int) -> None:
         """One more holder of a page that is held or idle."""
@@ -80,12 +110,15 @@ class PagePool:
 
     def release(self, page_ids: Iterable[int]) -> None:
         """One holder fewer of each page. Idle pages are evicted in the order in which they are given here."""
-        num_refs = self._num_refs
+        num_refs, num_owed = self._num_refs, self.num_owed
         for page_id in page_ids:
             assert num_refs[page_id] > 0, f"page {page_id} is released more often than it was taken"
             num_refs[page_id] -= 1
             if num_refs[page_id] == 0:
-                if self._has_content[page_id]:
+                if num_owed > 0:
+                    num_owed -= 1
+                    self._withhold(page_id)
+                elif self._has_content[page_id]:
                     self._idle[page_id] = None
                     if self.on_idle is not None:
                         self.on_idle(page_id)
@@ -94,31 +127,52 @@ class PagePool:
             elif num_refs[page_id] == 1:
                 self.num_shared -= 1
 
+    def _withhold(self, page_id: int) -> None:
+        self._withheld.append(page_id)
+        if self._has_content[page_id]:
+            self._has_content[page_id] = 0
+            self.on_evict(page_id)
+
+    def drop_content(self, page_id: int) -> None:
+        """The content of the page is not to be found any more: an idle page is free now, a held one when it is left."""
+        assert self._has_content[page_id], f"page {page_id} has no content"
+        self._has_content[page_id] = 0
+        if page_id in self._idle:
+            del self._idle[page_id]
+            self._free.append(page_id)
+
     def keep_content(self, page_id: int) -> None:
         """From now on the page becomes idle, not free, when its last holder leaves."""
         assert self._num_refs[page_id] > 0, f"page {page_id} has no holder"
         self._has_content[page_id] = 1
 
     def states(self) -> bytes:
-        """One letter a page, of page 1 on: f free, c idle with content (cached), u held once, s held more often.
+        """One letter a page, of page 1 on: f free, c idle with content (cached), u held once, s held more often, w
+        withheld.
 
-        For observers on other threads: the two lists are copied one after the other, while the pool may change.
+        For observers on other threads: the lists are copied one after the other, while the pool may change.
         """
         refs, has_content = self._num_refs[1:], self._has_content[1:]
-        return bytes(
+        states = bytearray(
             [
                 (_KEPT if kept else _FREE) if n == 0 else _SHARED if n > 1 else _USED
                 for n, kept in zip(refs, has_content, strict=True)
             ]
         )
+        for page_id in self._withheld.copy():
+            states[page_id - 1] = _WITHHELD
+        return bytes(states)
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Proves the counts: each page in exactly one state and, when `holders` is given, as often held as listed."""
-        free, idle = set(self._free), set(self._idle)
+        free, idle, withheld = set(self._free), set(self._idle), set(self._withheld)
         held = {p for p in range(1, self.num_pages + 1) if self._num_refs[p] > 0}
         assert len(free) == len(self._free), f"pages twice in the free list: {sorted(self._free)}"
         assert not free & idle and not free & held and not idle & held, (free, idle, held)
-        assert free | idle | held == set(range(1, self.num_pages + 1)), "a page is lost"
+        assert len(withheld) == len(self._withheld) and not withheld & (free | idle | held), withheld
+        assert free | idle | held | withheld == set(range(1, self.num_pages + 1)), "a page is lost"
+        assert self.num_owed == 0 or self.num_owed > 0 == self.num_available, "a page is given out that is owed"
+        assert not any(self._has_content[p] for p in withheld), withheld
         assert all(self._has_content[p] for p in idle) and not any(self._has_content[p] for p in free), (free, idle)
         assert self.num_shared == sum(n > 1 for n in self._num_refs), (self.num_shared, self._num_refs)
         assert min(self._num_refs) == 0 == self._num_refs[DUMMY_PAGE], self._num_refs

@@ -137,13 +137,12 @@ class PrefixCache:
 
     def salt_of(self, entry: PageEntry) -> str:
         """The salt of the chain that the entry is part of."""
-        while entry.parent is not None:
-            entry = entry.parent
-        return entry.content.decode("utf-8", "surrogatepass")
+        return self._root_of(entry).content.decode("utf-8", "surrogatepass")
 
     def keep(self, entry: PageEntry, at: int, page_id: int) -> None:
-        """Makes `page_id` findable, which has the content of `entry` in group `at`, unless another page has it."""
-        if entry.page_ids[at]:
+        """Makes `page_id` findable, which has the content of `entry` in group `at`, unless another page has it, or the
+        entry was flushed."""
+        if entry.page_ids[at] or not entry.alive:
             return
         entry.page_ids[at] = page_id
         self._by_page[page_id] = entry
@@ -155,6 +154,45 @@ class PrefixCache:
     def _found(tier: HostTier, entry: PageEntry) -> list[int]:
         """Of each group, something true where its page is on the device or can be loaded."""
         return [page_id or tier.has(entry, at) for at, page_id in enumerate(entry.page_ids)]
+
+    def flush(self, salt: str | None) -> tuple[int, int]:
+        """Forgets all that was found under a salt, or all; returns the numbers of pages and of slots that held it.
+
+        Sequences keep the pages that they hold. Takes time in proportion to the number of entries.
+        """
+        root = None if salt is None else self._roots.get(salt)
+        if salt is not None and root is None:
+            return 0, 0
+        below: dict[PageEntry | None, None] = {root: None}
+        for entry in self._by_key.values():  # an entry stands behind its parent
+            if salt is None or entry.parent in below:
+                below[entry] = None
+        del below[root]
+        num_pages = num_slots = 0
+        for entry in below:
+            assert entry is not None and entry.parent is not None
+            for at, page_id in enumerate(entry.page_ids):
+                if page_id:
+                    del self._by_page[page_id]
+                    self._pool.drop_content(page_id)
+                    entry.page_ids[at] = DUMMY_PAGE
+                    num_pages += 1
+                if self._tier is not None and entry.slots[at] != NO_SLOT:
+                    self._tier.drop(entry, at)
+                    num_slots += 1
+            entry.parent.num_children -= 1
+            entry.alive = False
+            del self._by_key[entry.key]
+        for entry in below:
+            assert entry is not None
+            entry.parent = None
+        return num_pages, num_slots
+
+    @staticmethod
+    def _root_of(entry: PageEntry) -> PageEntry:
+        while entry.parent is not None:
+            entry = entry.parent
+        return entry
 
     def check(self) -> None:
         """Proves that entries, pages and children agree."""

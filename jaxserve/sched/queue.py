@@ -12,6 +12,7 @@ simulation repeats.
 
 import bisect
 import collections
+import heapq
 import itertools
 from typing import Any
 
@@ -79,6 +80,13 @@ class WaitingQueue:
             return next((line[0][1] for line in self._lines.values()), None)
         line_key = self._line_key
         return min((line_key(name), *line[0]) for name, line in self._lines.items())[2]
+
+    def head(self, count: int) -> list[Sequence]:
+        """The first sequences in order, `count` at most; the queue stays as it is."""
+        if len(self._lines) <= 1:
+            return [seq for line in self._lines.values() for _, seq in line[:count]]
+        keys = [(self._line_key(name), line[:count]) for name, line in self._lines.items()]
+        return [seq for *_, seq in heapq.nsmallest(count, ((key, *each) for key, line in keys for each in line))]
 
     def _insert(self, seq: Sequence, place: Place) -> None:
         line = self._lines.setdefault(self._policy.line(seq), [])

@@ -53,7 +53,7 @@ class AgeingLfu(TierPolicy):
     """LFU with dynamic ageing (Arlitt et al., Performance Evaluation Review 27(4), 2000).
 
     A page's priority is its number of uses plus the priority of the last page that was given up when it was used.
-    So what was popular once sinks below what is used now; without that, LFU lost nine points of hits on a chat trace.
+    So what was popular once sinks below what is used now; without that, such pages would stay for ever.
     Among equals the page unused for longest goes.
     """
 

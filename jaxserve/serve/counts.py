@@ -18,6 +18,7 @@ from jaxserve.errors import (
     UnsupportedOption,
     UserError,
 )
+from jaxserve.kv.store import StoreUnavailable
 
 OTHER = "other"  # stands for every method and route that this server does not have
 HTTP, GRPC = "http", "grpc"
@@ -33,6 +34,7 @@ _REASONS: Mapping[type[JaxserveError], str] = {
     Unauthenticated: "unauthenticated",
     DeadlineExceeded: "deadline_exceeded",
     EngineStopped: "engine_stopped",
+    StoreUnavailable: "store_unavailable",
 }
 
 # Refusals that only HTTP has, by status. A status that is not here counts as a wrong request.

@@ -17,13 +17,17 @@ from jaxserve.serve.status import GRPC_CODES
 from jaxserve.serve.tls import read_tls
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
+_ADMIN_PREFIX = "/jaxserve.v1.Admin/"
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer TOKEN` of all methods but health."""
+    """Refuses calls without `authorization: Bearer TOKEN`, of all methods but health where there are tokens, and of
+    those for operators always."""
 
-    def __init__(self, known: KnownKeys, counts: DoorCounts) -> None:
+    def __init__(self, known: KnownKeys | None, admins: KnownKeys | None, counts: DoorCounts) -> None:
+        """`known` None: the door is open but for operators' methods, for which `admins` have the tokens."""
         self._known = known
+        self._admins = admins
 
         async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
             error = Unauthenticated(
@@ -40,9 +44,11 @@ class BearerTokens(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # a grpc.RpcMethodHandler, or None for a method that does not exist
-        if not handler_call_details.method.startswith(_OPEN_PREFIX):
+        method = handler_call_details.method
+        known = self._admins if self._admins is not None and method.startswith(_ADMIN_PREFIX) else self._known
+        if known is not None and not method.startswith(_OPEN_PREFIX):
             values = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
-            if len(values) != 1 or not self._known.accept(str(values[0])):
+            if len(values) != 1 or not known.accept(str(values[0])):
                 return self._refusal
         return await continuation(handler_call_details)
 

@@ -13,14 +13,18 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.gen import admin_pb2 as admin_pb
+from jaxserve.serve.gen import admin_pb2_grpc as admin_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.grpc_access import BearerTokens, server_credentials
+from jaxserve.serve.grpc_admin import AdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.ports import HeldPort
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN_NAME: str = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 # A name of the health service: green while this process is worth keeping. It stays green during a drain, when the
 # others are red, since a process that gets no new requests must still finish its old ones.
@@ -67,8 +71,11 @@ class GrpcServer:
         config: GrpcConfig,
         max_connections: int,
         port: HeldPort | None = None,
+        admin: AdminService | None = None,
+        admins: KnownKeys | None = None,
     ) -> None:
-        """Reads certificates and tokens. `port` None: it is taken at the start. Raises ConfigError.
+        """Reads certificates and tokens. `port` None: it is taken at the start. `admin` is for those with a token of
+        `admins`. Raises ConfigError.
 
         Beyond `max_connections` new ones are closed, until others end.
         """
@@ -80,15 +87,24 @@ class GrpcServer:
         self._closing = False
         self._live: bool | None = None
         interceptors: list[grpc.aio.ServerInterceptor] = [TypedErrors(counts)]
+        known = None
         if config.tokens_file is not None:
             known = KnownKeys(read_keys(config.tokens_file, "serve.grpc.tokens_file"))
-            interceptors.insert(0, BearerTokens(known, counts))
-        for method in pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name:
+        if known is not None or admins is not None:
+            interceptors.insert(0, BearerTokens(known, admins, counts))
+        methods = [*pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name]
+        names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        if admin is not None:
+            assert admins is not None, "an operator's methods are never open"
+            methods += admin_pb.DESCRIPTOR.services_by_name["Admin"].methods_by_name
+            names.append(ADMIN_NAME)
+        for method in methods:
             counts.grpc.setdefault((method, grpc.StatusCode.OK.name), 0)
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, max_connections))
         pb_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        if admin is not None:
+            admin_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, *, healthy: bool = True) -> int:

@@ -109,7 +109,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         counts = [counts for stats in engine.stats if (counts := stats.counts) is not None]
         return pb.GetLoadResponse(
             **engine.load._asdict(),
-            num_pages=sum(c.pages for c in counts),
+            num_pages=sum(c.grantable_pages for c in counts),
             num_used_pages=sum(c.held_pages for c in counts),
             accepting=engine.accepting,
         )

@@ -2,12 +2,15 @@
 
 It needs no model, no secret and no JAX. Clients are trusted with all pages, so they show a certificate, or are on this
 machine. What they send is bounded all the same: names of a message, bytes of a page, calls at once.
+
+It ends after its grace, or at a second signal, even while calls hang in a file system that does not answer.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,16 +24,19 @@ from jaxserve.kv.blobs import Blobs, BlobsError, BlobTooLarge
 from jaxserve.kv.file_store import DirectoryBlobs
 from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
-from jaxserve.kv.memory_blobs import MemoryBlobs
+from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import BlobName, is_shown_name
-from jaxserve.kv.remote import MESSAGE_OVERHEAD
+from jaxserve.kv.remote import MAX_NAMES, MESSAGE_OVERHEAD
+from jaxserve.kv.workers import Workers
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tls import ServerTls, read_tls
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 5.0
+_GRACE_S = 5.0  # for calls to end
+_CANCELLED_S = 1.0  # for gRPC to tell clients that theirs did not
+_LOOK_S = 0.02
 _TIMEOUT_S = 60.0  # that blobs in memory or a directory have no use for
 _NAME = pb.DESCRIPTOR.services_by_name["Pages"].full_name
 
@@ -67,17 +73,27 @@ async def kv_server(
     print(f"keeping pages on {address}, at most {config.max_bytes} bytes in {where}", flush=True)
     on_ready(address)
     await shutdown.drain.wait()
-    await asyncio.to_thread(server.stop(_GRACE_S).wait)
+    await _stop(server, shutdown)
     blobs.close()
     return 0
+
+
+async def _stop(server: grpc.Server, shutdown: Shutdown) -> None:
+    """Looks now and then, since a thread that waits for gRPC could not be left behind."""
+    loop = asyncio.get_running_loop()
+    stopped, end_s = server.stop(_GRACE_S), loop.time() + _GRACE_S + _CANCELLED_S
+    while not stopped.is_set() and loop.time() < end_s:
+        if shutdown.now.is_set():
+            server.stop(0)  # the grace is over
+            end_s = min(end_s, loop.time() + _CANCELLED_S)
+        await asyncio.sleep(_LOOK_S)
 
 
 class PagesService(pb_grpc.PagesServicer):
     """The methods of the protocol over `Blobs`. Called by several threads."""
 
-    def __init__(self, blobs: Blobs, *, max_names: int, max_page_bytes: int) -> None:
+    def __init__(self, blobs: Blobs, *, max_page_bytes: int) -> None:
         self._blobs = blobs
-        self._max_names = max_names
         self._max_page_bytes = max_page_bytes
 
     def Exists(self, request: pb.ExistsRequest, context: grpc.ServicerContext) -> pb.ExistsResponse:
@@ -100,6 +116,8 @@ class PagesService(pb_grpc.PagesServicer):
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"a page of {len(request.data)} bytes, but kv_server.max_page_bytes is {self._max_page_bytes}",
             )
+        if not context.is_active():  # it waited for a thread; its client has given the page up, and may have flushed
+            context.abort(grpc.StatusCode.CANCELLED, "the call has ended")
         return pb.WriteResponse(taken=_answer(context, lambda: self._blobs.write(name, request.data, _TIMEOUT_S)))
 
     def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
@@ -123,10 +141,8 @@ class PagesService(pb_grpc.PagesServicer):
 
     def _checked(self, names: Sequence[pb.Name], context: grpc.ServicerContext) -> list[BlobName]:
         """Names become paths: nothing but digits gets through."""
-        if len(names) > self._max_names:
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"{len(names)} names, but kv_server.max_names is {self._max_names}"
-            )
+        if len(names) > MAX_NAMES:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(names)} names, but a call has {MAX_NAMES} at most")
         found = [BlobName(name.scope, name.page) for name in names]
         if not all(map(is_shown_name, found)):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a name is 32 and 48 hexadecimal digits")
@@ -142,10 +158,33 @@ def _answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
         raise AssertionError("abort raises") from error
 
 
+class _Pool(Executor):
+    """Threads for gRPC that may be left behind: a process waits for those of a ThreadPoolExecutor before it ends."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """See `Executor`."""
+        future: Future[T] = Future()
+        accepted = self._workers.submit(functools.partial(_run, future, functools.partial(fn, *args, **kwargs)))
+        assert accepted, "gRPC bounds the calls at once"
+        return future
+
+
+def _run(future: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def _server(config: KVServerConfig, blobs: Blobs) -> grpc.Server:
+    max_calls = 8 * config.threads
+    pool: Any = _Pool(Workers("kv-server", config.threads, max_calls))  # its stubs ask for a ThreadPoolExecutor
     server = grpc.server(
-        ThreadPoolExecutor(config.threads, thread_name_prefix="kv-server"),
-        maximum_concurrent_rpcs=8 * config.threads,
+        pool,
+        maximum_concurrent_rpcs=max_calls,
         options=[
             ("grpc.max_receive_message_length", config.max_page_bytes + MESSAGE_OVERHEAD),
             ("grpc.max_send_message_length", -1),
@@ -154,7 +193,7 @@ def _server(config: KVServerConfig, blobs: Blobs) -> grpc.Server:
             ("grpc.keepalive_timeout_ms", 10_000),
         ],
     )
-    service = PagesService(blobs, max_names=config.max_names, max_page_bytes=config.max_page_bytes)
+    service = PagesService(blobs, max_page_bytes=config.max_page_bytes)
     pb_grpc.add_PagesServicer_to_server(service, server)
     checks: Any = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -163,13 +202,13 @@ def _server(config: KVServerConfig, blobs: Blobs) -> grpc.Server:
     return server
 
 
-def _blobs(config: KVServerConfig) -> DirectoryBlobs | MemoryBlobs:
+def _blobs(config: KVServerConfig) -> DirectoryBlobs | MemoryStore:
     if config.max_bytes < config.max_page_bytes:
         raise ConfigError(
             f"kv_server.max_bytes is {config.max_bytes}, less than kv_server.max_page_bytes, {config.max_page_bytes}"
         )
     if config.directory is None:
-        return MemoryBlobs(config.max_bytes, policy=config.policy, admission=config.admission)
+        return MemoryStore(None, config.max_bytes, policy=config.policy, admission=config.admission)
     return DirectoryBlobs(Path(config.directory), config.max_bytes, policy=config.policy, admission=config.admission)
 
 

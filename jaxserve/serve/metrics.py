@@ -198,9 +198,14 @@ def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
 
 
 def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
-    usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of pages held; 1 is all.", labels=_LABELS)
+    usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of grantable pages held.", labels=_LABELS)
     pages = GaugeMetricFamily(
-        PREFIX + "kv_cache_pages", "Pages by state: free, cached, used by one, shared.", labels=(*_LABELS, "state")
+        PREFIX + "kv_cache_pages",
+        "Pages by state: free, cached, used by one, shared, withheld.",
+        labels=(*_LABELS, "state"),
+    )
+    grantable = GaugeMetricFamily(
+        PREFIX + "kv_grantable_pages", "Pages that sequences may hold; all but for an operator's order.", labels=_LABELS
     )
     queries = CounterMetricFamily(
         PREFIX + "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_LABELS
@@ -209,17 +214,19 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     for labels, _, counts, *_ in readings:
         if counts is None:
             continue
-        usage.add_metric(labels, counts.held_pages / counts.pages)
+        usage.add_metric(labels, counts.held_pages / counts.grantable_pages)
+        grantable.add_metric(labels, counts.grantable_pages)
         for state, number in (
             ("free", counts.free_pages),
             ("cached", counts.cached_pages),
             ("used", counts.held_pages - counts.shared_pages),
             ("shared", counts.shared_pages),
+            ("withheld", counts.withheld_pages),
         ):
             pages.add_metric([*labels, state], number)
         queries.add_metric(labels, counts.queried_tokens)
         hits.add_metric(labels, counts.hit_tokens)
-    yield from (usage, pages, queries, hits)
+    yield from (usage, pages, grantable, queries, hits)
     yield from _host_metrics([(labels, counts) for labels, _, counts, *_ in readings if counts and counts.slots])
 
 
@@ -263,8 +270,9 @@ def _store_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metr
     """Families of a server without a store have no samples."""
     pages = CounterMetricFamily(
         PREFIX + "kv_store_pages",
-        "Pages asked of the store: filled, missed, late, bad, failed; and those offered to it: written, write_late, "
-        "write_refused, write_failed, write_skipped.",
+        "Pages asked of the store: filled, missed, late, bad, failed; of them, those that were prefetched: "
+        "prefetch_used, prefetch_late, prefetch_wasted; and those offered to it: written, write_late, write_refused, "
+        "write_failed, write_skipped.",
         labels=(*_LABELS, "event"),
     )
     breaks = CounterMetricFamily(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxserve.config.schema import ServeConfig
-from jaxserve.engine import AnyEngine, AsyncEngine
+from jaxserve.engine import AnyEngine, AsyncEngine, CacheControl
 from jaxserve.errors import ConfigError, EngineStopped
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.descriptors import (
@@ -22,10 +22,11 @@ from jaxserve.serve.descriptors import (
     room_for_connections,
     room_for_grpc,
 )
+from jaxserve.serve.grpc_admin import AdminService
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.http import HttpDoor
-from jaxserve.serve.keys import read_keys
+from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.ports import HeldPorts
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tls import read_tls
@@ -97,6 +98,7 @@ def check_serve_config(serve_config: ServeConfig) -> None:
     grpc, http = serve_config.grpc, serve_config.http
     if grpc.port is None and http.port is None:
         raise ConfigError("there is nothing to serve: set serve.grpc.port or serve.http.port (0 takes a free port)")
+    _read_admins(serve_config)
     if grpc.port is not None:
         read_tls(grpc, "serve.grpc")
         if grpc.tokens_file is not None:
@@ -147,17 +149,34 @@ def _make_doors(async_engine: AsyncEngine, serve_config: ServeConfig, ports: Hel
     """All doors in the config, not listening yet. Raises ConfigError."""
     doors: list[FrontServer] = []
     counts = DoorCounts()
+    admins = _read_admins(serve_config)
+    control = None if admins is None else CacheControl(async_engine.engine)
     grpc, http, limit = serve_config.grpc, serve_config.http, current_limit()
     num_http = 0 if http.port is None else room_for_connections(http.max_connections, limit)
     if grpc.port is not None:
         service = InferenceService(async_engine, refuse_special_text=grpc.refuse_special_text)
         room = room_for_grpc(num_http, limit)
         doors.append(
-            GrpcServer(service, counts, host=serve_config.host, config=grpc, max_connections=room, port=ports.grpc)
+            GrpcServer(
+                service,
+                counts,
+                host=serve_config.host,
+                config=grpc,
+                max_connections=room,
+                port=ports.grpc,
+                admin=None if control is None else AdminService(control),
+                admins=admins,
+            )
         )
     if http.port is not None:
-        doors.append(HttpDoor(async_engine, serve_config, counts, ports.http))
+        doors.append(HttpDoor(async_engine, serve_config, counts, ports.http, control=control, admins=admins))
     return doors
+
+
+def _read_admins(serve_config: ServeConfig) -> KnownKeys | None:
+    """None: there is nothing for operators. Raises ConfigError."""
+    path = serve_config.admin_tokens_file
+    return None if path is None else KnownKeys(read_keys(path, "serve.admin_tokens_file"))
 
 
 async def _watch(async_engine: AsyncEngine, doors: Sequence[FrontServer], stall_s: float) -> None:

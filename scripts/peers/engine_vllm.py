@@ -23,7 +23,7 @@ def _set_environment(settings: Settings) -> None:
 
 
 class Engine:
-    """One engine of vLLM."""
+    """One engine of vLLM. `Settings.overrides["draft_tokens"]`: that its `ngram` may propose in a step, 0 for none."""
 
     def __init__(self, settings: Settings) -> None:
         _set_environment(settings)
@@ -31,6 +31,8 @@ class Engine:
         import vllm
 
         eager = bool(settings.overrides.get("eager", False))
+        drafts = int(settings.overrides.get("draft_tokens", 0))
+        lookup = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
         room = {} if settings.device == "cpu" else {"gpu_memory_utilization": settings.memory_share}
         options: dict[str, Any] = {
             "dtype": settings.dtype,
@@ -38,6 +40,7 @@ class Engine:
             "max_num_seqs": max(settings.max_requests, 16),
             "enforce_eager": eager,
             "load_format": "dummy" if settings.random_weights else "auto",
+            **({"speculative_config": lookup} if drafts else {}),
             **room,
         }
         llm = vllm.LLM(settings.model, skip_tokenizer_init=True, seed=0, **options)

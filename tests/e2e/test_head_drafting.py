@@ -63,11 +63,10 @@ def expected() -> list[list[tuple]]:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("eagle3", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("eagle", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("mtp", {}, marks=pytest.mark.slow),
         ("medusa", {"speculation__rounds": 3}),
-        pytest.param("eagle3", {"parallel__tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
         ("llama", {}),
         pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"speculation__width": 8}, marks=pytest.mark.slow),

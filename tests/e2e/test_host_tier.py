@@ -4,7 +4,7 @@ were computed again."""
 from typing import Any
 
 import pytest
-from whole import FIXTURES, POOL, build, run, scheduler
+from whole import FIXTURES, POOL, always_loads, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import ConfigError
@@ -38,11 +38,6 @@ def bits(engine: Any, asked: Any) -> list[tuple]:
 
 def one_by_one(engine: Any, asked: Any) -> list[tuple]:
     return [each for one in asked for each in bits(engine, [one])]
-
-
-def always_loads(engine: Any) -> None:
-    """A step of this model is so short that computing may win by the clock of a busy machine."""
-    scheduler(engine).memory.costs.note_commit = lambda *args: None
 
 
 def test_never_preempted_and_swapped_give_the_same_bits() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole import SMALL, scheduler
+from whole import SMALL, always_loads, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.assemble import assemble
 from jaxserve.config import load_config
-from jaxserve.engine import Engine
+from jaxserve.engine import Engine, Prompt
 from jaxserve.lab.replay.command import replay_and_print
 from jaxserve.lab.replay.core import replay
 from jaxserve.sched.record import StepLog, StepRecord
@@ -50,8 +50,16 @@ def _write(path: Path, settings: dict[str, Any]) -> tuple[Engine, list[list[int]
     """The engine, and the tokens of each sequence."""
     engine = assemble(load_config(None, {**SETTINGS, **settings, "runtime.step_log": str(path)})).engine
     assert isinstance(engine, Engine)
+    always_loads(engine)
     rng = random.Random(5)
     outputs: list[list[int]] = []
+
+    def ask(prompt: Prompt, sampling: SamplingParams) -> None:
+        mine: list[list[int]] = [[] for _ in range(sampling.n)]
+        outputs.extend(mine)
+        request = engine.prepare(prompt, sampling)
+        engine.submit(request, lambda update, mine=mine: mine[update.index].extend(update.token_ids))
+
     shared = "The quick brown fox jumps over the lazy dog and then over"
     for number in range(12):
         masked = number % 5 == 2
@@ -65,13 +73,15 @@ def _write(path: Path, settings: dict[str, Any]) -> tuple[Engine, list[list[int]
             ignore_eos=not masked,
             structured={"json_schema": json.dumps(SCHEMA)} if masked else None,
         )
-        mine: list[list[int]] = [[] for _ in range(sampling.n)]
-        outputs += mine
-        request = engine.prepare(shared + " then" * number, sampling)
-        engine.submit(request, lambda update, mine=mine: mine[update.index].extend(update.token_ids))
+        ask(shared + " then" * number, sampling)
         for _ in range(rng.randint(0, 3)):
             engine.step()
     engine.run_until_idle()
+    # Two prompts that take all pages, and one that began in those.
+    few = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    for prompt in ([*range(10, 100)], [*range(110, 200)], shared + " then" * 11):
+        ask(prompt, few)
+        engine.run_until_idle()
     engine.stop()
     return engine, outputs
 
@@ -95,7 +105,7 @@ def test_a_replay_draws_the_same_tokens(
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.num_hit_tokens > 0
     assert any(plan.masks for plan in plans) and any(plan.copies for plan in plans)
     if "cache.host_bytes" in settings:
-        assert any(plan.saves for plan in plans)  # whether they are loaded is up to the clock
+        assert any(plan.saves for plan in plans) and any(plan.loads for plan in plans)
     assert all(record.device_ms > 0 and record.wait_ms >= 0 and record.pack_ms > 0 for record in records)
     drawn = sum(len(record.token_ids) for record in records)
     assert drawn >= sum(map(len, outputs)) > 150

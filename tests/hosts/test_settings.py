@@ -70,7 +70,7 @@ def test_a_secret_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"hosts\.secret_file: cannot read {file}: No such file"):
         read_trust(hosts)
     file.write_text("a secret\n")
-    with pytest.raises(ConfigError, match="holds 8 bytes, but a secret has 16 to 4096; make one with: openssl"):
+    with pytest.raises(ConfigError, match="has 8 bytes, but a secret has 16 to 4096; make one with: openssl"):
         read_trust(hosts)
     file.write_text("a longer secret of us\n")
     assert read_trust(hosts) == Trust(b"a longer secret of us")

@@ -1,7 +1,8 @@
 """Pages in a bucket, over the backends of the library that need none, and over one that does not answer."""
 
+import http.server
 import socket
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from kv_servers import SECRET
 from obstore.store import MemoryStore as MemoryBucket
 
 from jaxserve.errors import ConfigError
+from jaxserve.kv.blobs import BlobsError
 from jaxserve.kv.conformance import LAYOUT, conformance, get, key_of, put
+from jaxserve.kv.names import BlobName
 from jaxserve.kv.object_store import ObjectBlobs, object_store
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.sealed_store import SealedStore
@@ -57,25 +60,60 @@ def test_an_object_that_is_too_large_is_not_loaded(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_bucket_that_does_not_answer_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_endpoint(port: int, monkeypatch: pytest.MonkeyPatch) -> SealedStore:
+    for name, value in {
+        "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "nowhere",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return object_store(LAYOUT, StoreOptions(location="s3://bucket/pages", secret=SECRET))
+
+
+def test_a_bucket_that_does_not_answer_is_late_and_holds_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The endpoint takes connections and says nothing, as a firewall or a dead machine does."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        for name, value in {
-            "AWS_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_REGION": "nowhere",
-        }.items():
-            monkeypatch.setenv(name, value)
-        store = object_store(LAYOUT, StoreOptions(location="s3://bucket/pages", secret=SECRET))
-        start = time.monotonic()
+        store = at_endpoint(silent.getsockname()[1], monkeypatch)
         assert get(store, [key_of(1), key_of(2)], 0.1) == [Outcome.LATE] * 2
-        assert time.monotonic() - start < 5.0
+        assert store._readers.wait_idle(20.0), "the library's own limit is 30 s"
+        for call in (
+            lambda: store._blobs.write(BlobName("0" * 32, "0" * 48), b"page", 0.1),
+            lambda: store._blobs.exists([BlobName("0" * 32, "0" * 48)], 0.1),
+            lambda: store._blobs.flush(None, 0.1),
+        ):
+            with pytest.raises(BlobsError, match="did not answer in time"):
+                call()
     # The endpoint is gone: connections are refused, and a deletion says that it cannot be sure.
     with pytest.raises(StoreUnavailable):
         store.delete([key_of(1)])
     store.close()
+
+
+def test_pages_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint answers when as many ask as there are pages."""
+    together = threading.Barrier(6)
+
+    class Bucket(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            place = together.wait(10.0)
+            self.send_response(404 if place == 0 else 200)
+            self.send_header("Content-Length", "9")
+            self.send_header("Last-Modified", "Tue, 24 Nov 2026 00:00:00 GMT")
+            self.send_header("ETag", "x")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not to the terminal."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        store = at_endpoint(server.server_address[1], monkeypatch)
+        names = [store._name(key_of(number)) for number in range(6)]
+        assert sorted(store._blobs.exists(names, 30.0)) == [False] + [True] * 5
+        store.close()
+        server.shutdown()
 
 
 def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -24,11 +25,12 @@ from jaxserve.kv.conformance import AMPLE_S, LAYOUT, SCOPES, get, key_of, page_o
 from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.guarded import Guarded
-from jaxserve.kv.memory_blobs import MemoryBlobs
+from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.remote import remote_store
 from jaxserve.kv.store import Outcome, StoreOptions, StoreUnavailable
+from jaxserve.serve.kv_server import PagesService
 
 GOOD = pb.Name(scope="0" * 32, page="1" * 48)
 
@@ -96,23 +98,40 @@ def test_a_server_is_bounded_by_its_policy() -> None:
     server.stop()
 
 
+def test_a_page_whose_client_has_gone_is_not_stored() -> None:
+    """It waited for a thread, and is deleted meanwhile, since the client's put was late."""
+
+    class Ended:
+        def is_active(self) -> bool:
+            return False
+
+        def abort(self, code: grpc.StatusCode, details: str) -> None:
+            raise grpc.RpcError(code, details)
+
+    blobs = MemoryStore(None, 1 << 20)
+    service = PagesService(blobs, max_page_bytes=2000)
+    with pytest.raises(grpc.RpcError, match="the call has ended"):
+        service.Write(pb.WriteRequest(name=GOOD, data=b"late"), Ended())  # type: ignore[arg-type]
+    assert blobs.exists([BlobName(GOOD.scope, GOOD.page)], 1.0) == [False]
+
+
 def test_a_write_that_was_late_is_waited_for_by_a_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has the page in hand when the client's patience ends; the deletion comes after it, not between."""
-    entered, go, write, delete = threading.Event(), threading.Event(), MemoryBlobs.write, MemoryBlobs.delete
+    entered, go, write, delete = threading.Event(), threading.Event(), MemoryStore.write, MemoryStore.delete
     order: list[str] = []
 
-    def slowly(self: MemoryBlobs, name: BlobName, data: bytes, timeout_s: float) -> bool:
+    def slowly(self: MemoryStore, name: BlobName, data: bytes, timeout_s: float) -> bool:
         entered.set()
         assert go.wait(WAIT_S)
         order.append("write")
         return write(self, name, data, timeout_s)
 
-    def delete_in_order(self: MemoryBlobs, names: Sequence[BlobName], timeout_s: float) -> None:
+    def delete_in_order(self: MemoryStore, names: Sequence[BlobName], timeout_s: float) -> None:
         order.append("delete")
         delete(self, names, timeout_s)
 
-    monkeypatch.setattr(MemoryBlobs, "write", slowly)
-    monkeypatch.setattr(MemoryBlobs, "delete", delete_in_order)
+    monkeypatch.setattr(MemoryStore, "write", slowly)
+    monkeypatch.setattr(MemoryStore, "delete", delete_in_order)
     server = serve()
     store = connect(server, LAYOUT)
     go.set()
@@ -208,7 +227,7 @@ def test_a_dead_server_costs_three_calls_and_comes_back(tmp_path: Path, caplog: 
         for _ in range(50):
             assert get(store, [key_of(1)], 2.0)[0] in (Outcome.FAILED, Outcome.LATE)
         assert time.monotonic() - start < AMPLE_S
-    assert store.is_open and store.counts["skipped"] == 47
+    assert store.counts["opened"] == 1 and store.counts["skipped"] == 47
     with pytest.raises(StoreUnavailable):
         store.flush(SCOPES[0])
     again = serve(directory=str(tmp_path / "s"), port=int(port))
@@ -217,7 +236,7 @@ def test_a_dead_server_costs_three_calls_and_comes_back(tmp_path: Path, caplog: 
         if get(store, [key_of(1)], 2.0) == [Outcome.OK]:
             break
         time.sleep(0.1)
-    assert not store.is_open
+    assert get(store, [key_of(1)], 2.0) == [Outcome.OK]
     store.close()
     again.stop()
 
@@ -236,13 +255,23 @@ def test_what_may_not_listen_or_connect(tmp_path: Path, pairs: tuple[Authority, 
     with pytest.raises(ConfigError, match="mode 755"):
         serve(directory=str(tmp_path / "open"))
     options = StoreOptions(location="10.0.0.1:7000", secret=SECRET)
-    with pytest.raises(ConfigError, match="another machine; set tls_ca, tls_cert, tls_key"):
+    with pytest.raises(ConfigError, match="another machine; set tls_ca, tls_cert and tls_key"):
         remote_store(LAYOUT, options)
     for location in ("127.0.0.1", "127.0.0.1:port"):
         with pytest.raises(ConfigError, match="must be HOST:PORT"):
             remote_store(LAYOUT, StoreOptions(location=location, secret=SECRET))
     with pytest.raises(ConfigError, match="needs all of.*not set: tls_cert, tls_key"):
         remote_store(LAYOUT, StoreOptions(location="h:1", secret=SECRET, tls_ca=authority.path))
+    with pytest.raises(ConfigError, match="tls_name is set, but TLS .* needs all of tls_ca, tls_cert and tls_key"):
+        remote_store(LAYOUT, StoreOptions(location="127.0.0.1:1", secret=SECRET, tls_name="pages"))
+    whole = {"tls_ca": authority.path, "tls_cert": server_pair.certificate, "tls_key": server_pair.key}
+    for name, path, words in (
+        ("tls_ca", server_pair.key, "the remote store's tls_ca: .* holds no certificates"),
+        ("tls_key", authority.path, "are no pair of PEM files"),
+        ("tls_cert", str(tmp_path / "none"), "the remote store's tls_cert: cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            remote_store(LAYOUT, StoreOptions(location="h:1", secret=SECRET, **{**whole, name: path}))
     with pytest.raises(ConfigError, match="needs a secret"):
         remote_store(LAYOUT, StoreOptions(location="127.0.0.1:1"))
     with pytest.raises(ConfigError, match="no use for max_bytes"):
@@ -254,27 +283,76 @@ def test_loopback() -> None:
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", ""]))
 
 
-def test_the_command(tmp_path: Path) -> None:
-    """A process of its own, as an operator starts it: it answers health, keeps pages and ends at a signal."""
-    command = [sys.executable, "-m", "jaxserve", "kv-server", "--directory", str(tmp_path / "s")]
+# The command, but a read of a page hangs once there is a file HANG, and says so.
+COMMAND = """
+import pathlib, runpy, sys, time
+from jaxserve.kv.file_store import DirectoryBlobs
+from jaxserve.serve import kv_server
+
+hang, read = pathlib.Path(sys.argv.pop(1)), DirectoryBlobs.read
+kv_server._GRACE_S = float(sys.argv.pop(1))
+
+def reading(*args):
+    while hang.exists():
+        hang.with_name("hanging").touch()
+        time.sleep(0.01)
+    return read(*args)
+
+DirectoryBlobs.read = reading
+runpy.run_module("jaxserve", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("grace_s", "signals"), [(0.1, 1), (1e6, 2)])
+def test_the_command(tmp_path: Path, grace_s: float, signals: int) -> None:
+    """A process of its own, as an operator starts it: it answers health, keeps pages and ends at a signal.
+
+    A read that hangs gets the grace alone, and a second signal ends that.
+    """
+    arguments = [str(tmp_path / "hang"), str(grace_s), "kv-server", "--directory", str(tmp_path / "s")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        address = line.split()[3].rstrip(",")
-        with Client(address) as client:
+        host, _, port = line.split()[3].rstrip(",").rpartition(":")
+        with Client(f"{host}:{port}") as client:
             assert client.check_health(timeout_s=WAIT_S)
-        store = remote_store(LAYOUT, StoreOptions(location=address, secret=SECRET, compression="auto"))
+        store = remote_store(LAYOUT, StoreOptions(location=f"{host}:{port}", secret=SECRET, compression="auto"))
         put(store, [key_of(1)])
         assert get(store, [key_of(1)]) == [Outcome.OK]
-        store.close()
+        assert len(list((tmp_path / "s" / "pages").rglob("*"))) == 2
+        (tmp_path / "hang").touch()
+        reading = threading.Thread(target=get, args=(store, [key_of(1)], WAIT_S))
+        reading.start()
+        until((tmp_path / "hanging").exists)
         process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            until(lambda: not listens(host, int(port)))
+            process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
+        reading.join(WAIT_S)
+        store.close()
     finally:
         process.kill()
         process.communicate()
-    assert len(list((tmp_path / "s" / "pages").rglob("*"))) == 2
+
+
+def until(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_paths_of_its_config_are_relative_to_the_file(tmp_path: Path) -> None:

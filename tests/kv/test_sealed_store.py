@@ -9,8 +9,9 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.kv import compression, sealed_store
+from jaxserve.kv.blobs import BlobsError
 from jaxserve.kv.conformance import AMPLE_S, LAYOUT, get, key_of, page_of, put
-from jaxserve.kv.memory_blobs import MemoryBlobs
+from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.sealed_store import SealedStore
@@ -20,11 +21,11 @@ SECRET = b"a secret of the fleet, of 32 bytes"
 WAIT_S = 30.0
 
 
-class SlowBlobs(MemoryBlobs):
+class SlowBlobs(MemoryStore):
     """`before` runs in the thread of each call that reads or writes."""
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
-        super().__init__(1 << 26)
+        super().__init__(None, 1 << 26)
         self.before = before
         self.entered = threading.Semaphore(0)
 
@@ -43,7 +44,7 @@ class SlowBlobs(MemoryBlobs):
         return super().exists(names, timeout_s)
 
 
-def sealed(blobs: MemoryBlobs, layout: PageLayout = LAYOUT, **options: object) -> SealedStore:
+def sealed(blobs: MemoryStore, layout: PageLayout = LAYOUT, **options: object) -> SealedStore:
     return SealedStore(blobs, layout, SECRET, place="test", **options)  # type: ignore[arg-type]
 
 
@@ -65,6 +66,43 @@ def test_a_place_that_hangs_costs_the_deadline_and_its_threads_alone(monkeypatch
     go.set()
     time.sleep(0.05)
     assert not any(map(any, buffers)), "a read that ended late wrote into a buffer"
+
+
+def test_a_call_may_have_more_keys_than_jobs_may_wait() -> None:
+    store, keys = sealed(MemoryStore(None, 1 << 26)), [key_of(number) for number in range(1000)]
+    for start in range(0, 1000, 100):
+        put(store, keys[start : start + 100])
+    assert get(store, [*keys, key_of(1000)]) == [Outcome.OK] * 1000 + [Outcome.MISS]
+    store.close()
+
+
+def test_a_call_that_gets_no_turn_does_not_wait_for_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_store, "_MAX_WAITING", 1)
+    go = threading.Event()
+    blobs = SlowBlobs(lambda: go.wait(WAIT_S))
+    store = sealed(blobs, workers=1)
+    reading = [threading.Thread(target=get, args=(store, [key_of(number)])) for number in range(2)]
+    reading[0].start()
+    assert blobs.entered.acquire(timeout=WAIT_S)  # the first runs
+    reading[1].start()
+    while not store._readers._jobs:  # the second waits
+        time.sleep(0.001)
+    assert get(store, [key_of(2), key_of(3)], 1e6) == [Outcome.LATE] * 2
+    go.set()
+    for thread in reading:
+        thread.join(WAIT_S)
+    store.close()
+
+
+def test_a_place_that_gives_up_at_the_deadline_is_late() -> None:
+    class GivesUp(MemoryStore):
+        def read(self, name: BlobName, max_bytes: int, timeout_s: float) -> bytes | None:
+            time.sleep(timeout_s - 0.005)
+            raise BlobsError("DEADLINE_EXCEEDED")
+
+    store = sealed(GivesUp(None, 1 << 20))
+    assert get(store, [key_of(1)], 0.1) == [Outcome.LATE], "that a deadline was short is no fault of the place"
+    store.close()
 
 
 def test_contains_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +165,7 @@ def test_pages_of_a_server_with_the_library_are_kept_by_one_without(monkeypatch:
     def missing() -> None:
         raise ConfigError("compression of pages needs the library backports.zstd")
 
-    blobs = MemoryBlobs(1 << 20)
+    blobs = MemoryStore(None, 1 << 20)
     rich = sealed(blobs, compression="zstd")
     put(rich, [key_of(1)])
     monkeypatch.setattr(compression, "_load_zstd", missing)
@@ -143,11 +181,11 @@ def test_pages_of_a_server_with_the_library_are_kept_by_one_without(monkeypatch:
 
 
 def test_a_place_keeps_within_its_bound() -> None:
-    blobs = MemoryBlobs(20_000)
+    blobs = MemoryStore(None, 20_000)
     store = sealed(blobs)
     for number in range(50):
         put(store, [key_of(number)])
         put(store, [key_of(number)])  # the same name again takes no more room
-    assert 10 < len(blobs._data) < 20 and sum(map(len, blobs._data.values())) <= 20_000
+    assert 10 < len(blobs._pages) < 20 and sum(map(len, blobs._pages.values())) <= 20_000
     assert store.put([key_of(99)], [memoryview(b"short")], AMPLE_S) == [Outcome.REFUSED]
     store.close()

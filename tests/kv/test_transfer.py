@@ -159,11 +159,34 @@ def test_a_store_that_raises_or_dies_costs_pages_and_nothing_else() -> None:
         assert transfers.fill([key_of(0)], [0], LATER_S) is not None
         (event,) = events(transfers, 1)
         assert isinstance(event, Filled) and event.outcomes == (Outcome.FAILED,)
-    assert len(store.calls) == 3 and transfers.guard.is_open
+    assert len(store.calls) == 3 and transfers.guard.counts["opened"] == 1
     assert not any(slots.page(0))
     assert transfers.write_behind(key_of(1), 1)
     assert events(transfers, 1) == [Written(key=key_of(1), slot=1, outcome=Outcome.FAILED)]
     assert transfers.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), SystemExit()])
+def test_slots_come_back_whatever_goes_wrong(error: BaseException) -> None:
+    """Even where a thread is ended by code of somebody; and there is one for the transfers after it."""
+
+    class Ends(FakeStore):
+        def get(self, keys, into, deadline_s):
+            raise error
+
+        put = get
+
+    def no_bytes(slot: int) -> list[memoryview]:
+        raise error
+
+    options = TransferOptions(fill_threads=1, write_threads=1)
+    for transfers in (Transfers(Ends(), Slots(1), options=options), Transfers(FakeStore(), no_bytes, options=options)):
+        for _ in range(2):
+            ticket = transfers.fill([key_of(0)], [0], LATER_S)
+            assert events(transfers, 1) == [Filled(ticket=ticket, slots=(0,), outcomes=(Outcome.FAILED,))]
+            assert transfers.write_behind(key_of(0), 0)
+            assert events(transfers, 1) == [Written(key=key_of(0), slot=0, outcome=Outcome.FAILED)]
+        assert transfers.close()
 
 
 def test_a_flush_reaches_writes_that_wait_and_that_run() -> None:

@@ -174,6 +174,8 @@ class World:
         self.num_several = 0  # rows that drew more than one token in a step
         self.num_fewer = 0  # rows that drew fewer tokens than they could
         self.num_added = 0
+        self.num_flushed = 0
+        self.num_resized = 0
         self.num_waited = 0  # steps after which a sequence with a row had pages left to load
 
     def add(self, request: Request) -> None:
@@ -186,6 +188,32 @@ class World:
         self.num_added += 1
         self.requests[request.request_id] = request
         self.outputs |= {(request.request_id, i): Output() for i in range(request.sampling.n)}
+
+    def operate(self, rng: random.Random) -> None:
+        """What an operator may do at any time: flush, resize, switch tiers off and on."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        what = rng.choice(("flush", "resize", "resize", "host", "store"))
+        if what == "flush":
+            salt = rng.choice([None, "", "tenant"])
+            forgotten = scheduler.flush(salt)
+            self.num_flushed += forgotten.pages + forgotten.slots
+            if memory.prefix is not None:
+                assert not [e for e in memory.prefix._by_key.values() if salt in (None, memory.prefix.salt_of(e))]
+        elif what == "resize":
+            wanted = rng.choice([self.limits.num_pages, rng.randint(1, self.limits.num_pages)])
+            try:
+                scheduler.resize_pool(wanted, preempt=rng.random() < 0.5)
+            except UserError:
+                self.num_rejected += 1
+            else:
+                self.num_resized += 1
+                assert scheduler.cache_state.grantable == wanted
+                assert memory.pool.num_available == 0 or scheduler.cache_state.held <= wanted
+        elif what == "host" and memory.tier is not None:
+            scheduler.use_tiers(host=(on := rng.random() < 0.7))
+            assert on or not memory.tier._owners
+        elif what == "store" and self.store is not None:
+            scheduler.use_tiers(store=rng.random() < 0.7)
 
     def live(self) -> list[tuple[str, int]]:
         return [key for key, out in self.outputs.items() if out.finish_reason is None and key not in self.aborted]

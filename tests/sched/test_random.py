@@ -36,9 +36,9 @@ def run_world(seed: int) -> World:
         host_policy=rng.choice(["lru", "lru", "lfu", "arc", "s3-fifo"]),
         admission=rng.choice(["always", "always", "always", "second_sight"]),
     )
-    weights = rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)])
+    weights = (*rng.choice([(6, 0.5, 10, 10), (12, 1, 5, 5), (4, 1, 10, 10)]), rng.choice([0, 0, 1]))
     for number in range(OPS_PER_WORLD):
-        op = rng.choices(("add", "abort", "schedule", "commit"), weights)[0]
+        op = rng.choices(("add", "abort", "schedule", "commit", "operate"), weights)[0]
         if op == "add" and len(world.live()) < 20:
             world.add(random_request(rng, number, world.clock()))
         elif op == "abort" and world.live():
@@ -46,6 +46,8 @@ def run_world(seed: int) -> World:
             world.abort(request_id, rng.choice([None, index]))
         elif op == "commit":
             world.commit()
+        elif op == "operate":
+            world.operate(rng)
         else:
             world.schedule()
         world.check()
@@ -55,6 +57,7 @@ def run_world(seed: int) -> World:
 
 def test_random_operations_agree_with_the_naive_model():
     preempted = hits = ended = forks = several = fewer = saved = loaded = waited = skipped = 0
+    flushed = resized = 0
     shapes = collections.Counter[tuple[int, int]]()
     for seed in range(NUM_WORLDS):
         world = run_world(seed)
@@ -68,11 +71,14 @@ def test_random_operations_agree_with_the_naive_model():
         saved += world.runner.num_saves
         loaded += world.runner.num_loads
         waited += world.num_waited
+        flushed += world.num_flushed
+        resized += world.num_resized
         if (tier := world.scheduler.memory.tier) is not None:
             skipped += tier.num_skipped
     # The worlds must really have been through what they are for.
     assert NUM_WORLDS * OPS_PER_WORLD >= 100_000
     assert preempted > 500, preempted
+    assert flushed > 500 and resized > 200, (flushed, resized)
     assert hits > 1000, hits
     assert forks > 300, forks
     assert ended > 5000, ended

@@ -11,6 +11,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.client import Client
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo, Reranker
+from jaxserve.kv.store import StoreUnavailable
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.loading import Filled, SlotStore, StoreCounts, StoreKey, Written
 from jaxserve.sched.plan import NO_SLOTS, HostSlots
@@ -80,14 +81,32 @@ class _Steered:
 
 
 class IdleStore:
-    """A `SlotStore` that has nothing and takes nothing, and has counted something else."""
+    """A `SlotStore` that has nothing and takes nothing, and has counted something else.
+
+    `flushed`: the salts of all flushes. `broken`: these fail.
+    """
 
     counts = StoreCounts({"filled": 5, "write_skipped": 2}, 3)
+
+    def __init__(self) -> None:
+        self.flushed: list[str | None] = []
+        self.broken = False
 
     def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         return None
 
+    def prefetch(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
+        return None
+
+    def settle(self, ticket: int, num_used: int) -> None:
+        raise AssertionError("nothing was prefetched")
+
     def cancel(self, ticket: int) -> None: ...
+
+    def flush(self, salt: str | None) -> None:
+        if self.broken:
+            raise StoreUnavailable("the directory is gone; flush again")
+        self.flushed.append(salt)
 
     def write(self, key: StoreKey, slot: int) -> bool:
         return False
@@ -180,10 +199,17 @@ def served(
     stall_s: float = WAIT_S,
     grpc_config: GrpcConfig = GrpcConfig(port=0),  # noqa: B008
     http_config: HttpConfig = HttpConfig(),  # noqa: B008
+    admin_tokens_file: str | None = None,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
-    config = ServeConfig(drain_s=drain_s, stall_s=stall_s, grpc=grpc_config, http=http_config)
+    config = ServeConfig(
+        drain_s=drain_s,
+        stall_s=stall_s,
+        grpc=grpc_config,
+        http=http_config,
+        admin_tokens_file=admin_tokens_file,
+    )
 
     async def main() -> int:
         parts.loop = asyncio.get_running_loop()

@@ -141,7 +141,7 @@ class SimulatedStore:
         self._reads = _Link(model.read_streams, model.latency_s, page_s)
         self._writes = _Link(model.write_streams, model.latency_s, page_s)
         self._policy = create_tier_policy(model.policy, TierOptions(admission=model.admission))
-        self._kept: set[bytes] = set()
+        self._kept: dict[bytes, str] = {}  # by content; its salt
         self._tickets = itertools.count(1)
         self._events: list[tuple[float, int, Filled | Written, StoreKey | None]] = []  # a heap
         self._order = itertools.count()
@@ -179,6 +179,20 @@ class SimulatedStore:
         self._add(end_s, Filled(ticket, tuple(ok)), None)
         return ticket
 
+    def prefetch(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
+        """See `SlotStore`. A later fill does not overtake it here."""
+        return self.fill(keys, slots, deadline_s)
+
+    def settle(self, ticket: int, num_used: int) -> None:
+        """See `SlotStore`."""
+        self._counts["prefetch_used"] += num_used
+
+    def flush(self, salt: str | None) -> None:
+        """See `SlotStore`."""
+        for key in [key for key, its_salt in self._kept.items() if salt in (None, its_salt)]:
+            self._policy.remove(key)
+            del self._kept[key]
+
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`. Pages that are on their way come."""
 
@@ -201,14 +215,14 @@ class SimulatedStore:
                 self._num_fills -= 1
             else:
                 self._num_writes -= 1
-                self._take_in(key.content)
+                self._take_in(*key)
             events.append(event)
         return events
 
     def _add(self, end_s: float, event: Filled | Written, key: StoreKey | None) -> None:
         heapq.heappush(self._events, (end_s, next(self._order), event, key))
 
-    def _take_in(self, key: bytes) -> None:
+    def _take_in(self, salt: str, key: bytes) -> None:
         policy = self._policy
         if key in self._kept:
             policy.touch(key)
@@ -219,7 +233,7 @@ class SimulatedStore:
         while len(self._kept) >= self._model.num_pages:
             gone = policy.victim(key)
             assert gone is not None, "nothing is held here"
-            self._kept.remove(gone)
+            del self._kept[gone]
         policy.insert(key)
-        self._kept.add(key)
+        self._kept[key] = salt
         self._counts["written"] += 1

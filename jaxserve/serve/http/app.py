@@ -21,7 +21,7 @@ from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.guard import Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
-from jaxserve.serve.http.keys import ApiKeys, needs_no_key
+from jaxserve.serve.http.keys import ApiKeys
 from jaxserve.serve.http.probes import probes_router
 from jaxserve.serve.http.rerank import rerank_router
 from jaxserve.serve.http.tokens import tokens_router
@@ -38,8 +38,17 @@ class HttpApp:
     api: FastAPI
 
 
-def make_app(engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, more: tuple[APIRouter, ...] = ()) -> HttpApp:
-    """`more`: further routers. Raises ConfigError for keys that cannot be read."""
+def make_app(
+    engine: AsyncEngine,
+    config: ServeConfig,
+    counts: DoorCounts,
+    more: tuple[APIRouter, ...] = (),
+    admins: KnownKeys | None = None,
+) -> HttpApp:
+    """`more`: further routers. `admins`: the keys of routes for operators, if there are such routes.
+
+    Raises ConfigError for keys that cannot be read.
+    """
     http = config.http
     tokenizer = engine.engine.tokenizer
     parser = choose_parser(http.tool_parser, None if tokenizer is None else tokenizer.chat_template)
@@ -65,9 +74,13 @@ def make_app(engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, more:
         request_timeout_s=http.request_timeout_s,
     )
     asgi: ASGIApp = guard
+    known = None
     if http.api_keys_file is not None:
-        _declare_keys(api)
-        asgi = ApiKeys(asgi, KnownKeys(read_keys(http.api_keys_file, "serve.http.api_keys_file")))
+        known = KnownKeys(read_keys(http.api_keys_file, "serve.http.api_keys_file"))
+    if known is not None or admins is not None:
+        keys = ApiKeys(asgi, known, admins)
+        _declare_keys(api, keys)
+        asgi = keys
     if http.cors_origins:
         asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if (names := allowed_names(http, config.host)) is not None:
@@ -75,14 +88,14 @@ def make_app(engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, more:
     return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
 
 
-def _declare_keys(api: FastAPI) -> None:
+def _declare_keys(api: FastAPI, keys: ApiKeys) -> None:
     """Declares in the OpenAPI document which routes need a key, and their answer without one."""
     document = api.openapi()
     components = document.setdefault("components", {})
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorResponse.__name__}"}}}
     for path, operations in document["paths"].items():
-        if needs_no_key(path):
+        if keys.needed_for(path) is None:
             continue
         for operation in operations.values():
             operation["security"] = [{"key": []}]

@@ -6,12 +6,14 @@ Health is not kept here: probes read it from the engine when they are asked.
 import asyncio
 
 from jaxserve.config.schema import ServeConfig
-from jaxserve.engine import AsyncEngine
+from jaxserve.engine import AsyncEngine, CacheControl
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.descriptors import current_limit, room_for_connections
 from jaxserve.serve.http import observe
+from jaxserve.serve.http.admin import admin_router
 from jaxserve.serve.http.app import make_app
 from jaxserve.serve.http.server import HttpServer
+from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.tls import read_tls
 
@@ -24,17 +26,26 @@ class HttpDoor:
     protocol = "HTTP"
 
     def __init__(
-        self, engine: AsyncEngine, config: ServeConfig, counts: DoorCounts, port: HeldPort | None = None
+        self,
+        engine: AsyncEngine,
+        config: ServeConfig,
+        counts: DoorCounts,
+        port: HeldPort | None = None,
+        *,
+        control: CacheControl | None = None,
+        admins: KnownKeys | None = None,
     ) -> None:
-        """`port` None: it is taken at the start. Raises ConfigError for keys, certificates or limits that cannot be
-        used.
+        """`port` None: it is taken at the start. `control` is for those with a token of `admins`.
+
+        Raises ConfigError for keys, certificates or limits that cannot be used.
         """
         assert config.http.port is not None, "no port, no service"
         tls = read_tls(config.http, "serve.http")
         views = observe.router(
             engine.engine, counts, web_page=config.http.web_page, profile_dir=config.http.profile_dir
         )
-        self._app = make_app(engine, config, counts, (views,))
+        more = (views,) if control is None else (views, admin_router(control))
+        self._app = make_app(engine, config, counts, more, admins)
         self._server = HttpServer(
             self._app.asgi,
             host=config.host,

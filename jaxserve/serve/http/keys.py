@@ -11,25 +11,30 @@ from jaxserve.serve.keys import KnownKeys
 PROBES = frozenset({"/health", "/live", "/ready"})
 OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
+ADMIN_FOLDER = "/admin/"
 
 
 class ApiKeys:
     """Middleware: `Authorization: Bearer KEY` with a known key on every route but the open ones."""
 
-    def __init__(self, app: ASGIApp, known: KnownKeys) -> None:
+    def __init__(self, app: ASGIApp, known: KnownKeys | None, admins: KnownKeys | None = None) -> None:
+        """`known` None: all routes are open but those for operators, for which `admins` have the keys."""
         self._app = app
         self._known = known
+        self._admins = admins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or needs_no_key(scope["path"]) or self._is_known(scope):
+        known = self.needed_for(scope["path"]) if scope["type"] == "http" else None
+        if known is None or known.accept(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
             return
         error = Unauthenticated("this server needs a key that it knows; send the header 'Authorization: Bearer KEY'")
         await error_response(error)(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
-        return self._known.accept(Headers(scope=scope).get("authorization", ""))
-
-
-def needs_no_key(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+    def needed_for(self, path: str) -> KnownKeys | None:
+        """The keys of which a call of this path must have one; None: it needs none."""
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+            return None
+        if self._admins is not None and path.startswith(ADMIN_FOLDER):
+            return self._admins
+        return self._known

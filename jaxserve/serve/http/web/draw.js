@@ -4,7 +4,7 @@ let colours = {};
 
 export function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["free", "cached", "used", "shared", "decode", "prefill", "dots", "line", "muted", "ink"];
+  const names = ["free", "cached", "used", "shared", "withheld", "decode", "prefill", "dots", "line", "muted", "ink"];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
@@ -23,13 +23,13 @@ function open(canvas) {
   return { context, width, height };
 }
 
-const STATES = { f: "free", c: "cached", u: "used", s: "shared" };
-const RANK = { f: 0, c: 1, u: 2, s: 3 };
+const STATES = { f: "free", c: "cached", u: "used", s: "shared", w: "withheld" };
+const RANK = { w: 0, f: 1, c: 2, u: 3, s: 4 };
 
 // "4f1u" -> "ffffu"
 export function expand(runs) {
   let text = "";
-  for (const [, count, letter] of runs.matchAll(/(\d+)([fcus])/g)) text += letter.repeat(Number(count));
+  for (const [, count, letter] of runs.matchAll(/(\d+)([fcusw])/g)) text += letter.repeat(Number(count));
   return text;
 }
 

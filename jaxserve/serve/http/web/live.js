@@ -68,7 +68,7 @@ function tiles({ news, tokens }) {
   const all = [["tokens/s", short(rate)]];
   if (counts) {
     const hits = counts.queried_tokens ? counts.hit_tokens / counts.queried_tokens : 0;
-    all.push(["running", counts.running], ["waiting", counts.waiting], ["pages held", percent(counts.held_pages / counts.pages)],
+    all.push(["running", counts.running], ["waiting", counts.waiting], ["pages held", percent(counts.held_pages / counts.grantable_pages)],
       ["prefix hits", percent(hits)], ["preemptions", counts.preemptions]);
     if (counts.slots) all.push(["host slots", percent(counts.used_slots / counts.slots)]);
   }
@@ -105,6 +105,7 @@ function showPool(counts, pages) {
   const each = drawPool(by("pool"), states);
   const numbers = [["used", counts.held_pages - counts.shared_pages], ["shared", counts.shared_pages],
     ["cached", counts.cached_pages], ["free", counts.free_pages]];
+  if (counts.withheld_pages) numbers.push(["withheld", counts.withheld_pages]);
   const text = numbers.map(([name, count]) => `${count} ${name}`);
   const parts = numbers.map(([name], i) => {
     const entry = document.createElement("span"), swatch = document.createElement("i");
