@@ -88,7 +88,8 @@ class HostTier:
             self.num_skipped += 1
 
     def offer(self, entry: PageEntry, at: int) -> None:
-        """A page of the device has got its content in the plan that is being made, or before. See `saves_early`."""
+        """A page of the device has got its content, or lost its last holder, in the plan that is being made or before:
+        a plan with room for more saves than it must have saves it, so that it may be given up at any time."""
         if self.enabled:
             self._offers.append((entry, at))
 
@@ -169,6 +170,9 @@ class HostTier:
         while self._offers and self.has_room and (self.has_free_slot or not self._policy.strict):
             entry, at = self._offers.popleft()
             if (page_id := entry.page_ids[at]) and entry.slots[at] == NO_SLOT:
+                if not self.saves_early and not self._policy.admit(_key(entry, at)):
+                    self.num_declined += 1
+                    continue
                 if not self._take_slot(entry, at):
                     break  # nothing may give way: it is saved when the device gives it up
                 self._saves.append(PageSave(page_id, entry.slots[at]))

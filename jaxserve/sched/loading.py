@@ -3,7 +3,8 @@
 A store (a directory, another machine) may be slow, wrong or gone, so nothing that the device does depends on it:
 threads of the store fill slots, and plans move slots to pages, as they do for pages that were saved. A sequence waits
 for its fills no longer than computing the tokens would take, and no longer than `SchedulerOptions.store_wait_s`; then
-it is placed with what there is. What the device saved is written to the store behind the back of all.
+it is placed with what there is. Where fills have of late taken longer than computing, it does not wait at all. What the
+device saved is written to the store behind the back of all.
 
 Fills take free slots. Those of other pages they take for the first few blocks alone, and for the rest once these have
 come: a prompt that no store has must not cost pages that are of use.
@@ -25,11 +26,13 @@ from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.memory import SequenceMemory
 from jaxserve.sched.plan import StepPlan
+from jaxserve.sched.refill import FillCosts
 from jaxserve.sched.state import Sequence
 
 _BLOCK = hashlib.blake2b(digest_size=32, person=b"jaxserve page 1")
 _TRIAL_BLOCKS = 4  # of a sequence may take the slots of other pages before the store has shown that it has anything
 LOOK_AHEAD = 4  # first sequences in the queue whose pages are prefetched
+_LATE_S = 0.001  # before its deadline: a fill that ends then has not ended by itself
 _LEAST_WAIT_S = 0.02  # even a store in memory needs a thread's turn
 
 
@@ -125,11 +128,16 @@ class _Fill:
       seq: for which they are prefetched; None for a fill, and once the sequence is placed or has ended.
       is_prefetch: whether the store has to hear what became of them.
       come: those that came; None before the event.
+      asked_s, until_s: when they were asked for, and the deadline.
     """
 
-    __slots__ = ("come", "is_prefetch", "places", "seq", "slots")
+    __slots__ = ("asked_s", "come", "is_prefetch", "places", "seq", "slots", "until_s")
 
-    def __init__(self, places: list[_Place], slots: list[int], seq: Sequence | None) -> None:
+    def __init__(
+        self, places: list[_Place], slots: list[int], seq: Sequence | None, asked_s: float, until_s: float
+    ) -> None:
+        self.asked_s = asked_s
+        self.until_s = until_s
         self.places = places
         self.slots = slots
         self.seq = seq
@@ -143,6 +151,8 @@ class Loader:
     Attributes:
       num_filled, num_missed: pages that were asked for and came, and the others.
       num_late: sequences that were placed before all their fills had ended.
+      num_refused: sequences that waited for no page of the store, since computing is faster.
+      costs: of fills.
       writing: slots that are on their way to the store, and pinned.
       enabled: whether the store is asked for pages and gets any.
     """
@@ -151,7 +161,8 @@ class Loader:
         self, store: SlotStore, memory: SequenceMemory, tier: HostTier, wait_s: float, clock: Callable[[], float]
     ) -> None:
         assert memory.prefix is not None
-        self.num_filled = self.num_missed = self.num_late = 0
+        self.num_filled = self.num_missed = self.num_late = self.num_refused = 0
+        self.costs = FillCosts()
         self.enabled = True
         self.store = store
         self._memory = memory
@@ -196,6 +207,12 @@ class Loader:
         parent = chain[-1] if chain else prefix.root(seq.request.cache_salt)
         num_blocks = (len(seq.tokens) - 1) // size
         firsts = [group.first_column(num_blocks * size, size) for group in self._memory.groups]
+        num_tokens = len(seq.tokens) - len(chain) * size
+        if until_s is None and ahead is None:
+            num_lacking = sum(num_blocks - max(first, len(chain)) for first in firsts)
+            if self._is_slower(num_lacking, num_tokens):
+                self._unasked.pop(seq, None)
+                return
         places: list[_Place] = []
         asked: list[_Place] = []
         # A fill may take the slot of another page, but not of one that the sequence itself will load.
@@ -230,7 +247,6 @@ class Loader:
             else:
                 self._is_full = True  # it is asked again once something has ended, or when it is the first
             return
-        num_tokens = len(seq.tokens) - len(chain) * size
         if until_s is None and ahead is None:
             until_s = now_s + self._patience_s(num_tokens)
         if asked and not self._start(seq, asked, ahead, until_s, now_s):
@@ -248,8 +264,8 @@ class Loader:
             assert until_s is not None
             ticket = self.store.fill(keys, slots, until_s - now_s)
         else:
-            # Each of those before it may wait for so long.
-            ticket = self.store.prefetch(keys, slots, (ahead + 1) * self._wait_s)
+            until_s = now_s + (ahead + 1) * self._wait_s  # each of those before it may wait for so long
+            ticket = self.store.prefetch(keys, slots, until_s - now_s)
         if ticket is None:
             # From the end: an entry without content lives as long as those that follow it.
             for slot in reversed(slots):
@@ -259,10 +275,18 @@ class Loader:
             else:
                 self._is_full = True
             return False
-        fill = self._fills[ticket] = _Fill(asked, slots, None if ahead is None else seq)
+        fill = self._fills[ticket] = _Fill(asked, slots, None if ahead is None else seq, now_s, until_s)
         if ahead is not None:
             self._prefetches.setdefault(seq, {})[ticket] = fill
         return True
+
+    def _is_slower(self, num_pages: int, num_tokens: int) -> bool:
+        """Whether the store takes longer for so many pages than computing the tokens takes, as far as is known."""
+        is_slower = 0 < self._memory.costs.token_s * num_tokens < self.costs.page_s * num_pages
+        if is_slower:
+            self.num_refused += 1
+            self.costs.note_refusal()
+        return is_slower
 
     def _patience_s(self, num_tokens: int) -> float:
         """Seconds that the first sequence waits for its pages: no longer than computing them is expected to take."""
@@ -277,18 +301,25 @@ class Loader:
         if wait is None:
             return False
         if wait.until_s is None:  # its pages were prefetched
-            wait.until_s = self._clock() + self._patience_s(wait.num_tokens)
+            wait.until_s = self._clock()
+            num_pending = sum(self._is_pending(place) for place in wait.places)
+            if not self._is_slower(num_pending, wait.num_tokens):
+                wait.until_s += self._patience_s(wait.num_tokens)
             if wait.more and self.enabled:
                 wait.more = False
                 self._ask(seq, wait.until_s, _TRIAL_BLOCKS, None)
                 wait = self._waits[seq]
         assert wait.until_s is not None
-        pending = any(entry.slots[at] != NO_SLOT and not self._tier.has(entry, at) for entry, at in wait.places)
+        pending = any(map(self._is_pending, wait.places))
         if pending and self._clock() < wait.until_s:
             return True
         self.num_late += pending
         del self._waits[seq]
         return False
+
+    def _is_pending(self, place: _Place) -> bool:
+        entry, at = place
+        return entry.slots[at] != NO_SLOT and not self._tier.has(entry, at)
 
     def until_s(self, seq: Sequence) -> float | None:
         """The time until which `seq` waits, if `holds_back` has said that it does."""
@@ -333,6 +364,9 @@ class Loader:
                 self.store.settle(event.ticket, 0)
             self.num_filled += len(fill.come)
             self.num_missed += len(fill.places) - len(fill.come)
+            now_s, num_come = self._clock(), len(fill.come)
+            late = num_come < len(fill.places) and now_s >= fill.until_s - _LATE_S
+            self.costs.note_fill(now_s - fill.asked_s, num_come, late=late)
             self._go_on(fill)
 
     def _go_on(self, fill: _Fill) -> None:

@@ -1,8 +1,8 @@
 """The page pool: page ids, reference counts, and the order in which cached pages are evicted.
 
-What a page contains is known to the prefix cache, which is told through `on_evict` when a page loses its content. Bytes
-and layouts belong to the kernel backends: the pool knows a page by its id alone, so one pool serves them all and the
-simulator.
+What a page contains is known to the prefix cache, which is told through `on_evict` when a page loses its content, and
+through `on_idle` when a page with content has no holder any more. Bytes and layouts belong to the kernel backends: the
+pool knows a page by its id alone, so one pool serves them all and the simulator.
 
 Every page is exactly one of: free (no content), idle (content kept, no holder), held (one holder or more), withheld.
 A pool that is made smaller while it is in use withholds free pages at once, then idle ones, and held ones as their
@@ -34,6 +34,7 @@ class PagePool:
         assert num_pages >= 1, num_pages
         self.num_pages = self.num_grantable = num_pages
         self.on_evict = on_evict
+        self.on_idle: Callable[[int], None] | None = None
         self._withheld: list[int] = []
         self._free = list(range(num_pages, DUMMY_PAGE, -1))  # a stack, low ids first
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
@@ -50,6 +51,11 @@ class PagePool:
     def num_idle(self) -> int:
         """Pages without a reference that still hold a cached prefix."""
         return len(self._idle)
+
+    @property
+    def evicts_soon(self) -> bool:
+        """Whether most pages that can be given out hold content, which is then lost."""
+        return len(self._free) < len(self._idle)
 
     @property
     def num_held(self) -> int:
@@ -114,6 +120,8 @@ class PagePool:
                     self._withhold(page_id)
                 elif self._has_content[page_id]:
                     self._idle[page_id] = None
+                    if self.on_idle is not None:
+                        self.on_idle(page_id)
                 else:
                     self._free.append(page_id)
             elif num_refs[page_id] == 1:

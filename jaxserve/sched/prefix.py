@@ -49,6 +49,7 @@ class PrefixCache:
         pool.on_evict = self._forget
         if tier is not None:
             tier.on_drop = self._drop
+            pool.on_idle = self._offer
 
     def __len__(self) -> int:
         """Pages of the device that can be found."""
@@ -203,6 +204,13 @@ class PrefixCache:
             assert all(self._by_page[page_id] is entry for page_id in entry.page_ids if page_id), entry.page_ids
         assert all(entry.num_children == children[id(entry)] for entry in self._by_key.values())
         assert len(self._by_page) == sum(map(bool, (p for e in self._by_key.values() for p in e.page_ids)))
+
+    def _offer(self, page_id: int) -> None:
+        """The page has no holder any more, so the device may come to give it up."""
+        assert self._tier is not None
+        if self._pool.evicts_soon:
+            entry = self._by_page[page_id]
+            self._tier.offer(entry, entry.page_ids.index(page_id))
 
     def _forget(self, page_id: int) -> None:
         """The device gives the page to another sequence."""

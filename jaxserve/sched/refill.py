@@ -15,6 +15,8 @@ from typing import NamedTuple
 _KEEP = 0.95  # of the sums, at each sample
 _FIRST_PAGES = 16.0  # that the measurement before the first step counts for
 _FORGIVE = 0.98  # of the estimate's distance from the first measurement, at each refusal: one slow load is no verdict
+_KEEP_FILLS = 0.8  # a fill has many pages, so a few of them say how fast the store is now
+_PART_OF_PAGE = 0.5  # that a late fill had under way
 
 
 class Estimates(NamedTuple):
@@ -80,3 +82,28 @@ class RefillCosts:
             step_s = max(decode_s, num_tokens * self.token_s)
             self._page_s = self._page_s * _KEEP + max(0.0, elapsed_s - step_s)
             self._pages = self._pages * _KEEP + num_loads
+
+
+class FillCosts:
+    """What a page from a store costs, learned from fills: the time from asking to the end of the fill, threads that are
+    busy with others included. Mutated by the loader that made it."""
+
+    def __init__(self) -> None:
+        self._seconds = self._pages = 0.0
+
+    @property
+    def page_s(self) -> float:
+        """Seconds for a page; 0 while nothing is known."""
+        return self._seconds / self._pages if self._pages else 0.0
+
+    def note_fill(self, elapsed_s: float, num_filled: int, *, late: bool) -> None:
+        """A fill has ended with so many pages. `late`: at its deadline, with others on their way still. A fill that
+        only missed says nothing of pages."""
+        if num_filled or late:
+            self._seconds = self._seconds * _KEEP_FILLS + elapsed_s
+            self._pages = self._pages * _KEEP_FILLS + num_filled + _PART_OF_PAGE * late
+
+    def note_refusal(self) -> None:
+        """Nothing was asked, since computing is faster. The estimate gets no sample, so it falls until one more fill
+        shows whether it still holds."""
+        self._seconds *= _FORGIVE

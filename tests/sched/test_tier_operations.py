@@ -54,6 +54,18 @@ def test_a_prompt_alone_is_loaded_in_one_step_with_its_first_chunk() -> None:
     assert counts is not None and counts.loaded_pages == 6 and counts.loaded_tokens == 12 and counts.slots == 12
 
 
+def test_idle_pages_are_saved_ahead_so_that_a_burst_of_evictions_loses_none() -> None:
+    """Two pages at most are on their way to slots, and a prompt takes all pages of the device at once."""
+    engine = Engine(SLOTS._replace(max_draining=2))
+    engine.run(make_request("a", LONG, 1))
+    plans = engine.run(make_request("decodes", [30], 5))
+    assert max(len(plan.saves) for plan in plans) == 2 and sum(len(plan.saves) for plan in plans) >= 4
+    fill(engine)
+    assert engine.tier is not None and engine.tier.num_saved >= 7
+    [plan] = engine.run(make_request("b", LONG, 1))
+    assert len(plan.loads) == 6
+
+
 def test_beside_other_rows_loads_keep_to_the_budget_and_the_row_is_set_up_with_the_last() -> None:
     engine = Engine(SLOTS._replace(num_slots=40), num_pages=13)
     engine.run(make_request("a", LONG, 1))
@@ -168,7 +180,7 @@ def test_the_choice_flips_at_the_break_even(load_ms: float, loaded: int) -> None
 
 def test_pages_on_the_device_are_used_even_where_loading_loses() -> None:
     """Of six blocks the first two are on the device: those are shared, and the rest is computed."""
-    engine = Engine(SLOTS._replace(load_ms=50.0))
+    engine = Engine(SLOTS._replace(load_ms=50.0, num_slots=40))
     engine.run(make_request("a", LONG, 1))
     fill(engine)
     engine.run(make_request("short", LONG[:5], 1))

@@ -18,6 +18,7 @@ from jaxserve.lab.simulation.compare import compare_policies
 from jaxserve.lab.simulation.plots import plot_overview
 from jaxserve.lab.simulation.requests import ClientOptions, Trace
 from jaxserve.lab.simulation.results import LabResult, show_results
+from jaxserve.lab.simulation.store import StoreLink
 from jaxserve.lab.simulation.world import World, world_of_device, world_of_log
 from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.lab.workloads.datasets import DatasetOptions
@@ -73,6 +74,12 @@ AcceptanceOption = Annotated[
         "--acceptance", help="Share of drafts that are right, by place: 0.8 or 0.8,0.7,0.6. Default: the --step-log's."
     ),
 ]
+StoreLatencyOption = Annotated[
+    float | None, typer.Option("--store-latency-ms", min=0, help="Of a call to store.kind. Default: see docs/tiers.md.")
+]
+StoreBandwidthOption = Annotated[
+    float | None, typer.Option("--store-bandwidth", help="Of store.kind in each direction, GB/s; with the latency.")
+]
 ReplicasOption = Annotated[
     int, typer.Option("--replicas", min=1, help="Servers behind one router; parallel.data: inside one.")
 ]
@@ -104,6 +111,8 @@ def simulate_command(
     tensor: TensorOption = None,
     step_log: StepLogOption = None,
     acceptance: AcceptanceOption = None,
+    store_latency_ms: StoreLatencyOption = None,
+    store_bandwidth: StoreBandwidthOption = None,
     replicas: ReplicasOption = 1,
     router: RouterOption = None,
     dataset: DatasetOption = "random",
@@ -170,6 +179,7 @@ def simulate_command(
         tensor=tensor,
         step_log=step_log,
         acceptance=tuple(parse_numbers(acceptance, "--acceptance")),
+        store_link=_link(store_latency_ms, store_bandwidth),
         replicas=replicas,
         routers=tuple(router or ()),
         goodput=Goodput.parse(goodput or ()),
@@ -190,6 +200,7 @@ class _Options:
     tensor: int | None
     step_log: Path | None
     acceptance: Sequence[float]
+    store_link: StoreLink | None
     replicas: int
     routers: Sequence[str]
     goodput: Goodput | None
@@ -210,16 +221,28 @@ class _Options:
             raise ConfigError("--step-log takes the place of --device and --tensor: leave them out")
 
 
+def _link(latency_ms: float | None, bandwidth: float | None) -> StoreLink | None:
+    if latency_ms is None and bandwidth is None:
+        return None
+    if latency_ms is None or bandwidth is None:
+        raise ConfigError("--store-latency-ms and --store-bandwidth describe one link: give both, or none")
+    return StoreLink(latency_ms / 1e3, bandwidth * 1e9)
+
+
 def _simulate(options: _Options, config: Config, trace: Trace) -> int:
     if options.routers and options.replicas == config.parallel.data == 1:
         raise ConfigError("--router chooses between replicas: give --replicas 2 or more, too, or parallel.data")
     with show_progress(write=complain) as progress:
         progress.begin("reading the costs of steps")
         if options.step_log is not None:
-            world = world_of_log(options.step_log, config, acceptance=options.acceptance)
+            world = world_of_log(options.step_log, config, acceptance=options.acceptance, store_link=options.store_link)
         else:
             world = world_of_device(
-                config, options.device or _DEFAULT_DEVICE, options.tensor, acceptance=options.acceptance
+                config,
+                options.device or _DEFAULT_DEVICE,
+                options.tensor,
+                acceptance=options.acceptance,
+                store_link=options.store_link,
             )
         results = compare_policies(
             options.policies,
@@ -253,6 +276,7 @@ def _as_json(results: Sequence[LabResult], world: World, trace: Trace, *, with_r
             "about": world.about,
             "limits": limits,
             "options": dataclasses.asdict(world.options),
+            "store": None if world.store is None else dataclasses.asdict(world.store),
             "acceptance": None if world.drafts is None else list(world.drafts.rates),
         },
         "load": {

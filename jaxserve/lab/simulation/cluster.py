@@ -29,6 +29,7 @@ from jaxserve.lab.simulation.cluster_values import (
 )
 from jaxserve.lab.simulation.engine import AcceptDrafts, SimulatedEngine, summarise
 from jaxserve.lab.simulation.simulate import in_order
+from jaxserve.lab.simulation.store import SimulatedStore, StoreModel
 from jaxserve.lab.simulation.values import CostModel, SimRequest, SimulatedRequest, VirtualClock
 from jaxserve.routing import Balancer, Router, RouterOptions, create_router, key_of_tokens
 from jaxserve.sched.create import SchedulerFactory, create_scheduler
@@ -48,6 +49,7 @@ def simulate_cluster(
     router_options: RouterOptions | None = None,
     options: SchedulerOptions | None = None,
     accept: AcceptDrafts | None = None,
+    store: StoreModel | None = None,
     events: Sequence[Event] = (),
     autoscale: Autoscale | None = None,
     restart_lost: bool = True,
@@ -62,6 +64,7 @@ def simulate_cluster(
       router, router_options: as for `create_router`. Prefix affinity without a cap is a large `slack`.
       options: of the schedulers.
       accept: says which drafts are right, as in `simulate`.
+      store: behind the host slots of each replica, of its own.
       events: what happens, at which time.
       autoscale: scaling by load; `replicas` is where it begins.
       restart_lost: requests of a replica that dies begin anew elsewhere; their first token stays the one that was seen.
@@ -77,9 +80,18 @@ def simulate_cluster(
 
     def make_engine(number: int, on_end: Callable[[SimulatedRequest], None]) -> SimulatedEngine:
         clock = VirtualClock()
-        made = create_scheduler(scheduler, limits, options=options, clock=clock)
+        pages = None if store is None else SimulatedStore(store, clock)
+        made = create_scheduler(scheduler, limits, options=options, clock=clock, store=pages)
         return SimulatedEngine(
-            made, cost_model, limits, clock, on_end, accept=accept, number=number, keep_steps=keep_steps
+            made,
+            cost_model,
+            limits,
+            clock,
+            on_end,
+            accept=accept,
+            store=pages,
+            number=number,
+            keep_steps=keep_steps,
         )
 
     cluster = _Cluster(make_engine, Balancer(create_router(router, router_options)), autoscale, restart_lost)

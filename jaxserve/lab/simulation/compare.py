@@ -66,6 +66,7 @@ def compare_policies(
                 world.limits,
                 options=world.options,
                 accept=world.drafts,
+                store=world.store,
                 keep_steps=keep_steps,
                 keep_token_times=keep_token_times,
             )
@@ -80,6 +81,7 @@ def compare_policies(
                 router_options=world.router_options,
                 options=world.options,
                 accept=world.drafts,
+                store=world.store,
                 keep_steps=keep_steps,
             )
         result = LabResult.of(label, run, goodput=goodput, percentiles=percentiles, num_pages=world.limits.num_pages)

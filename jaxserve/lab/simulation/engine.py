@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from jaxserve.api import FinishReason, TokenEvent
 from jaxserve.errors import ConfigError, UnsupportedOption, UserError
+from jaxserve.lab.simulation.store import SimulatedStore
 from jaxserve.lab.simulation.values import (
     CostModel,
     SimRequest,
@@ -222,6 +223,7 @@ class SimulatedEngine:
       keep_steps, keep_plans, keep_token_times: collect `steps` and `plans`, and the time of every token.
       on_end: called with every request that has ended.
       accept: says which drafts are right, where `limits` have steps with drafts.
+      store: that `scheduler` was made with, and waits for.
 
     Attributes:
       number: of its replica.
@@ -242,6 +244,7 @@ class SimulatedEngine:
         on_end: Callable[[SimulatedRequest], None],
         *,
         accept: AcceptDrafts | None = None,
+        store: SimulatedStore | None = None,
         number: int = 0,
         keep_steps: bool = False,
         keep_plans: bool = False,
@@ -284,6 +287,8 @@ class SimulatedEngine:
         self._awaited: _Launched | None = None  # by the one before; its commit ends the last turn
         self._device_free_s = 0.0
         self._slots = limits.slots
+        self._store = store
+        self._waits = False  # for the store: all work that is left does
         self._saves_done_s: collections.deque[float] = collections.deque()  # of pages on their way to host slots
         self._buckets: dict[tuple[int, int, bool, int, int], Bucket] = {}
 
@@ -295,12 +300,13 @@ class SimulatedEngine:
     def submit(self, request: SimRequest, now_s: float) -> None:
         """Takes an arrived request. Wakes an engine that sleeps."""
         self._inbox.append(request)
-        if self.next_turn_s == math.inf:
+        if self.next_turn_s == math.inf or self._waits:
             self.next_turn_s = now_s
 
     def turn(self) -> None:
         """One turn at `next_turn_s`, which moves on."""
         now_s = self._clock.now_s = self.next_turn_s
+        self._waits = False
         if self._awaited is not None:
             self._commit(self._awaited, now_s)
         if self._inbox:
@@ -318,9 +324,7 @@ class SimulatedEngine:
         elif plan is not None:
             self.next_turn_s = launched_s
         else:
-            if self._scheduler.has_work():
-                self._refuse_to_wait()
-            self.next_turn_s = math.inf
+            self.next_turn_s = self._end_of_wait(now_s) if self._scheduler.has_work() else math.inf
 
     def kill(self) -> list[SimRequest]:
         """Kills the engine. Returns its unfinished requests, in the order of arrival. No method may follow."""
@@ -333,14 +337,24 @@ class SimulatedEngine:
         live = self._live.get(request_id)
         return (None, None) if live is None else (live.admitted_s, live.first_token_s)
 
-    def _refuse_to_wait(self) -> None:
-        if isinstance(self._scheduler, MayWait) and self._scheduler.waits():
+    def _end_of_wait(self, now_s: float) -> float:
+        """When the scheduler, whose work all waits, is to look again."""
+        scheduler = self._scheduler
+        assert isinstance(scheduler, MayWait) and scheduler.waits(), (
+            "nothing is in flight, work is left, and the scheduler neither plans nor waits"
+        )
+        self._waits = True
+        until_s = scheduler.waits_until_s()
+        if self._store is not None:
+            until_s = min(until_s, self._store.next_event_s)
+        if until_s == math.inf:
             raise UnsupportedOption(
-                f"all work of the scheduler {type(self._scheduler).__name__} waits for something outside of it at "
-                f"{self._clock.now_s:g} s, and in a simulation nothing comes but steps and requests; leave out what it"
-                " waits for, or let it plan on"
+                f"all work of the scheduler {type(scheduler).__name__} waits for something outside of it at {now_s:g} "
+                "s, and in a simulation nothing comes but steps, requests and pages of a simulated store; leave out "
+                "what it waits for, or let it plan on"
             )
-        raise AssertionError("nothing is in flight, work is left, and the scheduler neither plans nor waits")
+        assert until_s > now_s, (until_s, now_s)
+        return until_s
 
     def _drain_inbox(self, now_s: float) -> None:
         for request in self._inbox:

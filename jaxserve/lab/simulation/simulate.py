@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from jaxserve.engine.interpreter import collector_paused
 from jaxserve.errors import InvalidRequest
 from jaxserve.lab.simulation.engine import AcceptDrafts, SimulatedEngine, summarise
+from jaxserve.lab.simulation.store import SimulatedStore, StoreModel
 from jaxserve.lab.simulation.values import (
     CostModel,
     FixedCost,
@@ -50,6 +51,7 @@ def simulate(
     *,
     options: SchedulerOptions | None = None,
     accept: AcceptDrafts | None = None,
+    store: StoreModel | None = None,
     clock: VirtualClock | None = None,
     keep_steps: bool = False,
     keep_plans: bool = False,
@@ -65,6 +67,7 @@ def simulate(
       limits: of the device.
       options: of the scheduler that is made here.
       accept: says which drafts are right, such as `SimulatedDrafts`; only for `limits` with steps of several tokens.
+      store: behind the host slots of `limits`; only for a scheduler that is made here.
       keep_steps, keep_plans, keep_token_times: what to collect beside the requests.
 
     Raises ConfigError as `create_scheduler` and `SimulatedEngine`, InvalidRequest when the trace goes back in time. A
@@ -72,13 +75,15 @@ def simulate(
     """
     clock = VirtualClock() if clock is None else clock
     ended: list[SimulatedRequest] = []
+    pages = None if store is None else SimulatedStore(store, clock)
     engine = SimulatedEngine(
-        create_scheduler(scheduler, limits, options=options, clock=clock),
+        create_scheduler(scheduler, limits, options=options, clock=clock, store=pages),
         cost_model,
         limits,
         clock,
         ended.append,
         accept=accept,
+        store=pages,
         keep_steps=keep_steps,
         keep_plans=keep_plans,
         keep_token_times=keep_token_times,

@@ -16,6 +16,7 @@ from jaxserve.lab.simulation.drafts import SimulatedDrafts
 from jaxserve.lab.simulation.fitted import Fitted
 from jaxserve.lab.simulation.roofline import Roofline
 from jaxserve.lab.simulation.simulate import CostModel
+from jaxserve.lab.simulation.store import StoreLink, StoreModel, model_of_store
 from jaxserve.routing import RouterOptions
 from jaxserve.sched import Limits, SchedulerOptions, SpeculationOptions
 from jaxserve.sched.plan import HostSlots
@@ -34,6 +35,7 @@ class World:
       drafts: says which drafts are right; None where no step has drafts.
       about: a few words about it, for titles and files.
       replicas: engines behind its one door, `parallel.data`.
+      store: behind the host slots of each; None: none.
     """
 
     limits: Limits
@@ -43,15 +45,22 @@ class World:
     about: str
     drafts: SimulatedDrafts | None = None
     replicas: int = 1
+    store: StoreModel | None = None
 
 
 def world_of_device(
-    config: Config, topology_name: str, tensor: int | None = None, *, acceptance: Sequence[float] = ()
+    config: Config,
+    topology_name: str,
+    tensor: int | None = None,
+    *,
+    acceptance: Sequence[float] = (),
+    store_link: StoreLink | None = None,
 ) -> World:
     """The model of a config on devices such as 'v5e:2x2', by published peaks. Weights need not be there.
 
     `tensor` None takes parallel.tensor where that is more than 1, else all devices that a replica of parallel.data has.
     `acceptance` has the `rates` of `SimulatedDrafts`, where speculation.method makes drafts: nothing here knows them.
+    `store_link`: of the store that the config names; see `model_of_store`.
     Loads JAX, and starts no device. Raises ConfigError, also for stages of a pipeline, CheckpointError for a
     config.json that cannot be read, CapacityError when nothing fits.
     """
@@ -106,15 +115,18 @@ def world_of_device(
         router_options=router_options(config),
         about=f"{name} in {dtype.name} on {topology.name}, {cut}, by published peaks",
         replicas=replicas,
+        store=model_of_store(config.store, limits.slots.page_bytes, store_link),
     )
 
 
-def world_of_log(path: Path, config: Config, *, acceptance: Sequence[float] = ()) -> World:
+def world_of_log(
+    path: Path, config: Config, *, acceptance: Sequence[float] = (), store_link: StoreLink | None = None
+) -> World:
     """The device that wrote a step log, by its own times; scheduler options are those of the config.
 
     Steps of several tokens a row are those of the log, as far as it has enough of them, and no more than
     `speculation` asks for, where the config has it. `acceptance` replaces the rates at which the log's drafts were
-    right.
+    right. The store, if any, is that of the config.
 
     Raises StepLogError for a log that cannot be read, ConfigError for one that is too short, for a layout over
     devices other than that of the engine that wrote it, or for speculation that it lacks.
@@ -136,6 +148,7 @@ def world_of_log(path: Path, config: Config, *, acceptance: Sequence[float] = ()
         router_options=router_options(config),
         about=f"{name} as fitted to {fitted.num_records} steps of {path.name} ({_off(fitted)})",
         replicas=replicas,
+        store=model_of_store(config.store, limits.slots.page_bytes, store_link),
     )
 
 
