@@ -66,6 +66,7 @@ class Pool:
         self._balancer = Balancer(router)
         self._backends: dict[str, Backend] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._risen = asyncio.Event()  # replaced when it is set
         self._static, self._names = split_replicas(config.replicas or ())
 
     @property
@@ -109,6 +110,11 @@ class Pool:
         # A replica that DNS has dropped is leaving, but is better than none while its replacements are starting.
         addresses = [b.address for b in alive if b.listed] or [b.address for b in alive]
         return self._backends[str(self._balancer.choose(key, addresses))] if addresses else None
+
+    async def wait_well(self, timeout_s: float) -> None:
+        """Until another replica is well, or for so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._risen.wait(), timeout_s)
 
     @contextlib.contextmanager
     def carrying(self, key: PromptKey, backend: Backend) -> Iterator[None]:
@@ -175,6 +181,8 @@ class Pool:
         if healthy != backend.healthy:
             if healthy:
                 logger.info("replica %s is well", backend.address)
+                self._risen.set()
+                self._risen = asyncio.Event()
             else:
                 logger.warning("replica %s gets no more requests: %s", backend.address, reason)
                 self._balancer.forget(backend.address)
