@@ -171,21 +171,13 @@ class LiveRequest:
         for index in request.open_indices:
             sequence, matcher = self._sequences[index], self.matchers[index] if self.matchers else None
             found = follow_known(request, index, sequence.detokenizer, matcher, self._eos_token_ids)
+            if found.text:
+                updates.append(Update(request.request_id, index, text=found.text))
             if found.finish_reason is not None:
                 sequence.done = True
                 self.num_waiting -= 1
-            if found.text or sequence.done:
-                updates.append(
-                    Update(
-                        request.request_id,
-                        index,
-                        (),
-                        found.text,
-                        found.finish_reason,
-                        found.stop_reason,
-                        last=self.done,
-                    )
-                )
+                end = (request.request_id, index, (), found.rest, found.finish_reason, found.stop_reason)
+                updates.append(Update(*end, last=self.done))
         if self.done:
             self._stats.note_end(self.times, self._sequences, FinishReason.STOP)
         return updates

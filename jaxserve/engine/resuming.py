@@ -12,11 +12,15 @@ from jaxserve.text.detokenizer import Detokenizer
 
 
 class Followed(NamedTuple):
-    """The text of known tokens that the client lacks, and how the sequence has ended with them; None: it goes on."""
+    """The text of known tokens that the client lacks; `finish_reason` None: the sequence goes on.
+
+    `rest`: what the end of the sequence adds to its text.
+    """
 
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    rest: str = ""
 
 
 def follow_known(
@@ -45,15 +49,15 @@ def follow_known(
         return Followed("", reason, stop_reason)
     silent = reason is FinishReason.STOP and not sampling.include_stop_str_in_output
     shown = token_ids[:-1] if silent else token_ids
-    text = request.echo_text + detokenizer.push(shown)
+    text, rest = request.echo_text + detokenizer.push(shown), ""
     if detokenizer.stopped is not None:
         if detokenizer.num_tokens < len(token_ids):
             raise _beyond_end(index, detokenizer.num_tokens, repr(detokenizer.stopped))
         reason, stop_reason = FinishReason.STOP, detokenizer.stopped
     elif reason is not None:
-        text += detokenizer.flush()
+        rest = detokenizer.flush()
     _check_text(known.text_len, len(text), index)
-    return Followed(text[known.text_len :], reason, stop_reason)
+    return Followed(text[known.text_len :], reason, stop_reason, rest)
 
 
 def _end_by_id(request: Request, index: int, ends_grammar: tuple[int, ...]) -> FinishReason | None:

@@ -269,6 +269,7 @@ class _Forward:
             self._request, timeout=self._context.time_remaining(), metadata=self._metadata
         )
         self._backend = backend
+        watch = asyncio.create_task(_cancel_when(backend.gone, call))
         try:
             async for reply in call:
                 if reply.finish_reason == pb.FINISH_REASON_ABORT and not self._aborted:
@@ -281,6 +282,9 @@ class _Forward:
             self._retry_after_s = retry_after_s(error)
             return error.code(), error.details() or ""
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if watch.done() and not (task is not None and task.cancelling()):
+                return grpc.StatusCode.UNAVAILABLE, f"it answers no more: {backend.reason}"
             if not self._ending:
                 raise
             raise EngineStopped(
@@ -288,6 +292,7 @@ class _Forward:
             ) from None
         finally:
             self._backend = None
+            watch.cancel()
             call.cancel()
         return None
 
@@ -311,6 +316,11 @@ class _Forward:
         if left_s <= 0:
             raise DeadlineExceeded(f"the {given_s:g} s of the request were over before a replica had begun to answer")
         self._request.timeout_s = left_s
+
+
+async def _cancel_when(gone: asyncio.Event, call: grpc.aio.UnaryStreamCall) -> None:
+    await gone.wait()
+    call.cancel()
 
 
 def key_of_request(request: pb.GenerateRequest) -> PromptKey:
