@@ -234,16 +234,22 @@ def routing(servers: Sequence[Server], log_path: Path) -> Iterator[str]:
             process.terminate()
 
 
-def recoveries(streams: Sequence[Stream], log: str) -> list[float]:
-    """Seconds between the last token before each move and the first one after."""
-    found: list[float] = []
+def recoveries(
+    streams: Sequence[Stream], log: str, deeds: Sequence[dict[str, Any]], begun_s: float
+) -> dict[str, list[float]]:
+    """Of each kind of deed, the seconds between the last token before each move and the first one after, sorted."""
+    found: dict[str, list[float]] = {"kill": [], "stop": []}
     for name, num_tokens in _LEAVES.findall(log):
         stream = streams[int(name.removeprefix("r"))]
         counts = stream.counts
         after = next((k for k, count in enumerate(counts) if count > int(num_tokens)), None)
-        if after:
-            found.append(stream.times_s[after] - stream.times_s[after - 1])
-    return sorted(found)
+        if not after:
+            continue  # the stream had no token before it moved, or none was left
+        last_s, next_s = stream.times_s[after - 1], stream.times_s[after]
+        cause = [deed["deed"] for deed in deeds if begun_s + deed["at_s"] < next_s]
+        if cause:
+            found[cause[-1]].append(next_s - last_s)
+    return {deed: sorted(times_s) for deed, times_s in found.items()}
 
 
 def judge(streams: Sequence[Stream], expected: Sequence[list[tuple[Any, ...]]]) -> dict[str, Any]:
@@ -317,7 +323,8 @@ def main() -> int:
             time.sleep(0.1)
         wall_s = time.monotonic() - begun_s
         log = "\n".join(own_log) + (router_log.read_text() if router_log.exists() else "")
-    moved = recoveries(load.streams, log)
+    moved = recoveries(load.streams, log, done, begun_s)
+    everything = sorted(moved["kill"] + moved["stop"])
     report = {
         "version": __version__,
         "machine": platform.platform(),
@@ -327,9 +334,11 @@ def main() -> int:
         "stops": sum(one["deed"] == "stop" for one in done),
         **judge(load.streams, expected),
         "moves": len(_LEAVES.findall(log)),
-        "recovery_p50_s": quantile(moved, 0.5),
-        "recovery_p99_s": quantile(moved, 0.99),
-        "recovery_max_s": quantile(moved, 1.0),
+        "recovery_p50_s": quantile(everything, 0.5),
+        "recovery_p99_s": quantile(everything, 0.99),
+        "recovery_max_s": quantile(everything, 1.0),
+        **{f"recovery_after_{deed}_p50_s": quantile(times_s, 0.5) for deed, times_s in moved.items()},
+        **{f"recovery_after_{deed}_p99_s": quantile(times_s, 0.99) for deed, times_s in moved.items()},
         "deeds": done,
     }
     text = json.dumps(report, indent=1)
