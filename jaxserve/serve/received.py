@@ -4,6 +4,7 @@ A router and a client keep one for each call. When the server of the call is gon
 they have in its field `resume`.
 """
 
+import collections
 from collections.abc import Sequence
 
 from jaxserve.api import ResumeReason
@@ -34,22 +35,25 @@ class Received:
     def __init__(self, num_sequences: int, known: Sequence[pb.KnownSequence] = ()) -> None:
         """`known`: of a request that was resumed when it came here."""
         self.begun = False
-        self._parts = [_Part() for _ in range(max(num_sequences, 1))]
-        for part, one in zip(self._parts, known, strict=False):
+        self._count = max(num_sequences, 1)  # not checked by a server yet, so nothing is made for each
+        self._parts: collections.defaultdict[int, _Part] = collections.defaultdict(_Part)
+        for index, one in enumerate(known):
+            part = self._parts[index]
             part.token_ids += one.token_ids
             part.num_chars, part.finished = one.text_len, one.finished
-        self.num_tokens = sum(len(part.token_ids) for part in self._parts)
+        self.num_tokens = sum(len(part.token_ids) for part in self._parts.values())
         self._num_cached_tokens = 0
 
     @property
     def complete(self) -> bool:
         """Every sequence has ended."""
-        return all(part.finished for part in self._parts)
+        return len(self._parts) == self._count and all(part.finished for part in self._parts.values())
 
     @property
     def open_indices(self) -> list[int]:
-        """The sequences that have not ended."""
-        return [index for index, part in enumerate(self._parts) if not part.finished]
+        """The sequences that have not ended; of a request that has not begun the first alone."""
+        count = self._count if self.begun else 1
+        return [index for index in range(count) if not self._parts[index].finished]
 
     def take(self, reply: pb.GenerateResponse) -> None:
         """Counts a message, and cuts from it what had come before. Raises EngineStopped when something is missing."""
@@ -72,7 +76,7 @@ class Received:
         return pb.Resume(
             sequences=[
                 pb.KnownSequence(token_ids=part.token_ids, text_len=part.num_chars, finished=part.finished)
-                for part in self._parts
+                for part in map(self._parts.__getitem__, range(self._count))
             ],
             reason=RESUME_REASONS[reason],
         )

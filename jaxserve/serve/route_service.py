@@ -192,18 +192,25 @@ class _Forward:
         full: list[QueueFull] = []
         while True:
             backend = await self._choose(unwell, bool(deaths))
+            if self._ending:
+                raise EngineStopped(
+                    f"the router is shutting down; {self._received.num_tokens} tokens had been streamed"
+                )
+            if self._aborted:
+                return await self._end_aborted()
             if backend is None or len(deaths) > self._limits.retries or len(full) > 1:
                 self._give_up(unwell, deaths, full)
             num_before = self._received.num_tokens
             with self._pool.carrying(self._key, backend):
                 failure = await self._attempt(backend)
             if failure is None:
-                return
+                return None
             code, text = failure
             if code in _DEATHS:
                 self._pool.suspect(backend, text)
                 if self._received.num_tokens > num_before or not deaths:
                     deaths.clear()
+                    unwell.clear()
                     self._deadline_s = asyncio.get_running_loop().time() + self._limits.wait_s
                 deaths.append(f"{backend.address}: {text}")
                 self._prepare_move(backend, text)
@@ -259,11 +266,6 @@ class _Forward:
 
     async def _attempt(self, backend: Backend) -> tuple[grpc.StatusCode, str] | None:
         """None when the call has ended well, else its status and text."""
-        if self._ending:
-            raise EngineStopped(f"the router is shutting down; {self._received.num_tokens} tokens had been streamed")
-        if self._aborted:
-            await self._end_aborted()
-            return None
         # None where the client set no deadline, despite the signature.
         call = self._call = backend.stub.Generate(
             self._request, timeout=self._context.time_remaining(), metadata=self._metadata
