@@ -178,8 +178,8 @@ class LiveRequest:
                 self.num_waiting -= 1
                 end = (request.request_id, index, (), found.rest, found.finish_reason, found.stop_reason)
                 updates.append(Update(*end, last=self.done))
-        if self.done:
-            self._stats.note_end(self.times, self._sequences, FinishReason.STOP)
+        if self.done and (reason := updates[-1].finish_reason) is not None:
+            self._stats.note_end(self.times, self._sequences, reason)
         return updates
 
     def push(self, event: TokenEvent) -> Update | None:
