@@ -7,7 +7,7 @@ from typing import cast
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import AsyncClient, ClientPrompt, Retries, Tls
-from jaxserve.client import RequestFailed as CallFailed, Retries
+from jaxserve.client import RequestFailed as CallFailed
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.lab.bench.recording import Recording, RequestFailed
 from jaxserve.lab.bench.serve_options import Endpoint
