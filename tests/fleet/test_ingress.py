@@ -1,6 +1,7 @@
 """The ingress without a cluster: a scripted handle stands for Ray's, which is all that the ingress sees of it."""
 
 import asyncio
+import copy
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -103,7 +104,7 @@ def _text(text: str, *token_ids: int) -> bytes:
 async def _run(handle: Handle, max_attempts: int = 3) -> tuple[str, Context, CallFailed | None]:
     context, texts = Context(), []
     try:
-        async for reply in Ingress(handle, max_attempts).Generate(REQUEST, context):  # type: ignore[arg-type]
+        async for reply in Ingress(handle, max_attempts).Generate(copy.copy(REQUEST), context):  # type: ignore[arg-type]
             texts.append(reply.text)
     except CallFailed as error:
         return "".join(texts), context, error
@@ -213,7 +214,7 @@ async def test_a_defect_is_no_death() -> None:
 
 async def test_a_client_that_leaves_cancels_the_stream() -> None:
     handle = Handle([Accepted(replica="a"), _text("one"), None])
-    replies = Ingress(handle, 3).Generate(REQUEST, Context())  # type: ignore[arg-type]
+    replies = Ingress(handle, 3).Generate(copy.copy(REQUEST), Context())  # type: ignore[arg-type]
     assert (await anext(replies)).text == "one"
     waiting = asyncio.ensure_future(anext(replies))
     await asyncio.sleep(0)
