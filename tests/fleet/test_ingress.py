@@ -1,8 +1,8 @@
 """The ingress without a cluster: a scripted handle stands for Ray's, which is all that the ingress sees of it."""
 
 import asyncio
-import copy
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
