@@ -21,6 +21,7 @@ import platform
 import queue
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -328,7 +329,7 @@ def main() -> int:
     report = {
         "version": __version__,
         "machine": platform.platform(),
-        "command": sys.argv,
+        "command": shlex.join(["python", *sys.argv]),
         "wall_s": round(wall_s, 1),
         "kills": sum(one["deed"] == "kill" for one in done),
         "stops": sum(one["deed"] == "stop" for one in done),
