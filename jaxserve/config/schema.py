@@ -565,7 +565,12 @@ class RouteConfig(Section):
     retries: int = pydantic.Field(
         default=2,
         ge=0,
-        description="Times that a request without a streamed token is moved from a dead replica to another.",
+        description="Times that a request is moved from a dead replica to another without a new token between.",
+    )
+    wait_s: float = pydantic.Field(
+        default=30.0,
+        ge=0,
+        description="`jaxserve route`: seconds that a request of a dead replica waits for one that is well.",
     )
     health_interval_s: float = pydantic.Field(
         default=1.0, gt=0, description="`jaxserve route`: seconds between health checks of a replica."

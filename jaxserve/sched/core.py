@@ -97,7 +97,10 @@ class ContinuousScheduler:
             raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
         check_fits(request, self.limits, self._budget, self._chunked, self.memory.pool.num_grantable)
         group = self._groups[request.request_id] = Group(request, next(self._orders))
-        self._enqueue(group, 0)
+        if request.known(0).finished:
+            self._enqueue_forks(group)
+        else:
+            self._enqueue(group, 0)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Ends all sequences of a request, or one. Frees their pages now. False when none was live. No event."""
@@ -612,7 +615,7 @@ class ContinuousScheduler:
         """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
         assert seq.state is not FINISHED, seq
         reason = seq.take(token_id)
-        prompt = seq.prompt_info() if seq.num_outputs == 1 else None
+        prompt = seq.prompt_info() if seq.has_begun else None
         if seq.state is RUNNING and reason is not FinishReason.ERROR:
             self.memory.publish(seq, len(seq.tokens) - 1)
             seq.next_check_len = min(seq.max_fed, self.memory.next_publish(seq))

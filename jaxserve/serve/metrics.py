@@ -185,7 +185,22 @@ def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         PREFIX + "request_success", "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason")
     )
+    resumed = CounterMetricFamily(
+        PREFIX + "resumed",
+        "Requests that began elsewhere, by why they moved: client, died, drained.",
+        labels=(*_LABELS, "reason"),
+    )
+    known = CounterMetricFamily(
+        PREFIX + "resumed_known_tokens", "Generated tokens with which they came.", labels=_LABELS
+    )
+    again = CounterMetricFamily(
+        PREFIX + "resumed_recomputed_tokens", "Of their prompts and these, tokens in no cache here.", labels=_LABELS
+    )
     for labels, totals, counts, *_ in readings:
+        for reason, number in totals.resumed.items():
+            resumed.add_metric([*labels, reason.value], number)
+        known.add_metric(labels, totals.known_tokens)
+        again.add_metric(labels, totals.recomputed_tokens)
         prompt.add_metric(labels, totals.prompt_tokens)
         new.add_metric(labels, totals.new_tokens)
         for reason, number in totals.ended.items():
@@ -194,7 +209,7 @@ def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             running.add_metric(labels, counts.running)
             waiting.add_metric(labels, counts.waiting)
             preempted.add_metric(labels, counts.preemptions)
-    yield from (running, waiting, preempted, prompt, new, ended)
+    yield from (running, waiting, preempted, prompt, new, ended, resumed, known, again)
 
 
 def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
