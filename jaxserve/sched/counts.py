@@ -21,6 +21,7 @@ class SchedulerCounts(NamedTuple):
       shared_pages: held ones with two holders or more.
       queried_tokens, hit_tokens: of prompts, looked up in the prefix cache and found there.
       preemptions: rows taken from sequences that had not ended.
+      page_size: tokens of a page.
       slots, used_slots: of host memory, and those of them that hold a page; 0 without such memory, as all below.
       saved_pages, loaded_pages: to and from slots.
       skipped_pages: lost since no slot was free, or too many pages were on their way to one.
@@ -40,6 +41,7 @@ class SchedulerCounts(NamedTuple):
     queried_tokens: int
     hit_tokens: int
     preemptions: int
+    page_size: int = 0
     slots: int = 0
     used_slots: int = 0
     saved_pages: int = 0
@@ -70,6 +72,7 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         memory.num_queried_tokens,
         memory.num_hit_tokens,
         scheduler.num_preemptions,
+        memory.page_size,
     )
     tier = memory.tier
     if tier is None:

@@ -202,6 +202,11 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         PREFIX + "kv_cache_pages", "Pages by state: free, cached, used by one, shared.", labels=(*_LABELS, "state")
     )
+    layout = GaugeMetricFamily(
+        PREFIX + "cache_config_info",
+        "Tokens of a page and number of pages, as labels; always 1.",
+        labels=(*_LABELS, "block_size", "num_gpu_blocks"),
+    )
     queries = CounterMetricFamily(
         PREFIX + "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_LABELS
     )
@@ -210,6 +215,7 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
         if counts is None:
             continue
         usage.add_metric(labels, counts.held_pages / counts.pages)
+        layout.add_metric([*labels, str(counts.page_size), str(counts.pages)], 1)
         for state, number in (
             ("free", counts.free_pages),
             ("cached", counts.cached_pages),
@@ -219,7 +225,7 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             pages.add_metric([*labels, state], number)
         queries.add_metric(labels, counts.queried_tokens)
         hits.add_metric(labels, counts.hit_tokens)
-    yield from (usage, pages, queries, hits)
+    yield from (usage, pages, layout, queries, hits)
     yield from _host_metrics([(labels, counts) for labels, _, counts, *_ in readings if counts and counts.slots])
 
 
