@@ -546,6 +546,11 @@ class RouteConfig(Section):
         ge=0,
         description="Times that a request without a streamed token is moved from a dead replica to another.",
     )
+    destination_header: bool = pydantic.Field(
+        default=False,
+        description="`jaxserve route`: the replicas that the metadata x-gateway-destination-endpoint names, by a "
+        "gateway's endpoint picker, come first, in its order; others by the policy.",
+    )
     health_interval_s: float = pydantic.Field(
         default=1.0, gt=0, description="`jaxserve route`: seconds between health checks of a replica."
     )

@@ -29,6 +29,7 @@ _SUMS = (
     "num_used_pages",
 )  # fmt: skip
 _TRACE_KEYS = ("traceparent", "tracestate")
+DESTINATION_HEADER = "x-gateway-destination-endpoint"  # of the endpoint picker protocol: HOST:PORT,HOST:PORT,...
 
 # A server that vanishes, or that cancels its calls when it goes.
 _DEATHS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -150,6 +151,7 @@ class _Forward:
         self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
         self._metadata = (*pool.metadata, *trace)
+        self._wanted = _destinations(context) if pool.obeys_header else ()
 
     async def abort(self) -> None:
         """Lets the replica end the request: the stream then ends with ABORT like any other."""
@@ -172,7 +174,7 @@ class _Forward:
         deaths: list[str] = []
         full: list[QueueFull] = []
         while True:
-            backend = self._pool.choose(self._key, tried)
+            backend = self._pool.choose(self._key, tried, self._wanted)
             if backend is None or len(deaths) > self._retries or len(full) > 1:
                 self._give_up(tried, deaths, full)
             if tried:
@@ -257,6 +259,12 @@ class _Forward:
         if left_s <= 0:
             raise DeadlineExceeded(f"the {given_s:g} s of the request were over before a replica had begun to answer")
         self._request.timeout_s = left_s
+
+
+def _destinations(context: grpc.aio.ServicerContext) -> tuple[str, ...]:
+    """What an endpoint picker has chosen for this call; empty without one."""
+    values = [str(value) for key, value in context.invocation_metadata() or () if key == DESTINATION_HEADER]
+    return tuple(address for value in values for part in value.split(",") if (address := part.strip()))
 
 
 def _is_cut_off(reply: pb.GenerateResponse) -> bool:
