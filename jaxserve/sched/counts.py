@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.page_watch import PageWatcher
 
 
 class SchedulerCounts(NamedTuple):
@@ -22,6 +23,7 @@ class SchedulerCounts(NamedTuple):
       queried_tokens, hit_tokens: of prompts, looked up in the prefix cache and found there.
       preemptions: rows taken from sequences that had not ended.
       page_size: tokens of a page.
+      noted_pages, lost_pages: see `PageWatcher`; None where nobody watches.
       slots, used_slots: of host memory, and those of them that hold a page; 0 without such memory, as all below.
       saved_pages, loaded_pages: to and from slots.
       skipped_pages: lost since no slot was free, or too many pages were on their way to one.
@@ -42,6 +44,8 @@ class SchedulerCounts(NamedTuple):
     hit_tokens: int
     preemptions: int
     page_size: int = 0
+    noted_pages: int | None = None
+    lost_pages: int | None = None
     slots: int = 0
     used_slots: int = 0
     saved_pages: int = 0
@@ -74,6 +78,9 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         scheduler.num_preemptions,
         memory.page_size,
     )
+    if memory.prefix is not None and type(memory.prefix.watcher) is not PageWatcher:
+        watcher = memory.prefix.watcher
+        counts = counts._replace(noted_pages=watcher.num_noted, lost_pages=watcher.num_lost)
     tier = memory.tier
     if tier is None:
         return counts

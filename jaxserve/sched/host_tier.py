@@ -14,6 +14,7 @@ import collections
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from jaxserve.sched.page_watch import PageWatcher, WatchedEntry
 from jaxserve.sched.plan import HostSlots, PageLoad, PageSave, StepPlan
 from jaxserve.sched.slots import SlotPool
 from jaxserve.sched.tier_policy import TierPolicy
@@ -21,10 +22,9 @@ from jaxserve.sched.tier_policy import TierPolicy
 NO_SLOT = -1
 
 
-class SlotEntry(Protocol):
+class SlotEntry(WatchedEntry, Protocol):
     """What the tier keeps: a block of a prefix, with a page and a slot in each group of layers, or 0 and NO_SLOT."""
 
-    key: bytes
     page_ids: list[int]
     slots: list[int]
 
@@ -34,6 +34,7 @@ class HostTier:
 
     Attributes:
       limits: of the slots.
+      watcher: is told of every slot.
       on_drop: called with the entry and the group whose slot has been given up.
       num_saved, num_loaded: pages, since the start.
       num_skipped: pages that were lost since no slot was free, or too many were on their way to one.
@@ -45,6 +46,7 @@ class HostTier:
     def __init__(self, limits: HostSlots, policy: TierPolicy) -> None:
         assert limits.num_slots > 0 and limits.max_draining > 0 and limits.max_loads > 0, limits
         self.limits = limits
+        self.watcher = PageWatcher()
         self.on_drop: Callable[[SlotEntry, int], None] = lambda entry, at: None
         self.num_saved = self.num_loaded = self.num_skipped = self.num_declined = 0
         self.saves_early = False
@@ -121,6 +123,7 @@ class HostTier:
         self._slot_of[key] = slot
         self._owners[slot] = (entry, at)
         entry.slots[at] = slot
+        self.watcher.stored(entry, at, "host")
         return True
 
     def pin(self, entry: SlotEntry, at: int) -> int:
@@ -186,6 +189,7 @@ class HostTier:
         slot = self._slot_of.pop(key)
         entry, at = self._owners.pop(slot)
         entry.slots[at] = NO_SLOT
+        self.watcher.removed(entry, at, "host")
         self._slots.free(slot)
         return entry, at
 

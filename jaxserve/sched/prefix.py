@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key
 from jaxserve.sched.host_tier import NO_SLOT, HostTier, SlotEntry
+from jaxserve.sched.page_watch import PageWatcher
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
 
@@ -62,7 +63,11 @@ class PageEntry:
 
 
 class PrefixCache:
-    """Mutated only by `SequenceMemory`, and by the pool when it evicts. `namespace`: see `root_key`."""
+    """Mutated only by `SequenceMemory`, and by the pool when it evicts. `namespace`: see `root_key`.
+
+    Attributes:
+      watcher: is told of every page of the device; that of the host tier of every slot.
+    """
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class PrefixCache:
         hash_block: HashBlock = block_key,
         tier: HostTier | None = None,
     ) -> None:
+        self.watcher = PageWatcher()
         self._tier = tier
         self._pool = pool
         self._page_size = page_size
@@ -186,6 +192,7 @@ class PrefixCache:
         entry.page_ids[at] = page_id
         self._by_page[page_id] = entry
         self._pool.keep_content(page_id)
+        self.watcher.stored(entry, at, "device")
         if self._tier is not None and self._tier.saves_early:
             self._tier.offer(entry, at)
 
@@ -212,6 +219,7 @@ class PrefixCache:
         if self._tier is not None and entry.slots[at] == NO_SLOT:
             self._tier.save(entry, at, page_id)  # may drop other entries, but not this one, which still has its page
         entry.page_ids[at] = DUMMY_PAGE
+        self.watcher.removed(entry, at, "device")
         self.prune(entry)
 
     def _drop(self, entry: SlotEntry, at: int) -> None:

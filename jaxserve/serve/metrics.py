@@ -207,6 +207,9 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
         "Tokens of a page and number of pages, as labels; always 1.",
         labels=(*_LABELS, "block_size", "num_gpu_blocks"),
     )
+    events = CounterMetricFamily(
+        PREFIX + "kv_events", "Events of pages: noted to be sent, lost for want of room.", labels=(*_LABELS, "state")
+    )
     queries = CounterMetricFamily(
         PREFIX + "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_LABELS
     )
@@ -216,6 +219,9 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             continue
         usage.add_metric(labels, counts.held_pages / counts.pages)
         layout.add_metric([*labels, str(counts.page_size), str(counts.pages)], 1)
+        if counts.noted_pages is not None and counts.lost_pages is not None:
+            events.add_metric([*labels, "noted"], counts.noted_pages)
+            events.add_metric([*labels, "lost"], counts.lost_pages)
         for state, number in (
             ("free", counts.free_pages),
             ("cached", counts.cached_pages),
@@ -225,7 +231,7 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             pages.add_metric([*labels, state], number)
         queries.add_metric(labels, counts.queried_tokens)
         hits.add_metric(labels, counts.hit_tokens)
-    yield from (usage, pages, layout, queries, hits)
+    yield from (usage, pages, layout, events, queries, hits)
     yield from _host_metrics([(labels, counts) for labels, _, counts, *_ in readings if counts and counts.slots])
 
 
