@@ -39,6 +39,7 @@ from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.loading import LOOK_AHEAD, Loader, SlotStore
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
+from jaxserve.sched.page_watch import PageWatcher
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.sched.policy import Policy, broken_rule
 from jaxserve.sched.queue import WaitingQueue
@@ -90,6 +91,13 @@ class ContinuousScheduler:
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
+
+    def watch_pages(self, watcher: PageWatcher) -> None:
+        """Tells `watcher` of every page that can be found from now on. Without a prefix cache there is none."""
+        if self.memory.prefix is not None:
+            self.memory.prefix.watcher = watcher
+        if self.memory.tier is not None:
+            self.memory.tier.watcher = watcher
 
     def add(self, request: Request) -> None:
         """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""

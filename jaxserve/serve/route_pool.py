@@ -86,6 +86,11 @@ class Pool:
         return [b for b in self._backends.values() if b.healthy]
 
     @property
+    def obeys_header(self) -> bool:
+        """Whether `choose` is to be given the replicas of a request's metadata (route.destination_header)."""
+        return self._config.destination_header
+
+    @property
     def uses_prompt(self) -> bool:
         """False: an empty key does for `choose`."""
         return self._balancer.uses_prompt
@@ -105,9 +110,19 @@ class Pool:
         for backend in self._backends.values():
             await backend.channel.close()
 
-    def choose(self, key: PromptKey, tried: Collection[str]) -> Backend | None:
-        """A healthy replica that is not in `tried`, or None."""
+    def choose(self, key: PromptKey, tried: Collection[str], wanted: Sequence[str] = ()) -> Backend | None:
+        """A healthy replica that is not in `tried`, or None: the first of `wanted`, else the policy's choice.
+
+        `wanted` are HOST:PORT as an endpoint picker writes them. It knows pods by their HTTP port, so a host is enough
+        where one replica alone has it. Nothing is ever sent to an address that is not a replica's.
+        """
         alive = [b for b in self._backends.values() if b.healthy and b.address not in tried]
+        for address in wanted:
+            host = address.rpartition(":")[0]
+            there = [b for b in self._backends.values() if b.address.rpartition(":")[0] == host]
+            for backend in alive:
+                if backend.address == address or there == [backend]:
+                    return backend
         # A replica that DNS has dropped is leaving, but is better than none while its replacements are starting.
         addresses = [b.address for b in alive if b.listed] or [b.address for b in alive]
         return self._backends[str(self._balancer.choose(key, addresses))] if addresses else None

@@ -35,6 +35,7 @@ _SUMS = (
     "num_used_pages",
 )  # fmt: skip
 _TRACE_KEYS = ("traceparent", "tracestate")
+DESTINATION_HEADER = "x-gateway-destination-endpoint"  # of the endpoint picker protocol: HOST:PORT,HOST:PORT,...
 
 # A server that vanishes, or that cancels its calls when it goes.
 _DEATHS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -169,6 +170,7 @@ class _Forward:
         self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
         self._metadata = (*pool.metadata, *trace)
+        self._wanted = _destinations(context) if pool.obeys_header else ()
 
     async def abort(self) -> None:
         """Lets the replica end the request: the stream then ends with ABORT like any other."""
@@ -222,14 +224,14 @@ class _Forward:
 
     async def _choose(self, unwell: set[str], accepted: bool) -> Backend | None:
         """A replica for the next attempt. `accepted`: by one that died, so that the request waits for another."""
-        backend = self._pool.choose(self._key, unwell)
+        backend = self._pool.choose(self._key, unwell, self._wanted)
         while backend is None and accepted and not (self._ending or self._aborted):
             left_s = self._deadline_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
             await self._pool.wait_well(min(left_s, _LOOK_S))  # those that were full may have room by then
             unwell.clear()
-            backend = self._pool.choose(self._key, unwell)
+            backend = self._pool.choose(self._key, unwell, self._wanted)
         return backend
 
     def _prepare_move(self, backend: Backend, text: str) -> None:
@@ -323,6 +325,12 @@ class _Forward:
 async def _cancel_when(gone: asyncio.Event, call: grpc.aio.UnaryStreamCall) -> None:
     await gone.wait()
     call.cancel()
+
+
+def _destinations(context: grpc.aio.ServicerContext) -> tuple[str, ...]:
+    """What an endpoint picker has chosen for this call; empty without one."""
+    values = [str(value) for key, value in context.invocation_metadata() or () if key == DESTINATION_HEADER]
+    return tuple(address for value in values for part in value.split(",") if (address := part.strip()))
 
 
 def key_of_request(request: pb.GenerateRequest) -> PromptKey:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+import grpc
 import pytest
 from route_parts import Routed, fake_server, routed
 from serve_parts import (
@@ -38,7 +39,7 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.route_access import BackendAccess
 from jaxserve.serve.route_pool import Pool, split_replicas
-from jaxserve.serve.route_service import key_of_request
+from jaxserve.serve.route_service import DESTINATION_HEADER, key_of_request
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
 
@@ -99,8 +100,6 @@ def test_what_a_replica_refuses_comes_through_as_it_is(router: Routed) -> None:
 
 
 def test_a_field_of_the_future_is_for_the_replica_to_refuse(router: Routed) -> None:
-    import grpc
-
     newer = pb.GenerateRequest(text="a").SerializeToString() + b"\xc2\x3e\x01x"  # field 1000
     with grpc.insecure_channel(router.address) as channel:
         call = channel.unary_stream("/jaxserve.v1.Inference/Generate")(newer, timeout=WAIT_S)
@@ -132,6 +131,45 @@ def test_an_id_that_is_live_on_another_replica_is_refused(router: Routed) -> Non
             client.complete([1], SHORT, CallOptions(request_id="mine"), timeout_s=WAIT_S)
         assert caught.value.status is Status.INVALID
         running.close()
+
+
+def test_a_picker_in_front_chooses_the_replica(pair: tuple[Served, Served]) -> None:
+    """By address, or by host where it is no other replica's; strangers are passed over, and never asked."""
+    one, two = pair
+    with routed(one.address, two.address, access={"destination_header": True}) as router:
+        wait_until(lambda: all(has_answered(router, server) for server in pair), "both are well")
+        for named in (two.address, f"192.0.2.1:8000, {two.address},{one.address}"):
+            before = [server.runner.inner.num_steps for server in pair]
+            for _ in range(3):
+                _generate(router, named)
+            assert one.runner.inner.num_steps == before[0] and two.runner.inner.num_steps > before[1], named
+        before = [server.runner.inner.num_steps for server in pair]
+        for _ in range(4):
+            _generate(router, "127.0.0.1:8000")  # both are there, so the host does not tell
+        assert all(server.runner.inner.num_steps > steps for server, steps in zip(pair, before, strict=True))
+
+
+def test_a_picker_that_knows_other_ports_and_a_replica_that_is_gone() -> None:
+    with served(serve_slowly(max_rows=4)) as one, served(serve_slowly(max_rows=4)) as two:
+        elsewhere = two.address.replace("127.0.0.1", "localhost")
+        with routed(one.address, elsewhere, access={"destination_header": True}) as router:
+            wait_until(lambda: all(has_answered(router, server) for server in (one, two)), "both are well")
+            before = one.runner.inner.num_steps
+            _generate(router, "localhost:8000")
+            assert one.runner.inner.num_steps == before
+            two.request_shutdown()
+            two.wait_for_exit()
+            _generate(router, "localhost:8000")  # a picker may be a second late
+            assert one.runner.inner.num_steps > before
+
+
+def _generate(router: Routed, destination: str) -> None:
+    with grpc.insecure_channel(router.address) as channel:
+        request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=2))
+        call = pb_grpc.InferenceStub(channel).Generate(
+            request, timeout=WAIT_S, metadata=[(DESTINATION_HEADER, destination)]
+        )
+        assert list(call)
 
 
 def test_prompts_with_a_common_beginning_meet() -> None:
