@@ -18,7 +18,7 @@ chats     64 chats of 8 turns, turn by turn, over a device that holds a tenth of
           host memory, as its server keeps them, of as many bytes as all tiers have. One request at a time.
           The same requests are then simulated, with costs fitted to the step log of another round.
 throttle  900-token prompts whose pages only a throttled store has, half and twice as fast as computing: the engine's
-          own choice beside both others, always to load and never to.
+          own choice beside the same engine made to load always, and never.
 steps     The time of a step of 16 rows without tiers, beside that of a checkout from before there were any.
 """
 
@@ -320,7 +320,12 @@ def throttle(seed: str, folder: Path) -> dict[str, object]:
             for prompt in prompts_of(f"{seed} {ratio} warm", 3):
                 ask(engine, prompt, 8)
             chosen = [ask(engine, prompt, 1) for prompt in prompts]
-        again = compute(f"{seed} {ratio}", prompts)  # beside the others, since the machine changes
+        with engine_of({**common, **store}) as engine:
+            loader = scheduler_of(engine)._loader
+            assert loader is not None
+            loader._is_slower = lambda *args: True
+            ask(engine, prompts_of(f"{seed} {ratio} warm again", 1)[0], 1)
+            again = [ask(engine, prompt, 1) for prompt in prompts]
         compute_s = statistics.median(one.ttft_s for one in again)
         load_s = statistics.median(one.ttft_s for one in loaded)
         chosen_s = [one.ttft_s for one in chosen]
