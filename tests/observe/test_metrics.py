@@ -11,6 +11,8 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from rich.console import Console
+from serve_parts import IdleStore, Parts
+from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.cli.top import fetch, render
