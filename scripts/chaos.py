@@ -155,15 +155,18 @@ def result_of(completion: Completion) -> list[tuple[Any, ...]]:
 class Load:
     """Clients on threads, each with the next stream as soon as its last one has ended."""
 
-    def __init__(self, address: str, kinds: Sequence[tuple[str, SamplingParams]], count: int, threads: int) -> None:
+    def __init__(
+        self, addresses: Sequence[str], kinds: Sequence[tuple[str, SamplingParams]], count: int, threads: int
+    ) -> None:
         self.streams = [Stream(k % len(kinds)) for k in range(count)]
         self.num_ended = 0
         self._kinds = kinds
-        self._client = Client(address, retries=Retries(attempts=40, longest_wait_s=2.0))
+        retries = Retries(attempts=40, longest_wait_s=2.0)
+        self._clients = [Client(address, retries=retries) for address in addresses]
         self._left: queue.SimpleQueue[int] = queue.SimpleQueue()
         for k in range(count):
             self._left.put(k)
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
+        self._threads = [threading.Thread(target=self._work, args=(k,), daemon=True) for k in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -171,7 +174,8 @@ class Load:
     def running(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def _work(self) -> None:
+    def _work(self, thread: int) -> None:
+        client = self._clients[thread % len(self._clients)]
         while True:
             try:
                 number = self._left.get_nowait()
@@ -180,7 +184,7 @@ class Load:
             stream = self.streams[number]
             prompt, sampling = self._kinds[stream.which]
             try:
-                for reply in self._client.generate(prompt, sampling, CallOptions(request_id=f"r{number}")):
+                for reply in client.generate(prompt, sampling, CallOptions(request_id=f"r{number}")):
                     stream.replies.append(reply)
                     stream.times_s.append(time.monotonic())
             except RequestFailed as error:
@@ -313,12 +317,13 @@ def main() -> int:
             expected = [result_of(direct.complete(prompt, sampling)) for prompt, sampling in kinds]
         router_log = log_dir / "router.log"
         if args.door == "router":
-            address = stack.enter_context(routing(servers, router_log))
-        else:
-            address = "ipv4:" + ",".join(server.address for server in servers)
-        print(f"{args.streams} streams through {address}", flush=True)
+            addresses = [stack.enter_context(routing(servers, router_log))]
+        else:  # gRPC takes the first that answers, so each client has another first
+            named = [server.address for server in servers]
+            addresses = ["ipv4:" + ",".join([*named[k:], *named[:k]]) for k in range(len(named))]
+        print(f"{args.streams} streams through {addresses}", flush=True)
         begun_s = time.monotonic()
-        load = Load(address, kinds, args.streams, args.threads)
+        load = Load(addresses, kinds, args.streams, args.threads)
         done = disturb(servers, load, args)
         while load.running:
             time.sleep(0.1)
