@@ -126,10 +126,9 @@ class HostTier:
 
     def _take_slot(self, entry: PageEntry, at: int) -> bool:
         key = _key(entry, at)
-        slot = self._slots.allocate()
-        if slot is None and self._drop_one(key):
-            slot = self._slots.allocate()
+        slot, dropped = self._slots.allocate(), None
         if slot is None:
+<<<<<<< HEAD
             return False
         self._policy.insert(key)
         self._slot_of[key] = slot
@@ -137,6 +136,18 @@ class HostTier:
         entry.slots[at] = slot
         self.watcher.stored(entry, at, "host")
         return True
+=======
+            dropped = self._drop_one(key)
+            slot = self._slots.allocate()
+        if slot is not None:
+            self._policy.insert(key)
+            self._slot_of[key] = slot
+            self._owners[slot] = (entry, at)
+            entry.slots[at] = slot
+        if dropped is not None:
+            self.on_drop(*dropped)  # only now: the last child of an empty entry takes that with it
+        return slot is not None
+>>>>>>> tier-figures
 
     def pin(self, entry: PageEntry, at: int) -> int:
         """The slot of `entry` in group `at`, which stays as it is until `unpin`."""
@@ -206,14 +217,10 @@ class HostTier:
         assert all(entry.slots[at] == slot for slot, (entry, at) in self._owners.items())
         assert len(self._policy) == len(self._owners), (len(self._policy), len(self._owners))
 
-    def _drop_one(self, incoming: bytes) -> bool:
-        """Gives up the content of one slot for that of the key `incoming`. False: all contents are in use."""
+    def _drop_one(self, incoming: bytes) -> tuple[PageEntry, int] | None:
+        """Gives up the content of one slot for that of the key `incoming`, and says whose. None: all are in use."""
         victim = self._policy.victim(incoming, lambda key: self._slots.is_held(self._slot_of[key]))
-        if victim is None:
-            return False
-        entry, at = self._give_up(victim)
-        self.on_drop(entry, at)
-        return True
+        return None if victim is None else self._give_up(victim)
 
     def _give_up(self, key: bytes) -> tuple[PageEntry, int]:
         slot = self._slot_of.pop(key)

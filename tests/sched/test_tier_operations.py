@@ -5,10 +5,13 @@ import pytest
 from jaxserve.api import SamplingParams
 from jaxserve.sched import ContinuousScheduler, SchedulerOptions, StepPlan, create_scheduler
 from jaxserve.sched.counts import counts_of
+from jaxserve.sched.host_tier import HostTier
+from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import HostSlots, PageLoad, PageSave
+from jaxserve.sched.prefix import PrefixCache
 from jaxserve.sched.refill import RefillCosts
 from jaxserve.sched.slots import SlotPool
-from jaxserve.sched.tier_policy import TierOptions
+from jaxserve.sched.tier_policy import TierOptions, create_tier_policy
 from jaxserve.testing import FakeRunner, ManualClock, drive, make_limits, make_request
 
 OPTIONS = SchedulerOptions(watermark=0.0, growth=0.0, host_tier=TierOptions(admission="always"))
@@ -284,3 +287,18 @@ def _plan(saves=(), loads=()) -> StepPlan:
     return StepPlan(
         step_id=0, saves=tuple(PageSave(*one) for one in saves), loads=tuple(PageLoad(*one) for one in loads)
     )
+
+
+def test_an_entry_that_gets_the_slot_of_its_own_last_child_stays() -> None:
+    tier = HostTier(HostSlots(num_slots=1, max_draining=1, max_loads=1), create_tier_policy("lru"))
+    prefix = PrefixCache(PagePool(4), 2, tier=tier)
+    root = prefix.root("")
+    blocks = prefix.blocks("", [1, 2, 3, 4, 5])
+    first = prefix.expect(root, blocks, 0)
+    assert first is not None
+    second = prefix.expect(first, blocks, 1)
+    assert second is not None and tier.begin_fill(second, 0, True)
+    tier.end_fill(second.slots[0], True)
+    assert tier.begin_fill(first, 0, True)  # what it lacks itself takes the only slot
+    assert first.alive and not second.alive
+    prefix.check()
