@@ -128,15 +128,6 @@ class HostTier:
         key = _key(entry, at)
         slot, dropped = self._slots.allocate(), None
         if slot is None:
-<<<<<<< HEAD
-            return False
-        self._policy.insert(key)
-        self._slot_of[key] = slot
-        self._owners[slot] = (entry, at)
-        entry.slots[at] = slot
-        self.watcher.stored(entry, at, "host")
-        return True
-=======
             dropped = self._drop_one(key)
             slot = self._slots.allocate()
         if slot is not None:
@@ -144,10 +135,10 @@ class HostTier:
             self._slot_of[key] = slot
             self._owners[slot] = (entry, at)
             entry.slots[at] = slot
+            self.watcher.stored(entry, at, "host")
         if dropped is not None:
             self.on_drop(*dropped)  # only now: the last child of an empty entry takes that with it
         return slot is not None
->>>>>>> tier-figures
 
     def pin(self, entry: PageEntry, at: int) -> int:
         """The slot of `entry` in group `at`, which stays as it is until `unpin`."""
