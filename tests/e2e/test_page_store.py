@@ -84,3 +84,24 @@ def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
     again, found = ask(other)
     assert found == 0 and [ids for ids, _ in again] == [ids for ids, _ in answers]
     other.stop()
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize(
+    "writer",
+    [{"parallel__tensor": 2}, pytest.param({"parallel__tensor": 8}, marks=pytest.mark.slow)]
+    + [pytest.param({"parallel__tensor": 2, "parallel__pipeline": 2}, marks=pytest.mark.slow)],
+    ids=["tensor 2", "tensor 8, heads copied", "two stages"],
+)
+def test_canonical_pages_are_for_engines_with_other_devices_and_kernels(tmp_path: Path, writer: Any) -> None:
+    store = directory(tmp_path / "pages") | {"store__pages": "canonical", "model__dtype": "float32"}
+    first = patient(build("demo", **DEMO, **store, **writer))
+    answers, _ = ask(first)
+    ask(first)  # so that what was published last is saved
+    first.stop()
+    other = patient(build("demo", **DEMO, **store, kernels__paged_attention="xla_batched"))
+    again, found = ask(other)
+    full = sum((len(ids) - 1) // PAGE * PAGE for ids, _ in ASKED)
+    assert found >= 0.95 * full and scheduler(other).memory.num_loaded_tokens == found, (found, full)
+    assert [ids for ids, _ in again] == [ids for ids, _ in answers]
+    other.stop()
