@@ -89,9 +89,11 @@ def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     "writer",
-    [{"parallel__tensor": 2}, pytest.param({"parallel__tensor": 8}, marks=pytest.mark.slow)]
-    + [pytest.param({"parallel__tensor": 2, "parallel__pipeline": 2}, marks=pytest.mark.slow)],
-    ids=["tensor 2", "tensor 8, heads copied", "two stages"],
+    [
+        pytest.param({"parallel__tensor": 2}, id="tensor 2"),
+        pytest.param({"parallel__tensor": 8}, id="tensor 8, heads copied", marks=pytest.mark.slow),
+        pytest.param({"parallel__tensor": 2, "parallel__pipeline": 2}, id="two stages", marks=pytest.mark.slow),
+    ],
 )
 def test_canonical_pages_are_for_engines_with_other_devices_and_kernels(tmp_path: Path, writer: Any) -> None:
     store = directory(tmp_path / "pages") | {"store__pages": "canonical", "model__dtype": "float32"}
