@@ -18,11 +18,10 @@ DEMO = {
     "model__max_len": 200,
     "cache__page_size": PAGE,
     "kernels__self_check": False,
-    "cache__host_admission": "always",
 }
 # A pool that holds one sequence of full length and little more, so that each takes the pages of the one before.
 SMALL = {"cache__num_pages": 200 // PAGE + 4, "sched__watermark": 0.0, "sched__growth": 0.0}
-HOST = {"cache__host_bytes": 64 << 20}
+HOST: dict[str, Any] = {"cache__host_bytes": 64 << 20, "cache__host_admission": "always"}
 PROMPTS = [OPENING + "One day", "12 + 7 is", OPENING * 2 + "Then", "The bird sang. " + OPENING, "My name is"]
 ASKED: list[tuple[Any, SamplingParams]] = [
     *(({"prompt": prompt}, GREEDY) for prompt in PROMPTS),
@@ -114,7 +113,7 @@ def test_groups_of_pages() -> None:
     asked = [([3 + (i * k) % 80 for i in range(70 + 16 * k)], GREEDY) for k in range(1, 5)]
     settings = POOL | {"cache__num_pages": 40}
     expected = one_by_one(build(FIXTURES / "gemma2", **(settings | {"cache__num_pages": 160})), asked)
-    engine = build(FIXTURES / "gemma2", **settings, **HOST, cache__host_admission="always")
+    engine = build(FIXTURES / "gemma2", **settings, **HOST)
     always_loads(engine)
     for _ in range(2):
         assert one_by_one(engine, asked) == expected
