@@ -1,4 +1,4 @@
-"""The values that all packages exchange: `SamplingParams`, `RequestOptions`, `Request`, `TokenEvent`, `FinishReason`.
+"""The values that all packages exchange: `SamplingParams`, `RequestOptions`, `Request`, `Resume`, `TokenEvent`, ...
 
 They are frozen, and checking a value against itself is the only logic here. Limits of a particular server are checked
 where they are known (`engine`), limits of the device where they are known (`sched`).
@@ -29,10 +29,13 @@ __all__ = [
     "MAX_STOP_TOKEN_IDS",
     "NO_OPTIONS",
     "FinishReason",
+    "Known",
     "Pooling",
     "PromptInfo",
     "Request",
     "RequestOptions",
+    "Resume",
+    "ResumeReason",
     "SamplingParams",
     "StructuredOutput",
     "TokenEvent",
@@ -54,6 +57,39 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the context length
     ABORT = "abort"  # cancelled by the client, a deadline or shutdown
     ERROR = "error"
+
+
+class ResumeReason(enum.StrEnum):
+    """Why a request left the engine that had begun with it."""
+
+    CLIENT = "client"  # its client lost the connection
+    DIED = "died"  # its replica died, or answered no more
+    DRAINED = "drained"  # its replica shut down before the end
+
+
+class Known(NamedTuple):
+    """What the client has of one sequence of a resumed request.
+
+    Attributes:
+      token_ids: generated so far; they are forced, not drawn again.
+      text_len: characters (Unicode code points) of its text, an echoed prompt included.
+      finished: the client knows how it ended, so nothing is left to do for it.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    text_len: int = 0
+    finished: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """A request goes on where another engine left it: prompt, options and these tokens are its whole state.
+
+    `sequences` has one entry for each of the n.
+    """
+
+    sequences: tuple[Known, ...]
+    reason: ResumeReason = ResumeReason.CLIENT
 
 
 class Pooling(enum.StrEnum):
@@ -285,6 +321,8 @@ class RequestOptions:
       traceparent: the caller's span in the form of W3C, for traces; empty: none.
       echo: the text of each sequence begins with the prompt.
       pooling: an embedding of the prompt is asked for; the sampling then only says how to truncate it.
+      resume: the request has begun elsewhere. Needs the seed with which it began. It takes the place of a live request
+        of its id, which is itself, on a connection that has been lost.
     """
 
     request_id: str | None = None
@@ -298,9 +336,11 @@ class RequestOptions:
     traceparent: str = ""
     echo: bool = False
     pooling: bool = False
+    resume: Resume | None = None
 
 
 NO_OPTIONS = RequestOptions()
+_NOTHING = Known()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +368,7 @@ class Request:
       echo_text: what the text of each sequence begins with.
       pooling: nothing is generated; the answer is the mean of the final hidden states of these tokens of the prompt.
         `max_tokens` is 0 then. None: tokens are generated.
+      resume: the request has begun elsewhere; None: it begins here.
     """
 
     request_id: str
@@ -349,6 +390,16 @@ class Request:
     content: tuple[ContentSpan, ...] = ()
     echo_text: str = dataclasses.field(default="", repr=False)
     pooling: Pooling | None = None
+    resume: Resume | None = dataclasses.field(default=None, repr=False)
+
+    def known(self, index: int) -> Known:
+        """What has been generated of a sequence before the request came here."""
+        return _NOTHING if self.resume is None else self.resume.sequences[index]
+
+    @property
+    def open_indices(self) -> list[int]:
+        """The sequences that are to be generated: all of them, but for those that had ended elsewhere."""
+        return [index for index in range(self.sampling.n) if not self.known(index).finished]
 
 
 def check_request(request: Request, vocab_size: int) -> None:

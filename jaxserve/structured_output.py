@@ -100,6 +100,10 @@ class Matcher(Protocol):
         """Takes a token that `mask` allowed. Raises InvalidRequest when the grammar cannot go on."""
         ...
 
+    def take_known(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that were generated elsewhere under the same grammar. Raises InvalidRequest if they were not."""
+        ...
+
     def foresee(self, most: int, follow: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
         """Up to `most` tokens that the grammar allows one after the other: those that it leaves no choice about, and
         where there are none, as many of `follow(tokens before)` as it allows. Takes nothing.

@@ -132,6 +132,18 @@ ROWS: dict[str, list[Panel]] = {
             queries={"{{reason}}": _door_rate("refused_total", "reason")},
         ),
         Panel(
+            title="Streams that went on here, per second",
+            text="They began at a server that died or drained, or were sent again by a client.",
+            queries={"{{reason}}": _rate("resumed_total", "reason")},
+        ),
+        Panel(
+            title="Tokens of streams that went on here, per second",
+            queries={
+                "known": _rate("resumed_known_tokens_total"),
+                "computed again": _rate("resumed_recomputed_tokens_total"),
+            },
+        ),
+        Panel(
             title="gRPC calls per second, by code",
             stacked=True,
             queries={"{{code}}": _door_rate("grpc_requests_total", "code")},

@@ -25,6 +25,7 @@ class Fakes:
     config: Config | None = None
     runner: FakeRunner | None = None
     max_rows: int = 4
+    wait: bool = False  # the device is ready when a line has come on stdin
 
     def install(self, patch: Callable[[object, str, object], None] = setattr) -> Self:
         """Puts itself in the place of the device; `patch` may be that of a MonkeyPatch, which takes it back."""
@@ -36,6 +37,9 @@ class Fakes:
         self.config = config
         progress.begin("building the fake")
         progress.count(1, 1, "fake")
+        if self.wait:
+            print("building", flush=True)
+            sys.stdin.readline()
         return [self._build(config, replica) for replica in range(config.parallel.data)]
 
     def _build(self, config: Config, replica: int) -> assemble.Device:
@@ -56,8 +60,9 @@ class Fakes:
 def main() -> int:
     from jaxserve import run
 
-    Fakes(fail_at=(0, "dispatch") if "--broken-device" in sys.argv else None).install()
-    return run.main([a for a in sys.argv[1:] if a != "--broken-device"])
+    own = {option for option in ("--broken-device", "--slow-device") if option in sys.argv}
+    Fakes(fail_at=(0, "dispatch") if "--broken-device" in own else None, wait="--slow-device" in own).install()
+    return run.main([a for a in sys.argv[1:] if a not in own])
 
 
 if __name__ == "__main__":

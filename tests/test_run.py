@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_parts import Fakes
 
 from jaxserve import __version__, cli, run
+from jaxserve.client import Client, RequestFailed
+from jaxserve.errors import Status
 
 ROOT = Path(__file__).parents[1]
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_parts.py"), "--set", "model.name=fake"]
@@ -410,16 +413,31 @@ def test_process_defect_is_exit_code_one_with_a_traceback() -> None:
     assert done.stderr.rstrip().endswith("RuntimeError: injected failure of step 0")
 
 
-def test_process_serves_until_sigterm() -> None:
+def test_process_probes_are_silent_until_it_is_built_and_green_until_sigterm() -> None:
+    """As deploy/README.md says of the startup probe. What a drain does to probes: tests/serve/test_lifecycle.py."""
+    probes = yaml.safe_load_all((ROOT / "deploy/k8s/cpu.yaml").read_text())
+    (container,) = next(d for d in probes if d["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"]
+    names = {kind: container[f"{kind}Probe"]["grpc"]["service"] for kind in ("startup", "readiness", "liveness")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     with subprocess.Popen(
-        [*FAKE, "--set", "serve.grpc.port=0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [*FAKE, "--slow-device", "--set", f"serve.grpc.port={port}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as server:  # fmt: skip
-        assert server.stdout is not None
+        assert server.stdin is not None and server.stdout is not None
+        assert server.stdout.readline() == "building\n"
+        with Client(f"127.0.0.1:{port}") as client, pytest.raises(RequestFailed) as caught:
+            client.check_health(names["startup"], timeout_s=60)
+        assert caught.value.status is Status.UNAVAILABLE, "the port is held, and nobody listens"
+        server.stdin.write("\n")
+        server.stdin.flush()
         line = server.stdout.readline()
+        with Client(f"127.0.0.1:{port}") as client:
+            health = {kind: client.check_health(name, timeout_s=60) for kind, name in names.items()}
         server.send_signal(signal.SIGTERM)
         _, err = server.communicate(timeout=120)
-    assert line.startswith("serving gRPC on 127.0.0.1:"), err
+    assert line == f"serving gRPC on 127.0.0.1:{port}\n", err
+    assert health == {"startup": True, "readiness": True, "liveness": True}
     assert server.returncode == 0, err
     assert "Traceback" not in err
 

@@ -32,6 +32,7 @@ from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.hosts import checkpoint_digest
 from jaxserve.kernels.selection import NONE
+from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events
 from jaxserve.models import (
     LoadedModel,
     PlannedModel,
@@ -57,6 +58,7 @@ from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.sched import (
     SCHEDULERS,
+    ContinuousScheduler,
     LaterBuckets,
     Limits,
     Policy,
@@ -155,6 +157,9 @@ def assemble(
     create_lengths(config.sched.lengths)
     create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
     page_stores = prepare_page_stores(config) if config.store.connector is None else prepare_page_connectors(config)
+    check_page_events(config)
+    if config.events.port is not None:
+        _check_tells_of_pages(choice)
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
     if config.runtime.step_log is not None:
@@ -173,14 +178,19 @@ def assemble(
         if page_stores is not None:
             opened.callback(page_stores.close)
         stores = [None if page_stores is None else _open_store(page_stores, device) for device in devices]
+        events = open_page_events(config)
         replicas = [
             Engine(
                 runner=device.runner,
-                scheduler=create_scheduler(
-                    choice,
+                scheduler=_watched(
+                    create_scheduler(
+                        choice,
+                        device.runner.limits,
+                        options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
+                        store=stores[number],
+                    ),
+                    events[number] if events else None,
                     device.runner.limits,
-                    options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
-                    store=stores[number],
                 ),
                 tokenizer=tokenizer,
                 model=model,
@@ -203,7 +213,7 @@ def assemble(
                     max_len=config.speculation.ngram_max,
                     window=config.speculation.window,
                 ),
-                on_close=None if (store := stores[number]) is None else store.close,
+                on_close=_closing(stores[number], events[number] if events else None),
             )
             for number, device in enumerate(devices)
         ]
@@ -226,6 +236,35 @@ def assemble(
         seconds=seconds,
         later=later,
     )
+
+
+def _check_tells_of_pages(choice: SchedulerChoice) -> None:
+    """Raises ConfigError for a scheduler that `events:` cannot watch."""
+    found = find_scheduler(choice)
+    if not (isinstance(found, Policy | ContinuousScheduler) or (isinstance(found, type) and issubclass(found, Policy))):
+        raise ConfigError(
+            f"events.port is set, but the scheduler {choice!r:.120} is none of jaxserve's, and tells of no pages; "
+            "leave events.port out, or give a policy"
+        )
+
+
+def _watched(scheduler: Scheduler, events: PageEvents | None, limits: Limits) -> Scheduler:
+    """The scheduler, which tells `events` of its pages from now on."""
+    if events is not None:
+        assert isinstance(scheduler, ContinuousScheduler), "`_check_tells_of_pages` has seen it"
+        scheduler.watch_pages(events)
+        events.start(limits.page_size, limits.page_groups)
+    return scheduler
+
+
+def _closing(store: PageStore | ConnectorStore | None, events: PageEvents | None) -> Callable[[], None] | None:
+    parts = [part for part in (events, store) if part is not None]
+
+    def close() -> None:
+        for part in parts:
+            part.close()
+
+    return close if parts else None
 
 
 def _open_store(stores: PageStores | PageConnectors, device: Device) -> PageStore | ConnectorStore:

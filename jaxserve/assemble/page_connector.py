@@ -353,12 +353,12 @@ class ConnectorStore:
             logger.warning("the connector %s raised %r", type(self._connector).__name__, error)
 
     def _give_up(self, error: BaseException) -> None:
-        self._given_up = True
         logger.error(
             "the connector %s raised %r, and is not used any more, nor are the slots that it has",
             type(self._connector).__name__,
             error,
         )
+        self._given_up = True
 
     def _key(self, key: StoreKey) -> bytes:
         """Of a page in this layout: pages of another one must not be found."""

@@ -12,8 +12,9 @@ the `SamplingParams` of the whole package; all other options are in `CallOptions
 protocol as they come, since a wrapper around each token would only cost time; everything that comes once is a frozen
 value. A call that fails raises `RequestFailed`, whose `status` is the kind of the error.
 
-There are no retries and there is no balancing: a streamed answer cannot be taken back once a part of it was shown, so
-only the caller knows which requests may be sent again. `RequestFailed.retry_after_s` says when.
+A stream whose server or router is gone goes on at whichever answers at the address then, without a token lost or
+repeated; `Retries` says how often that is tried (docs/resume.md). What a server refuses is not sent again:
+`RequestFailed.retry_after_s` says when it may be.
 
 Nothing of the engine is loaded, nor anything that needs a device: a program that only calls servers starts in a
 fraction of a second.
@@ -23,6 +24,7 @@ from jaxserve.client.asynchronous import AsyncClient
 from jaxserve.client.blocking import Client
 from jaxserve.client.completion import Completion, Output, collect_replies
 from jaxserve.client.connection import RequestFailed, Tls
+from jaxserve.client.resuming import Retries
 from jaxserve.client.values import ServerLoad, ServerModel
 from jaxserve.serve.convert import CallOptions, ClientPrompt
 
@@ -34,6 +36,7 @@ __all__ = [
     "Completion",
     "Output",
     "RequestFailed",
+    "Retries",
     "ServerLoad",
     "ServerModel",
     "Tls",

@@ -1,5 +1,6 @@
 """`AsyncClient`: the client for asyncio, with the methods of `blocking.Client` as coroutines."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -10,7 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
-from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
+from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, code_of, failure_of, metadata_of
+from jaxserve.client.resuming import DEFAULT_RETRIES, Attempts, Retries
 from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
 from jaxserve.serve.convert import (
     NO_OPTIONS,
@@ -31,9 +33,13 @@ _SHORT_S = 30.0  # for calls that compute nothing
 class AsyncClient:
     """The client for asyncio. Belongs to the event loop on which it was made. Raises as `Client` does."""
 
-    def __init__(self, address: str, *, tls: Tls | None = None, token: str | None = None) -> None:
+    def __init__(
+        self, address: str, *, tls: Tls | None = None, token: str | None = None, retries: Retries = DEFAULT_RETRIES
+    ) -> None:
         """See `Client`."""
         self._metadata = metadata_of(token)
+        self._retries = retries
+        self._reached = False  # the server has answered a call
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -50,16 +56,24 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """See `Client.generate`. Leave early through `contextlib.aclosing`, so that the call ends at once."""
-        call = self._stub.Generate(
-            request_to_proto(prompt, sampling, options), timeout=timeout_s, metadata=self._metadata
-        )
-        try:
-            async for reply in call:
-                yield reply
-        except grpc.RpcError as error:
-            raise failure_of(error) from error
-        finally:
-            call.cancel()
+        attempts = Attempts(request_to_proto(prompt, sampling, options), self._retries, timeout_s)
+        while True:
+            call = self._stub.Generate(attempts.message, timeout=attempts.left_s, metadata=self._metadata)
+            try:
+                async for reply in call:
+                    self._reached = True
+                    yield attempts.take(reply)
+                return
+            except grpc.RpcError as error:
+                if attempts.complete:
+                    return
+                failure = failure_of(error)
+                wait_s = attempts.wait_after(code_of(error), failure.retry_after_s, self._reached)
+                if wait_s is None:
+                    raise failure from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(wait_s)
 
     async def complete(
         self,

@@ -1,5 +1,6 @@
 """`Client`: the blocking client."""
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -9,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
-from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
+from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, code_of, failure_of, metadata_of
+from jaxserve.client.resuming import DEFAULT_RETRIES, Attempts, Retries
 from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
 from jaxserve.serve.convert import (
     NO_OPTIONS,
@@ -30,13 +32,18 @@ _SHORT_S = 30.0  # for calls that compute nothing
 class Client:
     """Blocking client. May be used from several threads. Every method raises RequestFailed when its call fails."""
 
-    def __init__(self, address: str, *, tls: Tls | None = None, token: str | None = None) -> None:
-        """`address` is `host:port`. Nothing is connected before the first call.
+    def __init__(
+        self, address: str, *, tls: Tls | None = None, token: str | None = None, retries: Retries = DEFAULT_RETRIES
+    ) -> None:
+        """`address` is `host:port`, or several as gRPC has them: `ipv4:10.0.0.1:8000,10.0.0.2:8000`.
 
-        `tls` None connects in the clear. `token` goes with every call, so give one only together with `tls`, or on a
-        network that nobody else reads. Raises ConfigError for certificates or a token that cannot be used.
+        Nothing is connected before the first call. `tls` None connects in the clear. `token` goes with every call, so
+        give one only together with `tls`, or on a network that nobody else reads. `retries`: of streams whose server is
+        gone. Raises ConfigError for certificates or a token that cannot be used.
         """
         self._metadata = metadata_of(token)
+        self._retries = retries
+        self._reached = False  # the server has answered a call
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -54,18 +61,27 @@ class Client:
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Yields the messages of the server as they come. Leaving early cancels the call, and frees its memory there.
 
-        `timeout_s` ends the request on the server too. Raises RequestFailed, or InvalidRequest for values that
-        cannot be sent.
+        When the server is gone, the stream goes on at whichever answers at the address then (`retries`). `timeout_s`
+        ends the request on the server too. Raises RequestFailed, or InvalidRequest for values that cannot be sent.
         """
-        call = self._stub.Generate(
-            request_to_proto(prompt, sampling, options), timeout=timeout_s, metadata=self._metadata
-        )
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise failure_of(error) from error
-        finally:
-            call.cancel()
+        attempts = Attempts(request_to_proto(prompt, sampling, options), self._retries, timeout_s)
+        while True:
+            call = self._stub.Generate(attempts.message, timeout=attempts.left_s, metadata=self._metadata)
+            try:
+                for reply in call:
+                    self._reached = True
+                    yield attempts.take(reply)
+                return
+            except grpc.RpcError as error:
+                if attempts.complete:
+                    return
+                failure = failure_of(error)
+                wait_s = attempts.wait_after(code_of(error), failure.retry_after_s, self._reached)
+                if wait_s is None:
+                    raise failure from error
+            finally:
+                call.cancel()
+            time.sleep(wait_s)
 
     def complete(
         self,

@@ -565,7 +565,17 @@ class RouteConfig(Section):
     retries: int = pydantic.Field(
         default=2,
         ge=0,
-        description="Times that a request without a streamed token is moved from a dead replica to another.",
+        description="Times that a request is moved from a dead replica to another without a new token between.",
+    )
+    wait_s: float = pydantic.Field(
+        default=30.0,
+        ge=0,
+        description="`jaxserve route`: seconds that a request of a dead replica waits for one that is well.",
+    )
+    destination_header: bool = pydantic.Field(
+        default=False,
+        description="`jaxserve route`: the replicas that the metadata x-gateway-destination-endpoint names, by a "
+        "gateway's endpoint picker, come first, in its order; others by the policy.",
     )
     health_interval_s: float = pydantic.Field(
         default=1.0, gt=0, description="`jaxserve route`: seconds between health checks of a replica."
@@ -644,6 +654,29 @@ class StoreConfig(Section):
     )
 
 
+class EventsConfig(Section):
+    """Events of pages for endpoint pickers, over ZeroMQ in vLLM's format; needs the extra kv-events."""
+
+    port: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Port of the first replica; the next has the next. null: no events.",
+    )
+    host: str = pydantic.Field(
+        default="127.0.0.1", description="Address to listen on. Anyone who connects reads all events."
+    )
+    topic: str = pydantic.Field(
+        default="", description="Before each message; llm-d reads kv@HOST:PORT@MODEL, of the pod's HTTP port."
+    )
+    token_ids: bool = pydantic.Field(
+        default=False, description="Send the tokens of each page: the prompts and answers, to anyone who connects."
+    )
+    max_queued: int = pydantic.Field(
+        default=100_000, ge=1, description="Events that wait to be sent; those beyond are lost, and counted."
+    )
+
+
 class KVServerConfig(Section):
     """`jaxserve kv-server`: a machine that keeps pages of keys and values for servers."""
 
@@ -695,4 +728,5 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     route: RouteConfig = RouteConfig()
     store: StoreConfig = StoreConfig()
+    events: EventsConfig = EventsConfig()
     kv_server: KVServerConfig = KVServerConfig()

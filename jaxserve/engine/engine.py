@@ -286,9 +286,9 @@ class Engine:
         self._set_working(True)
         while (command := self._next_command()) is not None:
             if isinstance(command, Submit):
-                if live.enter(command, self.tokenizer):
+                if (request := live.enter(command, self.tokenizer)) is not None:
                     try:
-                        scheduler.add(command.request)
+                        scheduler.add(request)
                     except JaxserveError as error:
                         live.refuse(command, error)
             elif isinstance(command, Abort):

@@ -91,6 +91,8 @@ def prepare_request(
         _check_pooling(len(token_ids), sampling, model)
     max_tokens = 0 if options.pooling else _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
     check_token_ids(token_ids, model.vocab_size)
+    if options.resume is not None:
+        _check_resume(options, sampling, max_tokens, model)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, but at most {max_tokens} tokens can be generated for a prompt of "
@@ -124,9 +126,32 @@ def prepare_request(
         grammar=grammars.compile(sampling, token_ids, tokenizer),
         echo_text=_echo_text(token_ids, sampling, tokenizer) if options.echo else "",
         pooling=model.embedding.pooling if options.pooling else None,
+        resume=options.resume,
     )
     check_request(request, model.vocab_size)
     return request
+
+
+def _check_resume(options: RequestOptions, sampling: SamplingParams, max_tokens: int, model: ModelInfo) -> None:
+    """The checks that need neither text nor a grammar; for those see `engine.resuming`."""
+    assert options.resume is not None
+    sequences = options.resume.sequences
+    if options.pooling:
+        raise InvalidRequest("an embedding generates nothing, so there is nothing to resume; leave resume out")
+    if len(sequences) != sampling.n:
+        raise InvalidRequest(f"resume has {len(sequences)} sequences, but n is {sampling.n}; give one for each")
+    if all(known.finished for known in sequences):
+        raise InvalidRequest("resume says that every sequence has finished, so nothing is left to do")
+    if sampling.seed is None and sampling.temperature > 0 and any(known.token_ids for known in sequences):
+        raise InvalidRequest("resume needs the seed with which the request began, or other tokens would follow")
+    for index, known in enumerate(sequences):
+        check_token_ids(known.token_ids, model.vocab_size)
+        if len(known.token_ids) > max_tokens:
+            raise InvalidRequest(
+                f"resume has {len(known.token_ids)} tokens of sequence {index}, more than max_tokens {max_tokens}"
+            )
+        if known.text_len < 0:
+            raise InvalidRequest(f"resume has text_len {known.text_len} for sequence {index}, but must be 0 or more")
 
 
 def _check_pooling(prompt_len: int, sampling: SamplingParams, model: ModelInfo) -> None:

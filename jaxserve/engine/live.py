@@ -8,11 +8,12 @@ change that plan: requests with stop strings, which may end, and with grammars, 
 the rest, when the device is busy with the next step: text and streams are most of what a step costs the host.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxserve.api import FinishReason, TokenEvent
+from jaxserve.api import FinishReason, Request, TokenEvent
 from jaxserve.engine.commands import Abort, Submit
 from jaxserve.engine.outputs import LiveRequest, Update
 from jaxserve.engine.stats import EngineStats, RequestTimes
@@ -56,27 +57,59 @@ class LiveRequests:
         self._stats = stats
         self._eos_token_ids = eos_token_ids
 
-    def enter(self, command: Submit, tokenizer: Tokenizer | None) -> bool:
-        """Takes a request, or tells its client why not and returns False.
+    def enter(self, command: Submit, tokenizer: Tokenizer | None) -> Request | None:
+        """Takes a request. Returns it for the scheduler, or None when it has ended: its client has been told why.
 
         Called before the scheduler gets it: should that break, this client is told, too, that the loop has died.
         """
         self._waiting.take()
         request_id = command.request.request_id
+        known: list[Update] = []
         try:
             live = self._make(command, tokenizer)
+            if command.request.resume is not None:
+                known = live.resume()
+        except InvalidRequest as error:
+            self._decline(command, error)
+            return None
         except Exception as error:  # a defect of the tokenizer costs the request that met it
             logger.exception("request %r failed", request_id)
             self._decline(command, JaxserveError(f"the prompt could not be decoded: {error!r}"))
-            return False
+            return None
         if request_id in self.by_id:
-            error = InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
-            self._decline(command, error)
-            return False
+            if command.request.resume is None:
+                error = InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+                self._decline(command, error)
+                return None
+            self._end(self.by_id[request_id], None, FinishReason.ABORT)  # itself, on a connection that has been lost
         self.by_id[request_id] = live
         self._num_affecting_plans += live.affects_plans
         self.next_deadline_s = min(self.next_deadline_s, command.request.deadline_s)
-        return True
+        return command.request if command.request.resume is None else self._begin_resumed(live, known)
+
+    def _begin_resumed(self, live: LiveRequest, known: Sequence[Update]) -> Request | None:
+        """Tells what the client lacks of the known tokens. Returns the request without sequences that end with them."""
+        request = live.request
+        assert request.resume is not None, request
+        self._stats.note_resumed(request.resume)
+        num_ended = len(request.open_indices) - live.num_waiting
+        if num_ended:
+            self._waiting.leave(request, num_ended, first=live.done)
+        if live.done:
+            self._forget(live)
+        try:
+            for update in known:
+                live.sink(update)
+        except Exception as error:  # a defect of one sink must not end the others
+            self._break(live, error)
+            return None
+        if live.done:
+            return None
+        ended = {update.index for update in known if update.finish_reason is not None}
+        sequences = tuple(
+            one._replace(finished=one.finished or index in ended) for index, one in enumerate(request.resume.sequences)
+        )
+        return dataclasses.replace(request, resume=dataclasses.replace(request.resume, sequences=sequences))
 
     def refuse(self, command: Submit, error: JaxserveError) -> None:
         """The scheduler does not take a request that has been entered: tells its client why."""
@@ -84,7 +117,7 @@ class LiveRequests:
         self._decline(command, error)
 
     def _decline(self, command: Submit, error: JaxserveError) -> None:
-        self._waiting.leave(command.request, command.request.sampling.n, first=True)
+        self._waiting.leave(command.request, len(command.request.open_indices), first=True)
         self._make_silent(command).fail(error)
 
     def note_result(self, plan: StepPlan, result: StepResult) -> None:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxserve.api import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
+from jaxserve.api import FinishReason, Known, PromptInfo, Request, TokenEvent, TokenLogprobs
+from jaxserve.engine.resuming import follow_known
 from jaxserve.engine.stats import EngineStats, RequestTimes
 from jaxserve.errors import InvalidRequest, JaxserveError, NotFinite
 from jaxserve.sched.plan import Drafted
@@ -48,7 +49,8 @@ class Update(NamedTuple):
     Attributes:
       index: which of the n sequences.
       token_ids: new tokens; the token that ended the sequence is among them.
-      text: new text; with echo, the first update begins with the prompt.
+      text: new text; with echo, the first update begins with the prompt. Text of a resumed sequence that its client
+        lacks comes first, in an update without tokens.
       finish_reason: set on the last update of this sequence.
       stop_reason: the stop string or stop token id that ended it; None for end-of-sequence and length (as vLLM).
       logprobs: one entry per new token, when asked for.
@@ -82,13 +84,13 @@ Sink = Callable[[Update], None]
 class _LiveSequence:
     """Text state of one sequence. Mutated by its LiveRequest only."""
 
-    __slots__ = ("_drafts", "detokenizer", "done", "first_s", "last_s", "num_tokens")
+    __slots__ = ("_drafts", "detokenizer", "done", "first_s", "last_s", "num_known", "num_tokens")
 
-    def __init__(self, detokenizer: Detokenizer | None) -> None:
+    def __init__(self, detokenizer: Detokenizer | None, known: Known) -> None:
         self.detokenizer = detokenizer
-        self.num_tokens = 0
+        self.num_tokens = self.num_known = len(known.token_ids)
         self.first_s = self.last_s = -1.0  # when its tokens came; see `SequenceTimes`
-        self.done = False
+        self.done = known.finished
         self._drafts: _SequenceDrafts | None = None
 
     def add_drafts(self, rounds: Sequence[Drafted]) -> None:
@@ -141,8 +143,10 @@ class LiveRequest:
         self.started = False
         self._eos_token_ids = eos_token_ids
         sampling = request.sampling
-        self.num_waiting = sampling.n
-        self._sequences = [_LiveSequence(_detokenizer(request, tokenizer, pieces)) for _ in range(sampling.n)]
+        self.num_waiting = len(request.open_indices)
+        self._sequences = [
+            _LiveSequence(_detokenizer(request, tokenizer, pieces), request.known(index)) for index in range(sampling.n)
+        ]
         grammar = request.grammar
         self.matchers = () if grammar is None else tuple(grammar.start() for _ in self._sequences)
         self.affects_plans = bool(self.matchers or (sampling.stop and tokenizer is not None))
@@ -156,6 +160,27 @@ class LiveRequest:
         """What became of the drafts of a step, before its tokens are pushed and after those of the step before."""
         if not self._sequences[index].done:
             self._sequences[index].add_drafts(rounds)
+
+    def resume(self) -> list[Update]:
+        """Takes the known tokens of a resumed request, before any other, and returns what its client lacks of them.
+
+        A sequence that ends with its known tokens ends here, and is not one of `num_waiting` any more. Raises
+        InvalidRequest for tokens that this request cannot have had.
+        """
+        request, updates = self.request, list[Update]()
+        for index in request.open_indices:
+            sequence, matcher = self._sequences[index], self.matchers[index] if self.matchers else None
+            found = follow_known(request, index, sequence.detokenizer, matcher, self._eos_token_ids)
+            if found.text:
+                updates.append(Update(request.request_id, index, text=found.text))
+            if found.finish_reason is not None:
+                sequence.done = True
+                self.num_waiting -= 1
+                end = (request.request_id, index, (), found.rest, found.finish_reason, found.stop_reason)
+                updates.append(Update(*end, last=self.done))
+        if self.done and (reason := updates[-1].finish_reason) is not None:
+            self._stats.note_end(self.times, self._sequences, reason)
+        return updates
 
     def push(self, event: TokenEvent) -> Update | None:
         """Takes one token and returns the news, or None when the sequence has already ended.
@@ -197,6 +222,9 @@ class LiveRequest:
             stats.num_together += 1  # not the first token that the step drew
         elif sequence.last_s != stats.previous_s:
             stats.take(sequence, self.times, event.prompt)
+        if event.prompt is not None and self.request.resume is not None:  # its tokens may have been cached as well
+            num_cached = min(event.prompt.num_cached_tokens, len(self.request.prompt_token_ids))
+            event = event._replace(prompt=event.prompt._replace(num_cached_tokens=num_cached))
         sequence.last_s = stats.now_s
         first = sequence.num_tokens == 0
         sequence.num_tokens += 1

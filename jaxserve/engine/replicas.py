@@ -3,11 +3,11 @@
 The group knows which replica has which request. Each replica is an `Engine` with its own loop, scheduler and device; a
 `Router` chooses between them.
 
-A replica that dies takes down no other. A request that has streamed nothing moves to another replica, where it runs
-from its beginning: its tokens depend on its seed alone, so the client cannot tell. A request that has streamed ends
-with an error that says which replica died, since only the client knows whether half an answer may be repeated.
+A replica that dies takes down no other. Its requests move to others, where they go on behind what their clients have:
+tokens depend on the seed and those before them alone, so a client cannot tell.
 """
 
+import dataclasses
 import functools
 import logging
 import math
@@ -15,7 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
+from jaxserve.api import (
+    NO_OPTIONS,
+    FinishReason,
+    Known,
+    Request,
+    RequestOptions,
+    Resume,
+    ResumeReason,
+    SamplingParams,
+)
 from jaxserve.engine.base import Load, reason_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
@@ -32,18 +41,53 @@ _LOOK_S = 0.01
 
 
 class _Routed:
-    """One request and where it is. Mutated under the group's lock, but for `num_streamed`: by its replica's loop."""
+    """One request and where it is. Mutated under the group's lock, but for what was streamed: by its replica's loop."""
 
-    __slots__ = ("aborted", "key", "num_moves", "num_streamed", "replica", "request", "sink")
+    __slots__ = ("aborted", "key", "num_deaths", "num_streamed", "parts", "replica", "request", "sent", "sink")
 
     def __init__(self, request: Request, sink: Sink, key: PromptKey) -> None:
         self.request = request
+        self.sent = request  # what its replica was given: `request`, or that behind what has been streamed
         self.sink = sink
         self.key = key
         self.replica = -1
-        self.num_moves = 0
+        self.num_deaths = 0  # of replicas that had it, since the last new token
         self.num_streamed = 0  # tokens that the client has seen, of all its sequences
+        self.parts = [_Part(request.known(index)) for index in range(request.sampling.n)]
         self.aborted = False
+
+    def take(self, update: Update) -> Update:
+        """Counts an update. Returns it as the client gets it: each sequence tells of its prompt once."""
+        part = self.parts[update.index]
+        if update.prompt is not None:
+            if part.told_prompt:
+                update = update._replace(prompt=None, admitted_s=None)
+            part.told_prompt = True
+        if update.token_ids:
+            part.token_ids += update.token_ids
+            self.num_streamed += len(update.token_ids)
+            self.num_deaths = 0
+        part.num_chars += len(update.text)
+        part.finished |= update.finish_reason is not None
+        return update
+
+    def move(self) -> None:
+        """The replica is gone: the next one goes on behind what the client has."""
+        known = tuple(Known(tuple(part.token_ids), part.num_chars, part.finished) for part in self.parts)
+        if any(part.token_ids for part in self.parts):
+            self.sent = dataclasses.replace(self.request, resume=Resume(sequences=known, reason=ResumeReason.DIED))
+
+
+class _Part:
+    """One sequence of a request so far. Mutated by its replica's loop."""
+
+    __slots__ = ("finished", "num_chars", "token_ids", "told_prompt")
+
+    def __init__(self, known: Known) -> None:
+        self.token_ids = list(known.token_ids)
+        self.num_chars = known.text_len
+        self.finished = known.finished
+        self.told_prompt = False
 
 
 class EngineGroup:
@@ -54,7 +98,7 @@ class EngineGroup:
     """
 
     def __init__(self, replicas: Sequence[Engine], router: Router, *, retries: int = 2) -> None:
-        """`retries`: times that a request may move; a request on which several replicas died is likely the cause."""
+        """`retries`: times that a request may move without a new token: it is likely the cause of so many deaths."""
         assert replicas, "a group of nothing"
         self._replicas = tuple(replicas)
         self._retries = retries
@@ -145,8 +189,10 @@ class EngineGroup:
         with self._lock:
             if not self.accepting:
                 raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
-            if request.request_id in self._routed:
-                raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
+            if (same := self._routed.get(request.request_id)) is not None:
+                if request.resume is None:
+                    raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
+                self._abort(same)  # itself, on a connection that has been lost
             self._place(routed)
             self._routed[request.request_id] = routed
 
@@ -171,8 +217,11 @@ class EngineGroup:
             routed = self._routed.get(request_id)
             if routed is None or (isinstance(request, Request) and request is not routed.request):
                 return
-            routed.aborted = True  # its replica may be dying, and the request must not be moved
-            self._replicas[routed.replica].abort(routed.request)
+            self._abort(routed)
+
+    def _abort(self, routed: _Routed) -> None:
+        routed.aborted = True  # its replica may be dying, and the request must not be moved
+        self._replicas[routed.replica].abort(routed.sent)
 
     def watch_deliveries(self, tell: Callable[[], None]) -> None:
         """See `Engine.watch_deliveries`; the loops of all replicas call it."""
@@ -268,7 +317,7 @@ class EngineGroup:
             routed.replica = number  # before its loop can call the sink
             try:
                 sink = functools.partial(self._take, routed)
-                self._replicas[number].submit(routed.request, sink, accepted=accepted)
+                self._replicas[number].submit(routed.sent, sink, accepted=accepted)
             except QueueFull as error:
                 full = error
             except EngineStopped:  # it died after it was asked whether it accepts
@@ -291,20 +340,17 @@ class EngineGroup:
     def _take(self, routed: _Routed, update: Update) -> None:
         """The sink that each replica is given; on its loop thread."""
         if isinstance(update.error, EngineStopped):  # only the death of a replica gives this error
-            if not routed.num_streamed:
-                if update.last:  # with n > 1 the error comes once for each sequence
-                    self._move(routed, update.error)
-                return
-            text = f"{self._name(routed.replica)} has died after {routed.num_streamed} tokens had been streamed"
-            update = update._replace(error=EngineStopped(f"{text}; send the request again: {update.error}"))
-        routed.num_streamed += len(update.token_ids)
+            if update.last:  # with n > 1 the error comes once for each sequence
+                self._move(routed, update.error)
+            return
+        update = routed.take(update)
         if update.last:
             with self._lock:
                 self._forget(routed)
         routed.sink(update)
 
     def _move(self, routed: _Routed, death: EngineStopped) -> None:
-        """Sends a request of a dead replica, which has streamed nothing, elsewhere, or tells its client."""
+        """Sends a request of a dead replica elsewhere, or tells its client."""
         error: JaxserveError | None = None
         with self._lock:
             dead = routed.replica
@@ -314,10 +360,11 @@ class EngineGroup:
                 if error is None:
                     return
             self._forget(routed, dead)
-        request, count = routed.request, routed.request.sampling.n
+        request = routed.request
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
-        for index in range(count):
-            last = index == count - 1
+        left = [index for index, part in enumerate(routed.parts) if not part.finished]
+        for index in left:
+            last = index == left[-1]
             routed.sink(Update(request.request_id, index, finish_reason=reason, error=error, last=last))
 
     def _try_elsewhere(self, routed: _Routed, death: EngineStopped) -> JaxserveError | None:
@@ -325,21 +372,24 @@ class EngineGroup:
         name, dead = self._name(routed.replica), routed.replica
         if not self._moving:
             return EngineStopped(f"{name}: {death}")
-        if routed.num_moves >= self._retries:
+        when = f"after {routed.num_streamed} tokens had been streamed" if routed.num_streamed else "before it answered"
+        if routed.num_deaths >= self._retries:
             return EngineStopped(
-                f"{name} has died before it answered, after {routed.num_moves} moves of this request from replicas "
-                f"that died; no more are tried (route.retries): {death}"
+                f"{name} has died {when}, after {routed.num_deaths} moves of this request from replicas that died "
+                f"without a new token; no more are tried (route.retries): {death}"
             )
-        routed.num_moves += 1
+        routed.num_deaths += 1
+        routed.move()
         try:
             self._place(routed, accepted=True)
         except JaxserveError as error:
-            return EngineStopped(f"{name} has died before it answered, and no other takes the request: {error}")
+            return EngineStopped(f"{name} has died {when}, and no other takes the request: {error}")
         self._balancer.end(dead)
         return None
 
     def _forget(self, routed: _Routed, replica: int | None = None) -> None:
-        del self._routed[routed.request.request_id]
+        if self._routed.get(routed.request.request_id) is routed:  # else it goes on under this id elsewhere
+            del self._routed[routed.request.request_id]
         self._balancer.end(routed.replica if replica is None else replica)
         if not self._routed:
             self._idle.notify_all()

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import FinishReason, PromptInfo, Request
+from jaxserve.api import FinishReason, PromptInfo, Request, Resume, ResumeReason
 from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
 from jaxserve.sched.base import BucketCounts, Scheduler
 from jaxserve.sched.counts import SchedulerCounts, counts_of, page_states_of
@@ -103,6 +103,9 @@ class Totals:
       drafts: what became of drafts of the device.
       grammar_drafts: what became of those that the host made for rows with a grammar.
       ended: requests by finish reason.
+      resumed: requests that began elsewhere and went on here, by the reason why they moved.
+      known_tokens: generated tokens with which they came.
+      recomputed_tokens: of their prompts and known tokens, those that were in no cache here.
       computed_tokens, slots: of all steps, without and with padding.
       part_s: seconds of the loop by part: schedule, dispatch, wait, commit.
     """
@@ -117,6 +120,9 @@ class Totals:
     drafts: DraftTotals
     grammar_drafts: DraftTotals
     ended: Mapping[FinishReason, int]
+    resumed: Mapping[ResumeReason, int]
+    known_tokens: int
+    recomputed_tokens: int
     part_s: Mapping[str, float]
     histograms: Mapping[str, HistogramSnapshot]
 
@@ -124,12 +130,14 @@ class Totals:
 class SequenceTimes(Protocol):
     """When the tokens of one sequence came; -1 before the first. Mutated by `EngineStats.take`.
 
-    `drafts`: those that it fed, and how many of its tokens were drafts; None where there were none.
+    `num_known`: of its `num_tokens`, those that another engine generated, of which no time is known. `drafts`: those
+    that it fed, and how many of its tokens were drafts; None where there were none.
     """
 
     first_s: float
     last_s: float
     num_tokens: int
+    num_known: int
 
     @property
     def drafts(self) -> Drafted | None: ...
@@ -194,6 +202,8 @@ class EngineStats:
         self._odd_gaps: list[float] = []  # ITLs of this step that are not like those of its other rows
         self._watchers: list[Callable[[RequestTimes, RequestStats], None]] = []
         self._ended = dict.fromkeys(FinishReason, 0)
+        self._resumed = dict.fromkeys(ResumeReason, 0)
+        self._num_known_tokens = self._num_recomputed_tokens = 0
         self._mark_s = clock()
         self._turn = {"schedule": 0.0, "dispatch": 0.0, "wait": 0.0, "commit": 0.0}
         self._part_s = dict(self._turn)
@@ -272,6 +282,9 @@ class EngineStats:
             drafts=self._drafts.totals(),
             grammar_drafts=self._grammar_drafts.totals(),
             ended=dict(self._ended),
+            resumed=dict(self._resumed),
+            known_tokens=self._num_known_tokens,
+            recomputed_tokens=self._num_recomputed_tokens,
             part_s=dict(self._part_s),
             histograms={name: histogram.snapshot() for name, histogram in self._histograms.items()},
         )
@@ -324,6 +337,11 @@ class EngineStats:
             return
         sequence.first_s = now_s
         self._num_begun += 1
+        if times.request.resume is not None:
+            times.first_s = now_s if times.first_s is None else times.first_s
+            num_cached = prompt.num_cached_tokens if prompt is not None else 0
+            self._num_recomputed_tokens += len(times.request.prompt_token_ids) + sequence.num_known - num_cached
+            return  # its prompt and its first token are in the figures of the engine where it began
         if times.first_s is None:
             times.first_s = now_s
             self._note_first(times, prompt)
@@ -420,12 +438,12 @@ class EngineStats:
     def note_end(self, times: RequestTimes, sequences: Sequence[SequenceTimes], reason: FinishReason) -> None:
         """A request has ended, for whatever reason. Called once for each submitted request."""
         now_s = self._clock()
-        new_tokens = sum(s.num_tokens for s in sequences)
-        begun = [s for s in sequences if s.num_tokens > 1]
+        new_tokens = sum(s.num_tokens - s.num_known for s in sequences)
+        begun = [s for s in sequences if s.num_tokens - s.num_known > 1]
         tpot_s = queue_s = ttft_s = None
         if begun:
             decode_s = sum(s.last_s - s.first_s for s in begun)
-            tpot_s = decode_s / sum(s.num_tokens - 1 for s in begun)
+            tpot_s = decode_s / sum(s.num_tokens - s.num_known - 1 for s in begun)
             self._histograms["tpot"].add(tpot_s)
             self._histograms["decode"].add(max(s.last_s for s in begun) - min(s.first_s for s in begun))
         if times.scheduled_s is not None:
@@ -457,6 +475,11 @@ class EngineStats:
                 watcher(times, stats)
             except Exception:  # an error of a watcher must not end the loop
                 logger.exception("a watcher of requests failed")
+
+    def note_resumed(self, resume: Resume) -> None:
+        """A request that began elsewhere goes on here."""
+        self._resumed[resume.reason] += 1
+        self._num_known_tokens += sum(len(known.token_ids) for known in resume.sequences if not known.finished)
 
     def note_death(self) -> None:
         """The loop has died. Nothing is planned any more."""

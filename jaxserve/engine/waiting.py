@@ -61,7 +61,7 @@ class Waiting:
 
     def enter(self, request: Request, *, bounded: bool = True) -> None:
         """Counts a request. Raises QueueFull, unless not `bounded`, when there is no room for it."""
-        count, num_tokens = request.sampling.n, _num_tokens(request)
+        count, num_tokens = len(request.open_indices), _num_tokens(request)
         with self._lock:
             if bounded and self.num_sequences:
                 self._check_sequences(count)
@@ -127,7 +127,7 @@ class Waiting:
 
 
 def _num_tokens(request: Request) -> int:
-    return request.sampling.n * len(request.prompt_token_ids)
+    return len(request.open_indices) * len(request.prompt_token_ids)
 
 
 def deadline_error(request: Request, started: bool) -> DeadlineExceeded:

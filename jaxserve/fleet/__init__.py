@@ -2,7 +2,7 @@
 
     client --gRPC--> Ray's proxy --> Ingress --prefix-aware router--> EngineReplica   (an engine and its model)
                                         |                             EngineReplica
-                                        +-- sends a request again that had streamed nothing when its replica died
+                                        +-- lets a request whose replica died go on at another
 
 Ray Serve already starts, counts, watches and replaces processes over a cluster, so nothing of that is written here. It
 does not know the protocol of jaxserve, which requests may be sent again, and that two prompts with the same beginning

@@ -1,13 +1,13 @@
 """The deployment behind Ray's gRPC proxy: the services of jaxserve, in front of many replicas.
 
-It repeats requests and translates statuses; replicas are chosen in `ray_router`. An ingress keeps nothing between
-calls, so that there may be many of them. A request is sent again only while nothing of its answer has been streamed,
-since a client cannot be asked to unread.
+It moves requests and translates statuses; replicas are chosen in `ray_router`. An ingress keeps nothing between calls,
+so that there may be many of them. A request whose replica died goes on at another behind what the client has.
 """
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -19,11 +19,13 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
+from jaxserve.api import ResumeReason
 from jaxserve.errors import Status
 from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
 from jaxserve.routing import PromptKey
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_server import SERVICE_NAME
+from jaxserve.serve.received import Received
 from jaxserve.serve.route_service import key_of_request
 from jaxserve.serve.status import GRPC_CODES
 
@@ -50,31 +52,37 @@ class Ingress:
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Streams one request, from as many replicas as it takes to get its first message."""
-        request.request_id = request.request_id or uuid.uuid4().hex  # one for all attempts
-        call = _Call(request.SerializeToString(), key_of_request(request))
+        """Streams one request, from as many replicas as it takes."""
+        request.request_id = request.request_id or uuid.uuid4().hex  # one for all attempts, as the seed is
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+        call = _Call(request, key_of_request(request))
         while True:
             async with contextlib.aclosing(self._attempt(call)) as replies:
                 async for reply in replies:
                     trailers = [(REPLICA_TRAILER, call.tried[-1]), (ATTEMPT_TRAILER, str(call.num_attempts))]
                     grpc_context.set_trailing_metadata(trailers)
                     yield reply
-            if call.refusal is None:
+            if call.refusal is None or call.received.complete:
                 return
-            if call.num_streamed or not self._may_move(call, call.refusal.status):
+            if not self._may_move(call, call.refusal.status):
                 raise _failed(grpc_context, call, call.refusal)
+            if call.received.begun:
+                call.request.resume.CopyFrom(call.received.resume(ResumeReason.DIED))
 
     def _may_move(self, call: "_Call", status: Status) -> bool:
-        """Whether a request that has streamed nothing is sent to another replica."""
-        if status is Status.OVERLOADED:  # once: where two are full the others are likely to be
-            return call.num_attempts == 1
-        return status is Status.UNAVAILABLE and call.num_attempts < self._max_attempts
+        """Whether the request is sent to another replica."""
+        if status is Status.OVERLOADED and not call.received.begun:
+            return call.num_attempts == 1  # once: where two are full the others are likely to be
+        return status in (Status.UNAVAILABLE, Status.OVERLOADED) and call.num_failed < self._max_attempts
 
     async def _attempt(self, call: "_Call") -> AsyncGenerator[pb.GenerateResponse, None]:
         """One replica's stream. Afterwards `call.refusal` says why there was no answer; None: there was one."""
         call.num_attempts += 1
+        call.num_failed += 1
         call.refusal = None
-        stream: Any = self._generate.remote(call.message, prompt_key=call.prompt_key, avoid=tuple(call.tried))
+        message = call.request.SerializeToString()
+        stream: Any = self._generate.remote(message, prompt_key=call.prompt_key, avoid=tuple(call.tried))
         replica = "a replica"
         ended = False
         try:
@@ -85,16 +93,19 @@ class Ingress:
                 elif isinstance(item, Refusal):
                     call.refusal = item
                 else:
-                    call.num_streamed += 1
-                    yield pb.GenerateResponse.FromString(item)
+                    reply = pb.GenerateResponse.FromString(item)
+                    call.received.take(reply)
+                    call.num_failed = 0
+                    yield reply
             ended = True
         except (RayTaskError, TaskCancelledError):
             raise  # a defect, which another replica would have too; or the client is gone
         except RayError as error:
             ended = True
             logger.warning(
-                "%s is lost on attempt %d, after %d messages: %s", replica, call.num_attempts, call.num_streamed, error
-            )
+                "%s is lost on attempt %d, after %d tokens: %s",
+                replica, call.num_attempts, call.received.num_tokens, error,
+            )  # fmt: skip
             call.refusal = Refusal(status=Status.UNAVAILABLE, text=f"{replica} died")
         finally:
             if not ended:  # the client left, and its answer must not be generated any more
@@ -181,12 +192,13 @@ class Ingress:
 class _Call:
     """The state of one request. Mutated by the call's own coroutine."""
 
-    def __init__(self, message: bytes, prompt_key: PromptKey) -> None:
-        self.message = message
+    def __init__(self, request: pb.GenerateRequest, prompt_key: PromptKey) -> None:
+        self.request = request
         self.prompt_key = prompt_key
         self.tried: list[str] = []  # replicas that took it, the newest last
         self.num_attempts = 0
-        self.num_streamed = 0
+        self.num_failed = 0  # attempts since the last message
+        self.received = Received(request.sampling.n, request.resume.sequences)
         self.refusal: Refusal | None = None
 
 
@@ -199,8 +211,8 @@ def _unimplemented(grpc_context: RayServegRPCContext, method: str, remedy: str) 
 
 def _failed(grpc_context: RayServegRPCContext, call: _Call, refusal: Refusal) -> CallFailed:
     text = refusal.text
-    if call.num_streamed:
-        text = f"the answer broke off after {call.num_streamed} messages: {text}"
+    if call.received.begun:
+        text = f"the answer broke off after {call.received.num_tokens} tokens: {text}"
     elif refusal.status is Status.UNAVAILABLE:
         text = f"{call.num_attempts} attempts failed before anything was streamed, the last one: {text}"
     grpc_context.set_code(GRPC_CODES[refusal.status])

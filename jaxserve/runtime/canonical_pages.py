@@ -195,7 +195,7 @@ class SlotForm:
                     k, v = np.zeros(shape, cache.kind.bits), np.zeros(shape, cache.kind.bits)
                     k[:, :, of_device], v[:, :, of_device] = keys[:, :, whole], values[:, :, whole]
                     for leaf, size in zip(self.host_pages.write(k, v), cache.sizes, strict=True):
-                        raw = np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8)
+                        raw = np.ascontiguousarray(leaf).view(np.uint8).reshape(count, size)
                         slots[:, start : start + size] = raw
                         start += _in_words(size)
         return slots

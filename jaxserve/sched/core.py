@@ -39,6 +39,7 @@ from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.loading import LOOK_AHEAD, Loader, SlotStore
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
+from jaxserve.sched.page_watch import PageWatcher
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.sched.policy import Policy, broken_rule
 from jaxserve.sched.queue import WaitingQueue
@@ -91,13 +92,23 @@ class ContinuousScheduler:
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
 
+    def watch_pages(self, watcher: PageWatcher) -> None:
+        """Tells `watcher` of every page that can be found from now on. Without a prefix cache there is none."""
+        if self.memory.prefix is not None:
+            self.memory.prefix.watcher = watcher
+        if self.memory.tier is not None:
+            self.memory.tier.watcher = watcher
+
     def add(self, request: Request) -> None:
         """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""
         if request.request_id in self._groups:
             raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
         check_fits(request, self.limits, self._budget, self._chunked, self.memory.pool.num_grantable)
         group = self._groups[request.request_id] = Group(request, next(self._orders))
-        self._enqueue(group, 0)
+        if request.known(0).finished:
+            self._enqueue_forks(group)
+        else:
+            self._enqueue(group, 0)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Ends all sequences of a request, or one. Frees their pages now. False when none was live. No event."""
@@ -612,7 +623,7 @@ class ContinuousScheduler:
         """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
         assert seq.state is not FINISHED, seq
         reason = seq.take(token_id)
-        prompt = seq.prompt_info() if seq.num_outputs == 1 else None
+        prompt = seq.prompt_info() if seq.has_begun else None
         if seq.state is RUNNING and reason is not FinishReason.ERROR:
             self.memory.publish(seq, len(seq.tokens) - 1)
             seq.next_check_len = min(seq.max_fed, self.memory.next_publish(seq))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.loading_scheduler import LoadingScheduler
+from jaxserve.sched.page_watch import PageWatcher
 
 
 class SchedulerCounts(NamedTuple):
@@ -23,6 +24,8 @@ class SchedulerCounts(NamedTuple):
       shared_pages: held ones with two holders or more.
       queried_tokens, hit_tokens: of prompts, looked up in the prefix cache and found there.
       preemptions: rows taken from sequences that had not ended.
+      page_size: tokens of a page.
+      noted_pages, lost_pages: see `PageWatcher`; None where nobody watches.
       slots, used_slots: of host memory, and those of them that hold a page; 0 without such memory, as all below.
       saved_pages, loaded_pages: to and from slots.
       skipped_pages: lost since no slot was free, or too many pages were on their way to one.
@@ -46,6 +49,9 @@ class SchedulerCounts(NamedTuple):
     queried_tokens: int
     hit_tokens: int
     preemptions: int
+    page_size: int = 0
+    noted_pages: int | None = None
+    lost_pages: int | None = None
     slots: int = 0
     used_slots: int = 0
     saved_pages: int = 0
@@ -81,9 +87,13 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         memory.num_queried_tokens,
         memory.num_hit_tokens,
         scheduler.num_preemptions,
+        page_size=memory.page_size,
         grantable_pages=pool.num_grantable,
         withheld_pages=pool.num_withheld,
     )
+    if memory.prefix is not None and type(memory.prefix.watcher) is not PageWatcher:
+        watcher = memory.prefix.watcher
+        counts = counts._replace(noted_pages=watcher.num_noted, lost_pages=watcher.num_lost)
     tier = memory.tier
     if tier is None:
         return counts

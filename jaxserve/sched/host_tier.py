@@ -15,6 +15,7 @@ import collections
 from collections.abc import Callable, Iterable
 
 from jaxserve.sched.entry import NO_SLOT, PageEntry
+from jaxserve.sched.page_watch import PageWatcher
 from jaxserve.sched.plan import HostSlots, PageLoad, PageSave, StepPlan
 from jaxserve.sched.slots import SlotPool
 from jaxserve.sched.tier_policy import TierPolicy
@@ -25,6 +26,7 @@ class HostTier:
 
     Attributes:
       limits: of the slots.
+      watcher: is told of every slot.
       on_drop: called with the entry and the group whose slot has been given up.
       num_saved, num_loaded: pages, since the start.
       num_skipped: pages that were lost since no slot was free, or too many were on their way to one.
@@ -38,6 +40,7 @@ class HostTier:
     def __init__(self, limits: HostSlots, policy: TierPolicy) -> None:
         assert limits.num_slots > 0 and limits.max_draining > 0 and limits.max_loads > 0, limits
         self.limits = limits
+        self.watcher = PageWatcher()
         self.on_drop: Callable[[PageEntry, int], None] = lambda entry, at: None
         self.num_saved = self.num_loaded = self.num_skipped = self.num_declined = 0
         self.saves_early = False
@@ -132,6 +135,7 @@ class HostTier:
             self._slot_of[key] = slot
             self._owners[slot] = (entry, at)
             entry.slots[at] = slot
+            self.watcher.stored(entry, at, "host")
         if dropped is not None:
             self.on_drop(*dropped)  # only now: the last child of an empty entry takes that with it
         return slot is not None
@@ -213,6 +217,7 @@ class HostTier:
         slot = self._slot_of.pop(key)
         entry, at = self._owners.pop(slot)
         entry.slots[at] = NO_SLOT
+        self.watcher.removed(entry, at, "host")
         self._doomed.add(slot)
         self._settle(slot)
         return entry, at

@@ -18,12 +18,17 @@ from collections.abc import Sequence
 from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key
 from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.host_tier import HostTier
+from jaxserve.sched.page_watch import PageWatcher
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
 
 
 class PrefixCache:
-    """Mutated only by `SequenceMemory`, and by the pool when it evicts. `namespace`: see `root_key`."""
+    """Mutated only by `SequenceMemory`, and by the pool when it evicts. `namespace`: see `root_key`.
+
+    Attributes:
+      watcher: is told of every page of the device; that of the host tier of every slot.
+    """
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class PrefixCache:
         hash_block: HashBlock = block_key,
         tier: HostTier | None = None,
     ) -> None:
+        self.watcher = PageWatcher()
         self._tier = tier
         self._pool = pool
         self._page_size = page_size
@@ -147,6 +153,7 @@ class PrefixCache:
         entry.page_ids[at] = page_id
         self._by_page[page_id] = entry
         self._pool.keep_content(page_id)
+        self.watcher.stored(entry, at, "device")
         if self._tier is not None and self._tier.saves_early:
             self._tier.offer(entry, at)
 
@@ -176,6 +183,7 @@ class PrefixCache:
                     del self._by_page[page_id]
                     self._pool.drop_content(page_id)
                     entry.page_ids[at] = DUMMY_PAGE
+                    self.watcher.removed(entry, at, "device")
                     num_pages += 1
                 if self._tier is not None and entry.slots[at] != NO_SLOT:
                     self._tier.drop(entry, at)
@@ -219,6 +227,7 @@ class PrefixCache:
         if self._tier is not None and entry.slots[at] == NO_SLOT:
             self._tier.save(entry, at, page_id)  # may drop other entries, but not this one, which still has its page
         entry.page_ids[at] = DUMMY_PAGE
+        self.watcher.removed(entry, at, "device")
         self.prune(entry)
 
     def _drop(self, entry: PageEntry, at: int) -> None:

@@ -85,6 +85,7 @@ class Sequence:
 
     Attributes:
       tokens: prompt and committed output.
+      num_given: of these, tokens that it came with: the prompt, and output that another engine generated.
       num_fed: positions that have been fed by plans so far, the step in flight included: an upper bound.
       num_unsure: positions of `num_fed` that the step in flight may turn out not to have fed.
       max_fed: positions that will ever be fed; the token sampled at max_fed - 1 is the last one.
@@ -121,6 +122,7 @@ class Sequence:
         "num_columns",
         "num_drafts",
         "num_fed",
+        "num_given",
         "num_promised",
         "num_unsure",
         "order",
@@ -145,7 +147,9 @@ class Sequence:
         self.prompt_len = len(request.prompt_token_ids)
         self.max_fed = max_len - 1
         self.stop_ids = request.stop_token_ids | {NOT_FINITE}
-        self.tokens = list(request.prompt_token_ids)
+        self.tokens = [*request.prompt_token_ids, *request.known(index).token_ids]
+        self.num_given = len(self.tokens)
+        assert self.num_given < max_len, f"{request.request_id}/{index} came with all of its tokens"
         self.state = SequenceState.WAITING
         self.row = -1
         self.num_fed = 0
@@ -248,6 +252,11 @@ class Sequence:
         count = len(self.request.pooling.positions(self.prompt_len))
         return PromptInfo(self.num_cached, None, tuple(value / count for value in self.hidden_sum))
 
+    @property
+    def has_begun(self) -> bool:
+        """Its latest token is the first that was generated here."""
+        return len(self.tokens) == self.num_given + 1
+
     def prompt_info(self) -> PromptInfo:
         """The results of the prompt, for the first event."""
         asked = self.index == 0 and self.request.sampling.prompt_logprobs is not None
@@ -268,7 +277,7 @@ class Group:
         self.request = request
         self.order = order
         self.live: dict[int, Sequence] = {}
-        self.unforked = list(range(1, request.sampling.n))
+        self.unforked = [index for index in request.open_indices if index > 0]
 
     def fork_source(self, seq: Sequence, step_id: int) -> Sequence | None:
         """The sequence whose prompt pages `seq` may share in this step: index 0, if it holds them by now."""

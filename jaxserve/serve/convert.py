@@ -11,7 +11,16 @@ from typing import Any, TypeGuard, cast
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxserve.api import FinishReason, PromptInfo, SamplingParams, StructuredOutput, TokenLogprobs
+from jaxserve.api import (
+    FinishReason,
+    Known,
+    PromptInfo,
+    Resume,
+    ResumeReason,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprobs,
+)
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.gen import inference_pb2 as pb
 
@@ -19,6 +28,12 @@ FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+
+RESUME_REASONS: dict[ResumeReason, pb.ResumeReason] = {
+    ResumeReason.CLIENT: pb.RESUME_REASON_CLIENT,
+    ResumeReason.DIED: pb.RESUME_REASON_DIED,
+    ResumeReason.DRAINED: pb.RESUME_REASON_DRAINED,
 }
 
 # A prompt of a client: text, token ids, or chat messages.
@@ -82,6 +97,18 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     if "structured" in options:
         options["structured"] = _structured_from_proto(message.structured)
     return SamplingParams(**options)
+
+
+def resume_from_proto(message: pb.Resume) -> Resume:
+    """Raises UnsupportedOption, also for a reason that this version does not know."""
+    for part in (message, *message.sequences):
+        refuse_unknown_fields(part)
+    if message.reason not in RESUME_REASONS.values():
+        raise UnsupportedOption(f"resume has the reason {message.reason}, which this server does not know")
+    return Resume(
+        sequences=tuple(Known(tuple(one.token_ids), one.text_len, one.finished) for one in message.sequences),
+        reason=next(reason for reason, number in RESUME_REASONS.items() if number == message.reason),
+    )
 
 
 def abort_from_proto(message: pb.AbortRequest) -> tuple[str, ...]:

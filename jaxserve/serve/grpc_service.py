@@ -14,7 +14,7 @@ from jaxserve import __version__
 from jaxserve.api import FinishReason, Request, RequestOptions
 from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update, check_token_ids
 from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError
-from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, sampling_from_proto
+from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, resume_from_proto, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.replies import Chunks, Replies
@@ -49,7 +49,9 @@ class InferenceService(pb_grpc.InferenceServicer):
         """Streams one request. A cancel, whatever its cause, arrives as CancelledError."""
         request_id, early = request.request_id, _Early()
         if request_id in self._early:
-            raise InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+            if not request.HasField("resume"):
+                raise InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+            self._early[request_id].aborted = True  # itself, on a connection that has been lost
         if request_id:
             self._early[request_id] = early
         self._num_live += 1
@@ -189,6 +191,7 @@ def _prepare(
             timeout_s=_time_left_s(message, arrived_s, remaining_s),
             traceparent=traceparent,
             echo=message.echo,
+            resume=resume_from_proto(message.resume) if message.HasField("resume") else None,
         ),
     )
 

@@ -185,7 +185,22 @@ def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         PREFIX + "request_success", "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason")
     )
+    resumed = CounterMetricFamily(
+        PREFIX + "resumed",
+        "Requests that began elsewhere, by why they moved: client, died, drained.",
+        labels=(*_LABELS, "reason"),
+    )
+    known = CounterMetricFamily(
+        PREFIX + "resumed_known_tokens", "Generated tokens with which they came.", labels=_LABELS
+    )
+    again = CounterMetricFamily(
+        PREFIX + "resumed_recomputed_tokens", "Of their prompts and these, tokens in no cache here.", labels=_LABELS
+    )
     for labels, totals, counts, *_ in readings:
+        for reason, number in totals.resumed.items():
+            resumed.add_metric([*labels, reason.value], number)
+        known.add_metric(labels, totals.known_tokens)
+        again.add_metric(labels, totals.recomputed_tokens)
         prompt.add_metric(labels, totals.prompt_tokens)
         new.add_metric(labels, totals.new_tokens)
         for reason, number in totals.ended.items():
@@ -194,7 +209,7 @@ def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             running.add_metric(labels, counts.running)
             waiting.add_metric(labels, counts.waiting)
             preempted.add_metric(labels, counts.preemptions)
-    yield from (running, waiting, preempted, prompt, new, ended)
+    yield from (running, waiting, preempted, prompt, new, ended, resumed, known, again)
 
 
 def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
@@ -207,6 +222,14 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     grantable = GaugeMetricFamily(
         PREFIX + "kv_grantable_pages", "Pages that sequences may hold; all but for an operator's order.", labels=_LABELS
     )
+    layout = GaugeMetricFamily(
+        PREFIX + "cache_config_info",
+        "Tokens of a page and number of pages, as labels; always 1.",
+        labels=(*_LABELS, "block_size", "num_gpu_blocks"),
+    )
+    events = CounterMetricFamily(
+        PREFIX + "kv_events", "Events of pages: noted to be sent, lost for want of room.", labels=(*_LABELS, "state")
+    )
     queries = CounterMetricFamily(
         PREFIX + "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_LABELS
     )
@@ -216,6 +239,10 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             continue
         usage.add_metric(labels, counts.held_pages / counts.grantable_pages)
         grantable.add_metric(labels, counts.grantable_pages)
+        layout.add_metric([*labels, str(counts.page_size), str(counts.pages)], 1)
+        if counts.noted_pages is not None and counts.lost_pages is not None:
+            events.add_metric([*labels, "noted"], counts.noted_pages)
+            events.add_metric([*labels, "lost"], counts.lost_pages)
         for state, number in (
             ("free", counts.free_pages),
             ("cached", counts.cached_pages),
@@ -226,7 +253,7 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
             pages.add_metric([*labels, state], number)
         queries.add_metric(labels, counts.queried_tokens)
         hits.add_metric(labels, counts.hit_tokens)
-    yield from (usage, pages, grantable, queries, hits)
+    yield from (usage, pages, grantable, layout, events, queries, hits)
     yield from _host_metrics([(labels, counts) for labels, _, counts, *_ in readings if counts and counts.slots])
 
 

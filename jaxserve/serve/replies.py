@@ -66,13 +66,22 @@ class Replies:
         self._echo = echo
         self._first = True
         self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
+        known = [request.known(index) for index in range(request.sampling.n)]
+        self._offsets = [(len(one.token_ids), one.text_len) for one in known]
+        self._num_generated_tokens = sum(len(one.token_ids) for one in known)
         self._num_accepted_tokens = self._num_drafted_tokens = 0
 
     async def build(self, update: Update) -> pb.GenerateResponse:
         """The next message. Lets other calls go on meanwhile when it is a large one."""
+        num_tokens, num_chars = self._offsets[update.index]
+        self._offsets[update.index] = (num_tokens + len(update.token_ids), num_chars + len(update.text))
         reply = pb.GenerateResponse(
-            request_id=update.request_id, index=update.index, text=update.text, token_ids=update.token_ids
+            request_id=update.request_id,
+            index=update.index,
+            text=update.text,
+            token_ids=update.token_ids,
+            token_offset=num_tokens,
+            text_offset=num_chars,
         )
         self._num_generated_tokens += len(update.token_ids)
         if update.logprobs is not None:

@@ -15,7 +15,7 @@ from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, ro
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.route_pool import Pool, Resolve
-from jaxserve.serve.route_service import RouteService
+from jaxserve.serve.route_service import MoveLimits, RouteService
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def route(
         raise ConfigError("there is nothing to route: set serve.grpc.port (0 takes a free port)")
     options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
-    service = RouteService(pool, retries=config.route.retries)
+    service = RouteService(pool, MoveLimits(config.route.retries, config.route.wait_s))
     port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
     serving, room = config.serve, room_for_grpc(0, current_limit())
     server = GrpcServer(service, DoorCounts(), host=serving.host, config=serving.grpc, max_connections=room, port=port)

@@ -49,6 +49,7 @@ class Backend:
         self.reason = "it has not answered yet"
         self.listed = True  # False once DNS has dropped it: it ends what it has, and is the last resort
         self.look = asyncio.Event()  # set: check its health now
+        self.gone = asyncio.Event()  # set when it answers no more, and replaced: its streams go on elsewhere
         self.channel = access.open(address, _OPTIONS)
         self.stub = pb_grpc.InferenceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # the package has no types
@@ -66,6 +67,7 @@ class Pool:
         self._balancer = Balancer(router)
         self._backends: dict[str, Backend] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._risen = asyncio.Event()  # replaced when it is set
         self._static, self._names = split_replicas(config.replicas or ())
 
     @property
@@ -82,6 +84,11 @@ class Pool:
     def well(self) -> list[Backend]:
         """Every replica that takes requests."""
         return [b for b in self._backends.values() if b.healthy]
+
+    @property
+    def obeys_header(self) -> bool:
+        """Whether `choose` is to be given the replicas of a request's metadata (route.destination_header)."""
+        return self._config.destination_header
 
     @property
     def uses_prompt(self) -> bool:
@@ -103,12 +110,27 @@ class Pool:
         for backend in self._backends.values():
             await backend.channel.close()
 
-    def choose(self, key: PromptKey, tried: Collection[str]) -> Backend | None:
-        """A healthy replica that is not in `tried`, or None."""
+    def choose(self, key: PromptKey, tried: Collection[str], wanted: Sequence[str] = ()) -> Backend | None:
+        """A healthy replica that is not in `tried`, or None: the first of `wanted`, else the policy's choice.
+
+        `wanted` are HOST:PORT as an endpoint picker writes them. It knows pods by their HTTP port, so a host is enough
+        where one replica alone has it. Nothing is ever sent to an address that is not a replica's.
+        """
         alive = [b for b in self._backends.values() if b.healthy and b.address not in tried]
+        for address in wanted:
+            host = address.rpartition(":")[0]
+            there = [b for b in self._backends.values() if b.address.rpartition(":")[0] == host]
+            for backend in alive:
+                if backend.address == address or there == [backend]:
+                    return backend
         # A replica that DNS has dropped is leaving, but is better than none while its replacements are starting.
         addresses = [b.address for b in alive if b.listed] or [b.address for b in alive]
         return self._backends[str(self._balancer.choose(key, addresses))] if addresses else None
+
+    async def wait_well(self, timeout_s: float) -> None:
+        """Until another replica is well, or for so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._risen.wait(), timeout_s)
 
     @contextlib.contextmanager
     def carrying(self, key: PromptKey, backend: Backend) -> Iterator[None]:
@@ -143,8 +165,11 @@ class Pool:
 
     async def _watch(self, backend: Backend) -> None:
         while self._is_needed(backend):
-            reason = await self._look(backend)
+            reason, answers = await self._look(backend)
             self._set_health(backend, reason is None, reason or "")
+            if not answers:
+                backend.gone.set()
+                backend.gone = asyncio.Event()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(backend.look.wait(), self._config.health_interval_s)
             backend.look.clear()
@@ -159,22 +184,25 @@ class Pool:
             return True
         return backend.healthy and not any(b.listed and b.healthy for b in self._backends.values())
 
-    async def _look(self, backend: Backend) -> str | None:
-        """Checks a replica. None when it is healthy, else its fault."""
+    async def _look(self, backend: Backend) -> tuple[str | None, bool]:
+        """Checks a replica. Its fault, None when it is healthy; and whether it answers at all."""
         try:
             reply = await backend.health.Check(
                 health_pb2.HealthCheckRequest(service=""), timeout=self._config.health_timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}, {error.details()}"
+            silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+            return f"{error.code().name}, {error.details()}", not silent
         if reply.status == health_pb2.HealthCheckResponse.SERVING:
-            return None
-        return f"it says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
+            return None, True
+        return f"it says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}", True
 
     def _set_health(self, backend: Backend, healthy: bool, reason: str) -> None:
         if healthy != backend.healthy:
             if healthy:
                 logger.info("replica %s is well", backend.address)
+                self._risen.set()
+                self._risen = asyncio.Event()
             else:
                 logger.warning("replica %s gets no more requests: %s", backend.address, reason)
                 self._balancer.forget(backend.address)

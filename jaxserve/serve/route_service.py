@@ -1,46 +1,61 @@
-"""`jaxserve.v1.Inference` answered by replicas: one call in, one call out, and a second one when a replica dies.
+"""`jaxserve.v1.Inference` answered by replicas: one call in, one call out, and another one when a replica dies.
 
-Replicas are known to `route_pool`; errors become statuses in `grpc_errors`. A call moves to another replica only while
-its client has seen nothing: from then on half of an answer has been sent, and only the client knows whether it may be
-repeated.
+Replicas are known to `route_pool`; errors become statuses in `grpc_errors`. A call that has been answered in part goes
+on at another replica behind what the client has (`received`), so that the client cannot tell.
 """
 
 import asyncio
 import contextlib
+import logging
+import secrets
 import uuid
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 from google.protobuf.message import Message
 
+from jaxserve.api import ResumeReason
 from jaxserve.errors import DeadlineExceeded, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.routing import PromptKey, key_of_text, key_of_tokens
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.received import Received
 from jaxserve.serve.retry_info import retry_after_s
 from jaxserve.serve.route_pool import Backend, Pool
 
+logger = logging.getLogger(__name__)
+
 _ASK_S = 30.0  # for calls that compute nothing
+_LOOK_S = 1.0
 _LOAD_S = 2.0  # a replica that has just fallen silent must not hold up the sum of the others
 _SUMS = (
     "num_running", "num_waiting", "num_waiting_tokens", "max_waiting", "max_waiting_tokens", "num_pages",
     "num_used_pages",
 )  # fmt: skip
 _TRACE_KEYS = ("traceparent", "tracestate")
+DESTINATION_HEADER = "x-gateway-destination-endpoint"  # of the endpoint picker protocol: HOST:PORT,HOST:PORT,...
 
 # A server that vanishes, or that cancels its calls when it goes.
 _DEATHS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_CUT_OFF = "it was shut down before the end of the request"
+
+
+class MoveLimits(NamedTuple):
+    """When a request is given up: after more deaths than `retries` without a new token between them, or when no replica
+    has been well for `wait_s` seconds."""
+
+    retries: int
+    wait_s: float
 
 
 class RouteService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it."""
 
-    def __init__(self, pool: Pool, *, retries: int) -> None:
-        """`retries`: times that a call may move from a replica that died."""
+    def __init__(self, pool: Pool, limits: MoveLimits) -> None:
         self._pool = pool
-        self._retries = retries
+        self._limits = limits
         self._live: dict[str, _Forward] = {}
         self._accepting = True
 
@@ -62,16 +77,21 @@ class RouteService(pb_grpc.InferenceServicer):
         """Forwards one request. Raises typed errors; a cancel, whatever its cause, is passed on to the replica."""
         if not self._accepting:
             raise EngineStopped("the router takes no more requests: it is shutting down")
-        # One id for all attempts; and a replica could not know that the same id is live on another.
+        # One id and one seed for all attempts; and a replica could not know that the same id is live on another.
         request.request_id = request.request_id or uuid.uuid4().hex
-        if request.request_id in self._live:
-            raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
-        forward = _Forward(self._pool, request, context, self._retries)
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+        if (same := self._live.get(request.request_id)) is not None:
+            if not request.HasField("resume"):
+                raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
+            same.end()  # itself, on a connection that has been lost
+        forward = _Forward(self._pool, request, context, self._limits)
         self._live[request.request_id] = forward
         try:
             await forward.run()
         finally:
-            del self._live[request.request_id]
+            if self._live.get(request.request_id) is forward:
+                del self._live[request.request_id]
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Answered by any replica: they serve the same model."""
@@ -113,7 +133,7 @@ class RouteService(pb_grpc.InferenceServicer):
         """Asks one replica, and others when it dies. Ends the call with the status that it gives."""
         tried: list[str] = []
         failure: grpc.aio.AioRpcError | None = None
-        while len(tried) <= self._retries and (backend := self._pool.choose((), tried)) is not None:
+        while len(tried) <= self._limits.retries and (backend := self._pool.choose((), tried)) is not None:
             tried.append(backend.address)
             try:
                 return await method(backend.stub)(request, timeout=_ASK_S, metadata=self._pool.metadata)
@@ -132,24 +152,25 @@ class _Forward:
     """One call on its way. Mutated by its handler; `end` may be called from elsewhere on the event loop."""
 
     def __init__(
-        self, pool: Pool, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, retries: int
+        self, pool: Pool, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, limits: MoveLimits
     ) -> None:
         self._pool = pool
         self._request = request
         self._context = context
-        self._retries = retries
+        self._limits = limits
         self._key = key_of_request(request) if pool.uses_prompt else ()
         self._call: grpc.aio.UnaryStreamCall | None = None
-        self._num_replies = 0
-        self._num_tokens = 0
+        self._received = Received(request.sampling.n, request.resume.sequences)
         self._ending = False
         self._aborted = False
         self._backend: Backend | None = None
         self._retry_after_s: float | None = None
+        self._deadline_s = 0.0  # of the wait for another replica
         self._arrived_s = asyncio.get_running_loop().time()
         self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
         self._metadata = (*pool.metadata, *trace)
+        self._wanted = _destinations(context) if pool.obeys_header else ()
 
     async def abort(self) -> None:
         """Lets the replica end the request: the stream then ends with ABORT like any other."""
@@ -168,85 +189,127 @@ class _Forward:
             self._call.cancel()
 
     async def run(self) -> None:
-        tried: list[str] = []
-        deaths: list[str] = []
+        unwell: set[str] = set()  # replicas that are not tried again: full ones, and the one that has just died
+        deaths: list[str] = []  # since the last token
         full: list[QueueFull] = []
         while True:
-            backend = self._pool.choose(self._key, tried)
-            if backend is None or len(deaths) > self._retries or len(full) > 1:
-                self._give_up(tried, deaths, full)
-            if tried:
-                self._shorten_timeout()
-            tried.append(backend.address)
+            backend = await self._choose(unwell, bool(deaths))
+            if self._ending:
+                raise EngineStopped(
+                    f"the router is shutting down; {self._received.num_tokens} tokens had been streamed"
+                )
+            if self._aborted:
+                return await self._end_aborted()
+            if backend is None or len(deaths) > self._limits.retries or len(full) > 1:
+                self._give_up(unwell, deaths, full)
+            num_before = self._received.num_tokens
             with self._pool.carrying(self._key, backend):
                 failure = await self._attempt(backend)
             if failure is None:
-                return
+                return None
             code, text = failure
             if code in _DEATHS:
                 self._pool.suspect(backend, text)
+                if self._received.num_tokens > num_before or not deaths:
+                    deaths.clear()
+                    unwell.clear()
+                    self._deadline_s = asyncio.get_running_loop().time() + self._limits.wait_s
                 deaths.append(f"{backend.address}: {text}")
-                if self._num_replies:
-                    raise EngineStopped(
-                        f"replica {backend.address} has died after {self._num_tokens} tokens had been streamed; send "
-                        f"the request again: {text}"
-                    )
-            elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and not self._num_replies:
-                full.append(QueueFull(text, retry_after_s=self._retry_after_s))
-            else:
+                self._prepare_move(backend, text)
+            elif code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 await self._context.abort(code, text)
+            elif not deaths:
+                full.append(QueueFull(text, retry_after_s=self._retry_after_s))
+            unwell.add(backend.address)
 
-    def _give_up(self, tried: list[str], deaths: list[str], full: list[QueueFull]) -> NoReturn:
+    async def _choose(self, unwell: set[str], accepted: bool) -> Backend | None:
+        """A replica for the next attempt. `accepted`: by one that died, so that the request waits for another."""
+        backend = self._pool.choose(self._key, unwell, self._wanted)
+        while backend is None and accepted and not (self._ending or self._aborted):
+            left_s = self._deadline_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                break
+            await self._pool.wait_well(min(left_s, _LOOK_S))  # those that were full may have room by then
+            unwell.clear()
+            backend = self._pool.choose(self._key, unwell, self._wanted)
+        return backend
+
+    def _prepare_move(self, backend: Backend, text: str) -> None:
+        """Makes the request one that goes on behind what the client has."""
+        self._shorten_timeout()
+        if not self._received.begun:
+            return
+        drained = text == _CUT_OFF
+        reason = ResumeReason.DRAINED if drained else ResumeReason.DIED
+        self._request.resume.CopyFrom(self._received.resume(reason))
+        logger.info(
+            "request %r leaves replica %s after %d tokens: %s",
+            self._request.request_id, backend.address, self._received.num_tokens, text,
+        )  # fmt: skip
+
+    def _give_up(self, unwell: Collection[str], deaths: list[str], full: list[QueueFull]) -> NoReturn:
         """Raises the client's error when no attempt is left."""
         if full:  # a replica with room may have died, but to try again later is the better advice
             raise min(full, key=lambda error: error.retry_after_s or 0.0)
-        if len(deaths) > self._retries:
+        num_tokens = self._received.num_tokens
+        state = f"after {num_tokens} tokens had been streamed" if self._received.begun else "before they answered"
+        if len(deaths) > self._limits.retries:
             raise EngineStopped(
-                f"{len(deaths)} replicas have died with this request before they answered, and no more are tried "
-                f"(route.retries is {self._retries}): {'; '.join(deaths)}"
+                f"{len(deaths)} replicas have died with this request {state}, without a new token, and no more are "
+                f"tried (route.retries is {self._limits.retries}): {'; '.join(deaths)}"
             )
-        rest = self._pool.describe(tried)
+        rest = self._pool.describe(unwell)
         if not deaths:
             raise EngineStopped(f"no replica is well: {rest}")
         raise EngineStopped(
-            f"the replica with this request has died before it answered ({'; '.join(deaths)}), and there is no other"
-            + (f" that is well: {rest}" if rest else "")
+            f"the replica with this request has died {state.replace('they', 'it')} ({'; '.join(deaths)}), and no other "
+            f"was well within {self._limits.wait_s:g} s (route.wait_s)" + (f": {rest}" if rest else "")
         )
 
     async def _attempt(self, backend: Backend) -> tuple[grpc.StatusCode, str] | None:
         """None when the call has ended well, else its status and text."""
-        if self._ending:
-            raise EngineStopped("the router is shutting down; nothing had been streamed")
-        if self._aborted:
-            await self._context.write(
-                pb.GenerateResponse(
-                    request_id=self._request.request_id, finish_reason=pb.FINISH_REASON_ABORT, usage=pb.Usage()
-                )
-            )
-            return None
         # None where the client set no deadline, despite the signature.
         call = self._call = backend.stub.Generate(
             self._request, timeout=self._context.time_remaining(), metadata=self._metadata
         )
         self._backend = backend
+        watch = asyncio.create_task(_cancel_when(backend.gone, call))
         try:
             async for reply in call:
-                if not self._num_replies and _is_cut_off(reply) and not self._aborted:
-                    return grpc.StatusCode.UNAVAILABLE, "it was shut down before it began with the request"
-                self._num_replies += 1
-                self._num_tokens += len(reply.token_ids)
+                if reply.finish_reason == pb.FINISH_REASON_ABORT and not self._aborted:
+                    return grpc.StatusCode.UNAVAILABLE, _CUT_OFF
+                self._received.take(reply)
                 await self._context.write(reply)
         except grpc.aio.AioRpcError as error:
+            if self._received.complete:
+                return None  # all that was missing is the status
             self._retry_after_s = retry_after_s(error)
             return error.code(), error.details() or ""
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if watch.done() and not (task is not None and task.cancelling()):
+                return grpc.StatusCode.UNAVAILABLE, f"it answers no more: {backend.reason}"
             if not self._ending:
                 raise
-            raise EngineStopped(f"the router is shutting down; {self._num_tokens} tokens had been streamed") from None
+            raise EngineStopped(
+                f"the router is shutting down; {self._received.num_tokens} tokens had been streamed"
+            ) from None
         finally:
             self._backend = None
+            watch.cancel()
             call.cancel()
         return None
+
+    async def _end_aborted(self) -> None:
+        """Ends the stream of a request that no replica has any more."""
+        usage = pb.Usage(num_generated_tokens=self._received.num_tokens)
+        for index in self._received.open_indices:
+            reply = pb.GenerateResponse(
+                request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
+            )
+            if index == self._received.open_indices[-1]:
+                reply.usage.CopyFrom(usage)
+            await self._context.write(reply)
 
     def _shorten_timeout(self) -> None:
         """`timeout_s` counts from the arrival here: earlier attempts have used some of it. Raises DeadlineExceeded."""
@@ -259,9 +322,15 @@ class _Forward:
         self._request.timeout_s = left_s
 
 
-def _is_cut_off(reply: pb.GenerateResponse) -> bool:
-    """The error of a server for a request that had not begun when its time to drain was over."""
-    return reply.finish_reason == pb.FINISH_REASON_ABORT and not reply.token_ids
+async def _cancel_when(gone: asyncio.Event, call: grpc.aio.UnaryStreamCall) -> None:
+    await gone.wait()
+    call.cancel()
+
+
+def _destinations(context: grpc.aio.ServicerContext) -> tuple[str, ...]:
+    """What an endpoint picker has chosen for this call; empty without one."""
+    values = [str(value) for key, value in context.invocation_metadata() or () if key == DESTINATION_HEADER]
+    return tuple(address for value in values for part in value.split(",") if (address := part.strip()))
 
 
 def key_of_request(request: pb.GenerateRequest) -> PromptKey:

@@ -138,6 +138,19 @@ class TextMatcher:
         self.tokens.append(token_id)
         self.mask = self._read_mask(self._backend, len(self.tokens))
 
+    def take_known(self, token_ids: Sequence[int]) -> None:
+        """See `Matcher.take_known`. One mask for all of them: each costs more than its token."""
+        if not token_ids:
+            return
+        taken = self._backend.try_consume_tokens(list(token_ids))
+        if taken < len(token_ids):
+            raise InvalidRequest(
+                f"resume has token {token_ids[taken]} after {taken} others, which the structured output does not "
+                "allow; send the options with which the request began"
+            )
+        self.tokens += token_ids
+        self.mask = self._read_mask(self._backend, len(self.tokens))
+
     def _read_mask(self, backend: LLMatcher, num_tokens: int) -> bytes:
         mask = _read_mask(backend, self._size, f"after {num_tokens} tokens")
         return mask if self._kept is None else _common(mask, self._kept, num_tokens)

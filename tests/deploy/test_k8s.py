@@ -8,7 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 from command_lines import parse_jaxserve, parse_run
-from manifests import CONFIG_FOLDER, FILES, ROOT, Workload, documents, of_kind, workloads
+from manifests import CONFIG_FOLDER, FILES, ROOT, Workload, check_custom, documents, injected, of_kind, workloads
 
 from jaxserve.config import ENVIRONMENT, load_config
 from jaxserve.config.schema import HostsConfig
@@ -16,8 +16,8 @@ from jaxserve.hosts import check_hosts
 from jaxserve.serve import service
 from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
 
-OLDEST = "1.31"  # ordinals of a StatefulSet, and the gRPC probes, are stable there
-WITHOUT_PORT = {"jaxserve-follower"}
+OLDEST = "1.31"  # the sleep of preStop is on by default there
+WITHOUT_PORT = {"jaxserve-hosts/worker"}
 ACCELERATORS = ("nvidia.com/gpu", "google.com/tpu")
 
 
@@ -45,7 +45,15 @@ def test_the_files_are_those_of_the_readme() -> None:
 @pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
 def test_every_document_follows_the_schema(path: Path, version: str) -> None:
     for document in documents(path):
-        kubernetes_validate.validate(document, version, strict=True)
+        if document["kind"] == "LeaderWorkerSet":
+            check_custom(document)
+            group = document["spec"]["leaderWorkerTemplate"]
+            for template in (group["leaderTemplate"], group["workerTemplate"]):
+                metadata = {"name": "x", **template["metadata"]}
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+                kubernetes_validate.validate(pod, version, strict=True)
+        else:
+            kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_the_validator_can_fail(path: Path) -> None:
@@ -93,7 +101,7 @@ def test_servers_have_the_http_door_and_say_where_their_metrics_are(serving: lis
             continue
         port = w.config.config.serve.http.port
         assert w.ports["http"] == port
-        annotations = w.document["spec"]["template"]["metadata"]["annotations"]
+        annotations = w.template["metadata"]["annotations"]
         assert annotations == {
             "prometheus.io/scrape": "true",
             "prometheus.io/port": str(port),
@@ -198,7 +206,8 @@ def test_services_lead_somewhere(path: Path, found: list[Workload]) -> None:
     for document in of_kind(path, "HorizontalPodAutoscaler"):
         assert document["spec"]["scaleTargetRef"]["name"] in {w.name for w in found}
     for w in found:
-        assert w.document["spec"]["selector"]["matchLabels"] == w.labels
+        if w.document["kind"] == "Deployment":  # the controller of a LeaderWorkerSet has labels of its own
+            assert w.document["spec"]["selector"]["matchLabels"] == w.labels
 
 
 def test_the_router_finds_the_replicas_of_every_other_file(tmp_path: Path) -> None:
@@ -243,32 +252,30 @@ def _selects(peer: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 def test_the_processes_of_several_hosts_know_each_other(tmp_path: Path) -> None:
     path = ROOT / "deploy/k8s/tpu-multi-host.yaml"
-    leader, follower = workloads(path, tmp_path)
-    names = {}
-    for w in (leader, follower):
-        first = w.document["spec"].get("ordinals", {"start": 0})["start"]
-        for number in range(first, first + w.document["spec"]["replicas"]):
-            names[number] = f"{w.name}-{number}.{w.document['spec']['serviceName']}"
+    leader, worker = workloads(path, tmp_path)
+    spec = leader.document["spec"]
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart", "all start together"
+    assert spec["startupPolicy"] == "LeaderCreated", "the leader is ready once the workers are there"
     hosts: HostsConfig = leader.config.config.hosts
-    assert hosts == follower.config.config.hosts
-    assert sorted(names) == list(range(hosts.num_processes))
-    assert hosts.coordinator == f"{names[0]}:{leader.ports['coordinator']}"
+    assert hosts == worker.config.config.hosts.model_copy(update={"process_id": 0})
+    assert worker.config.config.hosts.process_id == 1
+    assert hosts.num_processes == spec["leaderWorkerTemplate"]["size"]
+    address = injected(leader.document, 0)["LWS_LEADER_ADDRESS"]
+    assert hosts.coordinator == f"{address}:{leader.ports['coordinator']}"
     assert leader.ports["plans"] == hosts.plan_port
-    (meeting,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-hosts"]
-    assert meeting["spec"]["publishNotReadyAddresses"]
-    assert meeting["metadata"]["name"] == leader.document["spec"]["serviceName"]
-    for w in (leader, follower):
-        environ = {e["name"]: e for e in w.container["env"]}
+    names = {v["configMap"]["name"] for w in (leader, worker) for v in w.pod["volumes"] if "configMap" in v}
+    assert len(names) == 1
+    for w in (leader, worker):
+        environ = {e["name"]: e["value"] for e in w.container["env"]}
         assert {name for name in environ if name.startswith("JAXSERVE_")} <= set(ENVIRONMENT)
-        ordinal = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
-        assert environ["JAXSERVE_PROCESS_ID"]["valueFrom"] == environ["TPU_WORKER_ID"]["valueFrom"] == ordinal
-        assert environ["TPU_WORKER_HOSTNAMES"]["value"].split(",") == [names[n] for n in sorted(names)]
+        assert int(environ["TPU_PROCESS_PORT"]) not in w.ports.values()
         (volume,) = [v["secret"] for v in w.pod["volumes"] if "secret" in v]
         (folder,) = [m["mountPath"] for m in w.container["volumeMounts"] if m["name"] == "hosts-secret"]
         header = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
         assert f"kubectl create secret generic {volume['secretName']} --from-literal=secret=" in header
         assert hosts.secret_file == f"{folder}/secret"
         assert volume["defaultMode"] == 0o440 and w.pod["securityContext"]["fsGroup"], "the user of the pod can read it"
+    assert worker.pod["terminationGracePeriodSeconds"] >= leader.pod["terminationGracePeriodSeconds"], "it ends last"
     check_hosts(leader.config.config)
     (replicas,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
-    assert not replicas["spec"]["selector"].items() <= follower.labels.items(), "only process 0 answers"
+    assert not replicas["spec"]["selector"].items() <= worker.labels.items(), "only process 0 answers"

@@ -116,3 +116,26 @@ def test_a_connector_of_somebody_else_serves_two_engines_and_a_flush_reaches_it(
     assert state.grantable == 20 and state.host and state.store
     second.stop()
     assert not scheduler(second).memory.prefix._by_page and compiles.count == started
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize(
+    "writer",
+    [
+        pytest.param({"parallel__tensor": 2}, id="tensor 2"),
+        pytest.param({"parallel__tensor": 8}, id="tensor 8, heads copied", marks=pytest.mark.slow),
+        pytest.param({"parallel__tensor": 2, "parallel__pipeline": 2}, id="two stages", marks=pytest.mark.slow),
+    ],
+)
+def test_canonical_pages_are_for_engines_with_other_devices_and_kernels(tmp_path: Path, writer: Any) -> None:
+    store = directory(tmp_path / "pages") | {"store__pages": "canonical", "model__dtype": "float32"}
+    first = patient(build("demo", **DEMO, **store, **writer))
+    answers, _ = ask(first)
+    ask(first)  # so that what was published last is saved
+    first.stop()
+    other = patient(build("demo", **DEMO, **store, kernels__paged_attention="xla_batched"))
+    again, found = ask(other)
+    full = sum((len(ids) - 1) // PAGE * PAGE for ids, _ in ASKED)
+    assert found >= 0.95 * full and scheduler(other).memory.num_loaded_tokens == found, (found, full)
+    assert [ids for ids, _ in again] == [ids for ids, _ in answers]
+    other.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -96,14 +97,14 @@ class Handle:
         return answer
 
 
-def _text(text: str) -> bytes:
-    return pb.GenerateResponse(text=text).SerializeToString()
+def _text(text: str, *token_ids: int) -> bytes:
+    return pb.GenerateResponse(text=text, token_ids=token_ids).SerializeToString()
 
 
 async def _run(handle: Handle, max_attempts: int = 3) -> tuple[str, Context, CallFailed | None]:
     context, texts = Context(), []
     try:
-        async for reply in Ingress(handle, max_attempts).Generate(REQUEST, context):  # type: ignore[arg-type]
+        async for reply in Ingress(handle, max_attempts).Generate(copy.copy(REQUEST), context):  # type: ignore[arg-type]
             texts.append(reply.text)
     except CallFailed as error:
         return "".join(texts), context, error
@@ -136,14 +137,30 @@ async def test_a_death_before_the_first_message_is_tried_elsewhere(end: Any) -> 
 @pytest.mark.parametrize(
     "end", [ActorDiedError(), Refusal(status=Status.UNAVAILABLE, text="replica a died")], ids=["process", "engine"]
 )
-async def test_a_death_after_a_message_is_told(end: Any) -> None:
-    handle = Handle([Accepted(replica="a"), _text("one "), _text("two "), end])
-    text, context, error = await _run(handle)
-    assert text == "one two "
+async def test_a_death_after_a_message_is_not_seen(end: Any) -> None:
+    handle = Handle(
+        [Accepted(replica="a"), _text("one ", 1), _text("two ", 2), end], [Accepted(replica="b"), _text("three", 3)]
+    )
+    text, _, error = await _run(handle)
+    assert (text, error) == ("one two three", None)
+    first, second = (pb.GenerateRequest.FromString(call["message"]) for call in handle.calls)
+    assert not first.HasField("resume")
+    assert second.resume.reason == pb.RESUME_REASON_DIED
+    assert list(second.resume.sequences) == [pb.KnownSequence(token_ids=[1, 2], text_len=8)]
+    assert second.sampling.seed == first.sampling.seed
+    second.ClearField("resume")
+    assert first == second
+
+
+async def test_deaths_without_a_new_token_are_told() -> None:
+    dead = [[Accepted(replica=name), ActorDiedError()] for name in "bcd"]
+    handle = Handle([Accepted(replica="a"), _text("one ", 1), ActorDiedError()], *dead)
+    text, context, error = await _run(handle, max_attempts=2)
+    assert text == "one "
     assert error is not None
     assert context.code is grpc.StatusCode.UNAVAILABLE
-    assert context.details.startswith("the answer broke off after 2 messages: replica a died")
-    assert len(handle.calls) == 1
+    assert context.details.startswith("the answer broke off after 1 tokens: replica c died")
+    assert len(handle.calls) == 3
 
 
 async def test_attempts_are_bounded() -> None:
@@ -197,7 +214,7 @@ async def test_a_defect_is_no_death() -> None:
 
 async def test_a_client_that_leaves_cancels_the_stream() -> None:
     handle = Handle([Accepted(replica="a"), _text("one"), None])
-    replies = Ingress(handle, 3).Generate(REQUEST, Context())  # type: ignore[arg-type]
+    replies = Ingress(handle, 3).Generate(copy.copy(REQUEST), Context())  # type: ignore[arg-type]
     assert (await anext(replies)).text == "one"
     waiting = asyncio.ensure_future(anext(replies))
     await asyncio.sleep(0)

@@ -163,7 +163,11 @@ def story(world: World, *, preempts: bool = True) -> list[tuple[Text, int, np.nd
     return found
 
 
-@pytest.mark.parametrize("attention", CHECKED, ids=lambda attention: attention.name)
+@pytest.mark.parametrize(
+    "attention",
+    [pytest.param(each, marks=() if each.row_invariant else pytest.mark.slow) for each in CHECKED],
+    ids=lambda attention: attention.name,
+)
 def test_quest_chooses_the_pages_and_gives_the_numbers_of_the_loops(attention: PagedAttention) -> None:
     found = story(World(with_selector(attention, QUEST, [USE])))
     assert sum(position >= text.prompt_len for text, position, _ in found) > 60

@@ -3,12 +3,16 @@
 import io
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from rich.console import Console
+from serve_parts import IdleStore, Parts
+from watched import ask, http, until, until_idle, watched
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.cli.top import fetch, render
@@ -49,6 +53,8 @@ CONVENTIONAL = {
     "spec_decode_num_accepted_tokens_per_pos",
 }
 
+PICKER = Path(__file__).parents[2] / "deploy/fleet/endpoint-picker.yaml"
+_READ = ("queuedRequests", "runningRequests", "kvUsage", "cacheInfo")
 
 _TELLING = ("finished_reason", "state", "part", "le", "method", "event", "tier", "choice", "way")
 
@@ -188,14 +194,27 @@ def test_open_metrics_on_request() -> None:
 
 
 def test_gauges_show_what_runs_and_waits() -> None:
+    """Under load; and what an endpoint picker reads is all there, of the type and with the labels that it expects."""
+    picker = next(d for d in yaml.safe_load_all(PICKER.read_text()) if d["kind"] == "ConfigMap")["data"]["picker.yaml"]
+    metrics = next(p for p in yaml.safe_load(picker)["plugins"] if p["type"] == "core-metrics-extractor")
+    (engine,) = metrics["parameters"]["engineConfigs"]
     with watched() as parts:
         parts.runner.hold()
         for _ in range(11):
             ask(parts, max_tokens=4)
         until(lambda: parts.runner.is_held and parts.scheduler.num_waiting == 3, "eight rows taken")
-        found = _samples(http.get(f"{parts.http_url}/metrics").text)
+        text = http.get(f"{parts.http_url}/metrics").text
+        found = _samples(text)
         assert (found["num_requests_running"], found["num_requests_waiting"]) == (8, 3)
         assert found["kv_cache_usage_perc"] == pytest.approx(8 / 256)
+        gauges = {f.name: f.samples for f in parse_plain(text) if f.type == "gauge"}
+        read = {key: [sample.value for sample in gauges[engine[f"{key}Spec"]]] for key in _READ}
+        assert read == {"queuedRequests": [3], "runningRequests": [8], "kvUsage": [8 / 256], "cacheInfo": [1]}
+        (info,) = gauges[engine["cacheInfoSpec"]]
+        assert {key: info.labels[key] for key in ("block_size", "num_gpu_blocks")} == {
+            "block_size": "8", "num_gpu_blocks": "256",
+        }  # fmt: skip
+        assert engine["loraSpec"] == "" and not [name for name in gauges if "lora" in name], "no adapters are served"
         parts.runner.release()
         until_idle(parts)
 

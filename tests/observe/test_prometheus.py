@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a real server: every query of the dashboard has data, and every alert can be judged.
+"""A real Prometheus scrapes a real server: every query of the dashboard and of KEDA has data, and every alert can be
+judged.
 
 What else reads `/metrics` in these tests parses plain text, which says nothing of the format that a Prometheus asks
 for. Without the program (Debian's package `prometheus`) the test is skipped; `.ci/run` installs it.
@@ -28,6 +29,7 @@ from jaxserve.client import Client, RequestFailed
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "jaxserve.json"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
+KEDA = DEPLOY / "fleet" / "keda.yaml"
 
 # What the two send of themselves (2.42 and 3.5, without the protobuf format, which is off by default).
 PROMETHEUS_2 = (
@@ -107,7 +109,12 @@ def _prometheus(folder: Path, target: str, program: str) -> Iterator[Prometheus]
             {
                 "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
                 "rule_files": [str(ALERTS)],
-                "scrape_configs": [{"job_name": "jaxserve", "static_configs": [{"targets": [target]}]}],
+                "scrape_configs": [
+                    {
+                        "job_name": "jaxserve",
+                        "static_configs": [{"targets": [target], "labels": {"namespace": "default"}}],
+                    }
+                ],
             }
         )
     )
@@ -152,6 +159,8 @@ def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
         _prometheus(tmp_path, parts.http_url.removeprefix("http://"), program) as found,
     ):
         until(lambda: found.ask("jaxserve:steps_total") == [0.0], "a first scrape, with the documented names")
+        keda = [trigger["metadata"]["query"] for trigger in yaml.safe_load(KEDA.read_text())["spec"]["triggers"]]
+        assert [found.ask(query) for query in keda] == [[0.0], [0.0]], "KEDA takes one number, without a request, too"
         left = dict.fromkeys(_queries(), "")
         assert len(left) > 60
         deadline_s = time.monotonic() + 2 * WAIT_S
@@ -164,6 +173,8 @@ def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
                     del left[query]
             assert time.monotonic() < deadline_s, left
             time.sleep(0.5)
+        (waiting,), (ttft_s,) = (found.ask(query) for query in keda)
+        assert waiting >= 0 and ttft_s > 0
         assert left.keys() == EMPTY.keys(), "these have data, and are listed as empty"
         for label in ("model_name", "engine"):
             assert found.get(f"label/{label}/values", **{"match[]": "jaxserve:steps_total"}), label

@@ -15,6 +15,7 @@ import pytest
 from scipy.stats import chisquare
 
 from jaxserve.api import SamplingParams
+from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models.sharding import WHOLE
 from jaxserve.runtime.drafter import FromTokens
 from jaxserve.runtime.pack import FROM_DEVICE, Layout
@@ -93,7 +94,7 @@ def drawn(params: np.ndarray, coupled: bool) -> tuple[np.ndarray, float]:
         num_groups=1,
     )  # fmt: skip
     step = RoundsStep(
-        layout=layout, attention=None, page_size=16, shards=WHOLE, groups=(PageGroup(),), places=(),
+        layout=layout, attention=XLA_ATTENTION, page_size=16, shards=WHOLE, groups=(PageGroup(),), places=(),
         drafter=FromTokens(TableDrafter(coupled)),
     )  # fmt: skip
     run = jax.jit(lambda buffer, rows: step.run(TableModel(), buffer, jnp.zeros((ROWS + 1, 4), jnp.int32), rows)[0])

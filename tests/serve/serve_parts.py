@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from jaxserve.api import SamplingParams
-from jaxserve.client import Client
+from jaxserve.client import Client, Retries
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo, Reranker
 from jaxserve.kv.store import StoreUnavailable
@@ -257,8 +257,11 @@ def stall(parts: Served, clock: ManualClock, stall_s: float = WAIT_S) -> None:
     clock.advance(stall_s)
 
 
+ONE_CALL = Retries(attempts=0)  # for a client of a test in which the server's end is the point
+
+
 def connect(parts: Served) -> Client:
-    return Client(parts.address)
+    return Client(parts.address, retries=ONE_CALL)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

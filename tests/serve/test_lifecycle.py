@@ -20,7 +20,7 @@ from jaxserve.client import AsyncClient, Client, RequestFailed
 from jaxserve.config.schema import GrpcConfig, ServeConfig
 from jaxserve.errors import ConfigError, Status
 from jaxserve.serve.gen import inference_pb2 as pb
-from jaxserve.serve.grpc_server import SERVICE_NAME
+from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
 from jaxserve.serve.service import Shutdown, check_serve_config, serve
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
@@ -343,13 +343,16 @@ def test_a_signal_drains_and_the_process_exits_with_0(number: signal.Signals) ->
         assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_a_second_signal_stops_at_once() -> None:
+def test_probes_while_it_drains_and_a_second_signal_that_stops_at_once() -> None:
     with _server_process(drain_s=600.0) as (process, address), Client(address) as client:
         running = client.generate([1], LONG, timeout_s=WAIT_S)
         next(running)
         process.send_signal(signal.SIGTERM)
         for _ in range(10):
             assert next(running).finish_reason == 0, "the first signal must not end a request"
+        # The probes, as deploy/README.md says: no new requests, and no restart before the running ones have ended.
+        wait_until(lambda: not client.check_health(SERVICE_NAME, timeout_s=WAIT_S), "readiness is red")
+        assert client.check_health(LIVE_NAME, timeout_s=WAIT_S), "liveness is green"
         process.send_signal(signal.SIGTERM)
         assert list(running)[-1].finish_reason == pb.FINISH_REASON_ABORT
         out, err = process.communicate(timeout=WAIT_S)

@@ -71,7 +71,7 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Runs one prompt and streams its text. Cancelling the call, its deadline and a lost connection all end the request
-        and free its memory.
+        and free its memory. After a lost connection, a call with `resume` goes on where the lost one ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

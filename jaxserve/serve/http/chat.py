@@ -34,8 +34,8 @@ from jaxserve.serve.http.responses import (
     ToolCallPart,
     as_fields,
 )
-from jaxserve.serve.http.sampling import chat_sampling
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, usage_at_end, usage_in_all
+from jaxserve.serve.http.sampling import chat_sampling, resume_of
+from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, is_known, usage_at_end, usage_in_all
 from jaxserve.serve.http.tool_parsers import Piece
 from jaxserve.serve.http.tools import ToolUse, plan_tools
 from jaxserve.text import ChatTemplate, check_special_text
@@ -127,6 +127,7 @@ def _prepare(door: Door, body: ChatRequest, answer_id: str, traceparent: str) ->
             tenant=body.user or "",
             add_special_tokens=False,  # the template has written them
             traceparent=traceparent,
+            resume=resume_of(body),
         ),
     )
     return _Chat(request=request, sampling=sampling, tools=tools)
@@ -187,7 +188,8 @@ class _Answer:
         self._counter = UsageCounter([chat.request])
         only_one = body.parallel_tool_calls is False
         self._sequences = [_Sequence(chat.tools, only_one) for _ in range(chat.sampling.n)]
-        self._begun: set[int] = set()  # sequences whose role the client has been told
+        # Sequences whose role the client has been told.
+        self._begun = {index for index in range(chat.sampling.n) if chat.request.known(index).token_ids}
         self._id = f"chatcmpl-{answer_id}"
         self._created_s = int(time.time())
         self._model = door.model_name
@@ -216,6 +218,9 @@ class _Answer:
         return response
 
     def events(self, update: Update) -> str:
+        if is_known(update):
+            self._sequences[update.index].read(update)
+            return ""
         usage = usage_in_all(self._body.stream_options)
         events: list[str] = []
         if update.index not in self._begun:

@@ -20,8 +20,8 @@ from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, join_logprobs, prompt_logprobs
 from jaxserve.serve.http.requests import CompletionRequest
 from jaxserve.serve.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from jaxserve.serve.http.sampling import completion_sampling
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, usage_at_end, usage_in_all
+from jaxserve.serve.http.sampling import completion_sampling, resume_of
+from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, is_known, usage_at_end, usage_in_all
 
 
 def completions_router(door: Door) -> APIRouter:
@@ -59,6 +59,8 @@ def _makers(
     door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str
 ) -> list[Callable[[], Request]]:
     prompts = list_prompts(body.prompt, "prompt")
+    if body.resume is not None and len(prompts) > 1:
+        raise InvalidRequest(f"resume is for one prompt, and there are {len(prompts)}; send them one by one")
     return [
         functools.partial(
             door.engine.engine.prepare,
@@ -72,6 +74,7 @@ def _makers(
                 add_special_tokens=body.add_special_tokens is not False,
                 traceparent=traceparent,
                 echo=bool(body.echo),
+                resume=resume_of(body),
             ),
         )
         for number, prompt in enumerate(prompts)
@@ -108,6 +111,10 @@ class _Answer:
             for request in requests
             for _ in range(sampling.n)
         ]
+        for index, builder in enumerate(self._logprobs if body.resume and body.logprobs is not None else ()):
+            if known := requests[0].known(index).token_ids:
+                builder.skip(known, echo=bool(body.echo))
+                self._begun.add(index)
         self._id = f"cmpl-{answer_id}"
         self._created_s = int(time.time())
         self._model = door.model_name
@@ -122,6 +129,8 @@ class _Answer:
         return self._response([_join(each) for each in pieces], usage=True)
 
     def events(self, update: Update) -> str:
+        if is_known(update):
+            return ""
         return event(self._response([self._piece(update)], usage=usage_in_all(self._body.stream_options)))
 
     def last_events(self) -> str:

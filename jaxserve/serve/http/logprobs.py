@@ -38,9 +38,20 @@ class CompletionLogprobsBuilder:
     def build_prompt(self, entries: Sequence[TokenLogprobs], count: int) -> CompletionLogprobs:
         """An echoed prompt, before all else. Its first token has no log-probability, and no entry in `entries`."""
         built = self._build([self._prompt_ids[0], *entries], count, self._start(()))
+        self._count_prompt()
+        return built
+
+    def skip(self, token_ids: Sequence[int], *, echo: bool) -> None:
+        """The client has the entries of these tokens, and of the prompt with `echo`."""
+        if echo:
+            self._count_prompt()
+        self._written = self._start(self._prompt_ids)
+        for token_id in token_ids:
+            self._advance(token_id, self._written)
+
+    def _count_prompt(self) -> None:
         if self._tokenizer is not None:
             self._offset = len(self._tokenizer.decode(self._prompt_ids, skip_special_tokens=self._skip))
-        return built
 
     def build(self, entries: Sequence[TokenLogprobs], count: int) -> CompletionLogprobs:
         """The entries of generated tokens. `count`: alternatives asked for."""

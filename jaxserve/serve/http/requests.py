@@ -146,6 +146,13 @@ class StructuredOutputs(Body):
     disable_additional_properties: Annotated[Any, Only(False)] = None
 
 
+class ResumedChoice(Body):
+    """What the client has of one choice: the `token_ids` of its events. `finished`: it has its `finish_reason`."""
+
+    token_ids: Ids
+    finished: bool | None = None
+
+
 class NeutralFields(Body):
     """Fields that OpenAI and vLLM have and this server has not, with the values that are accepted.
 
@@ -202,6 +209,7 @@ class SamplingFields(NeutralFields):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    resume: Many[ResumedChoice] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = pydantic.Field(default=None, pattern=r"^[!-~]{1,256}$")  # is sent back in a header

@@ -6,7 +6,7 @@ The few places where names or meanings differ between OpenAI, vLLM and this engi
 
 from typing import Any
 
-from jaxserve.api import SamplingParams, StructuredOutput
+from jaxserve.api import Known, Resume, SamplingParams, StructuredOutput
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.http.requests import (
     ChatRequest,
@@ -101,6 +101,19 @@ def structured(body: SamplingFields) -> StructuredOutput | None:
     if len(found) > 1:
         raise InvalidRequest("response_format and structured_outputs both constrain the output; give one of them")
     return found[0] if found else None
+
+
+def resume_of(body: SamplingFields) -> Resume | None:
+    """What a stream that was lost goes on behind. Raises InvalidRequest.
+
+    The engine tells the text of the known tokens once more (`text_len` 0), since tool calls are read from all of it;
+    the client is not told it again.
+    """
+    if body.resume is None:
+        return None
+    if not body.stream:
+        raise InvalidRequest("resume is given, but stream is not true: only a stream can be lost in its middle")
+    return Resume(sequences=tuple(Known(tuple(one.token_ids), 0, bool(one.finished)) for one in body.resume))
 
 
 def schema_output(schema: dict[str, Any]) -> StructuredOutput:

@@ -31,6 +31,11 @@ def usage_at_end(options: StreamOptions | None) -> bool:
     return options is not None and options.include_usage is True
 
 
+def is_known(update: Update) -> bool:
+    """Whether it tells the text of the known tokens of a resumed request, which the client has."""
+    return not update.token_ids and update.finish_reason is None
+
+
 class Answer(Protocol):
     """Turns the updates of one call into its events. Used by its call alone."""
 
@@ -46,6 +51,8 @@ class Answer(Protocol):
 class EventStream(Response):
     """Runs requests and sends what their updates tell as it comes, then [DONE].
 
+    The last event of an update has an id, CHOICE:TOKENS: how many tokens of that choice the client has by then.
+
     The status leaves with the first update, so a refusal still has a status of its own; a later exception becomes an
     event. When the client has left, the guard cancels the call, which ends the requests.
     """
@@ -60,6 +67,8 @@ class EventStream(Response):
         self._door = door
         self._requests = requests
         self._answer = answer
+        self._firsts = {one.request_id: one.sampling.n * number for number, one in enumerate(requests)}
+        self._counts = [len(one.known(index).token_ids) for one in requests for index in range(one.sampling.n)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -70,8 +79,11 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    choice = self._firsts[update.request_id] + update.index
+                    self._counts[choice] += len(update.token_ids)
                     text = self._answer.events(update)
                     if text:
+                        text = _with_id(text, f"{choice}:{self._counts[choice]}")
                         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             rest = self._answer.last_events()
         except Exception as error:
@@ -82,13 +94,21 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": (rest + DONE).encode(), "more_body": False})
 
 
+def _with_id(events: str, event_id: str) -> str:
+    """Events of one update; the last of them gets the id, so that a receiver with the id has them all."""
+    last = events.rfind("\n\ndata: ") + 2 if "\n\ndata: " in events else 0  # JSON has no line ends
+    return f"{events[:last]}id: {event_id}\n{events[last:]}"
+
+
 class UsageCounter:
     """Adds up what requests have used. Mutated by one answer's stream."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
+        self._num_generated_tokens = sum(
+            len(known.token_ids) for request in requests if request.resume for known in request.resume.sequences
+        )
         self._drafts: list[tuple[int, int]] = []  # of each sequence that had any: all, and accepted ones
 
     def take(self, update: Update) -> None:

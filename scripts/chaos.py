@@ -1,0 +1,358 @@
+"""Kills and halts servers under load and compares every stream with one that nothing disturbed.
+
+    python scripts/chaos.py --json chaos.json                  # through a router
+    python scripts/chaos.py --door client --json chaos.json    # the client library alone, before all servers
+
+Three servers of the demo model, each a process of its own, answer streams: greedy and seeded ones, several answers of
+one prompt, penalties, stop strings, JSON schemas and tool calls. Meanwhile servers are killed (SIGKILL) and started
+again on their ports, and halted (SIGSTOP) for longer than a router waits. The first answers, from one server that is
+left alone, say what every stream must be. The report counts streams that ended otherwise, and tokens that came twice or
+not at all; the recovery of a stream is the time between its last token before it moved and its first one after.
+
+Exit code 1: something was lost, repeated or changed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import platform
+import queue
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve import __version__
+from jaxserve.api import SamplingParams, StructuredOutput
+from jaxserve.client import CallOptions, Client, Completion, RequestFailed, Retries, collect_replies
+from jaxserve.serve.gen import inference_pb2 as pb
+
+START_S = 240.0
+PROMPTS = (
+    "Once upon a time there was a little fox",
+    "One day a girl named Lily",
+    "What is 12+7?",
+    "The bird and the cat",
+)
+_OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "legs": {"type": "integer"}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+_CALL = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add", "find"]}, "arguments": _OBJECT},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+_LEAVES = re.compile(r"request '(\w+)' (?:leaves replica \S+|lost its server) after (\d+) tokens")
+
+
+def samplings(num_tokens: int) -> list[SamplingParams]:
+    """One of each kind."""
+    hot: dict[str, Any] = {"temperature": 1.0, "max_tokens": num_tokens}
+    form = {"json_schema": _OBJECT}, {"json_schema": _CALL}
+    return [
+        SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        SamplingParams(seed=1, ignore_eos=True, **hot),
+        SamplingParams(seed=2, ignore_eos=True, presence_penalty=0.5, repetition_penalty=1.2, **hot),
+        SamplingParams(seed=3, n=2, stop=["the end", "lived happily"], min_tokens=8, ignore_eos=True, **hot),
+        SamplingParams(seed=4, structured=StructuredOutput.from_dict(form[0]), **hot),
+        SamplingParams(seed=5, structured=StructuredOutput.from_dict(form[1]), **hot),
+        SamplingParams(seed=6, logprobs=2, top_p=0.9, ignore_eos=True, **hot),
+    ]
+
+
+class Server:
+    """One server process on a port of its own, and its successors there. Mutated by the thread of the chaos."""
+
+    def __init__(self, number: int, log_dir: Path, max_rows: int) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._log = (log_dir / f"server{number}.log").open("w")
+        self._max_rows = max_rows
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        sizes = {
+            "model.max_len": 384, "cache.num_pages": 40 * self._max_rows, "sched.max_rows": self._max_rows,
+            "sched.max_step_tokens": 64, "runtime.token_buckets": [64], "runtime.row_buckets": [self._max_rows],
+            "serve.grpc.port": self.port,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "jaxserve.run"]
+        for name, value in sizes.items():
+            command += ["--set", f"{name}={json.dumps(value)}"]
+        return subprocess.Popen(command, stdout=self._log, stderr=self._log)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def kill_and_start(self) -> None:
+        self.kill()
+        self.process = self._start()
+
+    def wait(self) -> None:
+        """Until it serves."""
+        end_s = time.monotonic() + START_S
+        with Client(self.address) as client:
+            while not client.is_serving(timeout_s=2.0):
+                if self.process.poll() is not None or time.monotonic() > end_s:
+                    raise SystemExit(f"server {self.address} does not start; see {self._log.name}")
+                time.sleep(0.1)
+
+    @property
+    def serves(self) -> bool:
+        with Client(self.address) as client:
+            return client.is_serving(timeout_s=2.0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclasses.dataclass
+class Stream:
+    """One stream as its client saw it: when it had how many tokens, and the messages."""
+
+    which: int
+    replies: list[pb.GenerateResponse] = dataclasses.field(default_factory=list)
+    times_s: list[float] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of all sequences after each message."""
+        found, total = [], 0
+        for reply in self.replies:
+            total += len(reply.token_ids)
+            found.append(total)
+        return found
+
+
+def result_of(completion: Completion) -> list[tuple[Any, ...]]:
+    """What no death may change. Log-probabilities to three digits: a prompt rounds otherwise than single tokens."""
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.stop_reason, [round(e.logprob, 3) for e in one.logprobs])
+        for one in completion.outputs
+    ]
+
+
+class Load:
+    """Clients on threads, each with the next stream as soon as its last one has ended."""
+
+    def __init__(
+        self, addresses: Sequence[str], kinds: Sequence[tuple[str, SamplingParams]], count: int, threads: int
+    ) -> None:
+        self.streams = [Stream(k % len(kinds)) for k in range(count)]
+        self.num_ended = 0
+        self._kinds = kinds
+        retries = Retries(attempts=40, longest_wait_s=2.0)
+        self._clients = [Client(address, retries=retries) for address in addresses]
+        self._left: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for k in range(count):
+            self._left.put(k)
+        self._threads = [threading.Thread(target=self._work, args=(k,), daemon=True) for k in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, thread: int) -> None:
+        client = self._clients[thread % len(self._clients)]
+        while True:
+            try:
+                number = self._left.get_nowait()
+            except queue.Empty:
+                return
+            stream = self.streams[number]
+            prompt, sampling = self._kinds[stream.which]
+            try:
+                for reply in client.generate(prompt, sampling, CallOptions(request_id=f"r{number}")):
+                    stream.replies.append(reply)
+                    stream.times_s.append(time.monotonic())
+            except RequestFailed as error:
+                stream.error = f"{error.status}: {error}"
+            self.num_ended += 1
+
+
+def disturb(servers: Sequence[Server], load: Load, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Spreads the kills and halts evenly over the streams. Returns what was done when."""
+    rng = random.Random(args.seed)
+    deeds = ["kill"] * args.kills + ["stop"] * args.stops
+    rng.shuffle(deeds)
+    done: list[dict[str, Any]] = []
+    begun_s = time.monotonic()
+    for number, deed in enumerate(deeds, start=1):
+        due = len(load.streams) * number // (len(deeds) + 1)
+        while load.num_ended < due and load.running:
+            time.sleep(0.05)
+        well = [server for server in servers if server.serves]
+        while len(well) < 2 and load.running:  # else all three could be starting at once, and the test be of patience
+            time.sleep(0.2)
+            well = [server for server in servers if server.serves]
+        if not load.running:
+            break
+        server = rng.choice(well)
+        done.append({"deed": deed, "server": server.address, "at_s": round(time.monotonic() - begun_s, 3)})
+        print(f"{done[-1]}, {load.num_ended} streams have ended", flush=True)
+        if deed == "kill":
+            server.kill_and_start()
+        else:
+            server.process.send_signal(signal.SIGSTOP)
+            time.sleep(args.halt_s)
+            server.process.send_signal(signal.SIGCONT)
+    return done
+
+
+@contextlib.contextmanager
+def routing(servers: Sequence[Server], log_path: Path) -> Iterator[str]:
+    """A router before them, and its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "jaxserve", "route", "--port", str(port), "--policy", "least_load"]
+    for server in servers:
+        command += ["--to", server.address]
+    command += ["--set", "route.health_interval_s=0.2", "--set", "route.health_timeout_s=2", "--set", "route.retries=5"]
+    with log_path.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            with Client(f"127.0.0.1:{port}") as client:
+                while not client.is_serving(timeout_s=2.0):
+                    time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def recoveries(
+    streams: Sequence[Stream], log: str, deeds: Sequence[dict[str, Any]], begun_s: float
+) -> dict[str, list[float]]:
+    """Of each kind of deed, the seconds between the last token before each move and the first one after, sorted."""
+    found: dict[str, list[float]] = {"kill": [], "stop": []}
+    for name, num_tokens in _LEAVES.findall(log):
+        stream = streams[int(name.removeprefix("r"))]
+        counts = stream.counts
+        after = next((k for k, count in enumerate(counts) if count > int(num_tokens)), None)
+        if not after:
+            continue  # the stream had no token before it moved, or none was left
+        last_s, next_s = stream.times_s[after - 1], stream.times_s[after]
+        cause = [deed["deed"] for deed in deeds if begun_s + deed["at_s"] < next_s]
+        if cause:
+            found[cause[-1]].append(next_s - last_s)
+    return {deed: sorted(times_s) for deed, times_s in found.items()}
+
+
+def judge(streams: Sequence[Stream], expected: Sequence[list[tuple[Any, ...]]]) -> dict[str, Any]:
+    """Counts the streams, and the tokens, that are not as they must be."""
+    failed = [stream.error for stream in streams if stream.error]
+    lost = repeated = changed = wrong = 0
+    for stream in streams:
+        if stream.error or not stream.replies:
+            continue
+        found = result_of(collect_replies(stream.replies))
+        wrong += found != expected[stream.which]
+        for mine, right in zip(found, expected[stream.which], strict=True):
+            lost += max(0, len(right[0]) - len(mine[0]))
+            repeated += max(0, len(mine[0]) - len(right[0]))
+            changed += sum(a != b for a, b in zip(mine[0], right[0], strict=False))
+    return {
+        "streams": len(streams),
+        "streams_failed": len(failed),
+        "errors": failed[:5],
+        "streams_wrong": wrong,
+        "tokens": sum(stream.counts[-1] for stream in streams if stream.replies),
+        "tokens_lost": lost,
+        "tokens_repeated": repeated,
+        "tokens_changed": changed,
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    return round(values[min(len(values) - 1, int(share * len(values)))], 3) if values else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--door", choices=("router", "client"), default="router")
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=5)
+    parser.add_argument("--halt-s", type=float, default=20.0, help="Seconds of a SIGSTOP.")
+    parser.add_argument("--threads", type=int, default=48, help="Streams at once.")
+    parser.add_argument("--tokens", type=int, default=96, help="Of a stream at most.")
+    parser.add_argument("--rows", type=int, default=16, help="Of each server.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    own_log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: own_log.append(record.getMessage())
+    logging.getLogger("jaxserve.client").addHandler(handler)
+    logging.getLogger("jaxserve.client").setLevel(logging.INFO)
+    kinds = [(prompt, sampling) for prompt in PROMPTS for sampling in samplings(args.tokens)]
+    with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as name, contextlib.ExitStack() as stack:
+        log_dir = Path(name)
+        servers: list[Server] = []
+        for number in range(args.servers):
+            servers.append(Server(number, log_dir, args.rows))
+            stack.callback(lambda server=servers[-1]: server.kill())
+            servers[-1].wait()  # one after the other: the first compiles, the others read what it stored
+        with Client(servers[0].address) as direct:
+            expected = [result_of(direct.complete(prompt, sampling)) for prompt, sampling in kinds]
+        router_log = log_dir / "router.log"
+        if args.door == "router":
+            addresses = [stack.enter_context(routing(servers, router_log))]
+        else:  # gRPC takes the first that answers, so each client has another first
+            named = [server.address for server in servers]
+            addresses = ["ipv4:" + ",".join([*named[k:], *named[:k]]) for k in range(len(named))]
+        print(f"{args.streams} streams through {addresses}", flush=True)
+        begun_s = time.monotonic()
+        load = Load(addresses, kinds, args.streams, args.threads)
+        done = disturb(servers, load, args)
+        while load.running:
+            time.sleep(0.1)
+        wall_s = time.monotonic() - begun_s
+        log = "\n".join(own_log) + (router_log.read_text() if router_log.exists() else "")
+    moved = recoveries(load.streams, log, done, begun_s)
+    everything = sorted(moved["kill"] + moved["stop"])
+    report = {
+        "version": __version__,
+        "machine": platform.platform(),
+        "command": shlex.join(["python", *sys.argv]),
+        "wall_s": round(wall_s, 1),
+        "kills": sum(one["deed"] == "kill" for one in done),
+        "stops": sum(one["deed"] == "stop" for one in done),
+        **judge(load.streams, expected),
+        "moves": len(_LEAVES.findall(log)),
+        "recovery_p50_s": quantile(everything, 0.5),
+        "recovery_p99_s": quantile(everything, 0.99),
+        "recovery_max_s": quantile(everything, 1.0),
+        **{f"recovery_after_{deed}_p50_s": quantile(times_s, 0.5) for deed, times_s in moved.items()},
+        **{f"recovery_after_{deed}_p99_s": quantile(times_s, 0.99) for deed, times_s in moved.items()},
+        "deeds": done,
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n")
+    return int(any(report[name] for name in ("streams_failed", "streams_wrong")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What a router and a client make of messages that come twice, not at all, or from another server."""
+
+import grpc
+import pytest
+
+from jaxserve.api import ResumeReason, SamplingParams
+from jaxserve.client.resuming import Attempts, Retries
+from jaxserve.errors import ConfigError, EngineStopped
+from jaxserve.serve.convert import request_to_proto
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.received import Received
+
+UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def reply(token_offset: int, token_ids: list[int], text_offset: int, text: str, **fields) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        token_offset=token_offset, token_ids=token_ids, text_offset=text_offset, text=text, **fields
+    )
+
+
+def test_what_came_before_is_cut_off() -> None:
+    received = Received(2)
+    received.take(reply(0, [5, 6], 0, "é日"))
+    again = reply(1, [6, 7], 1, "日x", logprobs=[pb.TokenLogprobs(token_id=6), pb.TokenLogprobs(token_id=7)])
+    received.take(again)
+    assert (list(again.token_ids), again.text) == ([7], "x")
+    assert [entry.token_id for entry in again.logprobs] == [7]
+    assert (again.token_offset, again.text_offset) == (2, 2)
+    received.take(reply(0, [9], 0, "y", index=1, finish_reason=pb.FINISH_REASON_STOP))
+    assert received.num_tokens == 4
+    assert not received.complete
+    assert received.resume(ResumeReason.CLIENT) == pb.Resume(
+        sequences=[
+            pb.KnownSequence(token_ids=[5, 6, 7], text_len=3),
+            pb.KnownSequence(token_ids=[9], text_len=1, finished=True),
+        ]
+    )
+
+
+def test_what_is_missing_is_told() -> None:
+    received = Received(1)
+    received.take(reply(0, [5], 0, "a"))
+    with pytest.raises(EngineStopped, match="2 tokens of sequence 0 are missing"):
+        received.take(reply(3, [8], 1, "d"))
+    with pytest.raises(EngineStopped, match="1 characters of sequence 0 are missing"):
+        received.take(reply(1, [8], 2, "d"))
+
+
+def test_a_server_without_offsets_is_taken_at_its_word() -> None:
+    received = Received(1)
+    for _ in range(2):
+        received.take(pb.GenerateResponse(token_ids=[5], text="a"))
+    assert received.num_tokens == 2
+
+
+def test_the_usage_counts_the_prompt_of_the_first_server() -> None:
+    received = Received(1)
+    received.take(reply(0, [5], 0, "a", prompt=pb.PromptInfo(num_prompt_tokens=9, num_cached_tokens=3)))
+    last = reply(1, [6], 1, "b", prompt=pb.PromptInfo(num_prompt_tokens=9), usage=pb.Usage(num_cached_tokens=9))
+    received.take(last)
+    assert not last.HasField("prompt")
+    assert last.usage.num_cached_tokens == 3
+
+
+def test_nothing_is_made_for_each_of_absurdly_many_sequences() -> None:
+    assert Received(2**31 - 1).open_indices == [0]
+
+
+def attempts(**retries) -> Attempts:
+    return Attempts(request_to_proto("a", SamplingParams()), Retries(**retries), None)
+
+
+def test_waits_grow_until_a_token_comes_and_attempts_end() -> None:
+    calls = attempts(attempts=3, first_wait_s=1.0, longest_wait_s=3.0)
+    assert calls.message.request_id
+    assert calls.message.sampling.HasField("seed"), "a second server would draw another one"
+    calls.take(reply(0, [5], 0, "a"))
+    waits = [calls.wait_after(UNAVAILABLE, None, True) for _ in range(4)]
+    assert waits[-1] is None
+    for wait_s, longest_s in zip(waits, (1.0, 2.0, 3.0), strict=False):
+        assert wait_s is not None
+        assert longest_s / 2 <= wait_s <= longest_s
+    assert calls.message.resume == pb.Resume(sequences=[pb.KnownSequence(token_ids=[5], text_len=1)])
+    calls.take(reply(1, [6], 1, "b"))
+    assert calls.wait_after(FULL, 7.0, True) == 7.0, "a full server says when"
+
+
+def test_calls_that_are_not_sent_again() -> None:
+    assert attempts().wait_after(UNAVAILABLE, None, False) is None, "it never answered: the address is likely wrong"
+    assert attempts().wait_after(FULL, None, True) is None, "nothing had begun"
+    assert attempts().wait_after(UNAVAILABLE, None, True) is not None
+    begun = attempts()
+    begun.take(reply(0, [5], 0, "a"))
+    assert begun.wait_after(grpc.StatusCode.INTERNAL, None, True) is None
+    never = attempts(attempts=0)
+    never.take(reply(0, [5], 0, "a"))
+    assert never.wait_after(UNAVAILABLE, None, True) is None
+    assert not never.message.request_id
+    with pytest.raises(ConfigError):
+        Retries(first_wait_s=9.0, longest_wait_s=1.0)
