@@ -1,7 +1,8 @@
 """What the tiers behind the device are worth, measured: the engine itself on a CPU, with the demo model.
 
     python scripts/bench_tiers.py restart --work DIR
-    python scripts/bench_tiers.py chats --work DIR [--llamacpp]     # again: one round more
+    python scripts/bench_tiers.py chats --work DIR         # again: one round more
+    python scripts/bench_tiers.py llamacpp --work DIR      # the same chats
     python scripts/bench_tiers.py throttle --work DIR
     python scripts/bench_tiers.py steps --work DIR --before CHECKOUT
     python scripts/bench_tiers.py show --work DIR --json benchmarks/tiers_cpu.json
@@ -13,10 +14,11 @@ and folders of its own, so nothing that one has stored can be found by another.
 restart   An engine answers prompts of 900 tokens on an empty directory and ends; a second one on the same directory
           answers them again, in turn with new ones of the same length. Times to the first token of both, the share of
           full pages that was found, and whether tokens are equal.
-chats     64 chats of 8 turns, turn by turn, over a device that holds a tenth of their tokens: without a tier, with host
-          memory for half of them, and with a directory for all behind that. `--llamacpp`: its states of whole chats in
-          host memory, as its server keeps them, of as many bytes as all tiers have. One request at a time.
-          The same requests are then simulated, with costs fitted to the step log of another round.
+chats     64 chats of 8 turns, turn by turn, over a device that holds a tenth of their tokens: without a tier, with
+          host memory for half of them, and with a directory for all behind that. One request at a time. The same
+          requests are then simulated, with costs fitted to the step log of another round.
+llamacpp  The chats of a round by llama.cpp, with states of whole chats in host memory, as its server keeps them, of as
+          many bytes as the directory has. Its environment is that of `scripts/peers/setup_peers.sh`.
 throttle  900-token prompts whose pages only a throttled store has, half and twice as fast as computing: the engine's
           own choice beside the same engine made to load always, and never.
 steps     The time of a step of 16 rows without tiers, beside that of a checkout from before there were any.
@@ -26,6 +28,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -183,7 +186,7 @@ def chat_modes(folder: Path) -> dict[str, dict[str, object]]:
     return {"off": pool, "host": host, "host, disk": disk}
 
 
-def chats(seed: str, folder: Path, work: Path, llamacpp: Path | None) -> dict[str, object]:
+def chats(seed: str, folder: Path, work: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     answers: list[list[int]] | None = None
     for mode, settings in chat_modes(folder).items():
@@ -200,9 +203,6 @@ def chats(seed: str, folder: Path, work: Path, llamacpp: Path | None) -> dict[st
         rows = [[one.submitted_s - asked[0].submitted_s, one.ttft_s, one.prompt_len, one.cached] for one in asked]
         found[mode] = {**figures_of(asked), "fill_s": fill_s, "log": log.name, "requests": rows}
         print(mode, {name: round(value, 4) for name, value in figures_of(asked).items()}, file=sys.stderr, flush=True)
-    if llamacpp is not None:
-        found["llama.cpp"] = llamacpp_chats(seed, llamacpp)
-        print("llama.cpp", found["llama.cpp"], file=sys.stderr, flush=True)
     return found
 
 
@@ -427,16 +427,22 @@ def make_directory(path: Path) -> Path:
 
 
 def llamacpp_chats(seed: str, envs: Path) -> dict[str, float]:
-    from bench_speculation import DEMO
+    import ml_dtypes  # noqa: F401  # NumPy then knows the numbers of the checkpoint
+    from inflate_demo import DEMO
     from peers.process import SCRIPTS, PeerProcess
     from peers.values import Ask, Settings
+    from safetensors.numpy import load_file, save_file
 
     python = str(envs / "llamacpp/bin/python")
-    gguf = DEMO.with_suffix(".f32.gguf")
+    model = envs / "models/demo-f32"  # the writer of the file knows no bfloat16
+    gguf = model.with_suffix(".f32.gguf")
     if not gguf.exists():
-        subprocess.run([python, "-m", "peers.gguf_file", str(DEMO), str(gguf), "f32"], check=True, cwd=SCRIPTS)
+        shutil.copytree(DEMO, model, dirs_exist_ok=True, ignore=shutil.ignore_patterns("draft", "model.safetensors"))
+        wide = {name: array.astype("float32") for name, array in load_file(DEMO / "model.safetensors").items()}
+        save_file(wide, model / "model.safetensors")
+        subprocess.run([python, "-m", "peers.gguf_file", str(model), str(gguf), "f32"], check=True, cwd=SCRIPTS)
     settings = Settings(
-        model=str(DEMO),
+        model=str(model),
         random_weights=False,
         dtype="float32",
         device="cpu",
@@ -466,7 +472,7 @@ def show(work: Path) -> dict[str, object]:
     for file in sorted(work.glob("*.json")):
         rounds.setdefault(file.stem.split("-")[0], []).append(json.loads(file.read_text()))
     console, results = Console(width=130), {}
-    for part in ("restart", "steps"):
+    for part in ("restart", "llamacpp", "steps"):
         if part in rounds:
             names = [name for name, value in rounds[part][0]["found"].items() if isinstance(value, int | float)]
             medians = {name: statistics.median(one["found"][name] for one in rounds[part]) for name in names}
@@ -478,9 +484,7 @@ def show(work: Path) -> dict[str, object]:
         results["throttle"] = {"rounds": [one["found"] for one in rounds["throttle"]]}
         table = Table("store / break-even", "compute ms", "load ms", "chosen ms", "first ms", "loads", "regret")
         for ratio in RATIOS:
-            mine = [
-                {**one["found"][f"{ratio:g}"], "compute_ms": one["found"]["compute_ms"]} for one in rounds["throttle"]
-            ]
+            mine = [one["found"][f"{ratio:g}"] for one in rounds["throttle"]]
             names = ("compute_ms", "load_ms", "chosen_ms", "first_ms", "loads", "regret")
             row = {name: statistics.median(one[name] for one in mine) for name in names}
             results["throttle"][f"{ratio:g}"] = row
@@ -499,23 +503,20 @@ def show_chats(rounds: list[dict], work: Path, console: Console) -> dict[str, ob
     )
     results: dict[str, object] = {"most_hits": most_hits(), "rounds": len(rounds)}
     for mode in rounds[0]["found"]:
-        real = [one["found"][mode] for one in rounds if mode in one["found"]]
+        real = [one["found"][mode] for one in rounds]
         row = {name: statistics.median(one[name] for one in real) for name in names}
         off = [one["found"]["off"] for one in rounds]
         row["ttft_ratio_to_off"] = statistics.median(
             one["ttft_p50_ms"] / other["ttft_p50_ms"] for one, other in zip(off, real, strict=False)
         )
         ratios: dict[str, float] = {}
-        if "requests" in real[0] and len(rounds) > 1:
+        others = [_other_log(work, row["log"], mode) for row in real]
+        if all(others):
             with tempfile.TemporaryDirectory() as folder:
                 simulated = [
-                    simulate_chats(
-                        mode,
-                        {**one["found"][mode], "chats": order_of(one["seed"])},
-                        work / rounds[number - 1]["found"][mode]["log"],
-                        Path(folder),
-                    )
-                    for number, one in enumerate(rounds)
+                    simulate_chats(mode, {**row, "chats": order_of(one["seed"])}, log, Path(folder))
+                    for one, row, log in zip(rounds, real, others, strict=True)
+                    if log is not None
                 ]
             for name in names:
                 pairs = [(sim[name], one[name]) for sim, one in zip(simulated, real, strict=True)]
@@ -528,12 +529,17 @@ def show_chats(rounds: list[dict], work: Path, console: Console) -> dict[str, ob
     return results
 
 
+def _other_log(work: Path, own: str, mode: str) -> Path | None:
+    """The step log of another round of the same mode."""
+    logs = sorted(work.glob(f"steps-{mode.replace(', ', '-')}-[0-9]*.jsonl"))
+    return next((log for log in logs if log.name != own), None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("restart", "chats", "throttle", "steps", "show"))
+    parser.add_argument("part", choices=("restart", "chats", "llamacpp", "throttle", "steps", "show"))
     parser.add_argument("--work", type=Path, required=True, help="a folder for the rounds that were measured")
     parser.add_argument("--before", type=Path, help="steps: a checkout from before there were tiers")
-    parser.add_argument("--llamacpp", action="store_true", help="chats: beside llama.cpp")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache/jaxserve/peers", help="of setup_peers.sh")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -554,7 +560,9 @@ def main() -> int:
         if args.part == "restart":
             found = restart(seed, folder)
         elif args.part == "chats":
-            found = chats(seed, folder, args.work, args.envs if args.llamacpp else None)
+            found = chats(seed, folder, args.work)
+        elif args.part == "llamacpp":
+            found = llamacpp_chats(seed, args.envs)
         elif args.part == "throttle":
             found = throttle(seed, folder)
         else:
