@@ -124,7 +124,6 @@ def test_a_connector_of_somebody_else_serves_two_engines_and_a_flush_reaches_it(
     [
         pytest.param({"parallel__tensor": 2}, id="tensor 2"),
         pytest.param({"parallel__tensor": 8}, id="tensor 8, heads copied", marks=pytest.mark.slow),
-        pytest.param({"parallel__tensor": 2, "parallel__pipeline": 2}, id="two stages", marks=pytest.mark.slow),
     ],
 )
 def test_canonical_pages_are_for_engines_with_other_devices_and_kernels(tmp_path: Path, writer: Any) -> None:

@@ -220,7 +220,7 @@ def new_trainer(work: Path, kind: HeadKind, steps: int = 12, **more) -> tuple[Tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [HeadKind.MEDUSA, HeadKind.EAGLE3])
+@pytest.mark.parametrize("kind", [HeadKind.EAGLE3])
 def test_a_stopped_run_ends_like_one_that_was_not(
     kind: HeadKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,7 +330,6 @@ def test_another_directory_can_be_planned_with_the_same_config(tmp_path, capsys)
     ("name", "topology"),
     [
         ("llama3.1-8b-v5e-4", "v5e:2x2"),
-        ("qwen3-0.6b-cpu", "cpu:1"),
     ],
 )
 def test_shipped_configs_compile_where_they_are_meant_to_run(name, topology):

@@ -30,7 +30,7 @@ def test_three_in_every_order_of_arrival_and_finish(policy: str) -> None:
     assert num_preempted > 20, "memory must run short by itself"
 
 
-MORE_SHAPES = (((2, 1), (4, 1)), ((1, 1), (2, 2)), ((1, 3),))
+MORE_SHAPES = (((2, 1), (4, 1)), ((1, 1), (2, 2)))
 
 
 @pytest.mark.parametrize(
