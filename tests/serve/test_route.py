@@ -412,9 +412,8 @@ def test_a_replica_that_falls_silent_is_found_by_pings(
         silent.send_signal(signal.SIGSTOP)
         assert [client.complete("a", SHORT, timeout_s=WAIT_S).text for _ in range(4)] == ["bcdef"] * 4
         client.abort("x", "y")
-        errors = [error for _, error in map(read, running) if error is not None]
-        assert [error.status for error in errors] == [Status.UNAVAILABLE]
-        assert f"replica {first} has died after" in str(errors[0])
+        assert [error for _, error in map(read, running)] == [None, None]
+        assert f"leaves replica {first} after" in caplog.text
         well = caplog.text.count(f"replica {first} is well")  # once, unless a busy machine has lost it before
         silent.send_signal(signal.SIGCONT)
         wait_until(lambda: caplog.text.count(f"replica {first} is well") > well, "it is welcome again")
