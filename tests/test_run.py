@@ -389,8 +389,8 @@ def test_process_user_error_needs_no_jax() -> None:
     assert not {"jax", "flax", "grpc"} & imported
     rest = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
-    sections = "model, cache, sched, speculation, kernels, parallel, hosts, runtime, rerank, serve, route, "
-    sections += "store, kv_server"
+    sections = "model, cache, sched, speculation, kernels, attention, parallel, hosts, runtime, rerank, serve, route, "
+    sections += "store, events, kv_server"
     assert rest == [f"error: --set: unknown key 'a.b'; known here: {sections}"]
 
 

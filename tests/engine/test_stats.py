@@ -399,7 +399,7 @@ def test_a_dead_replica_holds_nothing_and_keeps_its_sums() -> None:
     group.run_until_idle()
     assert (dead.alive, well.alive) == (False, True)
     assert dead.counts is not None
-    assert not any(dead.counts._replace(pages=0, queried_tokens=0))
+    assert not any(dead.counts._replace(pages=0, page_size=0, grantable_pages=0, queried_tokens=0))
     assert dead.counts.pages > 0 and dead.counts.queried_tokens == 6
     assert dead.page_states() == b"" != well.page_states()
     assert dead.totals().ended[FinishReason.ERROR] == 2 and dead.totals().new_tokens > 0
