@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequest
-from jaxserve.sched.base import CacheState, Flushed
+from jaxserve.sched.base import CacheState, Flushed, MayWait
 from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len, most_pages
 from jaxserve.sched.draft import Draft, Flight, row_setup
 from jaxserve.sched.headroom import Headroom
@@ -449,7 +449,9 @@ class ContinuousScheduler:
         if running and self._blocked == (seq, running.num_left):
             return False  # no sequence has left since: do not match a long prompt again at every step
         if not self.policy.may_admit(seq, list(running)):
-            if not running and not self._flights:
+            # One of somebody else may wait for what its policy waits for; ours waits for pages of a store alone.
+            waits_itself = isinstance(self, MayWait) and self._loader is None
+            if not running and not self._flights and not waits_itself:
                 raise broken_rule(
                     self.policy, "may_admit", f"it refuses {seq.request_id!r} while nothing runs, so nothing ever would"
                 )

@@ -142,13 +142,8 @@ def _check_a_kill_under_load(fleet: Fleet, channel: grpc.Channel, expected: dict
     whole = [o for o in outcomes if o.answer is not None]
     broken = [o for o in outcomes if o.answer is None]
     assert [o for o in whole if o.answer and o.answer.text != expected[o.prompt]] == []
-    assert [o for o in whole if o.answer and o.answer.attempt > 1], "what had streamed nothing was sent again"
-    assert broken, "the killed replica was in the middle of answers"
-    for o in broken:
-        assert o.status is Status.UNAVAILABLE
-        assert o.num_messages > 0, f"lost, though nothing had been streamed: {o.details}"
-        assert f"broke off after {o.num_messages} messages" in o.details
-        assert "died" in o.details
+    assert [o for o in whole if o.answer and o.answer.attempt > 1], "the killed replica was in the middle of answers"
+    assert not broken, [o.details for o in broken]
     return killed
 
 
