@@ -11,7 +11,7 @@ from hosts_parts import COMPILE_S, WAIT_S, Service, service
 
 from jaxserve import LLM
 from jaxserve.api import SamplingParams
-from jaxserve.client import Client, RequestFailed
+from jaxserve.client import Client, RequestFailed, Retries
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 
@@ -92,7 +92,7 @@ def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[
 def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(compiled: Path) -> None:
     with sharded(compiled, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
         served.processes[0].wait_for("serving gRPC on", COMPILE_S)
-        with Client(served.address) as client:
+        with Client(served.address, retries=Retries(attempts=0)) as client:
             assert [ask(client, *case) for case in CASES] == expected()
             code, told = kill_while_streaming(served, client, victim=1)
         assert code == 1

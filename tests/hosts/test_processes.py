@@ -13,7 +13,7 @@ import pytest
 from hosts_parts import WAIT_S, Service, service
 
 from jaxserve.api import SamplingParams, StructuredOutput
-from jaxserve.client import Client, RequestFailed
+from jaxserve.client import Client, RequestFailed, Retries
 from jaxserve.errors import Status
 from jaxserve.sched.record import StepLog
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -30,7 +30,7 @@ def streaming(
     """A long answer that is being read on a thread: what has come, and how it ended."""
     replies: list[pb.GenerateResponse] = []
     ends: list[BaseException] = []
-    with Client(served.address) as client:
+    with Client(served.address, retries=Retries(attempts=0)) as client:
         stream = client.generate("ab", sampling, timeout_s=WAIT_S)
         replies.append(next(stream))
 
