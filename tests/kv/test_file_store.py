@@ -208,6 +208,17 @@ def test_what_is_in_the_way_of_a_page_goes_and_no_link_is_followed(
     store.close()
 
 
+def test_a_flush_forgets_what_another_server_has_flushed_before(folder: Path) -> None:
+    first = opened(folder)
+    put(first, [key_of(1)])
+    second = opened(folder)
+    first.flush(None)
+    second.flush(None)
+    assert not second.contains([key_of(1)])[0] and not directory(second)._index.num_bytes
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("name", ["pages", "bad"])
 def test_a_link_out_of_the_directory_is_refused(folder: Path, name: str) -> None:
     folder.mkdir(mode=0o700)
