@@ -120,8 +120,8 @@ class DirectoryBlobs:
             if key not in self._index and not self._index.admit(key, len(data)):
                 return False
             gone = [] if key in self._index else self._index.make_room(len(data), key)
-        self._drop(gone)
         try:
+            self._drop(gone)
             self._write(name, data)
         except OSError as error:
             if not self._mend(error, name, len(data)):
