@@ -86,7 +86,7 @@ class PageConnectors:
 
     def open(self, slots: SlotBytes | None, layout: str, namespace: str, page_size: int) -> "ConnectorStore":
         """The connector for one replica; see `PageStores.open`. `page_size`: tokens. Raises ConfigError."""
-        assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
+        assert slots is not None, "`check_surroundings` has seen cache.host_bytes"
         pages = page_layout(slots, layout, namespace)
 
         slot_bytes = bytes_of(slots)
@@ -327,7 +327,7 @@ class ConnectorStore:
 
     def _finish(self, fill: _Fill) -> None:
         """It is forgotten, and what is not loaded yet is called off. A load that was called off has an event, too."""
-        if fill.finished:
+        if fill.finished or self._given_up:
             return
         fill.finished = True
         try:

@@ -119,7 +119,7 @@ class PageStores:
         `layout` says how the bytes of a slot are arranged, `namespace` what else they follow from (`Device`). `form`
         turns them into the canonical form; None: it is not known. Raises what the store raises, and ConfigError.
         """
-        assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
+        assert slots is not None, "`check_surroundings` has seen cache.host_bytes"
         if not self._is_canonical:
             form = None
             pages = page_layout(slots, layout, namespace)
