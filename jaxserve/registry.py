@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from jaxserve.errors import ConfigError
 
@@ -96,7 +96,7 @@ def make_derived(registry: Registry[type[B] | B], given: str | type[B] | B, base
         )
     check_complete(registry.kind, found)
     check_takes(registry.kind, found, options)
-    return found(options)
+    return cast(Callable[[object], B], found)(options)
 
 
 def _load(path: str, kind: str):
