@@ -69,14 +69,18 @@ def content(number: int, salt: str = "salt") -> StoreKey:
     return StoreKey(salt, number.to_bytes(32, "little"))
 
 
-def until_event(store: ConnectorStore) -> Filled | Written:
+def until(done: Callable[[], bool]) -> None:
     end_s = time.monotonic() + WAIT_S
-    while time.monotonic() < end_s:
-        if events := store.poll():
-            [event] = events
-            return event
+    while not done():
+        assert time.monotonic() < end_s
         time.sleep(0.001)
-    raise AssertionError("no event")
+
+
+def until_event(store: ConnectorStore) -> Filled | Written:
+    events: list[Filled | Written] = []
+    until(lambda: bool(events.extend(store.poll()) or events))
+    [event] = events
+    return event
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,8 @@ def test_pages_go_out_and_come_back_through_any_connector(opened: Any, name: str
     woken: list[None] = []
     store.wake = lambda: woken.append(None)
     ticket = store.fill([content(1), content(2)], [0, 1], WAIT_S)
-    assert until_event(store) == Filled(ticket, (True, False)) and woken
+    assert until_event(store) == Filled(ticket, (True, False))
+    until(lambda: bool(woken))
     assert slots.page(0) == page
     ticket = store.prefetch([content(1)], [3], WAIT_S)
     assert ticket is not None and until_event(store) == Filled(ticket, (True,))
@@ -141,6 +146,17 @@ def test_a_match_that_is_never_known_ends_at_its_deadline_and_when_it_is_cancell
     store.close()
 
 
+def test_a_load_that_is_called_off_ends_and_its_connector_is_told_once(opened: Any) -> None:
+    store, _ = opened()
+    store.write(content(1), 2)
+    until_event(store)
+    ticket = store.fill([content(1)], [0], WAIT_S)
+    store.cancel(ticket)
+    assert until_event(store) == Filled(ticket, (True,)), "it was on its way"
+    assert not store._counts["raised"] and not store._connector._asked
+    store.close()
+
+
 def test_pages_of_another_layout_are_not_found_and_a_flush_takes_its_salt_alone(opened: Any) -> None:
     store, _ = opened(FORGETS)
     other, _ = opened(FORGETS, layout="another layout")
@@ -170,9 +186,7 @@ def test_a_defect_on_the_loop_costs_the_pages_and_one_on_the_thread_the_slots(
     store.close()
     store, _ = opened(shelf="a", breaks="wait_for_layer_load")
     assert store.fill([content(1)], [0], WAIT_S) is not None
-    end_s = time.monotonic() + WAIT_S
-    while not store._given_up and time.monotonic() < end_s:
-        store.poll()
+    until(lambda: bool(store.poll() or store._given_up))
     assert store.counts.breaks == 1 and "not used any more" in caplog.text
     assert store.fill([content(1)], [1], WAIT_S) is None and not store.write(content(1), 2) and not store.poll()
     store.close()
@@ -198,6 +212,10 @@ NOTHING = 7
         ({"store.connector": SHELF, "store.secret_file": None}, r"needs store\.secret_file"),
         ({"store.connector": SHELF, "cache.host_bytes": 0}, r"cache\.host_bytes is 0"),
         ({"store.connector_options": {"a": 1}}, r"store\.connector_options is set"),
+        (
+            {"store.connector_options": {"a": 1}, "store.kind": "memory", "store.max_bytes": 5},
+            r"store\.connector_options is set, but store\.kind is 'memory'",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_loaded(
@@ -219,12 +237,12 @@ def test_what_is_no_connector_is_refused_with_what_it_lacks() -> None:
     options = ConnectorOptions(slot_bytes=lambda slot: [], page_bytes=8, page_size=4, wait_s=1.0, settings={})
     with pytest.raises(ConfigError, match="gives a Half without get_num_new_matched_tokens, update"):
         create_connector(Half, options)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="is a int without"):
+    with pytest.raises(ConfigError, match="is a int; give a class"):
         create_connector(f"{__name__}:NOTHING", options)
     with pytest.raises(ConfigError, match="takes the option max_bytes"):
         create_connector("memory", options)
     made = create_connector("memory", ConnectorOptions(**{**_fields(options), "settings": {"max_bytes": 64}}))
-    assert isinstance(made, StoreConnector) and create_connector(made, options) is made
+    assert isinstance(made, StoreConnector)
     shelf = ConnectorOptions(**{**_fields(options), "settings": {"shelf": "b"}})
     assert isinstance(create_connector(Shelf, shelf), Shelf)
 

@@ -11,10 +11,11 @@ import pytest
 from jaxserve.assemble import Device, assemble
 from jaxserve.assemble.page_store import PageStore, PageStores
 from jaxserve.config import load_config
-from jaxserve.config.schema import StoreConfig
+from jaxserve.config.schema import EventsConfig, StoreConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import scope_of
+from jaxserve.kv.page_events import PageEvents
 from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.store import Outcome, StoreOptions
 from jaxserve.sched.loading import Filled, StoreKey, Written
@@ -136,7 +137,7 @@ def test_a_directory_is_closed_with_its_threads_and_its_own_secret_keys_the_name
     store = opener.open(Slots(), "layout", "model")  # pyright: ignore[reportArgumentType]
     assert store.write(content(1), 0) and poll(store) == Written(0)
     assert store._shared.secret == own
-    assert store._key(content(1)).startswith(scope_of(own, "salt"))
+    assert store._keys.key(content(1)).startswith(scope_of(own, "salt"))
     assert threads_beside(before)
     store.close()
     assert not threads_beside(before)
@@ -156,7 +157,11 @@ def test_a_finished_store_is_its_owners_to_close(secret_file: str) -> None:
     opener = stores(f"{__name__}:FINISHED", secret_file=secret_file)
     store = opener.open(Slots(), "layout", "model")  # pyright: ignore[reportArgumentType]
     assert store.write(content(1), 0) and poll(store) == Written(0)
+    other = opener.open(Slots(), "another layout", "model")  # pyright: ignore[reportArgumentType]
+    ticket = other.fill([content(1)], [0], WAIT_S)
+    assert poll(other) == Filled(ticket, (False,)), "the store is told of no layouts, so keys are other ones"  # pyright: ignore[reportArgumentType]
     store.close()
+    other.close()
     assert FINISHED._pages
 
 
@@ -238,9 +243,17 @@ def test_an_engine_closes_the_one_store_of_its_replicas(secret_file: str) -> Non
     assert store.num_closes == 1
 
 
-def test_a_start_that_fails_later_leaves_no_store_open(secret_file: str) -> None:
-    config = load_config(None, settings(secret_file), environ={})
-    with pytest.raises(ConfigError, match="none of jaxserve's"):
-        assemble(config, scheduler=lambda limits, options: object(), make_devices=make_devices)  # pyright: ignore[reportArgumentType]
+def test_a_start_that_fails_later_leaves_no_store_and_no_events_open(
+    secret_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any, **options: Any) -> None:
+        raise ConfigError("too late")
+
+    events = [PageEvents(EventsConfig(), port=0, replica=replica) for replica in range(2)]
+    monkeypatch.setattr("jaxserve.assemble.open_page_events", lambda config: events)
+    monkeypatch.setattr("jaxserve.assemble.open_step_log", fails)
+    with pytest.raises(ConfigError, match="too late"):
+        assemble(load_config(None, settings(secret_file), environ={}), make_devices=make_devices)
     [store] = Mine.made
     assert store.num_closes == 1
+    assert all(one._socket.closed for one in events)

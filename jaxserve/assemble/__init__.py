@@ -178,7 +178,10 @@ def assemble(
         if page_stores is not None:
             opened.callback(page_stores.close)
         stores = [None if page_stores is None else _open_store(page_stores, device) for device in devices]
-        events = open_page_events(config)
+        events: list[PageEvents | None] = [*open_page_events(config)] or [None] * num_replicas
+        for sender in events:
+            if sender is not None:
+                opened.callback(sender.close)
         replicas = [
             Engine(
                 runner=device.runner,
@@ -189,7 +192,7 @@ def assemble(
                         options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
                         store=stores[number],
                     ),
-                    events[number] if events else None,
+                    events[number],
                     device.runner.limits,
                 ),
                 tokenizer=tokenizer,
@@ -213,7 +216,7 @@ def assemble(
                     max_len=config.speculation.ngram_max,
                     window=config.speculation.window,
                 ),
-                on_close=_closing(stores[number], events[number] if events else None),
+                on_close=_closing(stores[number], events[number]),
             )
             for number, device in enumerate(devices)
         ]
@@ -227,7 +230,7 @@ def assemble(
         for stats in (stats for replica in replicas for stats in replica.stats):
             stats.watch_compiles(lambda: compiles.count)
         engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
-        opened.pop_all()  # the engine closes its stores
+        opened.pop_all()  # the engine closes its stores and events
     seconds = {"tokenizer": tokenized_s - begin_s, **devices[0].seconds, "assemble": time.perf_counter() - begin_s}
     return Assembly(
         engine=engine,

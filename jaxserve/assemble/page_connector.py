@@ -11,7 +11,6 @@ again. Loads have no event before they end, so their slots stay the connector's 
 
 import collections
 import contextlib
-import hashlib
 import itertools
 import logging
 import queue
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxserve.assemble.page_store import check_surroundings, page_layout, scopes_of
+from jaxserve.assemble.page_store import PageKeys, bytes_of, check_surroundings, page_layout
 from jaxserve.config.schema import Config, StoreConfig
 from jaxserve.config.secret_files import read_secret
 from jaxserve.errors import ConfigError
@@ -35,8 +34,6 @@ from jaxserve.kv.connector import (
     Saved,
     create_connector,
 )
-from jaxserve.kv.names import page_key
-from jaxserve.kv.page_format import layout_digest
 from jaxserve.kv.store import StoreUnavailable
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.sched.loading import Filled, StoreCounts, StoreKey, Written
@@ -89,22 +86,19 @@ class PageConnectors:
 
     def open(self, slots: SlotBytes | None, layout: str, namespace: str, page_size: int) -> "ConnectorStore":
         """The connector for one replica; see `PageStores.open`. `page_size`: tokens. Raises ConfigError."""
-        assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
+        assert slots is not None, "`check_surroundings` has seen cache.host_bytes"
         pages = page_layout(slots, layout, namespace)
 
-        def bytes_of(slot: int) -> list[memoryview]:
-            slots.wait_for([slot])  # a page that a plan saved may still be on its way
-            return slots.views(slot)
-
+        slot_bytes = bytes_of(slots)
         options = ConnectorOptions(
-            slot_bytes=bytes_of,
+            slot_bytes=slot_bytes,
             page_bytes=pages.page_bytes,
             page_size=page_size,
             wait_s=self._store.wait_s,
             settings=self._store.connector_options,
         )
         connector = create_connector(self._name, options)
-        opened = ConnectorStore(connector, bytes_of, self._secret, layout_digest(pages), page_size)
+        opened = ConnectorStore(connector, slot_bytes, PageKeys(self._secret, pages), page_size)
         self._opened.append(opened)
         return opened
 
@@ -148,10 +142,11 @@ class _Order(NamedTuple):
 class _Fill:
     """A fill without its event. Mutated on the loop."""
 
-    __slots__ = ("num_matched", "slots", "ticket", "until_s", "view")
+    __slots__ = ("finished", "num_matched", "slots", "ticket", "until_s", "view")
 
     def __init__(self, ticket: int, view: _View, slots: tuple[int, ...], until_s: float) -> None:
         self.num_matched = 0  # pages that the connector has said it has
+        self.finished = False  # the connector was told to forget it
         self.ticket = ticket
         self.view = view
         self.slots = slots
@@ -165,16 +160,13 @@ class ConnectorStore:
         self,
         connector: KVConnector,
         slot_bytes: Callable[[int], list[memoryview]],
-        secret: bytes,
-        layout: bytes,
+        keys: PageKeys,
         page_size: int,
     ) -> None:
-        """`layout`: a digest of what pages are made of, which becomes part of their keys."""
         self.wake: Callable[[], None] = lambda: None
         self._connector = connector
         self._slot_bytes = slot_bytes
-        self._scope_of = scopes_of(secret)
-        self._layout = layout
+        self._keys = keys
         self._page_size = page_size
         self._counts: collections.Counter[str] = collections.Counter()
         self._tickets = itertools.count(1)
@@ -206,7 +198,7 @@ class ConnectorStore:
         if self._given_up or self._closed:
             return None
         ticket = next(self._tickets)
-        view = _View(f"fill-{ticket}", tuple(self._key(key) for key in keys), self._page_size)
+        view = _View(f"fill-{ticket}", tuple(map(self._keys.key, keys)), self._page_size)
         self._unmatched[ticket] = _Fill(ticket, view, tuple(slots), time.monotonic() + deadline_s)
         self._match()
         if self._ended:  # the loop may sleep from now on
@@ -246,7 +238,7 @@ class ConnectorStore:
         if self._given_up or self._closed:
             self._counts["write_skipped"] += 1
             return False
-        page = PageRef(self._key(key), slot)
+        page = PageRef(self._keys.key(key), slot)
         self._saves.append(page)
         self._saving[page] = None
         self._news = True
@@ -334,7 +326,10 @@ class ConnectorStore:
             self._prefetched[fill.ticket] = num_pages
 
     def _finish(self, fill: _Fill) -> None:
-        """It is forgotten, and what is not loaded yet is called off."""
+        """It is forgotten, and what is not loaded yet is called off. A load that was called off has an event, too."""
+        if fill.finished or self._given_up:
+            return
+        fill.finished = True
         try:
             self._connector.request_finished(fill.view)
             self._news = True
@@ -360,18 +355,12 @@ class ConnectorStore:
         )
         self._given_up = True
 
-    def _key(self, key: StoreKey) -> bytes:
-        """Of a page in this layout: pages of another one must not be found."""
-        content = hashlib.blake2b(key.content, key=self._layout, digest_size=32, person=b"connector page").digest()
-        return page_key(self._scope_of(key.salt), content)
-
     # ---- its thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
             while self._step():
-                if self._events or self._unmatched:
-                    self.wake()
+                pass
         except BaseException as error:  # code of anybody
             self._give_up(error)
             self.wake()
@@ -396,8 +385,11 @@ class ConnectorStore:
                 whole = [views[0] if len(views) == 1 else memoryview(b"".join(views)) for views in pages]
                 connector.save_kv_layer(0, _Whole(whole))
             connector.wait_for_save()
-        self._events.extend(connector.poll())
+        events = connector.poll()
+        self._events.extend(events)
         connector.failed_keys()  # events say as much; it is asked so that the connector can forget them
+        if events or self._unmatched:
+            self.wake()
         return True
 
     # ---- any thread ------------------------------------------------------------------------------------------------
@@ -409,7 +401,7 @@ class ConnectorStore:
             raise StoreUnavailable(
                 f"the connector {type(connector).__name__} has no `flush`, so its pages remain; delete them there"
             )
-        scope = None if salt is None else self._scope_of(salt)
+        scope = None if salt is None else self._keys.scope_of(salt)
         on_their_way = [page for page in self._saving.copy() if scope is None or page.key.startswith(scope)]
         end_s = time.monotonic() + _SETTLE_S
         while not self._given_up and any(page in self._saving for page in on_their_way):

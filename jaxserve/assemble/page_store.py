@@ -6,6 +6,7 @@ pages are known.
 """
 
 import functools
+import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from jaxserve.config.schema import Config, StoreConfig
 from jaxserve.config.secret_files import read_secret
 from jaxserve.errors import ConfigError
 from jaxserve.kv.names import page_key, scope_of
-from jaxserve.kv.page_format import PageLayout
+from jaxserve.kv.page_format import PageLayout, layout_digest
 from jaxserve.kv.sealed_store import SealedStore
 from jaxserve.kv.store import STORES, KVStore, Outcome, StoreOptions, create_store
 from jaxserve.kv.transfer import Filled as TransferFilled
@@ -65,7 +66,10 @@ def prepare_page_stores(config: Config) -> "PageStores | None":
         if unused:
             raise ConfigError(f"store.{unused[0]} is set, but store.kind is not; name a store, or leave it out")
         return None
-    STORES.get(store.kind)
+    if store.connector_options:
+        raise ConfigError(
+            f"store.connector_options is set, but store.kind is {store.kind!r}, which is no connector; leave one out"
+        )
     check_surroundings(config, f"store.kind is {store.kind!r}")
     return PageStores(store)
 
@@ -92,10 +96,10 @@ class PageStores:
         assert store.kind is not None
         self._kind = store.kind
         self._is_canonical = store.pages == "canonical"
+        found = STORES.get(store.kind)
         for name in _NEEDED.get(store.kind, _NEEDED_ELSEWHERE):
             if getattr(store, name) is None:
                 raise ConfigError(f"store.kind is {store.kind!r}, which needs store.{name}; set it")
-        found = STORES.get(store.kind)
         self._is_finished = not isinstance(found, type) and isinstance(found, KVStore)
         path = store.secret_file
         self._secret = None if path is None else read_secret(path, "store.secret_file")
@@ -115,7 +119,7 @@ class PageStores:
         `layout` says how the bytes of a slot are arranged, `namespace` what else they follow from (`Device`). `form`
         turns them into the canonical form; None: it is not known. Raises what the store raises, and ConfigError.
         """
-        assert slots is not None, "`prepare_page_stores` has seen cache.host_bytes"
+        assert slots is not None, "`check_surroundings` has seen cache.host_bytes"
         if not self._is_canonical:
             form = None
             pages = page_layout(slots, layout, namespace)
@@ -134,14 +138,10 @@ class PageStores:
                 secret = made.secret if isinstance(made, SealedStore) else secrets.token_bytes(32)
             shared = self._shared[pages] = _Shared(made, secret, is_ours=not self._is_finished)
 
-        def bytes_of(slot: int) -> list[memoryview]:
-            slots.wait_for([slot])  # a page that a plan saved may still be on its way
-            return slots.views(slot)
-
         store = shared.store
         if form is not None:
             store = Translated(store, form.page_bytes, form.to_page, form.from_page)
-        opened = PageStore(shared, store, bytes_of, self._kind)
+        opened = PageStore(shared, store, bytes_of(slots), PageKeys(shared.secret, pages), self._kind)
         self._opened.append(opened)
         return opened
 
@@ -168,9 +168,31 @@ def page_layout(slots: SlotBytes, layout: str, namespace: str) -> PageLayout:
     )
 
 
-def scopes_of(secret: bytes) -> Callable[[str], bytes]:
-    """`names.scope_of` with the latest salts remembered: of those that clients make up there may be any number."""
-    return functools.lru_cache(maxsize=1024)(functools.partial(scope_of, secret))
+def bytes_of(slots: SlotBytes) -> Callable[[int], list[memoryview]]:
+    """The buffers of a slot, once the page that a plan has saved there is whole."""
+
+    def read(slot: int) -> list[memoryview]:
+        slots.wait_for([slot])
+        return slots.views(slot)
+
+    return read
+
+
+class PageKeys:
+    """Keys of pages in one layout: those of another one must not be found, even where nobody else tells them apart.
+
+    Attributes:
+      scope_of: `names.scope_of`, which remembers the latest salts: of those that clients make up may be any number.
+    """
+
+    def __init__(self, secret: bytes, layout: PageLayout) -> None:
+        self.scope_of = functools.lru_cache(maxsize=1024)(functools.partial(scope_of, secret))
+        self._layout = layout_digest(layout)
+
+    def key(self, page: StoreKey) -> bytes:
+        """See `names.page_key`."""
+        content = hashlib.blake2b(page.content, key=self._layout, digest_size=32, person=b"page in layout").digest()
+        return page_key(self.scope_of(page.salt), content)
 
 
 def _canonical_layout(form: SlotForm, namespace: str) -> PageLayout:
@@ -219,23 +241,23 @@ class PageStore:
     """A `SlotStore`. Called by the loop; `wake` is set before it."""
 
     def __init__(
-        self, shared: _Shared, store: KVStore, bytes_of: Callable[[int], list[memoryview]], place: str
+        self, shared: _Shared, store: KVStore, slot_bytes: Callable[[int], list[memoryview]], keys: PageKeys, place: str
     ) -> None:
-        """`store`: the shared one, or one around it. `bytes_of`: the buffers of a slot. `place` names it in logs."""
+        """`store`: the shared one, or one around it. `slot_bytes`: the buffers of a slot. `place` names it in logs."""
         self.wake: Callable[[], None] = lambda: None
         self._shared = shared
-        self._transfers = Transfers(store, bytes_of, wake=lambda: self.wake(), place=place)
-        self._scope_of = scopes_of(shared.secret)
+        self._transfers = Transfers(store, slot_bytes, wake=lambda: self.wake(), place=place)
+        self._keys = keys
         self._closed = False
         shared.join()
 
     def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         """See `SlotStore`."""
-        return self._transfers.fill([self._key(key) for key in keys], slots, deadline_s)
+        return self._transfers.fill([self._keys.key(key) for key in keys], slots, deadline_s)
 
     def prefetch(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         """See `SlotStore`."""
-        return self._transfers.prefetch([self._key(key) for key in keys], slots, deadline_s)
+        return self._transfers.prefetch([self._keys.key(key) for key in keys], slots, deadline_s)
 
     def settle(self, ticket: int, num_used: int) -> None:
         """See `SlotStore`."""
@@ -243,7 +265,7 @@ class PageStore:
 
     def flush(self, salt: str | None) -> None:
         """See `SlotStore`. Of no salt but that: other models and page sizes with it go, too."""
-        self._transfers.flush(None if salt is None else self._scope_of(salt))
+        self._transfers.flush(None if salt is None else self._keys.scope_of(salt))
 
     def cancel(self, ticket: int) -> None:
         """See `SlotStore`."""
@@ -251,7 +273,7 @@ class PageStore:
 
     def write(self, key: StoreKey, slot: int) -> bool:
         """See `SlotStore`."""
-        return self._transfers.write_behind(self._key(key), slot)
+        return self._transfers.write_behind(self._keys.key(key), slot)
 
     def poll(self) -> list[Filled | Written]:
         """See `SlotStore`."""
@@ -279,6 +301,3 @@ class PageStore:
         self._transfers.close()
         if self._shared.leave():
             self._transfers.guard.close()
-
-    def _key(self, key: StoreKey) -> bytes:
-        return page_key(self._scope_of(key.salt), key.content)

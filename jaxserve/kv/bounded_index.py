@@ -22,15 +22,8 @@ class BoundedIndex(Generic[Scope]):
         self._items: dict[bytes, tuple[Scope, int]] = {}
         self._scopes: dict[Scope, set[bytes]] = {}
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     def __contains__(self, name: bytes) -> bool:
         return name in self._items
-
-    def scope(self, name: bytes) -> Scope:
-        """The scope of an item that is there."""
-        return self._items[name][0]
 
     def touch(self, name: bytes) -> None:
         """The item was used."""

@@ -15,8 +15,8 @@ differences, each of which is a class of defects there:
 that bring a transport or a placement of their own. docs/kv-stores.md says how LMCache and Mooncake would fit.
 
 To bring a connector, write a class with these methods that takes `ConnectorOptions`, and name it in `store.connector`:
-an entry point in the group `jaxserve.kv_connectors`, `package.module:Class`, or a finished object by such a path. An
-engine calls the scheduler's side on its loop and the worker's side on a thread of its own (`assemble.page_connector`).
+an entry point in the group `jaxserve.kv_connectors`, or `package.module:Class`. An engine makes one for each replica,
+and calls the scheduler's side on its loop and the worker's side on a thread of its own (`assemble.page_connector`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxserve.errors import ConfigError
 from jaxserve.kv.memory_store import MemoryStore
@@ -240,7 +240,7 @@ class ConnectorOptions:
 
 ConnectorFactory = Callable[[ConnectorOptions], KVConnector]
 
-CONNECTORS: Registry[ConnectorFactory | KVConnector] = Registry(
+CONNECTORS: Registry[ConnectorFactory] = Registry(
     "connector of pages", "jaxserve.kv_connectors", {"memory": "jaxserve.kv.connector:memory_connector"}
 )
 _METHODS = (
@@ -259,42 +259,32 @@ _METHODS = (
 )
 
 
-def create_connector(connector: str | ConnectorFactory | KVConnector, options: ConnectorOptions) -> KVConnector:
-    """Builds the connector that a config asks for: a name (see `CONNECTORS.names()`), `package.module:Name`, a class or
-    function of the options, or a finished object.
+def create_connector(connector: str | ConnectorFactory, options: ConnectorOptions) -> KVConnector:
+    """Builds the connector that a config asks for: a name (see `CONNECTORS.names()`), `package.module:Name`, or a class
+    or function of the options.
 
-    Raises ConfigError when nothing has this name, or what was found is no connector.
+    Raises ConfigError when nothing has this name, or what was found gives no connector.
     """
     found = CONNECTORS.get(connector)
-    if isinstance(found, type) or not _is_connector(found):
-        if not callable(found):
-            raise ConfigError(
-                f"the connector {connector!r:.120} is a {type(found).__name__} without {', '.join(_missing(found))}; "
-                "give a class or an object that has these methods"
-            )
-        check_takes(CONNECTORS.kind, found, options)
-        found = cast(ConnectorFactory, found)(options)
-    if missing := _missing(found):
+    if not callable(found):
         raise ConfigError(
-            f"the connector {connector!r:.120} gives a {type(found).__name__} without {', '.join(missing)}; a "
+            f"the connector {connector!r:.120} is a {type(found).__name__}; give a class that takes ConnectorOptions"
+        )
+    check_takes(CONNECTORS.kind, found, options)
+    made = found(options)
+    missing = [name for name in _METHODS if not callable(getattr(made, name, None))]
+    if missing:
+        raise ConfigError(
+            f"the connector {connector!r:.120} gives a {type(made).__name__} without {', '.join(missing)}; a "
             f"connector has the methods {', '.join(_METHODS)}"
         )
-    return cast(KVConnector, found)
-
-
-def _missing(found: object) -> list[str]:
-    return [name for name in _METHODS if not callable(getattr(found, name, None))]
-
-
-def _is_connector(found: object) -> bool:
-    return not _missing(found)
+    return made
 
 
 def memory_connector(options: ConnectorOptions) -> "StoreConnector":
     """The factory of the name "memory": the reference, over pages in this process, of `max_bytes` in all."""
-    unknown = sorted({*options.settings} - {"max_bytes"})
     max_bytes = options.settings.get("max_bytes")
-    if unknown or not isinstance(max_bytes, int):
+    if options.settings.keys() != {"max_bytes"} or not isinstance(max_bytes, int):
         raise ConfigError(
             f"the memory connector takes the option max_bytes, a number of bytes, and no other; given: "
             f"{dict(options.settings)!r:.200}"

@@ -47,11 +47,8 @@ _MAX_BAD = 100
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _GONE = (errno.ENOENT, errno.ESTALE)  # the second: another client of the network file system replaced it
-_IN_THE_WAY = (
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.EEXIST,
-)  # no file in the place of a page, no folder in that of a scope
+# No file in the place of a page, or no folder in that of a scope.
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -123,8 +120,8 @@ class DirectoryBlobs:
             if key not in self._index and not self._index.admit(key, len(data)):
                 return False
             gone = [] if key in self._index else self._index.make_room(len(data), key)
-        self._drop(gone)
         try:
+            self._drop(gone)
             self._write(name, data)
         except OSError as error:
             if not self._mend(error, name, len(data)):
@@ -146,10 +143,10 @@ class DirectoryBlobs:
 
     def flush(self, scope: str | None, timeout_s: float) -> None:
         """What all writers left goes, what this process did not know of as well, and what was moved aside."""
+        with self._lock:
+            for key in self._index.names(scope):
+                self._index.remove(key)
         for each in [name for name in os.listdir(self._pages) if is_hex(name, 32)] if scope is None else [scope]:
-            with self._lock:
-                for key in self._index.names(each):
-                    self._index.remove(key)
             try:
                 with _folder(self._pages / each) as folder:
                     for name in os.listdir(folder):

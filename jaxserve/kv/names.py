@@ -3,9 +3,9 @@
     page key = scope (16 bytes) ‖ content key (32 bytes)
 
 The scope is a keyed hash of the cache salt, so one tenant's pages can be found without their tokens. The content key is
-a hash over the page's tokens and all before them, in the namespace and the salt (see `content`): equal keys mean equal
-content, so nothing else has to be stored with a page to check it. It has no secret, so whoever knows the namespace and
-the salt can make the key of a prompt and compare: keys do not leave the process.
+a hash over the page's tokens and all before them, in the namespace, the salt (see `content`) and the layout of the
+page: equal keys mean equal bytes, so nothing else has to be stored with a page to check it. It has no secret, so
+whoever knows these can make the key of a prompt and compare: keys do not leave the process.
 
 A store that others can reach sees names, which are hashes of page keys and of the pages' layout, keyed with the secret:
 servers with other models, other page sizes or another secret share a directory without ever meeting a name of another.
@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 SCOPE_BYTES = 16
 CONTENT_KEY_BYTES = 32
-PAGE_KEY_BYTES = SCOPE_BYTES + CONTENT_KEY_BYTES
 
 
 class BlobName(NamedTuple):

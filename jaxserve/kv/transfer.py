@@ -93,8 +93,8 @@ class Transfers:
     """Between the slots of one process and one store. Called by the loop; `flush` and `delete` by any thread.
 
     Attributes:
-      counts: pages: filled, fill_<outcome>, written, write_<outcome>, writes_skipped, prefetch_used, prefetch_late,
-        prefetch_wasted; cancelled fills.
+      counts: pages: fill_<outcome>, write_<outcome>, writes_skipped, prefetch_used, prefetch_late, prefetch_wasted;
+        calls: fills_refused, cancelled.
       guard: the store with its breaker and counts.
     """
 

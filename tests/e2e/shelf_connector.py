@@ -45,7 +45,7 @@ class Shelf:
         return ConnectorMeta(loads=loads, saves=tuple(plan.saved_pages))
 
     def request_finished(self, seq: Any) -> None:
-        self._asked.pop(seq.request_id, None)
+        del self._asked[seq.request_id]  # it is told once
 
     def bind_connector_metadata(self, meta: ConnectorMeta) -> None:
         self._meta = meta

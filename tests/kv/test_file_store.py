@@ -208,6 +208,17 @@ def test_what_is_in_the_way_of_a_page_goes_and_no_link_is_followed(
     store.close()
 
 
+def test_a_flush_forgets_what_another_server_has_flushed_before(folder: Path) -> None:
+    first = opened(folder)
+    put(first, [key_of(1)])
+    second = opened(folder)
+    first.flush(None)
+    second.flush(None)
+    assert not second.contains([key_of(1)])[0] and not directory(second)._index.num_bytes
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("name", ["pages", "bad"])
 def test_a_link_out_of_the_directory_is_refused(folder: Path, name: str) -> None:
     folder.mkdir(mode=0o700)
@@ -266,17 +277,19 @@ def test_a_full_disk_makes_the_store_smaller(
     assert not [path for path in files(folder) if path.name.endswith(".partial")]
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize(("code", "call"), [(errno.EROFS, "write"), (errno.EACCES, "write"), (errno.EROFS, "unlink")])
 def test_a_disk_that_turns_read_only_is_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, call: str
 ) -> None:
     store = opened(folder)
     put(store, [key_of(1)])
+    if call == "unlink":  # of a page that has to go first
+        directory(store)._index.max_bytes = directory(store)._index.num_bytes
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(code, "cannot be written")
 
-    monkeypatch.setattr(os, "write", refuse)
+    monkeypatch.setattr(os, call, refuse)
     with caplog.at_level(logging.WARNING):
         for number in range(2, 5):
             page = memoryview(page_of(key_of(number)))

@@ -250,8 +250,10 @@ class OtherScheduler:
 
 def test_each_replica_of_an_engine_sends_its_own_and_gives_its_port_back(monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes().install(monkeypatch.setattr)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = 0
+    while not (port and _is_free(port) and _is_free(port + 1)):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
     settings = {"events.port": port, "events.topic": "kv@here@m", "parallel.data": 2}
     four = SamplingParams(temperature=0.0, max_tokens=4)
     with contextlib.ExitStack() as held, LLM.from_config(None, settings) as llm:
