@@ -184,7 +184,8 @@ class PagedAttention:
     included. `row_invariant`: a row's numbers have the same bits in every batch, step shape and cut of its prompt, on
     all that the implementation runs on (tested, not hoped). `host_pages`: the layout of its pages; None: it is not
     written down, and only the same implementation can use them.
-    `selects`: generated tokens see some pages alone (`selection`), so that their numbers follow from which they are.
+    `selects`: generated tokens attend to chosen pages alone (`selection`), so batches must say which tokens those are
+    (`AttentionBatch.prompt_lens`).
     """
 
     name: str

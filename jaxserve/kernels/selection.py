@@ -77,9 +77,10 @@ class Selector(Protocol):
         """Whether each key/value head of a row reads the page of each column of its block table.
 
         `query` is that of the token at position lengths - 1, of which query head n reads key/value head n // (N // K).
-        `tables` name the pages in `summaries`; columns from `lengths` on name any. What is said of those columns and of
-        the newest page is not used: the former are never read, the latter always. A row's choice must follow from that
-        row alone, to the last bit. K, N: of this device.
+        `tables` name the pages in `summaries`; columns behind the newest page name any. What is said of those columns
+        and of the newest page is not used: the former are never read, the latter always. A row's choice must follow
+        from that row alone, to the last bit, and from the summaries of the pages before the newest: that one's may
+        count tokens that come after. K, N: of this device.
         """
         ...
 
@@ -215,20 +216,20 @@ class _Selecting:
         if batch.prompt_lens is None:
             out, pages = self.base.attend(q, k, v, cache.pages, batch, spec)
             return out, dataclasses.replace(cache, pages=pages, summaries=summaries)
-        rows = jnp.minimum(batch.token_rows, batch.context_lens.shape[0] - 1)
-        generated = (batch.token_rows < batch.context_lens.shape[0]) & (batch.positions >= batch.prompt_lens[rows])
-        if batch.decode_only:  # no prompt is in such a step
+        if batch.decode_only:  # no token of a prompt is in such a step
             chosen = _Tokens(q=q, k=k, v=v, tables=batch.block_tables, lengths=batch.context_lens)
             out, pages = self._attend_chosen(chosen, cache.pages, summaries, batch.page_size, spec)
             return out, dataclasses.replace(cache, pages=pages, summaries=summaries)
 
+        num_tokens, num_rows = q.shape[0], batch.context_lens.shape[0]
+        rows = jnp.minimum(batch.token_rows, num_rows - 1)
+        generated = (batch.token_rows < num_rows) & (batch.positions >= batch.prompt_lens[rows])
         # All keys and values are written here, and prompts attend. The tokens of decode rows see their newest page
         # alone, so that this costs little.
         dense = _within_newest_page(batch, generated)
         out, pages = self.base.attend(q, k, v, cache.pages, dense, spec)
         # Most often there are as many as decode rows, and so one turn; a preempted answer that is computed again has
         # more.
-        num_tokens, num_rows = q.shape[0], batch.context_lens.shape[0]
         order = jnp.argsort(~generated, stable=True)  # the generated ones first
         order = jnp.pad(order, (0, -num_tokens % num_rows))
         count = jnp.sum(generated)

@@ -80,6 +80,11 @@ def resolve_selector(config: Config, page_size: int) -> Selector | None:
             f"attention.select is {asked.select!r} and speculation.method {config.speculation.method!r}, but rejected "
             "drafts would widen the summaries of pages, and tokens would depend on drafts; leave one of them out"
         )
+    if asked.select != NONE and config.store.pages == "canonical":
+        raise ConfigError(
+            f"attention.select is {asked.select!r} and store.pages canonical, but summaries of pages have no canonical "
+            "form; leave one of them out"
+        )
     return find_selector(asked.select, SelectorOptions(num_pages=asked.pages, page_size=page_size))
 
 

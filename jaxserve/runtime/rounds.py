@@ -118,10 +118,10 @@ class RoundsStep:
         fed = jnp.concatenate([sampling.last_token[device_rows][:, None], drafts], axis=1)  # [R, W]
         num_fed = jnp.where(taking, 1 + num_drafts, 0)
         batch, tokens = self._flat(fed, num_fed, lens)
-        if self.attention.selects:
-            batch = dataclasses.replace(batch, prompt_lens=inputs.params[:, Field.PROMPT_LEN])
-        batches = group_batches(batch, device_rows, tables, self.layout.max_rows, self.groups)
         prompt_lens = inputs.params[:, Field.PROMPT_LEN]
+        if self.attention.selects:
+            batch = dataclasses.replace(batch, prompt_lens=prompt_lens)
+        batches = group_batches(batch, device_rows, tables, self.layout.max_rows, self.groups)
         hidden, caches, taps = model.with_taps(
             tokens,
             caches,

@@ -4,7 +4,7 @@ follow from it alone, however it is cut, moved, shared or computed again."""
 from typing import Any
 
 import pytest
-from whole import FIXTURES, POOL, build, run, scheduler
+from whole import FIXTURES, POOL, always_loads, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import load_config
@@ -31,6 +31,12 @@ NARROW = POOL | {
     "sched__max_step_tokens": 11,
     "runtime__token_buckets": [11],
 }
+CANONICAL: dict[str, Any] = {
+    "cache__host_bytes": 8 << 20,
+    "store__kind": "memory",
+    "store__max_bytes": 8 << 20,
+    "store__pages": "canonical",
+}
 OPENING = [3 + i * 37 % 90 for i in range(70)]
 ASKED: list[tuple[Any, SamplingParams]] = [
     ([*OPENING, *range(3, 12)], GREEDY),
@@ -50,12 +56,6 @@ def one_by_one(engine: Any, asked: Any) -> list[tuple]:
     return [each for one in asked for each in bits(engine, [one])]
 
 
-def loading(engine: Any) -> Any:
-    """The engine, which takes pages from the host whatever the clock of a busy machine says."""
-    scheduler(engine).memory.costs.note_commit = lambda *args: None
-    return engine
-
-
 @pytest.fixture(scope="module")
 def dense() -> list[tuple]:
     return one_by_one(build(MODEL, **ROOMY), ASKED)
@@ -66,7 +66,8 @@ def test_all_pages_are_dense_attention_whole_in_chunks_hit_by_prefix_preempted_a
     assert one_by_one(engine, ASKED) == dense
     assert bits(engine, ASKED) == dense
     assert scheduler(engine).memory.num_hit_tokens > 0
-    engine = loading(build(MODEL, **NARROW, **ALL))
+    engine = build(MODEL, **NARROW, **ALL)
+    always_loads(engine)
     assert bits(engine, ASKED) == dense
     assert bits(engine, ASKED) == dense
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.tier.num_loaded > 0
@@ -84,7 +85,8 @@ def test_with_few_pages_a_request_has_the_same_bits_however_it_is_run(dense: lis
     whole.append((result.token_ids, result.logprobs))
     assert bits(engine, [*ASKED, second]) == whole
 
-    engine = loading(build(MODEL, **NARROW, **THREE))
+    engine = build(MODEL, **NARROW, **THREE)
+    always_loads(engine)
     assert bits(engine, [second, *ASKED]) == [whole[-1], *whole[:-1]]
     assert bits(engine, [*ASKED, second]) == whole
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.tier.num_loaded > 0
@@ -129,7 +131,7 @@ def test_summaries_are_part_of_a_page() -> None:
         ({"attention__select": "quest"}, "attention.pages is not set"),
         ({"attention__select": "qest", "attention__pages": 4}, "no attention selector is called 'qest'.*'quest'"),
         ({**THREE, "speculation__method": "ngram"}, "rejected drafts would widen"),
-        ({**THREE, "cache__dtype": "float8_e4m3fn"}, "pages are in float8_e4m3fn"),
+        ({**THREE, **CANONICAL}, "no canonical form"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -96,13 +97,13 @@ def test_a_slot_that_is_saved_again_while_its_page_is_on_its_way_gets_the_later_
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     slots = SlotBytes(2, [StagePages(sharding=NamedSharding(mesh, BY_HEADS), words=3)])
     first, later = jnp.full((2, 3), 1, jnp.uint32), jnp.full((1, 3), 2, jnp.uint32)
-    going, as_array = threading.Event(), np.asarray
+    going = threading.Event()
 
     def slow(array: jax.Array) -> np.ndarray:
         assert going.wait(60)
-        return as_array(array)
+        return np.asarray(array)
 
-    monkeypatch.setattr(host_slots.np, "asarray", slow)
+    monkeypatch.setattr(host_slots, "np", SimpleNamespace(asarray=slow))  # NumPy itself is everybody's
     slots.save([0, 1], [first])
     slots.save([1], [later])
     assert slots.num_draining == 3

@@ -54,10 +54,7 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
     temporaries = fit.needs.temporary_bytes if temporary_bytes is None else temporary_bytes
     num_pages = 0 if fit.plan is None else fit.plan.num_pages
     kv_bytes = 0 if fit.plan is None else fit.plan.cache_bytes
-    if fit.plan is None:
-        headroom = fit.budget_bytes - sized.held_bytes - temporaries  # with the least number of pages
-    else:
-        headroom = fit.total_bytes - sized.held_bytes - temporaries
+    available = fit.budget_bytes if fit.plan is None else fit.total_bytes  # in the first case for the fewest pages
     return MemoryUse(
         total_bytes=fit.total_bytes,
         budget_bytes=fit.budget_bytes,
@@ -67,7 +64,7 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
         move_bytes=sized.move_bytes,
         temporary_bytes=temporaries,
         temporaries_compiled=temporary_bytes is not None,
-        headroom_bytes=headroom,
+        headroom_bytes=available - sized.held_bytes - temporaries,
         page_bytes=sized.page_bytes,
         page_size=sized.limits.page_size,
         num_pages=num_pages,
