@@ -216,7 +216,6 @@ def _place(
 ) -> Built:
     """One replica of what is compiled and loaded, with its state: the parts and models of its stages."""
     config, sizes, memory = plan.config, plan.sizes, plan.memory
-    slots = _slot_bytes(plan, loaded) if memory.limits.slots.num_slots else None
     report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
     runner = DeviceRunner(
@@ -234,9 +233,9 @@ def _place(
         num_parts=1 if len(parts) == 1 else config.parallel.microbatches or len(parts),
         vocab_size=loaded[0].partition.vocab_size,
         on_buffer=plan.hooks.on_buffer,
-        slots=slots,
+        slots=_slot_bytes(plan, loaded) if memory.limits.slots.num_slots else None,
     )
-    if slots is not None:
+    if memory.limits.slots.num_slots:
         runner.time_moves()
     if sizes.speculation is not None:
         runner.time_steps()
@@ -248,8 +247,8 @@ def _place(
         compile_report=tuple(report),
         seconds=seconds,
         later=later,
-        page_layout=_page_layout(plan, loaded) if slots is not None else "",
-        slot_form=slot_form(_placed_stages(plan, loaded), plan.attention, sizes) if slots is not None else None,
+        page_layout=_page_layout(plan, loaded) if memory.limits.slots.num_slots else "",
+        slot_form=_slot_form(plan, loaded) if memory.limits.slots.num_slots else None,
     )
 
 
@@ -259,6 +258,10 @@ def _page_layout(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> str:
         for stage, model in zip(plan.stages, loaded, strict=True)
     ]
     return f"{plan.attention.name}, {plan.sizes.page_size} tokens, {', '.join(parts)}"
+
+
+def _slot_form(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> SlotForm | None:
+    return slot_form(_placed_stages(plan, loaded), plan.attention, plan.sizes, loaded[0].cache_scales)
 
 
 def _placed_stages(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> list[AbstractStage]:

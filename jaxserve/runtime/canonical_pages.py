@@ -1,14 +1,15 @@
-"""A page in a form that no layout shows in, from the slots of one engine, through a store, into those of another.
+"""Keys and values in a form that no layout shows in, from the slots of one engine and into those of another.
 
-    for each cache of a layer:   keys [page size, K, H], then values [page size, K, H], in the type of the cache
+    for each layer:            keys [tokens, K, H], then values [tokens, K, H], in the type of the cache
+    for a cache with scales:   float32 [L, 2, K], of keys and of values
 
 K are the heads of the checkpoint. So the form is the same for every implementation of attention (transposed keys,
-joined keys and values, padding), every number of devices (padded and copied heads) and of stages. Engines may exchange
-pages if their model, the type and scales of their cache and the size of their pages are the same. Numbers are moved as
-bits.
+joined keys and values, padding), every number of devices (padded and copied heads), of stages, and of tokens of a page.
+Two engines may exchange it if their model and the type of their cache are the same. Numbers are moved as bits.
 
 All of this is about bytes in host memory, as `page_moves` packs them and `host_slots` keeps them: no step is compiled
-for it.
+for it. `SlotForm` is the layout of a slot; `export_pages` and `import_pages` are about pages of one sequence;
+`SlotForm.to_page` and `from_page` are about a page by itself, as stores keep it.
 """
 
 import collections
@@ -21,7 +22,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.errors import ConfigError
 from jaxserve.kernels.paged_attention import HostPages, PagedAttention
+from jaxserve.models.cache_scales import CacheScales
 from jaxserve.models.decoder import CachePlace
 from jaxserve.models.partition import Partition
 from jaxserve.runtime.executables import AbstractStage, Sizes, packed_sharding, packed_words
@@ -109,11 +112,13 @@ class SlotForm:
 
     Attributes:
       host_pages: of the implementation of attention.
+      scales: bytes of the scales, as the canonical form has them; empty where the cache needs none.
     """
 
     host_pages: HostPages
     page_size: int
     stages: tuple[StageForm, ...]
+    scales: bytes = b""
 
     @property
     def slot_bytes(self) -> int:
@@ -140,6 +145,12 @@ class SlotForm:
             start += len(stage.caches)
         return tuple(found)
 
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, those of a drafter last."""
+        caches = self.caches
+        return tuple(caches[place.slot].kind for place in self.places)
+
     def describe(self) -> str:
         """A text that is equal where `to_page` gives the same bytes for the same keys and values."""
         kinds = collections.Counter(str(cache.kind) for cache in self.caches)
@@ -155,7 +166,7 @@ class SlotForm:
         found: list[KeysValues] = []
         start = 0
         for stage in self.stages:
-            pages = [self._zeros(len(slots), cache.kind) for cache in stage.caches]
+            pages = [self.zeros(len(slots), cache.kind) for cache in stage.caches]
             for device in range(stage.num_devices):
                 for cache, (keys, values) in zip(stage.caches, pages, strict=True):
                     leaves = []
@@ -210,13 +221,15 @@ class SlotForm:
     def _side_bytes(self, kind: LayerKind) -> int:
         return self.page_size * kind.num_heads * kind.head_dim * kind.bits.itemsize
 
-    def _zeros(self, count: int, kind: LayerKind) -> KeysValues:
+    def zeros(self, count: int, kind: LayerKind) -> KeysValues:
         """Of so many pages."""
         shape = (count, self.page_size, kind.num_heads, kind.head_dim)
         return np.zeros(shape, kind.bits), np.zeros(shape, kind.bits)
 
 
-def slot_form(stages: Sequence[AbstractStage], attention: PagedAttention, sizes: Sizes) -> SlotForm | None:
+def slot_form(
+    stages: Sequence[AbstractStage], attention: PagedAttention, sizes: Sizes, scales: CacheScales | None
+) -> SlotForm | None:
     """The form of the slots of one replica, whose stages have their meshes.
 
     None where the implementation's layout is not known, or another process has a part of each page.
@@ -238,10 +251,109 @@ def slot_form(stages: Sequence[AbstractStage], attention: PagedAttention, sizes:
                 places.append(CachePlace(drafter.group, len(caches)))
                 caches.append(own)
         forms.append(StageForm(caches=tuple(caches), places=tuple(places)))
-    form = SlotForm(host_pages=attention.host_pages, page_size=sizes.page_size, stages=tuple(forms))
+    form = SlotForm(
+        host_pages=attention.host_pages,
+        page_size=sizes.page_size,
+        stages=tuple(forms),
+        scales=b"" if scales is None else np.stack([scales.keys, scales.values], axis=1).tobytes(),
+    )
     packed = sum(_WORD * stage.mesh.size * packed_words(stage, attention, sizes) for stage in stages)
     assert form.slot_bytes == packed, (form.slot_bytes, packed)
     return form
+
+
+class GroupPages(NamedTuple):
+    """Successive whole pages of a sequence, of one page group.
+
+    Attributes:
+      first: number of the first of them in the sequence; 0 but for layers with a window.
+      slots: uint8 [S, slot_bytes].
+    """
+
+    first: int
+    slots: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanonicalPages:
+    """Keys and values of tokens of one sequence.
+
+    Attributes:
+      layers: the kind of each layer.
+      starts: of each layer, the position of its first token.
+      end: the position behind the last token of all layers.
+      data: the canonical form.
+    """
+
+    layers: tuple[LayerKind, ...]
+    starts: tuple[int, ...]
+    end: int
+    data: bytes
+
+
+def export_pages(form: SlotForm, groups: Sequence[GroupPages]) -> CanonicalPages:
+    """The canonical form of pages that end at the same token. `groups`: the pages of each page group."""
+    ends = {group.first + len(group.slots) for group in groups}
+    assert len(ends) == 1, ends
+    pages = [form.read(group.slots) for group in groups]
+    data = [np.ascontiguousarray(side).tobytes() for place in form.places for side in pages[place.group][place.slot]]
+    return CanonicalPages(
+        layers=form.layers,
+        starts=tuple(groups[place.group].first * form.page_size for place in form.places),
+        end=ends.pop() * form.page_size,
+        data=b"".join([*data, form.scales]),
+    )
+
+
+def import_pages(form: SlotForm, pages: CanonicalPages) -> list[GroupPages]:
+    """The slots of each page group, of whole pages alone: tokens that do not fill one are left out.
+
+    Raises ConfigError for pages of another model or cache.
+    """
+    if pages.layers != form.layers:
+        raise ConfigError(
+            f"the pages are of {_describe(pages.layers)}, but this model has {_describe(form.layers)}; "
+            "the checkpoint and cache.dtype of both engines must be the same"
+        )
+    counts = [
+        (pages.end - start) * kind.num_heads * kind.head_dim
+        for start, kind in zip(pages.starts, pages.layers, strict=True)
+    ]
+    needed = sum(2 * count * kind.bits.itemsize for count, kind in zip(counts, pages.layers, strict=True))
+    if min(counts) < 0 or len(pages.data) != needed + len(form.scales):
+        raise ConfigError(
+            f"the pages have {len(pages.data)} bytes, but tokens up to {pages.end} of this model have "
+            f"{needed + len(form.scales)}; export them again"
+        )
+    if pages.data[needed:] != form.scales:
+        raise ConfigError(
+            "the pages were kept with other scales than this cache has; cache.scales of both engines must be the same"
+        )
+    sides, at = [], 0
+    for count, kind in zip(counts, pages.layers, strict=True):
+        for _ in range(2):
+            found = np.frombuffer(pages.data, kind.bits, count, at)
+            sides.append(found.reshape(-1, kind.num_heads, kind.head_dim))
+            at += found.nbytes
+    return [_group_slots(form, pages, sides, group) for group in range(1 + max(place.group for place in form.places))]
+
+
+def _group_slots(form: SlotForm, pages: CanonicalPages, sides: Sequence[np.ndarray], group: int) -> GroupPages:
+    """`sides`: [tokens, K, H], the keys and the values of each layer."""
+    size, places = form.page_size, form.places
+    layers = [layer for layer, place in enumerate(places) if place.group == group]
+    first, end = max(-(-pages.starts[layer] // size) for layer in layers), pages.end // size
+    count = max(0, end - first)
+    held = [form.zeros(count, cache.kind) for cache in form.caches]
+    for layer in layers:
+        begin = first * size - pages.starts[layer]
+        for into, side in zip(held[places[layer].slot], sides[2 * layer : 2 * layer + 2], strict=True):
+            into[:] = side[begin : begin + count * size].reshape(into.shape)
+    return GroupPages(first, form.write(held))
+
+
+def _describe(layers: Sequence[LayerKind]) -> str:
+    return ", ".join(f"{count} layers of {kind}" for kind, count in collections.Counter(layers).items())
 
 
 def _held(heads: Sequence[int | None]) -> tuple[list[int], list[int]]:

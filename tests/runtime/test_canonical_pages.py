@@ -1,5 +1,6 @@
 """Pages in their canonical form: the same bytes from every layout, and into every layout."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import CACHE_DTYPES, AttentionBatch, PagedAttention, stored
@@ -16,7 +18,15 @@ from jaxserve.kernels.pallas.tpu_layout import PageShape
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import find_family
 from jaxserve.models.partition import Partition
-from jaxserve.runtime.canonical_pages import CacheForm, SlotForm, StageForm
+from jaxserve.runtime.canonical_pages import (
+    CacheForm,
+    CanonicalPages,
+    GroupPages,
+    SlotForm,
+    StageForm,
+    export_pages,
+    import_pages,
+)
 from jaxserve.runtime.mesh import layer_ranges
 from jaxserve.runtime.page_groups import PageGroups
 
@@ -27,7 +37,7 @@ BODIES = {
     "mosaic_gpu": "gpu",
     "mosaic_tpu": "tpu",
 }
-HEADS, LAYERS = 3, 3  # uneven on 2 devices, padded on 4, copied on 8
+TOKENS, HEADS, LAYERS = 256, 3, 3  # uneven on 2 devices, padded on 4, copied on 8
 HEAD_DIMS = {"mosaic_gpu": 40, "mosaic_tpu": 40}  # no whole lanes
 
 
@@ -65,6 +75,7 @@ def form(
     stages: int = 1,
     head_dim: int = 32,
     groups: PageGroups | None = None,
+    scales: bytes = b"",
 ) -> SlotForm:
     config = model(head_dim)
     groups = groups or PageGroups.of([None] * LAYERS, 512)
@@ -80,32 +91,43 @@ def form(
         stages=tuple(
             StageForm(caches=(cache,) * groups.num_slots(layers), places=groups.places(layers)) for layers in ranges
         ),
+        scales=scales,
     )
 
 
-def filled(layout: SlotForm, page: bytes) -> bytes:
-    """The slot of that page, which gives the page back."""
-    slot = bytearray(layout.slot_bytes)
-    layout.from_page(memoryview(page), memoryview(slot))
-    assert layout.to_page(memoryview(slot)) == page
-    return bytes(slot)
+def anything(layout: SlotForm, starts: list[int] | None = None) -> CanonicalPages:
+    """Random bits."""
+    layers = layout.layers
+    starts = starts or [0] * len(layers)
+    sizes = [
+        (TOKENS - at) * 2 * k.num_heads * k.head_dim * k.bits.itemsize for at, k in zip(starts, layers, strict=True)
+    ]
+    data = np.random.default_rng(7).bytes(sum(sizes)) + layout.scales
+    return CanonicalPages(layers=layers, starts=tuple(starts), end=TOKENS, data=data)
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_layout_gives_the_bytes_that_it_was_given(name: str) -> None:
     attention, head_dim = body(name), HEAD_DIMS.get(name, 32)
-    for dtype, page_size in itertools.product(CACHE_DTYPES, (16, 64, 128)):
-        numbers = LAYERS * 2 * page_size * HEADS * head_dim
-        page = np.random.default_rng(7).bytes(numbers * jnp.dtype(dtype).itemsize)
-        slots, descriptions = [], set()
-        for tensor, stages in itertools.product((1, 2, 4, 8), (1, 2)):
-            layout = form(attention, dtype, page_size=page_size, tensor=tensor, stages=stages, head_dim=head_dim)
-            assert layout.page_bytes == len(page)
-            slots.append((stages, filled(layout, page)))
-            descriptions.add(layout.describe())
-        # All layouts got the same page, so each gives what any other takes; and no layout is another's.
-        assert len(descriptions) == 1 and f"{page_size} tokens" in descriptions.pop()
-        assert len({slot for stages, slot in slots if stages == 1}) == 4
+    for dtype in CACHE_DTYPES:
+        wanted, slots_before = None, []
+        for tensor, page_size, stages in itertools.product((1, 2, 4, 8), (16, 64, 128), (1, 2)):
+            layout = form(
+                attention, dtype, page_size=page_size, tensor=tensor, stages=stages, head_dim=head_dim, scales=b"2.5"
+            )
+            # All layouts get the same pages, so each gives what any other takes.
+            wanted = wanted or anything(layout)
+            [pages] = import_pages(layout, wanted)
+            assert pages.slots.shape == (TOKENS // page_size, layout.slot_bytes)
+            found = export_pages(layout, [pages])
+            assert found == wanted, (dtype, tensor, page_size, stages)
+            # A page by itself, as stores keep it; and no layout is another's.
+            slot = bytearray(layout.slot_bytes)
+            page = layout.to_page(memoryview(pages.slots[1].tobytes()))
+            layout.from_page(memoryview(page), memoryview(slot))
+            assert len(page) == layout.page_bytes and slot == pages.slots[1].tobytes()
+            slots_before.append((stages, pages.slots.tobytes()))
+        assert len({slots for stages, slots in slots_before if stages == 1}) == 12
 
 
 @pytest.mark.parametrize(("dtype", "page_size"), [("bfloat16", 16), ("float8_e4m3fn", 20)])
@@ -154,24 +176,52 @@ def test_the_layout_of_an_implementation_is_where_it_writes(name: str, dtype: st
 
 def test_heads_are_where_their_devices_have_them() -> None:
     """Three heads on eight devices: each is copied to two, and two devices have padding."""
-    layout = form(body("xla_batched"), "float32", tensor=8)
+    layout = form(body("xla_batched"), "float32", tensor=8, page_size=16)
     [cache, *_] = layout.caches
     assert cache.heads == ((0,), (1,), (1,), (2,), (2,), (None,), (None,), (0,))  # devices 1 to 7, then 0
-    page = np.random.default_rng(7).integers(0, 1 << 32, (LAYERS, 2, 16, HEADS, 32), np.uint32)
-    slot = filled(layout, page.tobytes())
-    for heads, found in zip(cache.heads, np.frombuffer(slot, np.uint32).reshape(8, LAYERS, 2, 16, 32), strict=True):
-        [head] = heads
-        assert np.array_equal(found, np.zeros_like(found) if head is None else page[:, :, :, head])
+    [pages] = import_pages(layout, anything(layout))
+    by_device = pages.slots.reshape(len(pages.slots), 8, -1)
+    assert np.array_equal(by_device[:, 0], by_device[:, 7]) and np.array_equal(by_device[:, 1], by_device[:, 2])
+    assert not by_device[:, 5:7].any() and by_device[:, 3].any()
+    assert not np.array_equal(by_device[:, 0], by_device[:, 1])
 
 
-def test_pages_of_layers_with_windows_follow_from_the_stages() -> None:
-    """Layers of several groups share a cache, and other stages other ones: then no page is the other's."""
+def test_layers_with_windows_have_their_last_tokens() -> None:
     groups = PageGroups.of([None, 40, 40, None, 40, 40, None, 40], 512)
     assert len(groups.groups) > 1
-    one, other, two = (
-        form(body(name), "bfloat16", groups=groups, tensor=tensor, stages=stages)
-        for name, tensor, stages in (("xla", 1, 1), ("xla_batched", 2, 1), ("numba_cpu", 2, 2))
-    )
-    assert one.describe() == other.describe() != two.describe()
-    for layout in (one, other, two):
-        filled(layout, np.random.default_rng(7).bytes(layout.page_bytes))
+    one = form(body("xla"), "bfloat16", groups=groups)
+    two = form(body("numba_cpu"), "bfloat16", groups=groups, page_size=64, tensor=2, stages=2)
+    assert one.describe() != two.describe()  # a page by itself has other layers
+    starts = [192 if window else 0 for window in groups.windows]
+    wanted = anything(one, starts)
+    there = import_pages(two, wanted)
+    assert [pages.first for pages in there] == [3 if group.window else 0 for group in groups.groups]
+    assert export_pages(two, there) == wanted
+    here = import_pages(one, export_pages(two, there))
+    assert export_pages(one, here) == wanted
+
+
+def test_whole_pages_alone_are_taken() -> None:
+    small, large = (form(body("xla"), "int8", page_size=size) for size in (16, 128))
+    wanted = anything(small)
+    [pages] = import_pages(small, wanted)
+    cut = export_pages(small, [GroupPages(1, pages.slots[1:15])])  # tokens 16 to 239
+    assert (cut.starts, cut.end) == ((16,) * LAYERS, 240)
+    [found] = import_pages(large, cut)
+    assert (found.first, len(found.slots)) == (1, 0)
+    [found] = import_pages(large, export_pages(small, [GroupPages(0, pages.slots[:15])]))
+    [whole] = import_pages(large, wanted)
+    assert found.first == 0 and np.array_equal(found.slots, whole.slots[:1])
+
+
+def test_pages_of_something_else_are_refused() -> None:
+    layout = form(body("xla"), "int8", scales=b"1234")
+    pages = anything(layout)
+    with pytest.raises(ConfigError, match="in int8, but this model has 3 layers of 3 heads of 32 in bfloat16"):
+        import_pages(form(body("xla"), "bfloat16"), pages)
+    with pytest.raises(ConfigError, match="other scales"):
+        import_pages(dataclasses.replace(layout, scales=b"1235"), pages)
+    with pytest.raises(ConfigError, match="export them again"):
+        import_pages(layout, dataclasses.replace(pages, data=pages.data[1:]))
+    with pytest.raises(ConfigError, match="export them again"):
+        import_pages(layout, dataclasses.replace(pages, end=TOKENS + 16))
