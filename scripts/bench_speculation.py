@@ -101,25 +101,29 @@ class Found(NamedTuple):
 
 
 class Questions:
-    """Held-out questions of the tasks. Stories are drawn at random, none twice."""
+    """Held-out questions of the tasks, none twice."""
 
     def __init__(self) -> None:
-        self._stories: set[str] = set()
+        self._asked: set[str] = set()
 
     def draw(self, task: str, items: int, seed: int) -> list[Chat]:
         if task == MIXTURE:
             share = -(-items // (len(TASKS) + 1))
             by_task = [self.draw(one, share, seed) for one in (*TASKS, "story")]
             return [chat for chats in zip(*by_task, strict=True) for chat in chats][:items]
-        if task != "story":
-            return [item.messages for item in held_out_items(task, items, seed)]
-        rng, found = random.Random(seed), []
-        while len(found) < items:
-            asked = story_turn(rng)[0]
-            if asked not in self._stories:
-                self._stories.add(asked)
-                found.append([{"role": "user", "content": asked}])
-        return found
+        if task == "story":
+            rng = random.Random(seed)
+            drawn = ([{"role": "user", "content": story_turn(rng)[0]}] for _ in itertools.count())
+        else:
+            drawn = (list(item.messages) for item in held_out_items(task, 4 * items, seed))
+        found: list[Chat] = []
+        for chat in drawn:
+            if str(chat) not in self._asked:
+                self._asked.add(str(chat))
+                found.append(chat)
+            if len(found) == items:
+                return found
+        sys.exit(f"{task} has too few held-out questions for rounds of {items}, none of them twice; ask for fewer")
 
 
 def answer(llm: LLM, chats: list[Chat], streams: int) -> Found:

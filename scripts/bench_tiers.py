@@ -13,7 +13,8 @@ and folders of its own, so nothing that one has stored can be found by another.
 
 restart   An engine answers prompts of 900 tokens on an empty directory and ends; a second one on the same directory
           answers them again, in turn with new ones of the same length. Times to the first token of both, the share of
-          full pages that was found, and whether tokens are equal.
+          full pages that was found, and whether tokens are equal. The system still has files that were just written
+          in its memory, here and in the chats: these are no times of a drive.
 chats     64 chats of 8 turns, turn by turn, over a device that holds a tenth of their tokens: without a tier, with
           host memory for half of them, and with a directory for all behind that. One request at a time. The same
           requests are then simulated, with costs fitted to the step log of another round.
@@ -21,7 +22,8 @@ llamacpp  The chats of a round by llama.cpp, with states of whole chats in host 
           many bytes as the directory has. Its environment is that of `scripts/peers/setup_peers.sh`.
 throttle  900-token prompts whose pages only a throttled store has, half and twice as fast as computing: the engine's
           own choice beside the same engine made to load always, and never.
-steps     The time of a step of 16 rows without tiers, beside that of a checkout from before there were any.
+steps     The time of a step of 16 rows without tiers, beside that of a checkout from before there were any, with
+          whatever else has changed since.
 """
 
 import argparse
@@ -35,7 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -206,17 +208,23 @@ def chats(seed: str, folder: Path, work: Path) -> dict[str, object]:
     return found
 
 
-def talk(seed: str, answer) -> list[Asked]:
-    """All chats, turn by turn, in an order that is drawn anew for each turn."""
-    rng = random.Random(f"chats {seed}")
+def talk(seed: str, answer: Callable[[list[int]], Asked]) -> list[Asked]:
+    """All chats, turn by turn."""
     said: list[list[int]] = [[] for _ in range(CHATS)]
     asked = []
+    for chat, tokens in turns_of(seed):
+        said[chat] += tokens
+        asked.append(answer(said[chat]))
+        said[chat] += asked[-1].tokens
+    return asked
+
+
+def turns_of(seed: str) -> Iterator[tuple[int, list[int]]]:
+    """The chat of each request and what is said in it, in an order that is drawn anew for each turn."""
+    rng = random.Random(f"chats {seed}")
     for _ in range(TURNS):
         for chat in rng.sample(range(CHATS), CHATS):
-            said[chat] += [rng.randint(10, 1100) for _ in range(SAID)]
-            asked.append(answer(said[chat]))
-            said[chat] += asked[-1].tokens
-    return asked
+            yield chat, [rng.randint(10, 1100) for _ in range(SAID)]
 
 
 def figures_of(asked: Sequence[Asked]) -> dict[str, float]:
@@ -236,7 +244,7 @@ def most_hits() -> float:
     return sum(length // PAGE * PAGE for length in before) / sum(lengths)
 
 
-def simulate_chats(mode: str, row: dict, log: Path, folder: Path) -> dict[str, float]:
+def simulate_chats(mode: str, seed: str, row: dict, log: Path, folder: Path) -> dict[str, float]:
     """The requests of a round of a mode, simulated with costs that are fitted to the log of another round."""
     from jaxserve.lab.simulation.simulate import SimRequest, simulate
     from jaxserve.lab.simulation.store import StoreLink
@@ -249,10 +257,11 @@ def simulate_chats(mode: str, row: dict, log: Path, folder: Path) -> dict[str, f
     world = world_of_log(log, load_config(None, settings).config, store_link=link)
     said: list[list[int]] = [[] for _ in range(CHATS)]
     trace = []
-    for number, (submitted_s, _, prompt_len, _) in enumerate(row["requests"]):
-        chat = row["chats"][number]
-        token = 10**6 + number
-        said[chat] += [10**9 + 1000 * number + place for place in range(SAID)]
+    for number, ((chat, tokens), (submitted_s, _, prompt_len, _)) in enumerate(
+        zip(turns_of(seed), row["requests"], strict=True)
+    ):
+        token = 10**6 + number  # what is answered is of no matter, only that no two answers are equal
+        said[chat] += tokens
         assert len(said[chat]) == prompt_len
         request = Request(
             request_id=str(number),
@@ -271,18 +280,6 @@ def simulate_chats(mode: str, row: dict, log: Path, folder: Path) -> dict[str, f
         for one in by_id
     ]
     return figures_of(asked)
-
-
-def order_of(seed: str) -> list[int]:
-    """The chat of each request of `talk`."""
-    order: list[int] = []
-    rng = random.Random(f"chats {seed}")
-    for _ in range(TURNS):
-        for chat in rng.sample(range(CHATS), CHATS):
-            order.append(chat)
-            for _ in range(SAID):
-                rng.randint(10, 1100)
-    return order
 
 
 # ---- throttle ------------------------------------------------------------------------------------------------------
@@ -326,12 +323,12 @@ def throttle(seed: str, folder: Path) -> dict[str, object]:
             loader._is_slower = lambda *args: True
             ask(engine, prompts_of(f"{seed} {ratio} warm again", 1)[0], 1)
             again = [ask(engine, prompt, 1) for prompt in prompts]
-        compute_s = statistics.median(one.ttft_s for one in again)
+        never_s = statistics.median(one.ttft_s for one in again)
         load_s = statistics.median(one.ttft_s for one in loaded)
         chosen_s = [one.ttft_s for one in chosen]
-        best_s = min(load_s, compute_s)
+        best_s = min(load_s, never_s)
         found[f"{ratio:g}"] = {
-            "compute_ms": 1e3 * compute_s,
+            "compute_ms": 1e3 * never_s,
             "load_ms": 1e3 * load_s,
             "chosen_ms": 1e3 * statistics.median(chosen_s[1:]),
             "first_ms": 1e3 * chosen_s[0],
@@ -505,16 +502,12 @@ def show_chats(rounds: list[dict], work: Path, console: Console) -> dict[str, ob
     for mode in rounds[0]["found"]:
         real = [one["found"][mode] for one in rounds]
         row = {name: statistics.median(one[name] for one in real) for name in names}
-        off = [one["found"]["off"] for one in rounds]
-        row["ttft_ratio_to_off"] = statistics.median(
-            one["ttft_p50_ms"] / other["ttft_p50_ms"] for one, other in zip(off, real, strict=False)
-        )
         ratios: dict[str, float] = {}
         others = [_other_log(work, row["log"], mode) for row in real]
         if all(others):
             with tempfile.TemporaryDirectory() as folder:
                 simulated = [
-                    simulate_chats(mode, {**row, "chats": order_of(one["seed"])}, log, Path(folder))
+                    simulate_chats(mode, one["seed"], row, log, Path(folder))
                     for one, row, log in zip(rounds, real, others, strict=True)
                     if log is not None
                 ]
@@ -552,7 +545,8 @@ def main() -> int:
         return 0
     if args.part == "steps" and args.before is None:
         parser.error("steps needs --before CHECKOUT")
-    number = len(list(args.work.glob(f"{args.part}-*.json")))
+    done = [int(file.stem.split("-")[1]) for file in args.work.glob(f"{args.part}-*.json")]
+    number = max(done, default=-1) + 1  # not their count: somebody may have taken a disturbed round away
     seed = f"{number}"
     rates = machine_rates()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,13 +1,17 @@
-"""A million simulated requests of a recorded trace's shape: without tiers, with them, and policies beside the best one.
+"""Simulated requests of a recorded trace's shape: without tiers, with them, and policies beside the best one.
 
-    python scripts/simulate_tiers.py conversation_trace.jsonl --work DIR --minutes 5   # again, until all are done
-    python scripts/simulate_tiers.py conversation_trace.jsonl --work DIR --json benchmarks/tiers_simulated.json
+    python scripts/simulate_tiers.py TRACE --work DIR --minutes 5   # again, until all are done
+    python scripts/simulate_tiers.py TRACE --work DIR --first 0 --json benchmarks/tiers_simulated.json
+
+The second call simulates nothing, and sums up the parts that are done. Parts of one number have the same requests, so
+tiers of which not equally many parts are done are best compared by `hit_rate_of_parts`, which is in order of number.
 
 The trace is Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces), whose conversations are drawn
 again and again (`workloads.conversations`): each part is a server of its own with a seed of its own. Lengths are an
 eighth of the recorded ones, and so are the blocks that requests share: 64 tokens, a page. The device has as many of
-these pages as one with all its memory would have pages of the recorded blocks. Scheduler and tiers are the objects
-that an engine runs; times are those of a roofline, of a link to host memory, and of a store's link.
+these pages as one with all its memory would have pages of the recorded blocks; host memory and the store have as many
+as their bytes hold of the small ones, which is eight times as many. Scheduler and tiers are the objects that an engine
+runs; times are those of a roofline, of a link to host memory, and of a store's link.
 
 "off" has no tier, "host" host memory, "host, disk" a store of files behind it. The other policies stand in the place of
 "host". A hit is a block of a prompt that was found when its sequence was first placed; Belady's policy, which knows the
@@ -19,7 +23,6 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -143,14 +146,13 @@ def run(part: Part) -> dict[str, object]:
     }
 
 
-def summarise(rows: list[dict]) -> dict[str, float]:
+def summarise(rows: list[dict]) -> dict[str, object]:
     """The parts of a tier together."""
     total = {name: sum(row[name] for row in rows) for name in rows[0] if name != "ttft_s"}
-    rates = [row["hits"] / row["blocks"] for row in rows]
-    result = {
+    result: dict[str, object] = {
         "requests": total["requests"],
         "hit_rate": total["hits"] / total["blocks"],
-        "hit_rate_of_parts": [min(rates), statistics.median(rates), max(rates)],
+        "hit_rate_of_parts": [row["hits"] / row["blocks"] for row in rows],
         "cpu_s": total["cpu_s"],
     }
     if "room_for_all" in total:

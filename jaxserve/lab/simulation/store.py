@@ -1,9 +1,9 @@
 """A store of pages on a virtual clock: what it holds, and when a fill or a write ends.
 
-The model of its input and output. Calls take `streams` turns at once in each direction, as the threads of `Transfers`
-do; a call begins when a turn is free, waits for the latency, and then its pages cross the link one after the other.
-Reads share one link, writes another, and each moves a page at a time. Pages that would come after the deadline of
-their fill do not come, and the fill ends then. Which pages stay is up to a policy of `sched.tier_policy`.
+The model of its input and output. Each direction has as many turns as `Transfers` has threads for it; a call begins
+when a turn is free, waits for the latency, and then its pages cross the link one after the other. Reads share one link,
+writes another, and each moves a page at a time. Pages that would come after the deadline of their fill do not come, and
+the fill ends then. Which pages stay is up to a policy of `sched.tier_policy`.
 """
 
 import collections
@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from jaxserve.config.schema import StoreConfig
 from jaxserve.errors import ConfigError
+from jaxserve.kv.transfer import TransferOptions
 from jaxserve.lab.simulation.values import VirtualClock
 from jaxserve.sched.loading import Filled, StoreCounts, StoreKey, Written
 from jaxserve.sched.tier_policy import TierOptions, create_tier_policy
 
 _BOUNDLESS = 2**40  # pages of a store that somebody else bounds
-_MAX_FILLS, _MAX_WRITES = 64, 256  # that wait, as in `kv.TransferOptions`
+_BOUNDS = TransferOptions()  # of the engine, which has no others
 
 
 class StoreLink(NamedTuple):
@@ -49,7 +50,6 @@ class StoreModel:
       page_bytes: of a page, as it crosses the link.
       latency_s: of each call, before its first byte.
       bandwidth: bytes a second, of each direction.
-      read_streams, write_streams: calls at once.
       policy, admission: which pages stay, and which are taken in; see `sched.tier_policy`.
 
     Raises ConfigError when a value is out of range, or the policy does not exist.
@@ -59,13 +59,11 @@ class StoreModel:
     page_bytes: int
     latency_s: float
     bandwidth: float
-    read_streams: int = 2
-    write_streams: int = 1
     policy: str = "lru"
     admission: str = "always"
 
     def __post_init__(self) -> None:
-        for name in ("num_pages", "page_bytes", "read_streams", "write_streams"):
+        for name in ("num_pages", "page_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a simulated store is {getattr(self, name)}, but must be 1 or more")
         if not 0 <= self.latency_s < math.inf or not self.bandwidth > 0:
@@ -138,8 +136,8 @@ class SimulatedStore:
         page_s = model.page_bytes / model.bandwidth
         self._model = model
         self._clock = clock
-        self._reads = _Link(model.read_streams, model.latency_s, page_s)
-        self._writes = _Link(model.write_streams, model.latency_s, page_s)
+        self._reads = _Link(_BOUNDS.fill_threads, model.latency_s, page_s)
+        self._writes = _Link(_BOUNDS.write_threads, model.latency_s, page_s)
         self._policy = create_tier_policy(model.policy, TierOptions(admission=model.admission))
         self._kept: dict[bytes, str] = {}  # by content; its salt
         self._tickets = itertools.count(1)
@@ -160,7 +158,7 @@ class SimulatedStore:
 
     def fill(self, keys: Sequence[StoreKey], slots: Sequence[int], deadline_s: float) -> int | None:
         """See `SlotStore`."""
-        if self._num_fills >= _MAX_FILLS:
+        if self._num_fills >= _BOUNDS.max_fills:
             return None
         ticket, now_s = next(self._tickets), self._clock.now_s
         there = [key.content in self._kept for key in keys]
@@ -198,7 +196,7 @@ class SimulatedStore:
 
     def write(self, key: StoreKey, slot: int) -> bool:
         """See `SlotStore`."""
-        if self._num_writes >= _MAX_WRITES:
+        if self._num_writes >= _BOUNDS.max_writes:
             self._counts["write_skipped"] += 1
             return False
         _, end_s = self._writes.move(1, self._clock.now_s, math.inf)
