@@ -321,10 +321,11 @@ class Loader:
         entry, at = place
         return entry.slots[at] != NO_SLOT and not self._tier.has(entry, at)
 
-    def until_s(self, seq: Sequence) -> float | None:
-        """The time until which `seq` waits, if `holds_back` has said that it does."""
-        wait = self._waits.get(seq)
-        return None if wait is None else wait.until_s
+    def until_s(self, seq: Sequence) -> float:
+        """The time until which `seq` waits, of which `holds_back` has said that it does."""
+        until_s = self._waits[seq].until_s
+        assert until_s is not None, seq
+        return until_s
 
     def note_placed(self, seq: Sequence) -> None:
         """`seq` has its row and pages: what was prefetched for it and is not loaded now was in vain."""
