@@ -100,12 +100,14 @@ class CacheControl:
                 )
             return order(scheduler)
 
-        try:
-            return replica.call(carry_out).result(_TURN_S)
-        except concurrent.futures.TimeoutError as error:
+        done = replica.call(carry_out)
+        concurrent.futures.wait([done], _TURN_S)
+        if done.cancel():
             raise DeadlineExceeded(
-                f"the loop of the engine did not come round within {_TURN_S:.0f} s; it will still do what was asked"
-            ) from error
+                f"the loop of the engine did not come round within {_TURN_S:.0f} s, and will not do what was asked of "
+                "it; send it again"
+            )
+        return done.result()
 
 
 def _sum(parts: Sequence[Flushed]) -> Flushed:

@@ -26,13 +26,15 @@ class Wake(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Work with the scheduler between two steps."""
+    """Work with the scheduler between two steps, unless `done` is cancelled before."""
 
     work: Callable[[Scheduler], Any]
     done: concurrent.futures.Future[Any]
 
     def carry_out(self, scheduler: Scheduler) -> None:
         """A typed error is the caller's. After any other the scheduler's state is unknown, so it is raised as well."""
+        if not self.done.set_running_or_notify_cancel():
+            return
         try:
             self.done.set_result(self.work(scheduler))
         except JaxserveError as error:
@@ -40,6 +42,11 @@ class Call(NamedTuple):
         except BaseException as error:
             self.done.set_exception(error)
             raise
+
+    def refuse(self, error: JaxserveError) -> None:
+        """The loop has ended before its turn."""
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
 
 
 class Interrupt(NamedTuple):

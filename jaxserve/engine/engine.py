@@ -206,7 +206,8 @@ class Engine:
     def call(self, work: Callable[[Scheduler], T]) -> "concurrent.futures.Future[T]":
         """The loop calls `work` with its scheduler between two steps, in a drain too. Any thread.
 
-        The result has the typed error that `work` raises; any other one ends the loop as well. Raises EngineStopped.
+        The result has the typed error that `work` raises; any other one ends the loop as well. A result that is
+        cancelled in time is not worked for. Raises EngineStopped.
         """
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._gate:
@@ -290,7 +291,7 @@ class Engine:
                     try:
                         scheduler.add(request)
                     except JaxserveError as error:
-                        live.refuse(command, error)
+                        live.refuse(request.request_id, error)
             elif isinstance(command, Abort):
                 live.abort(command)
             elif isinstance(command, Call):
@@ -472,7 +473,7 @@ class Engine:
             if isinstance(command, Submit):
                 unheard.append(command)
             elif isinstance(command, Call):
-                command.done.set_exception(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
+                command.refuse(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
         self._live.end_all(unheard, error, reason, in_order=self.failure is None)
         self._set_working(False)
         self._idle.set()

@@ -111,10 +111,11 @@ class LiveRequests:
         )
         return dataclasses.replace(request, resume=dataclasses.replace(request.resume, sequences=sequences))
 
-    def refuse(self, command: Submit, error: JaxserveError) -> None:
+    def refuse(self, request_id: str, error: JaxserveError) -> None:
         """The scheduler does not take a request that has been entered: tells its client why."""
-        self._forget(self.by_id[command.request.request_id])
-        self._decline(command, error)
+        live = self.by_id[request_id]
+        self._remove(live)
+        live.fail(error)
 
     def _decline(self, command: Submit, error: JaxserveError) -> None:
         self._waiting.leave(command.request, len(command.request.open_indices), first=True)

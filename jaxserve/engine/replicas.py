@@ -74,7 +74,7 @@ class _Routed:
     def move(self) -> None:
         """The replica is gone: the next one goes on behind what the client has."""
         known = tuple(Known(tuple(part.token_ids), part.num_chars, part.finished) for part in self.parts)
-        if any(part.token_ids for part in self.parts):
+        if any(part.token_ids or part.finished for part in self.parts):
             self.sent = dataclasses.replace(self.request, resume=Resume(sequences=known, reason=ResumeReason.DIED))
 
 
@@ -180,7 +180,7 @@ class EngineGroup:
         """Hands the request to a replica. `sink` gets every update, the last one with `last` set.
 
         Raises QueueFull when every living replica is full, and otherwise as `Engine.submit`; InvalidRequest when a
-        request of this id is live: two replicas would not notice.
+        request of this id is live, which two replicas would not notice, unless this one resumes it.
         """
         key: PromptKey = ()
         if self._balancer.uses_prompt:

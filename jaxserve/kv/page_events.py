@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 from jaxserve.config.schema import Config, EventsConfig
 from jaxserve.errors import ConfigError
-from jaxserve.sched.page_watch import PageWatcher, Tier, WatchedEntry
+from jaxserve.sched.entry import PageEntry
+from jaxserve.sched.page_watch import PageWatcher, Tier
 from jaxserve.sched.plan import PageGroup
 
 logger = logging.getLogger(__name__)
@@ -137,13 +138,13 @@ class PageEvents(PageWatcher):
         self._thread.start()
         logger.info("events of pages are sent on port %d", self.port)
 
-    def stored(self, entry: WatchedEntry, at: int, tier: Tier) -> None:
+    def stored(self, entry: PageEntry, at: int, tier: Tier) -> None:
         """See `PageWatcher`."""
         before = entry.parent
         parent = None if before is None or before.parent is None else before.key  # a root is no block
         self._note(_Event(entry.key, parent, entry.content, at, tier))
 
-    def removed(self, entry: WatchedEntry, at: int, tier: Tier) -> None:
+    def removed(self, entry: PageEntry, at: int, tier: Tier) -> None:
         """See `PageWatcher`."""
         self._note(_Event(entry.key, None, None, at, tier))
 

@@ -87,7 +87,8 @@ class ContinuousScheduler:
         self._speculator = Speculator(options.speculation, limits, clock)
         self._loader: Loader | None = None
         self._reclaims = False  # pages beyond the size of the pool are taken from the sequences that hold them
-        self._held_back = False  # the first in the queue waits for the loader, said the last `schedule`
+        self._policy_may_wait = isinstance(self, MayWait)  # it may refuse a sequence while nothing runs
+        self._held_back: Sequence | None = None  # the first in the queue, if the last `schedule` let it wait for pages
         policy.bind(self.memory, self._lengths, clock)
 
     # ---- what a user of the scheduler calls ------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class ContinuousScheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a commit or an add."""
         assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
-        self._held_back = False
+        self._held_back = None
         if self._loader is not None:
             self._loader.poll()
         draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
@@ -444,14 +445,12 @@ class ContinuousScheduler:
         if seq is None or seq.ready_after > self._last_committed:
             return False
         if self._loader is not None and self._loader.holds_back(seq):
-            self._held_back = True
+            self._held_back = seq
             return False
         if running and self._blocked == (seq, running.num_left):
             return False  # no sequence has left since: do not match a long prompt again at every step
         if not self.policy.may_admit(seq, list(running)):
-            # One of somebody else may wait for what its policy waits for; ours waits for pages of a store alone.
-            waits_itself = isinstance(self, MayWait) and self._loader is None
-            if not running and not self._flights and not waits_itself:
+            if not running and not self._flights and not self._policy_may_wait:
                 raise broken_rule(
                     self.policy, "may_admit", f"it refuses {seq.request_id!r} while nothing runs, so nothing ever would"
                 )
@@ -625,7 +624,7 @@ class ContinuousScheduler:
         """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
         assert seq.state is not FINISHED, seq
         reason = seq.take(token_id)
-        prompt = seq.prompt_info() if seq.has_begun else None
+        prompt = seq.prompt_info() if seq.has_first_token else None
         if seq.state is RUNNING and reason is not FinishReason.ERROR:
             self.memory.publish(seq, len(seq.tokens) - 1)
             seq.next_check_len = min(seq.max_fed, self.memory.next_publish(seq))

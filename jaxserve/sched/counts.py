@@ -35,8 +35,8 @@ class SchedulerCounts(NamedTuple):
       load_page_ms, compute_page_ms: the two expectations, of one page; 0 while nothing is known.
       store_pages: pages by what a store behind the slots did with them; empty without such a store.
       store_breaks: how often it was left alone for a while, since it failed or was slow.
-      grantable_pages: that may be held at once, see `PagePool.resize`; `withheld_pages` are not given out.
       store_late: sequences that were placed before all that they had asked of it had come.
+      grantable_pages: that may be held at once, see `PagePool.resize`; `withheld_pages` are not given out.
     """
 
     waiting: int
@@ -116,6 +116,5 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
 
 
 def page_states_of(scheduler: Scheduler) -> bytes:
-    """One letter a page, in the order of their ids: f free, c cached, u used by one, s shared, w
-    withheld. Empty when unknown."""
+    """One letter a page, in the order of their ids, see `PagePool.states`. Empty when unknown."""
     return scheduler.memory.pool.states() if isinstance(scheduler, ContinuousScheduler) else b""

@@ -36,7 +36,6 @@ class Headroom:
         self._share = options.watermark
         self.note_resize()
         self._spare = 0.0  # pages that were left over at the last projection, less what was granted since
-        self._num_trusted = 0
 
     def note_resize(self) -> None:
         """The pool has another number of pages to give out."""

@@ -173,7 +173,8 @@ class HostTier:
 
     def take_saves(self) -> tuple[PageSave, ...]:
         """What the plan that is now complete must save. Offers of this plan come after: their pages are not written."""
-        while self._offers and self.has_room and (self.has_free_slot or not self._policy.strict):
+        # A strict policy would see a page twice that it refuses here and is offered when the device gives it up.
+        while self._offers and self.has_room and (not self._policy.strict or (self.saves_early and self.has_free_slot)):
             entry, at = self._offers.popleft()
             if (page_id := entry.page_ids[at]) and entry.slots[at] == NO_SLOT:
                 if not self.saves_early and not self._policy.admit(_key(entry, at)):

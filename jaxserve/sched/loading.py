@@ -151,8 +151,7 @@ class Loader:
     Attributes:
       num_filled, num_missed: pages that were asked for and came, and the others.
       num_late: sequences that were placed before all their fills had ended.
-      num_refused: sequences that waited for no page of the store, since computing is faster.
-      costs: of fills.
+      costs: of fills; where computing has been faster, a sequence waits for no page of the store.
       writing: slots that are on their way to the store, and pinned.
       enabled: whether the store is asked for pages and gets any.
     """
@@ -161,7 +160,7 @@ class Loader:
         self, store: SlotStore, memory: SequenceMemory, tier: HostTier, wait_s: float, clock: Callable[[], float]
     ) -> None:
         assert memory.prefix is not None
-        self.num_filled = self.num_missed = self.num_late = self.num_refused = 0
+        self.num_filled = self.num_missed = self.num_late = 0
         self.costs = FillCosts()
         self.enabled = True
         self.store = store
@@ -284,7 +283,6 @@ class Loader:
         """Whether the store takes longer for so many pages than computing the tokens takes, as far as is known."""
         is_slower = 0 < self._memory.costs.token_s * num_tokens < self.costs.page_s * num_pages
         if is_slower:
-            self.num_refused += 1
             self.costs.note_refusal()
         return is_slower
 
@@ -321,10 +319,11 @@ class Loader:
         entry, at = place
         return entry.slots[at] != NO_SLOT and not self._tier.has(entry, at)
 
-    def until_s(self, seq: Sequence) -> float | None:
-        """The time until which `seq` waits, if `holds_back` has said that it does."""
-        wait = self._waits.get(seq)
-        return None if wait is None else wait.until_s
+    def until_s(self, seq: Sequence) -> float:
+        """The time until which `seq` waits, of which `holds_back` has said that it does."""
+        until_s = self._waits[seq].until_s
+        assert until_s is not None, seq
+        return until_s
 
     def note_placed(self, seq: Sequence) -> None:
         """`seq` has its row and pages: what was prefetched for it and is not loaded now was in vain."""

@@ -1,6 +1,5 @@
 """`LoadingScheduler`: a scheduler whose sequences may wait for pages from a store, see `loading`."""
 
-import math
 from collections.abc import Callable
 
 from jaxserve.sched.core import ContinuousScheduler
@@ -24,14 +23,14 @@ class LoadingScheduler(ContinuousScheduler):
         super().__init__(limits, policy, options, clock)
         assert self.memory.tier is not None, "a store fills slots of host memory, and there are none"
         self.memory.tier.saves_early = True
+        self._policy_may_wait = False  # it waits for pages of a store, and not for its policy
         self.loader = self._loader = Loader(store, self.memory, self.memory.tier, options.store_wait_s, clock)
 
     def waits(self) -> bool:
         """See `MayWait`."""
-        return self._held_back
+        return self._held_back is not None
 
     def waits_until_s(self) -> float:
         """See `MayWait`."""
-        first = self._queue.first()
-        until_s = None if first is None else self.loader.until_s(first)
-        return math.inf if until_s is None else until_s
+        assert self._held_back is not None
+        return self.loader.until_s(self._held_back)

@@ -4,22 +4,11 @@ The calls come from the scheduler's thread in the middle of planning, so an obse
 sends them to others.
 """
 
-from typing import Literal, Protocol
+from typing import Literal
+
+from jaxserve.sched.entry import PageEntry
 
 Tier = Literal["device", "host"]
-
-
-class WatchedEntry(Protocol):
-    """A block, as `prefix.PageEntry` has it: its key, its tokens as 64-bit integers and more, and the block before."""
-
-    @property
-    def key(self) -> bytes: ...
-
-    @property
-    def content(self) -> bytes: ...
-
-    @property
-    def parent(self) -> "WatchedEntry | None": ...
 
 
 class PageWatcher:
@@ -32,8 +21,8 @@ class PageWatcher:
     num_noted = 0
     num_lost = 0
 
-    def stored(self, entry: WatchedEntry, at: int, tier: Tier) -> None:
+    def stored(self, entry: PageEntry, at: int, tier: Tier) -> None:
         """The page of group `at` can be found on `tier`, or can be in a step or two, when it is written."""
 
-    def removed(self, entry: WatchedEntry, at: int, tier: Tier) -> None:
+    def removed(self, entry: PageEntry, at: int, tier: Tier) -> None:
         """The page of group `at` cannot be found on `tier` any more."""

@@ -143,7 +143,9 @@ class PrefixCache:
 
     def salt_of(self, entry: PageEntry) -> str:
         """The salt of the chain that the entry is part of."""
-        return self._root_of(entry).content.decode("utf-8", "surrogatepass")
+        while entry.parent is not None:
+            entry = entry.parent
+        return entry.content.decode("utf-8", "surrogatepass")
 
     def keep(self, entry: PageEntry, at: int, page_id: int) -> None:
         """Makes `page_id` findable, which has the content of `entry` in group `at`, unless another page has it, or the
@@ -195,12 +197,6 @@ class PrefixCache:
             assert entry is not None
             entry.parent = None
         return num_pages, num_slots
-
-    @staticmethod
-    def _root_of(entry: PageEntry) -> PageEntry:
-        while entry.parent is not None:
-            entry = entry.parent
-        return entry
 
     def check(self) -> None:
         """Proves that entries, pages and children agree."""

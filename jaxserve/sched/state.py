@@ -253,7 +253,7 @@ class Sequence:
         return PromptInfo(self.num_cached, None, tuple(value / count for value in self.hidden_sum))
 
     @property
-    def has_begun(self) -> bool:
+    def has_first_token(self) -> bool:
         """Its latest token is the first that was generated here."""
         return len(self.tokens) == self.num_given + 1
 

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from jaxserve.api import FinishReason, RequestOptions, SamplingParams
-from jaxserve.engine import AsyncEngine, Engine, ModelInfo, Update
+from jaxserve.api import FinishReason, Known, RequestOptions, Resume, SamplingParams
+from jaxserve.engine import AsyncEngine, CacheControl, Engine, ModelInfo, Update
 from jaxserve.errors import (
+    DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
     PromptTooLong,
@@ -252,6 +253,44 @@ def test_same_id_twice_fails_the_second_only() -> None:
     parts.engine.run_until_idle()
     assert parts.text(first) == "bcdef"
     assert isinstance(second[-1].error, InvalidRequest)
+
+
+def test_a_resumed_request_that_is_refused_is_told_so_once_for_each_sequence() -> None:
+    """One of its sequences ends with its known tokens, before the scheduler sees the request."""
+    parts = Parts()
+    parts.scheduler.resize_pool(1, preempt=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, n=2)
+    resume = Resume(sequences=(Known((98,) * 40, 40), Known((98,), 1)))
+    updates = parts.updates[parts.submit("a", sampling, resume=resume)]
+    parts.engine.run_until_idle()
+    assert [(update.index, update.finish_reason) for update in updates] == [
+        (0, FinishReason.LENGTH),
+        (1, FinishReason.ERROR),
+    ]
+    assert isinstance(updates[-1].error, RequestRejected) and updates[-1].last
+    assert parts.engine.load.num_waiting == 0
+
+
+def test_an_order_for_which_the_loop_came_too_late_is_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts()
+    monkeypatch.setattr("jaxserve.engine.cache_control._TURN_S", 0.0)  # nobody drives the loop meanwhile
+    with pytest.raises(DeadlineExceeded, match="will not do"):
+        CacheControl(parts.engine).resize(4)
+    parts.engine.step()
+    assert parts.scheduler.cache_state.grantable == parts.scheduler.limits.num_pages > 4
+
+
+def test_a_call_that_is_cancelled_in_time_is_not_carried_out() -> None:
+    parts = Parts()
+    done: list[str] = []
+    calls = [parts.engine.call(lambda scheduler, name=name: done.append(name)) for name in ("first", "second")]
+    assert calls[0].cancel()
+    parts.engine.step()
+    assert done == ["second"] and not calls[1].cancel()
+    late = parts.engine.call(lambda scheduler: done.append("late"))
+    late.cancel()
+    parts.engine.stop()
+    assert done == ["second"]
 
 
 def test_what_can_never_fit_is_refused_with_the_reason() -> None:

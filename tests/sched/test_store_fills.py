@@ -260,16 +260,31 @@ def test_fills_cost_few_pages_until_the_store_has_shown_that_it_has_any() -> Non
     assert unknown.scheduler.loader.num_missed == missed + 4
 
 
+@pytest.mark.parametrize(("num_refusals", "waits"), [(0, False), (70, False), (80, True)])
+def test_nothing_is_asked_of_a_store_that_is_slower_than_computing_until_that_is_long_ago(
+    num_refusals: int, waits: bool
+) -> None:
+    """13 tokens take 13 ms, and their six pages took 60; each refusal takes two parts in a hundred from that."""
+    engine = Engine(first_server())
+    computing, fills = engine.scheduler.memory.costs, engine.scheduler.loader.costs
+    computing._token_s, computing._tokens = 0.001, 1.0
+    fills.note_fill(0.06, 6, late=False)
+    for _ in range(num_refusals):
+        fills.note_refusal()
+    engine.scheduler.add(make_request("b", LONG, 1))
+    assert (engine.scheduler.schedule() is None) == engine.scheduler.waits() == bool(engine.store.fills) == waits
+    assert fills.page_s == pytest.approx(0.01 * 0.98 ** (num_refusals + (not waits)))
+
+
 def test_fills_do_not_drive_out_the_beginning_of_their_own_prompt() -> None:
     engine = Engine(first_server(), SLOTS._replace(num_slots=2))
     engine.scheduler.add(make_request("a", LONG[:5], 2))
     engine.run()
     engine.store.end_all()
-    tier = engine.scheduler.memory.tier
-    owners = dict(tier._owners)
-    assert engine.step() is False and len(owners) == 2
+    assert engine.step() is False and engine.scheduler.memory.tier.num_used == 2
     engine.scheduler.add(make_request("b", LONG, 1))
-    assert tier._owners == owners and not engine.store.fills
+    assert engine.scheduler.schedule() is not None, "it waits for nothing"
+    assert not engine.store.fills, "both slots hold pages of its own"
 
 
 def test_early_saves_take_free_slots_alone_while_the_admission_is_strict() -> None:

@@ -302,3 +302,17 @@ def test_an_entry_that_gets_the_slot_of_its_own_last_child_stays() -> None:
     assert tier.begin_fill(first, 0, True)  # what it lacks itself takes the only slot
     assert first.alive and not second.alive
     prefix.check()
+
+
+def test_a_strict_policy_is_not_offered_a_page_ahead_of_its_eviction() -> None:
+    policy = create_tier_policy("lru", TierOptions())
+    policy._admission.strict = True
+    tier, pool = HostTier(SLOTS, policy), PagePool(4)
+    prefix = PrefixCache(pool, 2, tier=tier)
+    entry = prefix.expect(prefix.root(""), prefix.blocks("", [1, 2, 3]), 0)
+    assert entry is not None and tier.has_free_slot
+    prefix.keep(entry, 0, pool.allocate())
+    tier.offer(entry, 0)
+    assert not tier.take_saves() and tier.num_declined == 0
+    tier.save(entry, 0, entry.page_ids[0])
+    assert not tier.take_saves() and tier.num_declined == 1, "seen for the first time"
