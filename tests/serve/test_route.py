@@ -341,7 +341,7 @@ def test_a_router_is_red_without_replicas_and_green_when_one_comes_back() -> Non
         process.kill()
         process.wait(WAIT_S)
         with pytest.raises(
-            RequestFailed, match=rf"no replica is well: {address}|has died before it answered \({address}"
+            RequestFailed, match=rf"no replica is well: {address}|has died before an answer \({address}"
         ) as caught:
             client.complete("a", SHORT, timeout_s=WAIT_S)
         assert caught.value.status is Status.UNAVAILABLE
