@@ -259,7 +259,7 @@ def recoveries(
 
 def judge(streams: Sequence[Stream], expected: Sequence[list[tuple[Any, ...]]]) -> dict[str, Any]:
     """Counts the streams, and the tokens, that are not as they must be."""
-    failed = [stream.error for stream in streams if stream.error]
+    failed = [stream.error or "no message came" for stream in streams if stream.error or not stream.replies]
     lost = repeated = changed = wrong = 0
     for stream in streams:
         if stream.error or not stream.replies:
