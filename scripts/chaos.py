@@ -17,11 +17,9 @@ import contextlib
 import dataclasses
 import json
 import logging
-import platform
 import queue
 import random
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -33,7 +31,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve import __version__
+from record import write_record
+
 from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.client import CallOptions, Client, Completion, RequestFailed, Retries, collect_replies
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -259,7 +258,7 @@ def recoveries(
 
 def judge(streams: Sequence[Stream], expected: Sequence[list[tuple[Any, ...]]]) -> dict[str, Any]:
     """Counts the streams, and the tokens, that are not as they must be."""
-    failed = [stream.error for stream in streams if stream.error]
+    failed = [stream.error or "no message came" for stream in streams if stream.error or not stream.replies]
     lost = repeated = changed = wrong = 0
     for stream in streams:
         if stream.error or not stream.replies:
@@ -332,9 +331,6 @@ def main() -> int:
     moved = recoveries(load.streams, log, done, begun_s)
     everything = sorted(moved["kill"] + moved["stop"])
     report = {
-        "version": __version__,
-        "machine": platform.platform(),
-        "command": shlex.join(["python", *sys.argv]),
         "wall_s": round(wall_s, 1),
         "kills": sum(one["deed"] == "kill" for one in done),
         "stops": sum(one["deed"] == "stop" for one in done),
@@ -347,10 +343,9 @@ def main() -> int:
         **{f"recovery_after_{deed}_p99_s": quantile(times_s, 0.99) for deed, times_s in moved.items()},
         "deeds": done,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
+    print(json.dumps(report, indent=1))
     if args.json is not None:
-        args.json.write_text(text + "\n")
+        write_record(args.json, report)
     return int(any(report[name] for name in ("streams_failed", "streams_wrong")))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -11,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
-from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, code_of, failure_of, metadata_of
+from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
 from jaxserve.client.resuming import DEFAULT_RETRIES, Attempts, Retries
 from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
 from jaxserve.serve.convert import (
@@ -39,7 +40,7 @@ class AsyncClient:
         """See `Client`."""
         self._metadata = metadata_of(token)
         self._retries = retries
-        self._reached = False  # the server has answered a call
+        self._reached = threading.Event()  # a stream of this client has been answered
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -56,23 +57,19 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """See `Client.generate`. Leave early through `contextlib.aclosing`, so that the call ends at once."""
-        attempts = Attempts(request_to_proto(prompt, sampling, options), self._retries, timeout_s)
+        attempts = Attempts(request_to_proto(prompt, sampling, options), self._retries, timeout_s, self._reached)
         while True:
             call = self._stub.Generate(attempts.message, timeout=attempts.left_s, metadata=self._metadata)
             try:
                 async for reply in call:
-                    self._reached = True
                     yield attempts.take(reply)
                 return
             except grpc.RpcError as error:
-                if attempts.complete:
-                    return
-                failure = failure_of(error)
-                wait_s = attempts.wait_after(code_of(error), failure.retry_after_s, self._reached)
-                if wait_s is None:
-                    raise failure from error
+                wait_s = attempts.wait_after(error)
             finally:
                 call.cancel()
+            if wait_s is None:
+                return
             await asyncio.sleep(wait_s)
 
     async def complete(

@@ -18,11 +18,11 @@ CHANNEL_OPTIONS = (
     # A server whose machine vanished sends no farewell, and a call without a deadline would wait for ever. gRPC servers
     # without other settings, such as Ray's proxy, drop clients that ping more often than every five minutes.
     ("grpc.keepalive_time_ms", 330_000),
-    ("grpc.initial_reconnect_backoff_ms", 200),  # a server that was started again is found soon
-    ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),  # a server that was started again is found soon
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 
@@ -74,12 +74,6 @@ def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
     if not token.isascii() or not token.isprintable() or " " in token or not token:
         raise ConfigError("a token is printable ASCII without spaces")
     return (("authorization", f"Bearer {token}"),)
-
-
-def code_of(error: grpc.RpcError) -> grpc.StatusCode:
-    """The status of an error of gRPC."""
-    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), f"an error without a status: {error!r}"
-    return error.code()
 
 
 def failure_of(error: grpc.RpcError) -> RequestFailed:

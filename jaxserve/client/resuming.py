@@ -8,19 +8,19 @@ import dataclasses
 import logging
 import random
 import secrets
+import threading
 import time
 import uuid
 
 import grpc
 
 from jaxserve.api import ResumeReason
-from jaxserve.errors import ConfigError
+from jaxserve.client.connection import RequestFailed, failure_of
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineStopped, Status
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.received import Received
 
 logger = logging.getLogger(__name__)
-
-_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Retries:
     Attributes:
       attempts: without a new token between them; 0 sends none again.
       first_wait_s: before the first of them. Each wait is twice as long as the one before, less up to half at random.
-      longest_wait_s: no wait is longer.
+      longest_wait_s: no wait is longer, but for one that a full server asks for.
     """
 
     attempts: int = 8
@@ -52,16 +52,18 @@ class Attempts:
       message: of the next call.
     """
 
-    def __init__(self, message: pb.GenerateRequest, retries: Retries, timeout_s: float | None) -> None:
-        """`timeout_s`: for all calls together."""
+    def __init__(
+        self, message: pb.GenerateRequest, retries: Retries, timeout_s: float | None, reached: threading.Event
+    ) -> None:
+        """`timeout_s`: for all calls together. `reached`: of the client; a stream of it has been answered."""
         self.message = message
         self._retries = retries
-        self._received = Received(message.sampling.n, message.resume.sequences)
+        self._reached = reached
+        self._received = Received(message)
         self._num_tokens = self._received.num_tokens  # at the last loss
         self._num_lost = 0  # calls since the last token
-        self._begun_s = time.monotonic()
-        self._deadline_s = None if timeout_s is None else self._begun_s + timeout_s
-        self._own_s = message.timeout_s if message.HasField("timeout_s") else None
+        self._cause = ""  # what ended the first of them
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         if retries.attempts:
             message.request_id = message.request_id or uuid.uuid4().hex
             if not message.sampling.HasField("seed"):
@@ -72,44 +74,52 @@ class Attempts:
         """For the next call."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
-    @property
-    def begun(self) -> bool:
-        """A message has come."""
-        return self._received.begun
-
     def take(self, reply: pb.GenerateResponse) -> pb.GenerateResponse:
-        """The message without what had come before."""
-        self._received.take(reply)
+        """The message without what had come before. Raises RequestFailed when something is missing before it."""
+        try:
+            self._received.take(reply)
+        except EngineStopped as error:
+            raise RequestFailed(error.status, str(error)) from error
+        self._reached.set()
         return reply
 
-    def wait_after(self, code: grpc.StatusCode, retry_after_s: float | None, reached: bool) -> float | None:
-        """Seconds until `message` is to be sent again; None: the error is the answer.
+    def wait_after(self, error: grpc.RpcError) -> float | None:
+        """Seconds until `message` is to be sent again; None: only the status of a whole answer was lost.
 
-        `reached`: the server has answered this client before. A call to one that never did is not repeated, since its
-        address is likely wrong.
+        Raises RequestFailed when nothing is sent again: with the error, and with what ended the stream in the first
+        place where the error is that of a later call.
         """
-        if code not in _LOST or not (self.begun or (reached and code is grpc.StatusCode.UNAVAILABLE)):
+        if self._received.complete:
             return None
+        failure = failure_of(error)
         if self._received.num_tokens > self._num_tokens:
             self._num_lost, self._num_tokens = 0, self._received.num_tokens
-        if self._num_lost >= self._retries.attempts:
+        wait_s = self._wait_s(failure)
+        if wait_s is None:
+            if self._num_lost:
+                text = f"{failure} (call {self._num_lost + 1} since the stream was lost: {self._cause})"
+                failure = RequestFailed(failure.status, text, retry_after_s=failure.retry_after_s)
+            raise failure from error
+        if not self._num_lost:
+            self._cause = str(failure)
+        self._num_lost += 1
+        if self._received.begun:
+            logger.info("request %r lost its server after %d tokens", self.message.request_id, self._num_tokens)
+        return wait_s
+
+    def _wait_s(self, failure: RequestFailed) -> float | None:
+        """None: the message is not sent again. One that never reached a server is not: its address is likely wrong."""
+        lost = failure.status is Status.UNAVAILABLE and (self._received.begun or self._reached.is_set())
+        full = failure.status is Status.OVERLOADED and self._received.begun
+        if not (lost or full) or self._num_lost >= self._retries.attempts:
             return None
         wait_s = min(self._retries.first_wait_s * 2**self._num_lost, self._retries.longest_wait_s)
-        wait_s = max(wait_s * random.uniform(0.5, 1.0), retry_after_s or 0.0)
-        self._num_lost += 1
+        wait_s = max(wait_s * random.uniform(0.5, 1.0), failure.retry_after_s or 0.0)
         left_s = self.left_s
         if left_s is not None and left_s <= wait_s:
             return None
-        if self._own_s is not None:
-            self.message.timeout_s = self._own_s - (time.monotonic() - self._begun_s) - wait_s
-            if self.message.timeout_s <= 0:
-                return None
-        if self.begun:
-            logger.info("request %r lost its server after %d tokens", self.message.request_id, self._num_tokens)
-            self.message.resume.CopyFrom(self._received.resume(ResumeReason.CLIENT))
+        try:
+            self._received.go_on(self.message, ResumeReason.CLIENT, wait_s)
+        except DeadlineExceeded:
+            return None
         return wait_s
-
-    @property
-    def complete(self) -> bool:
-        """All that was missing is the status."""
-        return self._received.complete

@@ -20,7 +20,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from jaxserve.api import ResumeReason
-from jaxserve.errors import Status
+from jaxserve.errors import DeadlineExceeded, EngineStopped, Status
 from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
 from jaxserve.routing import PromptKey
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -67,8 +67,10 @@ class Ingress:
                 return
             if not self._may_move(call, call.refusal.status):
                 raise _failed(grpc_context, call, call.refusal)
-            if call.received.begun:
-                call.request.resume.CopyFrom(call.received.resume(ResumeReason.DIED))
+            try:
+                call.received.go_on(call.request, ResumeReason.DIED)
+            except DeadlineExceeded as error:
+                raise _failed(grpc_context, call, Refusal(status=error.status, text=str(error))) from error
 
     def _may_move(self, call: "_Call", status: Status) -> bool:
         """Whether the request is sent to another replica."""
@@ -95,9 +97,11 @@ class Ingress:
                 else:
                     reply = pb.GenerateResponse.FromString(item)
                     call.received.take(reply)
-                    call.num_failed = 0
+                    call.num_failed = 1
                     yield reply
             ended = True
+        except EngineStopped as error:  # a part of the answer is missing
+            call.refusal = Refusal(status=error.status, text=f"{replica}: {error}")
         except (RayTaskError, TaskCancelledError):
             raise  # a defect, which another replica would have too; or the client is gone
         except RayError as error:
@@ -197,8 +201,8 @@ class _Call:
         self.prompt_key = prompt_key
         self.tried: list[str] = []  # replicas that took it, the newest last
         self.num_attempts = 0
-        self.num_failed = 0  # attempts since the last message
-        self.received = Received(request.sampling.n, request.resume.sequences)
+        self.num_failed = 0  # attempts since the last message, with the one that it came from
+        self.received = Received(request)
         self.refusal: Refusal | None = None
 
 

@@ -12,12 +12,13 @@ import grpc
 from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import Unauthenticated
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
+from jaxserve.serve.grpc_admin import ADMIN_NAME
 from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.status import GRPC_CODES
 from jaxserve.serve.tls import read_tls
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
-_ADMIN_PREFIX = "/jaxserve.v1.Admin/"
+_ADMIN_PREFIX = f"/{ADMIN_NAME}/"
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):

@@ -12,6 +12,8 @@ from jaxserve.serve.convert import refuse_unknown_fields
 from jaxserve.serve.gen import admin_pb2 as pb
 from jaxserve.serve.gen import admin_pb2_grpc as pb_grpc
 
+ADMIN_NAME: str = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
 
 class AdminService(pb_grpc.AdminServicer):
     """Used on one event loop. The methods raise typed errors."""

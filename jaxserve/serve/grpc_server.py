@@ -18,13 +18,12 @@ from jaxserve.serve.gen import admin_pb2_grpc as admin_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.grpc_access import BearerTokens, server_credentials
-from jaxserve.serve.grpc_admin import AdminService
+from jaxserve.serve.grpc_admin import ADMIN_NAME, AdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.ports import HeldPort
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-ADMIN_NAME: str = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 # A name of the health service: green while this process is worth keeping. It stays green during a drain, when the
 # others are red, since a process that gets no new requests must still finish its old ones.

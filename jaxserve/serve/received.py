@@ -5,10 +5,10 @@ they have in its field `resume`.
 """
 
 import collections
-from collections.abc import Sequence
+import time
 
 from jaxserve.api import ResumeReason
-from jaxserve.errors import EngineStopped
+from jaxserve.errors import DeadlineExceeded, EngineStopped
 from jaxserve.serve.convert import RESUME_REASONS
 from jaxserve.serve.gen import inference_pb2 as pb
 
@@ -32,12 +32,14 @@ class Received:
       num_tokens: of all sequences.
     """
 
-    def __init__(self, num_sequences: int, known: Sequence[pb.KnownSequence] = ()) -> None:
-        """`known`: of a request that was resumed when it came here."""
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        """`request` has come or is made now; it may itself be a resumed one."""
         self.begun = False
-        self._count = max(num_sequences, 1)  # not checked by a server yet, so nothing is made for each
+        self._count = max(request.sampling.n, 1)  # not checked by a server yet, so nothing is made for each
         self._parts: collections.defaultdict[int, _Part] = collections.defaultdict(_Part)
-        for index, one in enumerate(known):
+        self._arrived_s = time.monotonic()
+        self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+        for index, one in enumerate(request.resume.sequences):
             part = self._parts[index]
             part.token_ids += one.token_ids
             part.num_chars, part.finished = one.text_len, one.finished
@@ -51,8 +53,8 @@ class Received:
 
     @property
     def open_indices(self) -> list[int]:
-        """The sequences that have not ended; of a request that has not begun the first alone."""
-        count = self._count if self.begun else 1
+        """The sequences that have not ended; of a request that has not begun, those that it named, or the first."""
+        count = self._count if self.begun else max(len(self._parts), 1)
         return [index for index in range(count) if not self._parts[index].finished]
 
     def take(self, reply: pb.GenerateResponse) -> None:
@@ -71,15 +73,23 @@ class Received:
                 reply.usage.num_cached_tokens = self._num_cached_tokens
         self.begun = True
 
-    def resume(self, reason: ResumeReason) -> pb.Resume:
-        """For the next call."""
-        return pb.Resume(
-            sequences=[
+    def go_on(self, request: pb.GenerateRequest, reason: ResumeReason, wait_s: float = 0.0) -> None:
+        """Makes the request one for what has not come, to be sent again in `wait_s` seconds.
+
+        Raises DeadlineExceeded when its own `timeout_s`, which counts from its arrival here, is over by then.
+        """
+        given_s = self._timeout_s
+        if given_s is not None and given_s > 0:  # an invalid one is for a server to refuse
+            left_s = given_s - (time.monotonic() - self._arrived_s) - wait_s
+            if left_s <= 0:
+                raise DeadlineExceeded(f"the {given_s:g} s of the request are over, and its server is gone; allow more")
+            request.timeout_s = left_s
+        if self.begun:
+            sequences = [
                 pb.KnownSequence(token_ids=part.token_ids, text_len=part.num_chars, finished=part.finished)
                 for part in map(self._parts.__getitem__, range(self._count))
-            ],
-            reason=RESUME_REASONS[reason],
-        )
+            ]
+            request.resume.CopyFrom(pb.Resume(sequences=sequences, reason=RESUME_REASONS[reason]))
 
     def _cut(self, reply: pb.GenerateResponse, part: _Part) -> None:
         """A server of an older version tells no offsets, and resumes nothing."""

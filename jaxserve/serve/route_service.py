@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxserve.api import ResumeReason
-from jaxserve.errors import DeadlineExceeded, EngineStopped, InvalidRequest, QueueFull
+from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.routing import PromptKey, key_of_text, key_of_tokens
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -160,14 +160,12 @@ class _Forward:
         self._limits = limits
         self._key = key_of_request(request) if pool.uses_prompt else ()
         self._call: grpc.aio.UnaryStreamCall | None = None
-        self._received = Received(request.sampling.n, request.resume.sequences)
+        self._received = Received(request)
         self._ending = False
         self._aborted = False
         self._backend: Backend | None = None
         self._retry_after_s: float | None = None
         self._deadline_s = 0.0  # of the wait for another replica
-        self._arrived_s = asyncio.get_running_loop().time()
-        self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
         self._metadata = (*pool.metadata, *trace)
         self._wanted = _destinations(context) if pool.obeys_header else ()
@@ -195,9 +193,7 @@ class _Forward:
         while True:
             backend = await self._choose(unwell, bool(deaths))
             if self._ending:
-                raise EngineStopped(
-                    f"the router is shutting down; {self._received.num_tokens} tokens had been streamed"
-                )
+                raise self._shut_down()
             if self._aborted:
                 return await self._end_aborted()
             if backend is None or len(deaths) > self._limits.retries or len(full) > 1:
@@ -205,7 +201,7 @@ class _Forward:
             num_before = self._received.num_tokens
             with self._pool.carrying(self._key, backend):
                 failure = await self._attempt(backend)
-            if failure is None:
+            if failure is None or self._received.complete:  # all that was missing is the status
                 return None
             code, text = failure
             if code in _DEATHS:
@@ -235,24 +231,20 @@ class _Forward:
         return backend
 
     def _prepare_move(self, backend: Backend, text: str) -> None:
-        """Makes the request one that goes on behind what the client has."""
-        self._shorten_timeout()
-        if not self._received.begun:
-            return
-        drained = text == _CUT_OFF
-        reason = ResumeReason.DRAINED if drained else ResumeReason.DIED
-        self._request.resume.CopyFrom(self._received.resume(reason))
-        logger.info(
-            "request %r leaves replica %s after %d tokens: %s",
-            self._request.request_id, backend.address, self._received.num_tokens, text,
-        )  # fmt: skip
+        """Makes the request one that goes on behind what the client has. Raises DeadlineExceeded."""
+        self._received.go_on(self._request, ResumeReason.DRAINED if text == _CUT_OFF else ResumeReason.DIED)
+        if self._received.begun:
+            logger.info(
+                "request %r leaves replica %s after %d tokens: %s",
+                self._request.request_id, backend.address, self._received.num_tokens, text,
+            )  # fmt: skip
 
     def _give_up(self, unwell: Collection[str], deaths: list[str], full: list[QueueFull]) -> NoReturn:
         """Raises the client's error when no attempt is left."""
         if full:  # a replica with room may have died, but to try again later is the better advice
             raise min(full, key=lambda error: error.retry_after_s or 0.0)
         num_tokens = self._received.num_tokens
-        state = f"after {num_tokens} tokens had been streamed" if self._received.begun else "before they answered"
+        state = f"after {num_tokens} tokens had been streamed" if self._received.begun else "before an answer"
         if len(deaths) > self._limits.retries:
             raise EngineStopped(
                 f"{len(deaths)} replicas have died with this request {state}, without a new token, and no more are "
@@ -262,7 +254,7 @@ class _Forward:
         if not deaths:
             raise EngineStopped(f"no replica is well: {rest}")
         raise EngineStopped(
-            f"the replica with this request has died {state.replace('they', 'it')} ({'; '.join(deaths)}), and no other "
+            f"the replica with this request has died {state} ({'; '.join(deaths)}), and no other "
             f"was well within {self._limits.wait_s:g} s (route.wait_s)" + (f": {rest}" if rest else "")
         )
 
@@ -281,8 +273,6 @@ class _Forward:
                 self._received.take(reply)
                 await self._context.write(reply)
         except grpc.aio.AioRpcError as error:
-            if self._received.complete:
-                return None  # all that was missing is the status
             self._retry_after_s = retry_after_s(error)
             return error.code(), error.details() or ""
         except asyncio.CancelledError:
@@ -291,9 +281,7 @@ class _Forward:
                 return grpc.StatusCode.UNAVAILABLE, f"it answers no more: {backend.reason}"
             if not self._ending:
                 raise
-            raise EngineStopped(
-                f"the router is shutting down; {self._received.num_tokens} tokens had been streamed"
-            ) from None
+            raise self._shut_down() from None
         finally:
             self._backend = None
             watch.cancel()
@@ -302,24 +290,17 @@ class _Forward:
 
     async def _end_aborted(self) -> None:
         """Ends the stream of a request that no replica has any more."""
-        usage = pb.Usage(num_generated_tokens=self._received.num_tokens)
-        for index in self._received.open_indices:
+        indices = self._received.open_indices
+        for index in indices:
             reply = pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
-            if index == self._received.open_indices[-1]:
-                reply.usage.CopyFrom(usage)
+            if index == indices[-1]:
+                reply.usage.num_generated_tokens = self._received.num_tokens
             await self._context.write(reply)
 
-    def _shorten_timeout(self) -> None:
-        """`timeout_s` counts from the arrival here: earlier attempts have used some of it. Raises DeadlineExceeded."""
-        given_s = self._timeout_s
-        if given_s is None or not given_s > 0:  # an invalid value is refused by the replica
-            return
-        left_s = given_s - (asyncio.get_running_loop().time() - self._arrived_s)
-        if left_s <= 0:
-            raise DeadlineExceeded(f"the {given_s:g} s of the request were over before a replica had begun to answer")
-        self._request.timeout_s = left_s
+    def _shut_down(self) -> EngineStopped:
+        return EngineStopped(f"the router is shutting down; {self._received.num_tokens} tokens had been streamed")
 
 
 async def _cancel_when(gone: asyncio.Event, call: grpc.aio.UnaryStreamCall) -> None:

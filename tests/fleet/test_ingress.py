@@ -101,10 +101,12 @@ def _text(text: str, *token_ids: int) -> bytes:
     return pb.GenerateResponse(text=text, token_ids=token_ids).SerializeToString()
 
 
-async def _run(handle: Handle, max_attempts: int = 3) -> tuple[str, Context, CallFailed | None]:
+async def _run(
+    handle: Handle, max_attempts: int = 3, request: pb.GenerateRequest = REQUEST
+) -> tuple[str, Context, CallFailed | None]:
     context, texts = Context(), []
     try:
-        async for reply in Ingress(handle, max_attempts).Generate(copy.copy(REQUEST), context):  # type: ignore[arg-type]
+        async for reply in Ingress(handle, max_attempts).Generate(copy.copy(request), context):  # type: ignore[arg-type]
             texts.append(reply.text)
     except CallFailed as error:
         return "".join(texts), context, error
@@ -159,8 +161,27 @@ async def test_deaths_without_a_new_token_are_told() -> None:
     assert text == "one "
     assert error is not None
     assert context.code is grpc.StatusCode.UNAVAILABLE
-    assert context.details.startswith("the answer broke off after 1 tokens: replica c died")
-    assert len(handle.calls) == 3
+    assert context.details.startswith("the answer broke off after 1 tokens: replica b died")
+    assert len(handle.calls) == 2
+
+
+async def test_the_time_of_a_request_goes_on_when_it_moves() -> None:
+    handle = Handle([Accepted(replica="a"), ActorDiedError()], [Accepted(replica="b"), _text("one")])
+    text, _, error = await _run(handle, request=pb.GenerateRequest(text="hello", timeout_s=60.0))
+    assert (text, error) == ("one", None)
+    first, second = (pb.GenerateRequest.FromString(call["message"]).timeout_s for call in handle.calls)
+    assert second < first == 60.0
+    handle = Handle([Accepted(replica="a"), ActorDiedError()])
+    _, context, error = await _run(handle, request=pb.GenerateRequest(text="hello", timeout_s=1e-9))
+    assert error is not None
+    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_stream_in_which_something_is_missing_goes_on_elsewhere() -> None:
+    gap = pb.GenerateResponse(token_offset=2, token_ids=[3], text="three").SerializeToString()
+    handle = Handle([Accepted(replica="a"), _text("one ", 1), gap], [Accepted(replica="b"), _text("two", 2)])
+    text, _, error = await _run(handle)
+    assert (text, error) == ("one two", None)
 
 
 async def test_attempts_are_bounded() -> None:

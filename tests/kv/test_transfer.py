@@ -291,9 +291,7 @@ def test_random_operations_lose_no_slot() -> None:
             key = key_of(rng.randrange(100))
             slots.write(taken[0], page_of(key))
             if transfers.write_behind(key, taken[0]):
-                writes[taken[0]] = (
-                    key  # by slot: a page may be written again before the first event is read
-                )
+                writes[taken[0]] = key  # by slot: a page may be written again before the first event is read
                 free.discard(taken[0])
         elif fills:
             transfers.cancel(rng.choice(list(fills)))

@@ -1,16 +1,29 @@
 """What a router and a client make of messages that come twice, not at all, or from another server."""
 
+import threading
+
 import grpc
 import pytest
 
 from jaxserve.api import ResumeReason, SamplingParams
+from jaxserve.client import RequestFailed
 from jaxserve.client.resuming import Attempts, Retries
 from jaxserve.errors import ConfigError, EngineStopped
 from jaxserve.serve.convert import request_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.received import Received
+from jaxserve.serve.retry_info import retry_metadata
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def received_of(n: int, *known: pb.KnownSequence) -> Received:
+    return Received(pb.GenerateRequest(sampling=pb.SamplingParams(n=n), resume=pb.Resume(sequences=known)))
+
+
+def broken(code: grpc.StatusCode, text: str = "refused", retry_after_s: float = 0.0) -> grpc.aio.AioRpcError:
+    trailers = grpc.aio.Metadata(*(retry_metadata(code, text, retry_after_s) if retry_after_s else ()))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=text)
 
 
 def reply(token_offset: int, token_ids: list[int], text_offset: int, text: str, **fields) -> pb.GenerateResponse:
@@ -20,7 +33,7 @@ def reply(token_offset: int, token_ids: list[int], text_offset: int, text: str, 
 
 
 def test_what_came_before_is_cut_off() -> None:
-    received = Received(2)
+    received = received_of(2)
     received.take(reply(0, [5, 6], 0, "é日"))
     again = reply(1, [6, 7], 1, "日x", logprobs=[pb.TokenLogprobs(token_id=6), pb.TokenLogprobs(token_id=7)])
     received.take(again)
@@ -30,7 +43,9 @@ def test_what_came_before_is_cut_off() -> None:
     received.take(reply(0, [9], 0, "y", index=1, finish_reason=pb.FINISH_REASON_STOP))
     assert received.num_tokens == 4
     assert not received.complete
-    assert received.resume(ResumeReason.CLIENT) == pb.Resume(
+    request = pb.GenerateRequest()
+    received.go_on(request, ResumeReason.CLIENT)
+    assert request.resume == pb.Resume(
         sequences=[
             pb.KnownSequence(token_ids=[5, 6, 7], text_len=3),
             pb.KnownSequence(token_ids=[9], text_len=1, finished=True),
@@ -39,7 +54,7 @@ def test_what_came_before_is_cut_off() -> None:
 
 
 def test_what_is_missing_is_told() -> None:
-    received = Received(1)
+    received = received_of(1)
     received.take(reply(0, [5], 0, "a"))
     with pytest.raises(EngineStopped, match="2 tokens of sequence 0 are missing"):
         received.take(reply(3, [8], 1, "d"))
@@ -48,14 +63,14 @@ def test_what_is_missing_is_told() -> None:
 
 
 def test_a_server_without_offsets_is_taken_at_its_word() -> None:
-    received = Received(1)
+    received = received_of(1)
     for _ in range(2):
         received.take(pb.GenerateResponse(token_ids=[5], text="a"))
     assert received.num_tokens == 2
 
 
 def test_the_usage_counts_the_prompt_of_the_first_server() -> None:
-    received = Received(1)
+    received = received_of(1)
     received.take(reply(0, [5], 0, "a", prompt=pb.PromptInfo(num_prompt_tokens=9, num_cached_tokens=3)))
     last = reply(1, [6], 1, "b", prompt=pb.PromptInfo(num_prompt_tokens=9), usage=pb.Usage(num_cached_tokens=9))
     received.take(last)
@@ -64,11 +79,24 @@ def test_the_usage_counts_the_prompt_of_the_first_server() -> None:
 
 
 def test_nothing_is_made_for_each_of_absurdly_many_sequences() -> None:
-    assert Received(2**31 - 1).open_indices == [0]
+    assert received_of(2**31 - 1).open_indices == [0]
 
 
-def attempts(**retries) -> Attempts:
-    return Attempts(request_to_proto("a", SamplingParams()), Retries(**retries), None)
+def test_a_resumed_request_that_has_not_begun_here_has_the_ends_that_it_came_with() -> None:
+    assert received_of(2, pb.KnownSequence(token_ids=[5], finished=True), pb.KnownSequence()).open_indices == [1]
+
+
+def attempts(reached: bool = True, **retries) -> Attempts:
+    answered = threading.Event()
+    if reached:
+        answered.set()
+    return Attempts(request_to_proto("a", SamplingParams()), Retries(**retries), None, answered)
+
+
+def refused(calls: Attempts, error: grpc.aio.AioRpcError) -> str:
+    with pytest.raises(RequestFailed) as caught:
+        calls.wait_after(error)
+    return str(caught.value)
 
 
 def test_waits_grow_until_a_token_comes_and_attempts_end() -> None:
@@ -76,26 +104,32 @@ def test_waits_grow_until_a_token_comes_and_attempts_end() -> None:
     assert calls.message.request_id
     assert calls.message.sampling.HasField("seed"), "a second server would draw another one"
     calls.take(reply(0, [5], 0, "a"))
-    waits = [calls.wait_after(UNAVAILABLE, None, True) for _ in range(4)]
-    assert waits[-1] is None
-    for wait_s, longest_s in zip(waits, (1.0, 2.0, 3.0), strict=False):
+    causes = ["process 1 is lost", "refused", "refused"]
+    waits = [calls.wait_after(broken(UNAVAILABLE, text)) for text in causes]
+    end = refused(calls, broken(UNAVAILABLE, "refused again"))
+    assert "refused again" in end and "process 1 is lost" in end, "the last error, and what ended the stream"
+    for wait_s, longest_s in zip(waits, (1.0, 2.0, 3.0), strict=True):
         assert wait_s is not None
         assert longest_s / 2 <= wait_s <= longest_s
     assert calls.message.resume == pb.Resume(sequences=[pb.KnownSequence(token_ids=[5], text_len=1)])
     calls.take(reply(1, [6], 1, "b"))
-    assert calls.wait_after(FULL, 7.0, True) == 7.0, "a full server says when"
+    assert calls.wait_after(broken(FULL, retry_after_s=7.0)) == 7.0, "a full server says when"
 
 
 def test_calls_that_are_not_sent_again() -> None:
-    assert attempts().wait_after(UNAVAILABLE, None, False) is None, "it never answered: the address is likely wrong"
-    assert attempts().wait_after(FULL, None, True) is None, "nothing had begun"
-    assert attempts().wait_after(UNAVAILABLE, None, True) is not None
+    assert refused(attempts(reached=False), broken(UNAVAILABLE)) == "refused", "the address is likely wrong"
+    assert refused(attempts(), broken(FULL)) == "refused", "nothing had begun"
+    assert attempts().wait_after(broken(UNAVAILABLE)) is not None
     begun = attempts()
     begun.take(reply(0, [5], 0, "a"))
-    assert begun.wait_after(grpc.StatusCode.INTERNAL, None, True) is None
+    refused(begun, broken(grpc.StatusCode.INTERNAL))
     never = attempts(attempts=0)
     never.take(reply(0, [5], 0, "a"))
-    assert never.wait_after(UNAVAILABLE, None, True) is None
+    refused(never, broken(UNAVAILABLE))
     assert not never.message.request_id
+    with pytest.raises(RequestFailed, match="2 tokens of sequence 0 are missing"):
+        begun.take(reply(3, [8], 1, "d"))
+    begun.take(reply(1, [6], 1, "b", finish_reason=pb.FINISH_REASON_STOP))
+    assert begun.wait_after(broken(UNAVAILABLE)) is None, "all that was missing is the status"
     with pytest.raises(ConfigError):
         Retries(first_wait_s=9.0, longest_wait_s=1.0)

@@ -9,11 +9,12 @@ import sys
 import threading
 
 import pytest
+from chaos import result_of
 from route_parts import server_process
 from serve_parts import WAIT_S, wait_until
 
 from jaxserve.api import SamplingParams, StructuredOutput
-from jaxserve.client import Client, Completion, RequestFailed, Retries, collect_replies
+from jaxserve.client import Client, RequestFailed, Retries, collect_replies
 
 PROMPT = "Once upon a time there was a little fox"
 
@@ -50,14 +51,6 @@ def router_command(*addresses: str) -> list[str]:
     to = [part for address in addresses for part in ("--to", address)]
     quick = ["--set", "route.health_interval_s=0.2"]
     return [sys.executable, "-m", "jaxserve", "route", *to, "--port", "0", "--policy", "least_load", *quick]
-
-
-def result_of(completion: Completion) -> list[tuple[object, ...]]:
-    """What no death may change. Log-probabilities, but for their last bits."""
-    return [
-        (one.token_ids, one.text, one.finish_reason, one.stop_reason, [round(e.logprob, 3) for e in one.logprobs])
-        for one in completion.outputs
-    ]
 
 
 class Load:

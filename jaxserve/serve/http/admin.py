@@ -11,6 +11,7 @@ import pydantic
 from fastapi import APIRouter
 
 from jaxserve.engine import CacheControl
+from jaxserve.engine.cache_control import MAX_SALTS
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.base import CacheState
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
@@ -24,7 +25,7 @@ class _Body(pydantic.BaseModel):
 class FlushBody(_Body):
     """Whose pages are forgotten: those of requests with these cache salts, "" for those without one; or all."""
 
-    cache_salts: Annotated[list[str], pydantic.Field(min_length=1, max_length=1024)] | None = None
+    cache_salts: Annotated[list[str], pydantic.Field(min_length=1, max_length=MAX_SALTS)] | None = None
     all: bool = False
 
 
