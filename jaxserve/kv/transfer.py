@@ -192,18 +192,18 @@ class Transfers:
         with self._lock:
             return len(self._fills) + len(self._writes)
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Removes pages from the store, and from the writes that wait. Blocks. Raises StoreUnavailable."""
-        wanted = frozenset(keys)
-        self._settle_writes(wanted.__contains__)
-        self.guard.delete(keys)
-
     def flush(self, scope: bytes | None) -> None:
         """Removes all pages of a scope, or all, from the store and the writes that wait. Raises StoreUnavailable.
 
         Blocks. Slots are the caller's: it drops those of the scope, and the results of fills that run now.
         """
-        self._settle_writes(lambda key: scope is None or key.startswith(scope))
+        with self._lock:
+            concerned = {key for key in self._writes if scope is None or key.startswith(scope)}
+            asked = {key for key in concerned if self._writes[key]}
+            self._dropped |= concerned - asked
+            settled = self._ended.wait_for(lambda: not asked & self._writes.keys(), _SETTLE_S)
+        if not settled:
+            raise StoreUnavailable(f"{len(asked)} pages were being written for {_SETTLE_S:.0f} s; flush again")
         self.guard.flush(scope)
 
     def close(self, timeout_s: float = _SETTLE_S) -> bool:
@@ -301,13 +301,3 @@ class Transfers:
                 self._events.append(Written(key=key, slot=slot, outcome=outcome))
                 self._ended.notify_all()
             self._wake()
-
-    def _settle_writes(self, concerns: Callable[[bytes], bool]) -> None:
-        """Drops the writes that wait, and waits for those that the store was asked for."""
-        with self._lock:
-            concerned = {key for key in self._writes if concerns(key)}
-            self._dropped |= {key for key in concerned if not self._writes[key]}
-            asked = {key for key in concerned if self._writes[key]}
-            settled = self._ended.wait_for(lambda: not asked & self._writes.keys(), _SETTLE_S)
-        if not settled:
-            raise StoreUnavailable(f"{len(asked)} pages were being written for {_SETTLE_S:.0f} s; delete again")
