@@ -10,6 +10,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Everything here runs on a CPU: compilers for other devices may be installed beside JAX and would look for theirs.
 export JAX_PLATFORMS ?= cpu
 
+# Tests start many processes, and each would compile the package's source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo serve test test-slow test-all lint type fmt clean
 
 help:

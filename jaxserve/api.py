@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.content import MAX_DIGEST_BYTES, ContentSpan
+from jaxserve.content import MAX_DIGEST_BYTES, Adapter, ContentSpan, PlacedPicture
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.structured_output import Grammar, StructuredOutput
 
@@ -59,6 +59,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+MAX_AGE_S = 600.0  # the age is what a caller says, and nobody may wait without end for those who exaggerate
+
+
 class ResumeReason(enum.StrEnum):
     """Why a request left the engine that had begun with it."""
 
@@ -85,11 +88,14 @@ class Known(NamedTuple):
 class Resume:
     """A request goes on where another engine left it: prompt, options and these tokens are its whole state.
 
-    `sequences` has one entry for each of the n.
+    Attributes:
+      sequences: one for each of the n.
+      age_s: seconds since the request was accepted for the first time, see `Request.order_s`.
     """
 
     sequences: tuple[Known, ...]
     reason: ResumeReason = ResumeReason.CLIENT
+    age_s: float = 0.0
 
 
 class Pooling(enum.StrEnum):
@@ -250,6 +256,13 @@ _OPTIONAL_RANGES: tuple[tuple[str, int, int, str], ...] = (
 )
 
 
+def sampling_ranges() -> dict[str, tuple[float, float]]:
+    """The lowest and the highest value of each option of `SamplingParams` that is a number, as callers give it."""
+    ranges = {name: (low, high) for name, _, low, high, _ in _RANGES}
+    ranges |= {name: (low, high) for name, low, high, _ in _OPTIONAL_RANGES}
+    return {**ranges, "top_k": (-1, ranges["top_k"][1])}
+
+
 def _check_ranges(params: SamplingParams) -> None:
     for name, kind, low, high, text in _RANGES:
         value = getattr(params, name)
@@ -323,6 +336,7 @@ class RequestOptions:
       pooling: an embedding of the prompt is asked for; the sampling then only says how to truncate it.
       resume: the request has begun elsewhere. Needs the seed with which it began. It takes the place of a live request
         of its id, which is itself, on a connection that has been lost.
+      adapter: the name of a loaded LoRA adapter; None, or the name of the model: the model without any.
     """
 
     request_id: str | None = None
@@ -337,6 +351,7 @@ class RequestOptions:
     echo: bool = False
     pooling: bool = False
     resume: Resume | None = None
+    adapter: str | None = None
 
 
 NO_OPTIONS = RequestOptions()
@@ -354,21 +369,23 @@ class Request:
     Attributes:
       request_id: unique among live requests.
       prompt_token_ids: at least one id.
-      arrival_s: monotonic seconds; orders requests, never shown.
+      arrival_s: monotonic seconds, of its arrival at this engine; never shown.
       priority: smaller is served first (vLLM's convention); 0 unless the policy reads it: `priority`, `preemptive`.
-      cache_salt: requests share prefix pages only with the same salt.
+      cache_salt: requests share prefix pages only with the same salt. That of `RequestOptions`, and what else pages
+        follow from (`content.private_salt`).
       tenant: for policies that share between tenants, as `fair` does.
       ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
         does; None: those of the engine.
       deadline_s: monotonic seconds at which it ends with DeadlineExceeded, finished or not; infinity: never.
       traceparent: the caller's span in the form of W3C, for traces; empty: none.
       grammar: the compiled form of `sampling.structured`; None without one.
-      content: what placeholders in the prompt stand for, in the order of positions; pages are shared where both the ids
-        and the digests are equal.
+      pictures: what placeholders in the prompt stand for, in the order of positions; pages are shared where both the
+        ids and the digests are equal.
       echo_text: what the text of each sequence begins with.
       pooling: nothing is generated; the answer is the mean of the final hidden states of these tokens of the prompt.
         `max_tokens` is 0 then. None: tokens are generated.
       resume: the request has begun elsewhere; None: it begins here.
+      adapter: whose weights are added to the model's; None: no other's.
     """
 
     request_id: str
@@ -387,14 +404,28 @@ class Request:
     deadline_s: float = math.inf
     traceparent: str = ""
     grammar: Grammar | None = dataclasses.field(default=None, repr=False, compare=False)
-    content: tuple[ContentSpan, ...] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
     echo_text: str = dataclasses.field(default="", repr=False)
     pooling: Pooling | None = None
     resume: Resume | None = dataclasses.field(default=None, repr=False)
+    adapter: Adapter | None = None
 
     def known(self, index: int) -> Known:
         """What has been generated of a sequence before the request came here."""
         return _NOTHING if self.resume is None else self.resume.sequences[index]
+
+    @property
+    def order_s(self) -> float:
+        """Monotonic seconds by which policies order requests: of the arrival, at the first engine that had it.
+
+        So a request that moves keeps its place. Of the time before, `MAX_AGE_S` seconds count.
+        """
+        return self.arrival_s if self.resume is None else self.arrival_s - min(self.resume.age_s, MAX_AGE_S)
+
+    @property
+    def content(self) -> tuple[ContentSpan, ...]:
+        """What its keys cover beside the ids."""
+        return tuple([placed.span for placed in self.pictures])
 
     @property
     def open_indices(self) -> list[int]:
@@ -435,24 +466,25 @@ def check_request(request: Request, vocab_size: int) -> None:
             raise UnsupportedOption(
                 f"a bad word is {len(word)} tokens long; 1 to {MAX_BAD_WORD_LEN} work. Give a shorter part of it."
             )
-    _check_content(request)
+    _check_pictures(request)
     _check_something_is_left(request, vocab_size)
 
 
-def _check_content(request: Request) -> None:
+def _check_pictures(request: Request) -> None:
     end, prompt_len = 0, len(request.prompt_token_ids)
-    for span in request.content:
-        if not (end <= span.start < span.start + span.length <= prompt_len):
+    for placed in request.pictures:
+        if not (end <= placed.start < placed.end <= prompt_len):
             raise InvalidRequest(
-                f"content stands for the positions {span.start} to {span.start + span.length - 1} of a prompt of"
-                f" {prompt_len} tokens, after others that end at {end - 1}; spans must be in order, not overlap, not be"
-                " empty and lie in the prompt"
+                f"a picture stands for the positions {placed.start} to {placed.end - 1} of a prompt of {prompt_len}"
+                f" tokens, after others that end at {end - 1}; pictures must be in order, not overlap, not be empty and"
+                " lie in the prompt"
             )
-        if not 1 <= len(span.digest) <= MAX_DIGEST_BYTES:
+        if not 1 <= len(placed.picture.digest) <= MAX_DIGEST_BYTES:
             raise InvalidRequest(
-                f"content has a digest of {len(span.digest)} bytes; 1 to {MAX_DIGEST_BYTES} work, such as a SHA-256"
+                f"a picture has a digest of {len(placed.picture.digest)} bytes; 1 to {MAX_DIGEST_BYTES} work, such as a"
+                " SHA-256"
             )
-        end = span.start + span.length
+        end = placed.end
 
 
 def _check_something_is_left(request: Request, vocab_size: int) -> None:

@@ -6,8 +6,9 @@ task that leaves a stream, or is cancelled in it, ends the request, so that no s
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig
@@ -17,6 +18,7 @@ from jaxserve.offline.front_door import FrontDoor
 
 if TYPE_CHECKING:
     from jaxserve.assemble import SchedulerChoice
+    from jaxserve.assemble.live_weights import WeightSource
 
 __all__ = ["AsyncLLM", "Update"]
 
@@ -51,6 +53,7 @@ class AsyncLLM(FrontDoor):
         ttft_target_s: float | None = None,
         tpot_target_s: float | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
         echo: bool = False,
     ) -> AsyncGenerator[Update, None]:
         """Completes one prompt: text, token ids, or one of the dictionaries of `LLM.generate`.
@@ -67,6 +70,7 @@ class AsyncLLM(FrontDoor):
           ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for the policy 'slo'; None:
             those of the config.
           timeout_s: seconds after which it ends with DeadlineExceeded; None: no limit.
+          adapter: name of a loaded LoRA adapter (`load_adapter`); None, or the model's own name: none.
           echo: the text begins with the prompt.
 
         Raises, when first asked for an update, InvalidRequest and its kin, QueueFull or EngineStopped; DeadlineExceeded
@@ -81,6 +85,7 @@ class AsyncLLM(FrontDoor):
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
             timeout_s=timeout_s,
+            adapter=adapter,
             echo=echo,
         )
         return self._stream(lambda: self._engine.prepare(prompt, sampling, options))
@@ -97,6 +102,7 @@ class AsyncLLM(FrontDoor):
         ttft_target_s: float | None = None,
         tpot_target_s: float | None = None,
         timeout_s: float | None = None,
+        adapter: str | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -113,6 +119,7 @@ class AsyncLLM(FrontDoor):
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
             timeout_s=timeout_s,
+            adapter=adapter,
         )
         return self._stream(
             lambda: (
@@ -188,6 +195,44 @@ class AsyncLLM(FrontDoor):
     def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a last update with finish reason ABORT. An unknown id is ignored."""
         self._engine.abort(request_id)
+
+    async def update_weights(
+        self, weights: "WeightSource", *, version: str, policy: Literal["finish", "recompute", "keep"] = "recompute"
+    ) -> float:
+        """Other weights, between two steps; nothing is compiled. Returns the seconds for which the loop paused.
+
+        Args:
+          weights: arrays by the names of `jaxserve.models.load_trainable`, which stay the caller's, or a directory with
+            a checkpoint of the same shapes. They are checked and brought to their places beside the running steps.
+          version: a name for `Update.weights` to tell.
+          policy: of requests that run. "finish": they end on the old weights, and those that come meanwhile wait for
+            that. "recompute": they go on with their tokens, whose keys and values the new weights compute anew.
+            "keep": they go on with the old keys and values, too.
+
+        Raises CheckpointError, ConfigError or InvalidRequest for what does not fit; nothing has changed then.
+        """
+        return await asyncio.to_thread(self._assembly.weights.update, weights, version, policy)
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Gives back the device's memory, weights and pages, when the running requests have ended; new ones are refused
+        from now on. `keep_weights`: they go to the host's memory."""
+        await asyncio.to_thread(self._assembly.weights.sleep, keep_weights=keep_weights)
+
+    async def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
+        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept."""
+        await asyncio.to_thread(self._assembly.weights.wake_up, weights, version)
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
+        """Reads a LoRA adapter beside the running steps; requests may name it from now on. See `LLM.load_adapter`.
+
+        `replace`: those that run with an adapter of this name end with it.
+        """
+        adapters = self._assembly.adapters
+        await asyncio.to_thread(adapters.load, name, path, self.model_name, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """No request may name the adapter any more; those that run end with it. Raises UnknownModel."""
+        self._assembly.adapters.unload(name, self.model_name)
 
     async def shutdown(self, drain_s: float = 30.0) -> None:
         """Refuses new requests, gives the running ones `drain_s` seconds, ends what is left, and ends the thread.

@@ -5,9 +5,11 @@ vanish or shrink to one line where stderr is no terminal; rich decides that.
 """
 
 import logging
+import os
 import sys
 import time
 from types import TracebackType
+from typing import NoReturn
 
 import rich.console
 import rich.logging
@@ -53,6 +55,14 @@ def complain(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def leave_without_devices(code: int) -> NoReturn:
+    """Ends the process at once: the interpreter's own exit waits for devices, of which one may never answer."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class TextWriter:
     """Prompts and answers for reading."""
 
@@ -75,10 +85,16 @@ class TextWriter:
 class BatchBar:
     """Prompts done and tokens a second of one batch. A context manager.
 
-    `total` None: not known. `shown` False draws nothing.
+    `total` None: not known. `shown` False draws nothing, and makes nothing that could: rich's objects refer to each
+    other in circles, which a program that generates in a loop would gather until Python looks at all it has.
     """
 
     def __init__(self, total: int | None, *, shown: bool = True) -> None:
+        self._start_s = self._last_s = time.monotonic()
+        self._counts: Counts | None = None
+        self._bar: rich.progress.Progress | None = None
+        if not shown:
+            return
         console = rich.console.Console(stderr=True)
         # The widget of a notebook takes messages from the thread of the cell alone, so that no other may draw there.
         self._draws_itself = not console.is_jupyter
@@ -91,37 +107,39 @@ class BatchBar:
             rich.progress.TimeRemainingColumn(),
             console=console,
             auto_refresh=self._draws_itself,
-            disable=not shown,
         )
         self._task = self._bar.add_task("", total=total)
-        self._shown = shown
-        self._start_s = self._last_s = time.monotonic()
-        self._counts: Counts | None = None
 
     def __enter__(self) -> "BatchBar":
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._bar is None:
+            return
         if self._counts is not None:
-            self._draw(self._counts, time.monotonic())
+            self._draw(self._bar, self._counts, time.monotonic())
         self._bar.stop()
 
     def update(self, counts: Counts) -> None:
         """Cheap enough to be called at every step."""
         self._counts = counts
+        if self._bar is None:
+            return
         now_s = time.monotonic()
-        if self._shown and now_s - self._last_s >= _REFRESH_S:
-            self._draw(counts, now_s)
+        if now_s - self._last_s >= _REFRESH_S:
+            self._draw(self._bar, counts, now_s)
 
     def note(self, line: str) -> None:
-        """A line on stderr, above the bar."""
+        """A line on stderr, above the bar, which must be shown."""
+        assert self._bar is not None, "nothing is shown"
         self._bar.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
-    def _draw(self, counts: Counts, now_s: float) -> None:
+    def _draw(self, bar: rich.progress.Progress, counts: Counts, now_s: float) -> None:
         self._last_s = now_s
         seconds = max(now_s - self._start_s, 1e-9)
         rates = f"in {counts.prompt_tokens / seconds:.0f} tok/s, out {counts.output_tokens / seconds:.0f} tok/s"
-        self._bar.update(self._task, completed=counts.num_done, description=rates, refresh=not self._draws_itself)
+        bar.update(self._task, completed=counts.num_done, description=rates, refresh=not self._draws_itself)

@@ -12,6 +12,7 @@ decides which requests may share pages. Where keys leave the service and must no
 belongs into the namespace.
 """
 
+import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -38,6 +39,81 @@ class ContentSpan(NamedTuple):
     start: int
     length: int
     digest: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture as a vision tower reads it. Made by `vision`; equal where the digests are.
+
+    The scheduler knows the numbers alone; `runtime.towers` reads the pixels.
+
+    Attributes:
+      digest: SHA-256 of how pixels are read, of the grid, and of the pixels: 32 bytes.
+      grid: (frames, rows, columns) of patches, before the tower merges any.
+      num_tokens: placeholders of the picture in a prompt, and embeddings that the tower makes of it.
+      pixels: unsigned bytes, [num_patches, channels * height * width of a patch] in the order of the tower's patches.
+    """
+
+    digest: bytes
+    grid: tuple[int, int, int] = dataclasses.field(compare=False)
+    num_tokens: int = dataclasses.field(compare=False)
+    pixels: bytes = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def num_patches(self) -> int:
+        """Rows of `pixels`."""
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter that is loaded, as requests hold it: they end with these weights, whatever becomes of its name.
+
+    The scheduler knows the digest alone; `runtime.adapters` reads the weights.
+
+    Attributes:
+      digest: SHA-256 of `weights`; adapters are equal where it is.
+      name: by which requests ask for it.
+      num_bytes: of `weights`, in the memory of the host.
+      weights: in the form of a slot of the device (`models.adapters.placing`).
+    """
+
+    digest: bytes
+    name: str = dataclasses.field(compare=False)
+    num_bytes: int = dataclasses.field(compare=False)
+    weights: object = dataclasses.field(compare=False, repr=False)
+
+
+class PlacedPicture(NamedTuple):
+    """A picture in a prompt: its embeddings take the place of the tokens from `start` on."""
+
+    picture: Picture
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.picture.num_tokens
+
+    @property
+    def span(self) -> ContentSpan:
+        """The positions, for keys of blocks."""
+        return ContentSpan(self.start, self.picture.num_tokens, self.picture.digest)
+
+
+SALT_END = "\x1f"  # ends a caller's own salt, where more follows: no caller may send it
+
+
+def private_salt(cache_salt: str, *reasons: str) -> str:
+    """The salt of a request whose pages follow from more than its tokens: from each of `reasons`. Equal for equal
+    arguments alone, since a caller's salt and the reasons hold no SALT_END."""
+    return SALT_END.join((cache_salt, *reasons))
+
+
+def salts_agree(cache_salt: str, asked: str) -> bool:
+    """Whether `asked`, a caller's salt, is that of the request which was given `cache_salt` for its own."""
+    return cache_salt == asked or cache_salt.startswith(asked + SALT_END)
 
 
 def root_key(namespace: str, cache_salt: str, block: str) -> bytes:

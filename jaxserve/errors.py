@@ -13,10 +13,12 @@ class Status(enum.StrEnum):
     """The kind of an error, independent of any protocol."""
 
     INVALID = "invalid"  # the request itself is wrong; sending it again cannot help
+    NOT_FOUND = "not_found"  # nothing of the name that the request gives is here
     UNAUTHENTICATED = "unauthenticated"  # no credential, or one that is not known
     OVERLOADED = "overloaded"  # try again later
     UNAVAILABLE = "unavailable"  # the engine is stopping or dead
     DEADLINE = "deadline"
+    QUARANTINED = "quarantined"  # the request ends the servers that run it; sending it again does harm
     INTERNAL = "internal"  # a bug of jaxserve
 
 
@@ -70,6 +72,22 @@ class InvalidRequest(UserError):
     """A request has a value outside what this server takes."""
 
 
+class UnknownModel(InvalidRequest):
+    """A request names a model, or a LoRA adapter, that this engine does not have."""
+
+    status = Status.NOT_FOUND
+
+
+class AdapterError(UserError):
+    """The files of a LoRA adapter are incomplete, damaged, or do not fit the model or the limits of the engine."""
+
+
+class AdapterMemoryFull(UserError):
+    """Requests have all adapters that the memory of the host has room for, so that no other one fits now."""
+
+    status = Status.OVERLOADED
+
+
 class UnsupportedOption(InvalidRequest):
     """A sampling or request option exists elsewhere but not here, or exceeds a device slot limit."""
 
@@ -95,6 +113,23 @@ class QueueFull(UserError):
         self.retry_after_s = retry_after_s
 
 
+class ChangeUnderWay(UserError):
+    """The weights are being changed, or the device is being given back or taken again; one such call runs at a time."""
+
+    status = Status.OVERLOADED
+
+
+class TenantLimited(QueueFull):
+    """A tenant has used up what it may; nothing was accepted.
+
+    `limit`: which of its limits, "requests", "tokens" or "concurrent_tokens".
+    """
+
+    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
+
+
 class Unauthenticated(UserError):
     """The caller gave no token, or one that this server does not know."""
 
@@ -107,10 +142,20 @@ class DeadlineExceeded(UserError):
     status = Status.DEADLINE
 
 
+class RequestQuarantined(UserError):
+    """The request has ended the servers that ran it, and is refused for a time. Only a router raises it."""
+
+    status = Status.QUARANTINED
+
+
 class EngineStopped(JaxserveError):
-    """The engine is draining, stopped or has died; the message says which and why."""
+    """The engine has stopped or died; the message says which and why."""
 
     status = Status.UNAVAILABLE
+
+
+class Draining(EngineStopped):
+    """The engine is being shut down and has not failed: the request can begin, or go on, at another one at once."""
 
 
 class HostLost(EngineStopped):
@@ -126,7 +171,11 @@ class PlanCorrupt(EngineStopped):
 
 
 class StepStalled(EngineStopped):
-    """A step does not end although every process answers."""
+    """A step does not end, so the engine was given up; of several processes, although every one answers."""
+
+
+class ReplicaDown(EngineStopped):
+    """A replica has died, and was built again as often as may be; it stays down until its process is restarted."""
 
 
 class NotFinite(JaxserveError):

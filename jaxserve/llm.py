@@ -5,8 +5,10 @@ same; an argument that would not do what vLLM's does is not accepted at all.
 """
 
 import operator
+import os
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Self
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig, for_batches
@@ -32,6 +34,7 @@ from jaxserve.offline.front_door import FrontDoor
 
 if TYPE_CHECKING:
     from jaxserve.assemble import SchedulerChoice
+    from jaxserve.assemble.live_weights import WeightSource
 
 __all__ = [
     "LLM",
@@ -57,6 +60,50 @@ class LLM(FrontDoor):
     def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:
         super()._start(for_batches(resolved), scheduler, progress=progress)
 
+    def update_weights(
+        self, weights: "WeightSource", *, version: str, policy: Literal["finish", "recompute", "keep"] = "recompute"
+    ) -> float:
+        """Other weights for the prompts from now on; nothing is compiled. Returns seconds for which the loop paused.
+
+        Args:
+          weights: arrays by the names of `jaxserve.models.load_trainable`, which stay the caller's, or a directory with
+            a checkpoint of the same shapes.
+          version: a name for `CompletionOutput.weights` to tell.
+          policy: of sequences that run, which a batch has none of between two calls; see `AsyncLLM.update_weights`.
+
+        Raises CheckpointError, ConfigError or InvalidRequest for what does not fit; nothing has changed then.
+        """
+        return self._assembly.weights.update(weights, version, policy, self._drive)
+
+    def sleep(self, *, keep_weights: bool = True) -> None:
+        """Gives back the device's memory, weights and pages; `keep_weights`: they go to the host's memory."""
+        self._assembly.weights.sleep(self._drive, keep_weights=keep_weights)
+
+    def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
+        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept."""
+        self._assembly.weights.wake_up(weights, version, self._drive)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
+        """Reads a LoRA adapter in the form of PEFT, which prompts name as `adapter` from now on.
+
+        Args:
+          name: 1 to 64 letters, digits, dots, hyphens or underscores.
+          path: of the directory with `adapter_config.json` and `adapter_model.safetensors`.
+          replace: another adapter of this name gives way; else that is refused.
+
+        Needs `adapters.slots`. Raises AdapterError for files that do not fit the model or the limits, InvalidRequest
+        for the name, ConfigError without slots; nothing has changed then.
+        """
+        self._assembly.adapters.load(name, path, self.model_name, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """No prompt may name the adapter any more. Raises UnknownModel."""
+        self._assembly.adapters.unload(name, self.model_name)
+
+    def _drive(self, changes: "Sequence[Future[float]]") -> None:
+        while not all(change.done() for change in changes):
+            self._engine.step()
+
     def close(self) -> None:
         """Ends the step log and the builds in the background; no method may be called any more.
 
@@ -81,6 +128,7 @@ class LLM(FrontDoor):
         tenant: Sequence[str] | str = "",
         ttft_target_s: Sequence[float | None] | float | None = None,
         tpot_target_s: Sequence[float | None] | float | None = None,
+        adapter: Sequence[str | None] | str | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; returns one output per prompt, in their order.
 
@@ -94,6 +142,7 @@ class LLM(FrontDoor):
           tenant: for policies that share between tenants, as 'fair' does.
           ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for the policy 'slo'; None:
             those of the config.
+          adapter: name of a loaded LoRA adapter (`load_adapter`); None, or the model's own name: none.
 
         `priority` and all after it: one value for all prompts, or a list with one for each.
 
@@ -102,7 +151,7 @@ class LLM(FrontDoor):
         """
         batch: Sequence[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
         sampling = self._sampling_for(len(batch), sampling_params)
-        options = _options(len(batch), "prompts", priority, cache_salt, tenant, ttft_target_s, tpot_target_s)
+        options = _options(len(batch), "prompts", priority, cache_salt, tenant, ttft_target_s, tpot_target_s, adapter)
         jobs = []
         for index, prompt in enumerate(batch):
             try:
@@ -126,6 +175,7 @@ class LLM(FrontDoor):
         tenant: Sequence[str] | str = "",
         ttft_target_s: Sequence[float | None] | float | None = None,
         tpot_target_s: Sequence[float | None] | float | None = None,
+        adapter: Sequence[str | None] | str | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -135,7 +185,7 @@ class LLM(FrontDoor):
         """Answers one conversation or a list of them; a message is {"role": …, "content": …}.
 
         Args:
-          priority, cache_salt, tenant, ttft_target_s, tpot_target_s: as in `generate`.
+          priority, cache_salt, tenant, ttft_target_s, tpot_target_s, adapter: as in `generate`.
           chat_template: Jinja source in place of the model's own.
           add_generation_prompt: end the prompt with the opening of the assistant's turn.
           tools: JSON schemas, handed to the template.
@@ -148,7 +198,7 @@ class LLM(FrontDoor):
         conversations = [messages] if _is_one_conversation(messages) else list(messages)
         sampling = self._sampling_for(len(conversations), sampling_params)
         options = _options(
-            len(conversations), "conversations", priority, cache_salt, tenant, ttft_target_s, tpot_target_s
+            len(conversations), "conversations", priority, cache_salt, tenant, ttft_target_s, tpot_target_s, adapter
         )
         template = self._engine.chat_template(chat_template)
         jobs = []
@@ -320,6 +370,7 @@ def _options(
     tenant: Sequence[str] | str,
     ttft_target_s: Sequence[float | None] | float | None,
     tpot_target_s: Sequence[float | None] | float | None,
+    adapter: Sequence[str | None] | str | None,
 ) -> list[RequestOptions]:
     """The options of each of `count` prompts. Raises InvalidRequest for a list of another length."""
 
@@ -336,11 +387,14 @@ def _options(
         each("tenant", tenant),
         each("ttft_target_s", ttft_target_s),
         each("tpot_target_s", tpot_target_s),
+        each("adapter", adapter),
         strict=True,
     )
     return [
-        RequestOptions(priority=level, cache_salt=salt, tenant=name, ttft_target_s=ttft_s, tpot_target_s=tpot_s)
-        for level, salt, name, ttft_s, tpot_s in rows
+        RequestOptions(
+            priority=level, cache_salt=salt, tenant=name, ttft_target_s=ttft_s, tpot_target_s=tpot_s, adapter=named
+        )
+        for level, salt, name, ttft_s, tpot_s, named in rows
     ]
 
 

@@ -127,7 +127,7 @@ def show_progress(*, shown: bool = True, write: Callable[[str], None] | None = N
         with rich.progress.Progress(*columns, console=console, transient=True) as bar:
             yield _Bar(bar)
         return
-    lines = Lines(write or (logger.info if _log_shows_lines() else _to_stderr))
+    lines = plain_lines() if write is None else Lines(write)
     ended = threading.Event()
     heart = threading.Thread(target=_beat, args=(lines, ended), name="jaxserve-progress", daemon=True)
     heart.start()
@@ -138,6 +138,11 @@ def show_progress(*, shown: bool = True, write: Callable[[str], None] | None = N
         heart.join()
         if console.is_jupyter:
             lines.clear()
+
+
+def plain_lines() -> Lines:
+    """Lines for the log where that shows them, else for stderr."""
+    return Lines(logger.info if _log_shows_lines() else _to_stderr)
 
 
 def _beat(lines: Lines, ended: threading.Event) -> None:

@@ -3,7 +3,7 @@
 stdout gets results and nothing else; progress, logs and errors go to stderr.
 
 Exit codes: 0; 2 when the user can change something (one line that begins with "error:"); 1 for a defect (a traceback)
-and when a host of several is lost (one line).
+and when a host of several is lost (one line); 5 when the device does not answer, and no other replica is left.
 A batch ends with 0 when all of its entries succeeded, with 3 when some failed, which are reported one by one and
 counted, and with 2 when all did.
 """
@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,12 +32,16 @@ from jaxserve.cli.options import (
 )
 from jaxserve.config import ResolvedConfig, for_batches, load_config
 from jaxserve.config.schema import HostsConfig
-from jaxserve.console import BatchBar, TextWriter, complain, set_up_logging
-from jaxserve.engine import AnyEngine
+from jaxserve.console import BatchBar, TextWriter, complain, leave_without_devices, set_up_logging
+from jaxserve.engine import AnyEngine, refuse_url
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
-from jaxserve.offline import InOrder, Result, run_jobs
+from jaxserve.offline import InOrder, Result, open_under, read_pictures, run_jobs
+from jaxserve.offline.journal import BatchResult, Journal, input_fact, run_journaled
 from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
 from jaxserve.progress import Progress, show_progress
+
+if TYPE_CHECKING:
+    from jaxserve.assemble import Assembly  # with JAX
 
 logger = logging.getLogger("jaxserve.run")  # by its name: as a program this module is "__main__"
 
@@ -51,6 +55,15 @@ def run_command(
     prompt: Annotated[list[str] | None, typer.Option(help="Text to complete or answer. Repeatable.")] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="JSONL file of prompts.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL file of results; default: stdout.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="File that keeps finished results: after a crash the same command goes on.")
+    ] = None,
+    picture: Annotated[
+        list[Path] | None, typer.Option(help="File of a picture that each --prompt is about, with --chat. Repeatable.")
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(help="Directory of the pictures that --input names by file: URLs.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's message.")] = False,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate at most; default: 256, if they fit.")
@@ -73,21 +86,41 @@ def run_command(
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in flags.items() if value is not None}
     if not prompt and input_ is None:
-        others = {"chat": chat, "json": json_, "echo": echo, "output": output is not None}
+        given = {"output": output is not None, "journal": journal is not None}
+        others = {"chat": chat, "picture": bool(picture), "json": json_, "echo": echo, **given}
         return _serve(resolved, [*sampling, *(name for name, given in others.items() if given)])
     if prompt and input_ is not None:
         raise ConfigError("give --prompt or --input, not both")
+    if journal is not None and (input_ is None or output is None):
+        raise ConfigError("--journal needs --input and --output: it keeps what is written from the one to the other")
+    if journal is not None and output is not None and journal.resolve() == output.resolve():
+        raise ConfigError(f"--journal and --output are the same file, {journal}")
     SamplingParams.from_dict(sampling)  # a wrong value is reported before minutes are spent on loading
-    options = BatchOptions(sampling=sampling, chat=chat, echo=echo)
+    if pictures is not None and input_ is None:
+        raise ConfigError("--pictures is for the messages of --input; give both")
+    if picture and not (prompt and chat):
+        raise ConfigError("--picture is for messages on the command line; give --prompt and --chat, too")
+    options = BatchOptions(
+        sampling=sampling,
+        chat=chat,
+        echo=echo,
+        pictures=read_pictures(picture or ()),
+        open_url=refuse_url if pictures is None else open_under(pictures),
+    )
     with _open_files(input_, output) as files:
+        if journal is not None and files.source is not None:
+            facts = _batch_facts(resolved, files.source, options)
+            with contextlib.closing(Journal(journal, facts)) as opened, _built(for_batches(resolved)) as assembly:
+                return _run_journaled(assembly.engine, assembly.sampling_defaults, files, options, opened)
         pretty = input_ is None and output is None and not json_
         writer = TextWriter() if pretty else JsonWriter(files.target)
         return _answer(resolved, prompt or (), files, options, writer)
 
 
 def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
+    from jaxserve.serve.handoff import HandoffSetup
     from jaxserve.serve.ports import hold_ports
-    from jaxserve.serve.service import check_serve_config, serve_forever  # gRPC: not needed for prompts
+    from jaxserve.serve.service import HUNG, check_serve_config, serve_forever  # gRPC: not needed for prompts
     from jaxserve.telemetry import check_tracing, observe_requests
 
     serve = resolved.config.serve
@@ -103,15 +136,21 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
     check_tracing(resolved.config.runtime)
     with (
         hold_ports(serve) as ports,  # and so is a port that is in use
-        _built(resolved) as (engine, _),
-        observe_requests(engine, resolved.config.runtime),
+        _built(resolved) as assembly,
+        observe_requests(assembly.engine, resolved.config.runtime),
     ):
-        return serve_forever(engine, serve, ports)
+        handoff = None if assembly.pages is None else HandoffSetup(resolved.config.handoff, assembly.pages)
+        settings = resolved.config.model_dump(mode="json")
+        directory = resolved.config.adapters.directory
+        code = serve_forever(assembly.engine, serve, ports, handoff, assembly.weights, settings, directory)
+    if code == HUNG:
+        leave_without_devices(code)
+    return code
 
 
 @contextlib.contextmanager
-def _built(resolved: ResolvedConfig) -> Iterator[tuple[AnyEngine, Mapping[str, object]]]:
-    """The engine and the sampling defaults. The other processes of a service over several hosts end with the block."""
+def _built(resolved: ResolvedConfig) -> "Iterator[Assembly]":
+    """The engine, and what doors need beside it. Other processes of a service over several hosts end with the block."""
     with contextlib.ExitStack() as stack:
         with _progress(resolved) as progress:
             from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost
@@ -122,7 +161,7 @@ def _built(resolved: ResolvedConfig) -> Iterator[tuple[AnyEngine, Mapping[str, o
                 from jaxserve.assemble.many_hosts import lead
 
                 assembly = stack.enter_context(lead(resolved, progress))
-        yield assembly.engine, assembly.sampling_defaults
+        yield assembly
 
 
 def _attend(resolved: ResolvedConfig) -> int:
@@ -177,8 +216,8 @@ def _answer(
     options: BatchOptions,
     writer: TextWriter | JsonWriter,
 ) -> int:
-    with _built(for_batches(resolved)) as (engine, defaults):
-        return _run_batch(engine, defaults, prompts, files, options, writer)
+    with _built(for_batches(resolved)) as assembly:
+        return _run_batch(assembly.engine, assembly.sampling_defaults, prompts, files, options, writer)
 
 
 def _run_batch(
@@ -190,9 +229,8 @@ def _run_batch(
     writer: TextWriter | JsonWriter,
 ) -> int:
     total = len(prompts) if files.source is None else count_entries(files.source)
-    options = dataclasses.replace(options, sampling={**defaults, **options.sampling})
-    if files.target.seekable() and files.target is not sys.stdout.buffer:
-        files.target.truncate(0)
+    options = _with_defaults(options, defaults)
+    _empty(files.target)
     entries: list[Entry | None] = []
     num_failed = 0
     # On one terminal the bar and the results would be written over each other: the results come after the bar.
@@ -216,11 +254,56 @@ def _run_batch(
         )
     for entry, result in held or ():
         writer.write(entry, result)
+    return _report(BatchResult(len(entries), num_failed, 0), files)
+
+
+def _run_journaled(
+    engine: AnyEngine, defaults: Mapping[str, object], files: _Files, options: BatchOptions, journal: Journal
+) -> int:
+    assert files.source is not None
+    _empty(files.target)
+    with BatchBar(count_entries(files.source)) as bar:
+
+        def on_error(entry: Entry, error: JaxserveError) -> None:
+            bar.note(f"error: {files.source_name}:{entry.line}: {one_line(error)}")
+
+        options = _with_defaults(options, defaults)
+        entries = read_entries(files.source)
+        done = run_journaled(engine, entries, options, journal, files.target, on_error, bar.update)
+    return _report(done, files)
+
+
+def _batch_facts(resolved: ResolvedConfig, source: IO[bytes], options: BatchOptions) -> dict[str, str]:
+    """What the answers of a batch depend on, by the names that a user knows. Raises ConfigError for a pipe."""
+    model = {f"model.{name}": str(value) for name, value in resolved.config.model.model_dump(mode="json").items()}
+    given = {f"--{name.replace('_', '-')}": str(value) for name, value in options.sampling.items()}
+    return {
+        "the content of --input": input_fact(source),
+        **model,
+        **given,
+        "--chat": str(options.chat),
+        "--echo": str(options.echo),
+    }
+
+
+def _with_defaults(options: BatchOptions, defaults: Mapping[str, object]) -> BatchOptions:
+    return dataclasses.replace(options, sampling={**defaults, **options.sampling})
+
+
+def _empty(target: IO[bytes]) -> None:
+    if target.seekable() and target is not sys.stdout.buffer:
+        target.truncate(0)
+
+
+def _report(done: BatchResult, files: _Files) -> int:
+    """Tells how a batch has ended; its exit code."""
     if files.source is not None:
-        complain(f"{len(entries) - num_failed} of {len(entries)} entries of {files.source_name} succeeded")
-    if not num_failed:
+        known = f", {done.num_known} of them in an earlier run" if done.num_known else ""
+        num_good = done.num_entries - done.num_failed
+        complain(f"{num_good} of {done.num_entries} entries of {files.source_name} succeeded{known}")
+    if not done.num_failed:
         return 0
-    return USER_ERROR if num_failed == len(entries) else SOME_FAILED
+    return USER_ERROR if done.num_failed == done.num_entries else SOME_FAILED
 
 
 def _place(entry: Entry, index: int, total: int | None, source_name: str) -> str:

@@ -21,8 +21,8 @@ from jaxserve.api import Request
 from jaxserve.config.schema import HttpConfig
 from jaxserve.engine import AsyncEngine, Sink, Update
 from jaxserve.serve.http.door import Door
+from jaxserve.serve.http.formats import choose_tool_format
 from jaxserve.serve.http.streaming import EventStream
-from jaxserve.serve.http.tool_parsers import choose_parser
 from jaxserve.testing import make_request
 
 NUM_PROMPTS = 16
@@ -69,7 +69,7 @@ class Silent:
     def events(self, update: Update) -> str:
         return ""
 
-    def last_events(self) -> str:
+    def last_events(self, error: Exception | None) -> str:
         return ""
 
 
@@ -80,7 +80,8 @@ async def read_stream(engine: AsyncEngine, requests: list[Request]) -> None:
 
 async def read_door(engine: AsyncEngine, requests: list[Request]) -> None:
     config = HttpConfig(port=0)
-    door = Door(engine=engine, config=config, tool_parser=choose_parser(config.tool_parser, None))
+    tools = choose_tool_format(config.tool_parser, None)
+    door = Door(engine=engine, config=config, tool_format=tools, thinking_format=None)
 
     async def send(message: Message) -> None:
         pass

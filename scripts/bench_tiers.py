@@ -60,7 +60,7 @@ BASE: dict[str, object] = {
     "cache.page_size": PAGE,
     "sched.max_rows": 4,
     "sched.max_step_tokens": 256,
-    "runtime.token_buckets": [32, 256],
+    "runtime.token_buckets": [32, 64, 128, 256],
     "runtime.row_buckets": [1, 4],
     "runtime.background_buckets": False,
     "kernels.self_check": False,
@@ -318,9 +318,7 @@ def throttle(seed: str, folder: Path) -> dict[str, object]:
                 ask(engine, prompt, 8)
             chosen = [ask(engine, prompt, 1) for prompt in prompts]
         with engine_of({**common, **store}) as engine:
-            loader = scheduler_of(engine)._loader
-            assert loader is not None
-            loader._is_slower = lambda *args: True
+            scheduler_of(engine).use_tiers(store=False)
             ask(engine, prompts_of(f"{seed} {ratio} warm again", 1)[0], 1)
             again = [ask(engine, prompt, 1) for prompt in prompts]
         never_s = statistics.median(one.ttft_s for one in again)

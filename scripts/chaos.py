@@ -1,15 +1,20 @@
-"""Kills and halts servers under load and compares every stream with one that nothing disturbed.
+"""Kills, halts and upgrades servers under load and compares every stream with one that nothing disturbed.
 
     python scripts/chaos.py --json chaos.json                  # through a router
     python scripts/chaos.py --door client --json chaos.json    # the client library alone, before all servers
+    python scripts/chaos.py --upgrades 1 --json chaos.json     # every server shut down and started again, in turn
 
 Three servers of the demo model, each a process of its own, answer streams: greedy and seeded ones, several answers of
 one prompt, penalties, stop strings, JSON schemas and tool calls. Meanwhile servers are killed (SIGKILL) and started
-again on their ports, and halted (SIGSTOP) for longer than a router waits. The first answers, from one server that is
+again on their ports, and halted (SIGSTOP) for longer than a router waits. An upgrade instead shuts one server after the
+other down (SIGTERM), and starts the next one when the last is well again. The first answers, from one server that is
 left alone, say what every stream must be. The report counts streams that ended otherwise, and tokens that came twice or
 not at all; the recovery of a stream is the time between its last token before it moved and its first one after.
 
-Exit code 1: something was lost, repeated or changed.
+`--streams` says how the kills, halts and upgrades are spread, and how many streams there are at least: the load goes on
+until the last of them is done and its server serves again, at most `--at-most-s` seconds.
+
+Exit code 1: something was lost, repeated or changed, or not all servers were killed, halted and upgraded in that time.
 """
 
 import argparse
@@ -17,7 +22,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import queue
 import random
 import re
 import signal
@@ -37,7 +41,8 @@ from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.client import CallOptions, Client, Completion, RequestFailed, Retries, collect_replies
 from jaxserve.serve.gen import inference_pb2 as pb
 
-START_S = 240.0
+START_S = 600.0
+_FIRST_UPGRADE = 0.05  # of the streams have ended; the others follow one another
 PROMPTS = (
     "Once upon a time there was a little fox",
     "One day a girl named Lily",
@@ -77,7 +82,9 @@ def samplings(num_tokens: int) -> list[SamplingParams]:
 class Server:
     """One server process on a port of its own, and its successors there. Mutated by the thread of the chaos."""
 
-    def __init__(self, number: int, log_dir: Path, max_rows: int) -> None:
+    def __init__(self, number: int, log_dir: Path, max_rows: int, upgrade: dict[str, Any]) -> None:
+        """`upgrade`: settings of servers that are upgraded."""
+        self._upgrade = upgrade
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._log = (log_dir / f"server{number}.log").open("w")
@@ -88,7 +95,7 @@ class Server:
         sizes = {
             "model.max_len": 384, "cache.num_pages": 40 * self._max_rows, "sched.max_rows": self._max_rows,
             "sched.max_step_tokens": 64, "runtime.token_buckets": [64], "runtime.row_buckets": [self._max_rows],
-            "serve.grpc.port": self.port,
+            "serve.grpc.port": self.port, **self._upgrade,
         }  # fmt: skip
         command = [sys.executable, "-m", "jaxserve.run"]
         for name, value in sizes.items():
@@ -102,6 +109,14 @@ class Server:
     def kill_and_start(self) -> None:
         self.kill()
         self.process = self._start()
+
+    def upgrade(self) -> None:
+        """Shuts it down, and starts it again."""
+        self.process.terminate()
+        if (code := self.process.wait()) != 0:
+            raise SystemExit(f"server {self.address} ended with {code}; see {self._log.name}")
+        self.process = self._start()
+        self.wait()
 
     def wait(self) -> None:
         """Until it serves."""
@@ -152,19 +167,22 @@ def result_of(completion: Completion) -> list[tuple[Any, ...]]:
 
 
 class Load:
-    """Clients on threads, each with the next stream as soon as its last one has ended."""
+    """Clients on threads, each with the next stream as soon as its last one has ended.
+
+    Streams go on until `finish`, and there are `least` of them at least.
+    """
 
     def __init__(
-        self, addresses: Sequence[str], kinds: Sequence[tuple[str, SamplingParams]], count: int, threads: int
+        self, addresses: Sequence[str], kinds: Sequence[tuple[str, SamplingParams]], least: int, threads: int
     ) -> None:
-        self.streams = [Stream(k % len(kinds)) for k in range(count)]
+        self.streams: list[Stream] = []
+        self.least = least
         self.num_ended = 0
         self._kinds = kinds
+        self._lock = threading.Lock()
+        self._finishing = False
         retries = Retries(attempts=40, longest_wait_s=2.0)
         self._clients = [Client(address, retries=retries) for address in addresses]
-        self._left: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for k in range(count):
-            self._left.put(k)
         self._threads = [threading.Thread(target=self._work, args=(k,), daemon=True) for k in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -173,14 +191,24 @@ class Load:
     def running(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
+    def finish(self) -> None:
+        """Starts no further streams than the least number."""
+        with self._lock:
+            self._finishing = True
+
+    def _next(self) -> tuple[int, Stream] | None:
+        """The next stream and its number, or None: the thread ends."""
+        with self._lock:
+            number = len(self.streams)
+            if self._finishing and number >= self.least:
+                return None
+            self.streams.append(Stream(number % len(self._kinds)))
+            return number, self.streams[-1]
+
     def _work(self, thread: int) -> None:
         client = self._clients[thread % len(self._clients)]
-        while True:
-            try:
-                number = self._left.get_nowait()
-            except queue.Empty:
-                return
-            stream = self.streams[number]
+        while (entry := self._next()) is not None:
+            number, stream = entry
             prompt, sampling = self._kinds[stream.which]
             try:
                 for reply in client.generate(prompt, sampling, CallOptions(request_id=f"r{number}")):
@@ -188,35 +216,51 @@ class Load:
                     stream.times_s.append(time.monotonic())
             except RequestFailed as error:
                 stream.error = f"{error.status}: {error}"
-            self.num_ended += 1
+            with self._lock:
+                self.num_ended += 1
 
 
 def disturb(servers: Sequence[Server], load: Load, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Spreads the kills and halts evenly over the streams. Returns what was done when."""
+    """Spreads the kills and halts evenly over the least number of streams, and waits until all servers serve again.
+
+    Returns what was done when.
+    """
     rng = random.Random(args.seed)
     deeds = ["kill"] * args.kills + ["stop"] * args.stops
     rng.shuffle(deeds)
+    deeds += ["upgrade"] * args.upgrades * len(servers)
     done: list[dict[str, Any]] = []
     begun_s = time.monotonic()
+    end_s = begun_s + args.at_most_s
+
+    def going() -> bool:
+        return load.running and time.monotonic() < end_s
+
     for number, deed in enumerate(deeds, start=1):
-        due = len(load.streams) * number // (len(deeds) + 1)
-        while load.num_ended < due and load.running:
+        share = _FIRST_UPGRADE if deed == "upgrade" else number / (len(deeds) + 1)
+        due = int(load.least * share)
+        while load.num_ended < due and going():
             time.sleep(0.05)
         well = [server for server in servers if server.serves]
-        while len(well) < 2 and load.running:  # else all three could be starting at once, and the test be of patience
+        while len(well) < 2 and going():  # else all three could be starting at once, and the test be of patience
             time.sleep(0.2)
             well = [server for server in servers if server.serves]
-        if not load.running:
+        if not going():
             break
-        server = rng.choice(well)
+        server = servers[(number - 1) % len(servers)] if deed == "upgrade" else rng.choice(well)
         done.append({"deed": deed, "server": server.address, "at_s": round(time.monotonic() - begun_s, 3)})
         print(f"{done[-1]}, {load.num_ended} streams have ended", flush=True)
-        if deed == "kill":
+        if deed == "upgrade":
+            server.upgrade()
+            done[-1]["seconds"] = round(time.monotonic() - begun_s - done[-1]["at_s"], 3)
+        elif deed == "kill":
             server.kill_and_start()
         else:
             server.process.send_signal(signal.SIGSTOP)
             time.sleep(args.halt_s)
             server.process.send_signal(signal.SIGCONT)
+    while going() and not all(server.serves for server in servers):
+        time.sleep(0.2)
     return done
 
 
@@ -242,7 +286,7 @@ def recoveries(
     streams: Sequence[Stream], log: str, deeds: Sequence[dict[str, Any]], begun_s: float
 ) -> dict[str, list[float]]:
     """Of each kind of deed, the seconds between the last token before each move and the first one after, sorted."""
-    found: dict[str, list[float]] = {"kill": [], "stop": []}
+    found: dict[str, list[float]] = {"kill": [], "stop": [], "upgrade": []}
     for name, num_tokens in _LEAVES.findall(log):
         stream = streams[int(name.removeprefix("r"))]
         counts = stream.counts
@@ -289,9 +333,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--door", choices=("router", "client"), default="router")
     parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--streams", type=int, default=1000, help="At least.")
+    parser.add_argument("--at-most-s", type=float, default=3600.0, help="Nothing more is disturbed then.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--stops", type=int, default=5)
+    parser.add_argument("--upgrades", type=int, default=0, help="Of every server.")
+    parser.add_argument("--drain-s", type=float, default=2.0, help="serve.drain_s: seconds of streams in an upgrade.")
     parser.add_argument("--halt-s", type=float, default=20.0, help="Seconds of a SIGSTOP.")
     parser.add_argument("--threads", type=int, default=48, help="Streams at once.")
     parser.add_argument("--tokens", type=int, default=96, help="Of a stream at most.")
@@ -308,8 +355,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as name, contextlib.ExitStack() as stack:
         log_dir = Path(name)
         servers: list[Server] = []
+        upgrade: dict[str, Any] = {}
+        if args.upgrades:  # what a server has of its streams is found by those that go on with them
+            (log_dir / "pages").mkdir(mode=0o700)
+            store = {"kind": "file", "location": str(log_dir / "pages"), "max_bytes": 2**30}
+            upgrade = {"serve.drain_s": args.drain_s, "cache.host_bytes": 2**26}
+            upgrade |= {f"store.{name}": value for name, value in store.items()}
         for number in range(args.servers):
-            servers.append(Server(number, log_dir, args.rows))
+            servers.append(Server(number, log_dir, args.rows, upgrade))
             stack.callback(lambda server=servers[-1]: server.kill())
             servers[-1].wait()  # one after the other: the first compiles, the others read what it stored
         with Client(servers[0].address) as direct:
@@ -320,20 +373,24 @@ def main() -> int:
         else:  # gRPC takes the first that answers, so each client has another first
             named = [server.address for server in servers]
             addresses = ["ipv4:" + ",".join([*named[k:], *named[:k]]) for k in range(len(named))]
-        print(f"{args.streams} streams through {addresses}", flush=True)
+        print(f"{args.streams} streams at least through {addresses}", flush=True)
         begun_s = time.monotonic()
         load = Load(addresses, kinds, args.streams, args.threads)
         done = disturb(servers, load, args)
+        load.finish()
         while load.running:
             time.sleep(0.1)
         wall_s = time.monotonic() - begun_s
         log = "\n".join(own_log) + (router_log.read_text() if router_log.exists() else "")
     moved = recoveries(load.streams, log, done, begun_s)
-    everything = sorted(moved["kill"] + moved["stop"])
+    everything = sorted(moved["kill"] + moved["stop"] + moved["upgrade"])
+    deeds = {deed: sum(one["deed"] == deed for one in done) for deed in ("kill", "stop", "upgrade")}
+    asked = args.kills + args.stops + args.upgrades * args.servers
     report = {
         "wall_s": round(wall_s, 1),
-        "kills": sum(one["deed"] == "kill" for one in done),
-        "stops": sum(one["deed"] == "stop" for one in done),
+        "kills": deeds["kill"],
+        "stops": deeds["stop"],
+        "upgrades": deeds["upgrade"],
         **judge(load.streams, expected),
         "moves": len(_LEAVES.findall(log)),
         "recovery_p50_s": quantile(everything, 0.5),
@@ -346,7 +403,7 @@ def main() -> int:
     print(json.dumps(report, indent=1))
     if args.json is not None:
         write_record(args.json, report)
-    return int(any(report[name] for name in ("streams_failed", "streams_wrong")))
+    return int(report["streams_failed"] or report["streams_wrong"] or len(done) < asked)
 
 
 if __name__ == "__main__":

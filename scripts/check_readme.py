@@ -5,8 +5,10 @@
 
 A clone of this checkout's last commit, an empty home, no environment but HOME, PATH and TERM. Blocks of bash are pasted
 into one `bash -i` as they stand; blocks of Python that follow each other are one script. Of each block are reported:
-the exit status of its last command, seconds, the longest time without a byte on the terminal, and how many executables
-were compiled (files that are new in the compile cache). Exit code 1 when a block failed, or printed a traceback.
+the exit status of its last command, seconds, the longest time without a byte on the terminal, and the executables that
+are new in the compile cache. Exit code 1 when a block failed, printed a traceback, or was silent for longer than
+--silence; and when programs were compiled for more than --settings settings of sizes on the way from the first prompt
+to the server. The digest in the name of an executable says for which it is.
 
 The output of a block is not judged. `make test` is left out: it is what CI does.
 """
@@ -53,7 +55,7 @@ class Outcome:
     status: int
     seconds: float
     silent_s: float
-    compiled: int
+    compiled: list[str]
     output: str
 
     @property
@@ -141,7 +143,7 @@ def run_block(shell: Shell, block: Block, folder: Path, cache: Path) -> Outcome:
         script = folder / f".readme_line_{block.line}.py"
         script.write_text(block.text)
         text = f"python {shlex.quote(str(script))}\n"
-    before = count_files(cache)
+    before = executables(cache)
     status, output, seconds, silent_s = shell.paste(text)
     return Outcome(
         line=block.line,
@@ -150,13 +152,20 @@ def run_block(shell: Shell, block: Block, folder: Path, cache: Path) -> Outcome:
         status=status,
         seconds=round(seconds, 1),
         silent_s=round(silent_s, 1),
-        compiled=count_files(cache) - before,
+        compiled=sorted(executables(cache) - before),
         output=output,
     )
 
 
-def count_files(folder: Path) -> int:
-    return sum(1 for path in folder.rglob("*") if path.is_file() and "numba" not in path.parts)
+def executables(cache: Path) -> set[str]:
+    """Names of the executables that are kept: what is computed, a dash, the digest of all that it depends on."""
+    return {path.name for path in cache.glob("*/executables/*")}
+
+
+def settings_until_served(outcomes: Sequence[Outcome], blocks: Sequence[Block]) -> int:
+    """For how many settings of sizes programs were compiled, up to the last block that asks the first server."""
+    last = max((k for k, block in enumerate(blocks) if "http://127.0.0.1:8000" in block.text), default=-1)
+    return len({name.rpartition("-")[2] for outcome in outcomes[: last + 1] for name in outcome.compiled})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="of which python3 is the name in the shell")
     parser.add_argument("--here", action="store_true", help="install nothing: use the environment of --python")
     parser.add_argument("--pass-on", action="append", default=[], metavar="NAME", help="variables to keep")
+    parser.add_argument("--silence", type=float, default=3.0, metavar="S", help="longest time without output; 3")
+    parser.add_argument("--settings", type=int, default=2, metavar="N", help="settings compiled up to the server; 2")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     blocks = read_blocks((ROOT / "README.md").read_text())
@@ -184,11 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for block in blocks:
                 outcome = run_block(shell, block, clone, home / ".cache/jaxserve")
                 outcomes.append(outcome)
-                word = "FAILED" if outcome.failed else "ok"
+                too_silent = outcome.silent_s > args.silence
+                word = "FAILED" if outcome.failed else "TOO SILENT" if too_silent else "ok"
                 print(
                     f"README.md:{outcome.line} {outcome.language}: {word}, status {outcome.status}, "
                     f"{outcome.seconds:.1f} s, silent for {outcome.silent_s:.1f} s at most, "
-                    f"{outcome.compiled} executables compiled: {outcome.begins}",
+                    f"{len(outcome.compiled)} executables compiled: {outcome.begins}",
                     flush=True,
                 )
                 if outcome.failed:
@@ -197,7 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shell.close()
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    return 1 if any(outcome.failed for outcome in outcomes) else 0
+    num_settings = settings_until_served(outcomes, blocks)
+    print(f"from the first prompt to the server, programs were compiled for {num_settings} settings of sizes")
+    bad = any(outcome.failed or outcome.silent_s > args.silence for outcome in outcomes)
+    return 1 if bad or num_settings > args.settings else 0
 
 
 if __name__ == "__main__":

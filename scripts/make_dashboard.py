@@ -40,10 +40,18 @@ def _door_rate(name: str, by: str) -> str:
     return f'sum by ({by}) (rate(jaxserve:{name}{{model_name=~"$model"}}[$__rate_interval]))'
 
 
+def _durations(part: str, by: str) -> str:
+    return _door_rate(f"http_request_duration_seconds_{part}", by)
+
+
 def _quantiles(name: str) -> dict[str, str]:
     buckets = _rate(f"{name}_bucket", "le")
     quantiles = {f"p{share}": f"histogram_quantile({share / 100:g}, {buckets})" for share in (50, 90, 99)}
-    return {**quantiles, "mean": f"{_rate(f'{name}_sum')} / {_rate(f'{name}_count')}"}
+    return {**quantiles, "mean": _mean(name)}
+
+
+def _mean(name: str) -> str:
+    return f"{_rate(f'{name}_sum')} / {_rate(f'{name}_count')}"
 
 
 def _latency(title: str, name: str, text: str) -> Panel:
@@ -87,6 +95,15 @@ ROWS: dict[str, list[Panel]] = {
             queries={"": 'max(jaxserve:engine_stalled_seconds{model_name=~"$model"})'},
             colours={"0": "green", "10": "red"},
         ),
+        Panel(
+            title="Replicas that hang and come back",
+            text="Red now: a step is over its deadline. Given up and built again: in the last hour.",
+            queries={
+                "red": "sum(jaxserve:replica_redSELECT)",
+                "given up": "sum(increase(jaxserve:replica_fenced_totalSELECT[1h]))",
+                "built again": "sum(increase(jaxserve:replica_restarts_totalSELECT[1h]))",
+            },
+        ),
     ],
     "Latency": [
         _latency("Time to first token", "time_to_first_token_seconds", "From arrival to the first token."),
@@ -117,6 +134,26 @@ ROWS: dict[str, list[Panel]] = {
         _latency("Decode", "request_decode_time_seconds", "From the first token to the last."),
         Panel(title="Prompt lengths", unit="short", queries=_quantiles("request_prompt_tokens")),
         Panel(title="Answer lengths", unit="short", queries=_quantiles("request_generation_tokens")),
+        _latency("On the device", "request_inference_time_seconds", "From the first step to the last token."),
+        Panel(
+            title="Prompt tokens computed",
+            text="Of a request: those that were not in the prefix cache.",
+            queries=_quantiles("request_prefill_kv_computed_tokens"),
+        ),
+        Panel(
+            title="Longest sequence",
+            text="Of a request, beside what it allowed each sequence (max_tokens).",
+            queries={
+                **_quantiles("request_max_num_generation_tokens"),
+                "allowed, mean": _mean("request_params_max_tokens"),
+                "allowed, p50": _quantiles("request_params_max_tokens")["p50"],
+            },
+        ),
+        Panel(
+            title="Sequences of a request",
+            text="n of its sampling.",
+            queries={"mean": _mean("request_params_n"), "p99": _quantiles("request_params_n")["p99"]},
+        ),
     ],
     "Doors": [
         Panel(
@@ -153,6 +190,17 @@ ROWS: dict[str, list[Panel]] = {
             stacked=True,
             queries={"{{route}}": _door_rate("http_requests_total", "route")},
         ),
+        Panel(
+            title="Time of HTTP calls, by route",
+            unit="s",
+            text="95 % are shorter; streams count to their end.",
+            queries={"{{route}}": f"histogram_quantile(0.95, {_durations('bucket', 'le, route')})"},
+        ),
+        Panel(
+            title="HTTP calls that run, by route",
+            text="Little's law: the time of all calls in a second.",
+            queries={"{{route}}": _durations("sum", "route")},
+        ),
     ],
     "Cache": [
         Panel(
@@ -173,6 +221,29 @@ ROWS: dict[str, list[Panel]] = {
             queries={"grantable": "sum(jaxserve:kv_grantable_pagesSELECT)"},
         ),
         Panel(title="Preemptions per second", queries={"preemptions": _rate("num_preemptions_total")}),
+        Panel(
+            title="Pictures per second",
+            text="Empty for models that take none.",
+            queries={
+                "encoded": _rate("mm_encodes_total"),
+                "from host memory": _rate("mm_host_loads_total"),
+                "found": _rate("mm_cache_hits_total"),
+                "asked for": _rate("mm_cache_queries_total"),
+            },
+        ),
+        Panel(
+            title="Patches encoded per second",
+            queries={"patches": _rate("mm_encoded_patches_total")},
+        ),
+        Panel(
+            title="Pool of embeddings",
+            unit="percentunit",
+            max=1.0,
+            queries={
+                "used": "avg(jaxserve:mm_cache_usage_percSELECT)",
+                "host memory": "avg(jaxserve:mm_host_usage_percSELECT)",
+            },
+        ),
     ],
     "Tiers of the cache": [
         Panel(
@@ -207,11 +278,54 @@ ROWS: dict[str, list[Panel]] = {
             queries={"{{event}}": _rate("kv_store_pages_total", "event")},
         ),
         Panel(
+            title="Events of pages per second",
+            text="lost: no room in the queue, so readers forget all that they knew. Empty without events.port.",
+            queries={"{{state}}": _rate("kv_events_total", "state")},
+        ),
+        Panel(
             title="A store that is slow or gone, per second",
             text="No request fails for it: its pages are computed.",
             queries={
                 "left alone": _rate("kv_store_breaks_total"),
                 "sequences placed without their pages": _rate("kv_store_late_sequences_total"),
+            },
+        ),
+        Panel(
+            title="Prompt tokens that others computed, per second",
+            stacked=True,
+            text="Of requests that came with a ticket: pulled, cached here, computed here. Empty without handoffs.",
+            queries={"{{way}}": _door_rate("handoff_tokens_total", "way")},
+        ),
+        Panel(
+            title="Tokens that were not pulled, per second",
+            text="They were computed instead.",
+            queries={"{{reason}}": _door_rate("handoff_missed_tokens_total", "reason")},
+        ),
+        Panel(
+            title="Prompts computed for others, per second",
+            queries={
+                "{{outcome}}": _door_rate("handoff_prefills_total", "outcome"),
+                "lease {{how}}": _door_rate("handoff_ended_leases_total", "how"),
+            },
+        ),
+        Panel(
+            title="Pages that wait to be fetched",
+            queries={
+                "prompts": 'sum(jaxserve:handoff_leases{model_name=~"$model"})',
+                "slots": 'sum(jaxserve:handoff_lent_slots{model_name=~"$model"})',
+            },
+        ),
+        Panel(
+            title="Bytes of pages between servers, per second",
+            unit="Bps",
+            queries={"{{way}}": _door_rate("handoff_bytes_total", "way")},
+        ),
+        Panel(
+            title="Time for which a request waits for pages of others",
+            unit="s",
+            queries={
+                "mean": f"{_door_rate('handoff_pull_seconds_total', 'model_name')} / "
+                f"{_door_rate('handoff_pulls_total', 'model_name')}"
             },
         ),
     ],
@@ -240,6 +354,17 @@ ROWS: dict[str, list[Panel]] = {
             stacked=True,
             text="Pending ones are built in the background; steps of a failed one run in larger shapes.",
             queries={"{{state}}": "sum by (state) (jaxserve:step_shapesSELECT)"},
+        ),
+        Panel(
+            title="Degradation",
+            unit="short",
+            text="The rung of each replica, and its pressure by signal; 1 is too much. How many servers say that they "
+            "are degraded. See docs/degradation.md.",
+            queries={
+                "degraded": 'sum(jaxserve:degraded{model_name=~"$model"})',
+                "rung {{engine}}": "max by (engine) (jaxserve:degradation_rungSELECT)",
+                "{{signal}} {{engine}}": "max by (signal, engine) (jaxserve:degradation_pressureSELECT)",
+            },
         ),
         Panel(
             title="Tokens of a sequence in a step",

@@ -13,6 +13,7 @@ sentencepiece, and all of `legacy` from the sentencepiece backend of transformer
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def spm_model(model_type: str, **options: Any) -> bytes:
 
 def write(directory: Path, name: str, content: Any) -> None:
     text = json.dumps(content, ensure_ascii=True, indent=1, sort_keys=False)
+    text = re.sub(r"\[\n[\d,\s]+\]", lambda ids: " ".join(ids[0].split()), text)  # a list of ids takes one line
     (directory / name).write_text(text + "\n", encoding="utf-8")
 
 
@@ -280,6 +282,33 @@ CALL = [{"role": "user", "content": "sum?"},
         {"role": "skip", "content": "unseen"}, {"role": "tool", "content": "3"}]  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & c 'd'", "parameters": {}}}]
 
+# An agent's conversation: parameters, texts beside calls, arguments as text and as an object, two calls in one turn.
+CITY = {"type": "string", "description": "in any script", "enum": ["Zürich", "東京", 'a "b"']}
+SCHEMA = {"type": "object", "properties": {"city": CITY, "days": {"type": "integer"}}, "required": ["city"]}
+AGENT_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": " Says <how> it is. ", "parameters": SCHEMA},
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+ARGUMENTS = ('{"city": "東京"}', {"city": "Zürich", "days": 2, "x": [None, True, 0.5]}, {})
+CALLS = [
+    {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    for number, (name, arguments) in enumerate(zip(("get_weather", "get_weather", "now"), ARGUMENTS, strict=True))
+]
+AGENT = [
+    {"role": "system", "content": "You have tools."},
+    {"role": "user", "content": "Weather in 東京 and Zürich?"},
+    {"role": "assistant", "content": "Let me see.\n", "tool_calls": CALLS[:2]},
+    {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "☀", "degrees": 31}'},
+    {"role": "tool", "tool_call_id": "call_1", "content": " <rain> & wind\n"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS[2:]},
+    {"role": "tool", "tool_call_id": "call_2", "content": ""},
+    {"role": "assistant", "content": "It is noon."},
+    {"role": "user", "content": "Thanks 👍"},
+]
+
 
 def chat_answers() -> list[dict[str, Any]]:
     cases = []
@@ -311,8 +340,8 @@ def demo_answers() -> dict[str, Any]:
         cases.append({"text": text, "ids": ids, "decoded": decoded})
     chats = []
     developer = {"role": "developer", "content": " Be brief. "}
-    for messages in (TURNS, [developer, *CALL[:2], CALL[3], *CALL[3:]], [developer, TURNS[0]]):
-        for tools in (None, TOOLS):
+    for messages in (TURNS, [developer, *CALL[:2], CALL[3], *CALL[3:]], AGENT):
+        for tools in (None, AGENT_TOOLS if messages is AGENT else TOOLS):
             options: dict[str, Any] = {"tools": tools, "add_generation_prompt": tools is None}
             text = oracle.apply_chat_template(messages, tokenize=False, **options)
             ids = oracle.apply_chat_template(messages, tokenize=True, return_dict=False, **options)

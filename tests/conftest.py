@@ -1,8 +1,10 @@
-"""Settings of the whole suite: eight CPU devices, no accelerator, no network, no limit of time on an example.
+"""Settings of the whole suite: eight CPU devices, no accelerator, no network, no limit of time on an example, and few
+collections of cycles.
 
 What a test sets up of logging ends with it.
 """
 
+import gc
 import logging
 import os
 import shutil
@@ -10,6 +12,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -19,6 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _DEVICES = "--xla_force_host_platform_device_count=8"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+# JAX makes very many objects when it traces. With Python's own 700 the collector looks through them so often that it
+# takes a third of the time.
+gc.set_threshold(10_000, 10, 10)
 
 # A machine may be busy with other things, and any example may be the one that waits for it.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -33,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a shell; its children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: no collection of cycles looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +102,27 @@ def compiled_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
-    """XLA leaves out most optimisations, for tests that compare with a tolerance: compiling is most of their time."""
+    """XLA leaves out most optimisations, for tests that compare with a tolerance: compiling is most of their time.
+
+    It emits fusions as it did before it had MLIR for that, which takes half the time, and for which JAX has no setting.
+    """
     import jax
+    from jax._src import compiler
+
+    options_of = compiler.get_compile_options
+
+    def quick_options(*args: Any, **kwargs: Any) -> Any:
+        options = options_of(*args, **kwargs)
+        if kwargs["backend"].platform == "cpu":
+            options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
+        return options
 
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes that tests start
+        patch.setattr(compiler, "get_compile_options", quick_options)
+        # Of processes that tests start: they compute the same bits.
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false")
         yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()  # what comes next is compiled as usual

@@ -5,12 +5,14 @@ Run as a program, it is `python -m jaxserve.run` on the fake device: what the te
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Literal, Self
 
 from jaxserve import assemble
 from jaxserve.config.schema import Config
 from jaxserve.progress import Progress
+from jaxserve.sched import InFlight, StepPlan, StepResult
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
 
@@ -26,6 +28,7 @@ class Fakes:
     runner: FakeRunner | None = None
     max_rows: int = 4
     wait: bool = False  # the device is ready when a line has come on stdin
+    hangs: bool = False  # no step ends
 
     def install(self, patch: Callable[[object, str, object], None] = setattr) -> Self:
         """Puts itself in the place of the device; `patch` may be that of a MonkeyPatch, which takes it back."""
@@ -49,19 +52,36 @@ class Fakes:
         fail_at = self.fail_at if self.fail_replica in (None, replica) else None
         self.runner = FakeRunner(limits, vocab_size=ByteTokenizer.vocab_size, mode=self.mode, fail_at=fail_at)
         return assemble.Device(
-            runner=self.runner, vocab_size=ByteTokenizer.vocab_size, eos_token_ids=(257,),
-            sampling_defaults=self.sampling_defaults,
+            runner=HangingRunner(self.runner) if self.hangs else self.runner,
+            vocab_size=ByteTokenizer.vocab_size, eos_token_ids=(257,), sampling_defaults=self.sampling_defaults,
+            renew=lambda: self._build(config, replica),
         )  # fmt: skip
 
     def build_tokenizer(self, config: Config) -> ByteTokenizer | None:
         return None if config.model.skip_tokenizer else ByteTokenizer()
 
 
+class HangingRunner:
+    """A device of which no step ends."""
+
+    def __init__(self, inner: FakeRunner) -> None:
+        self.limits = inner.limits
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        class Hung:
+            def result(self) -> StepResult:
+                threading.Event().wait()
+                raise AssertionError("nobody sets it")
+
+        return Hung()
+
+
 def main() -> int:
     from jaxserve import run
 
-    own = {option for option in ("--broken-device", "--slow-device") if option in sys.argv}
-    Fakes(fail_at=(0, "dispatch") if "--broken-device" in own else None, wait="--slow-device" in own).install()
+    own = {option for option in ("--broken-device", "--slow-device", "--hanging-device") if option in sys.argv}
+    fail_at = (0, "dispatch") if "--broken-device" in own else None
+    Fakes(fail_at=fail_at, wait="--slow-device" in own, hangs="--hanging-device" in own).install()
     return run.main([a for a in sys.argv[1:] if a not in own])
 
 

@@ -99,6 +99,19 @@ def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: p
     assert home == os.path.expanduser("~/w")
 
 
+def test_paths_in_a_table_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    path = write(tmp_path / "inner", "adapters: {slots: 1, directory: more, load: {a: ../a, b: ~/b, c: /c}}")
+    monkeypatch.chdir(tmp_path)
+    adapters = load_config(path, environ={}).config.adapters
+    assert adapters.load == {"a": str(tmp_path / "a"), "b": os.path.expanduser("~/b"), "c": "/c"}
+    assert adapters.directory == str(tmp_path / "inner" / "more")
+    given = load_config(path, ["adapters.load={a: a}"], environ={}).config.adapters.load
+    assert given == {"a": str(tmp_path / "a")}, "of the working directory, and in the place of those of the file"
+    with pytest.raises(ConfigError, match=r"adapters\.load is \{'a': 3\}"):
+        load_config(path, {"adapters.load": {"a": 3}}, environ={})
+
+
 def test_the_location_of_a_store_is_a_path_where_the_store_is_a_directory(tmp_path: Path) -> None:
     files = {name: f"{name}.pem" for name in ("secret_file", "tls_ca", "tls_cert", "tls_key")}
     path = write(

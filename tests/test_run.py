@@ -17,7 +17,8 @@ import yaml
 from fake_parts import Fakes
 
 from jaxserve import __version__, cli, run
-from jaxserve.client import Client, RequestFailed
+from jaxserve.api import SamplingParams
+from jaxserve.client import Client, RequestFailed, Retries
 from jaxserve.errors import Status
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +109,20 @@ def test_chat(call: Call) -> None:
     assert result["prompt"] == "hi"
     assert result["usage"]["prompt_tokens"] == len("_user: hi\n_assistant: ")
     assert result["text"] == '!"'
+
+
+def test_pictures_of_the_command_line(call: Call, tmp_path: Path) -> None:
+    """Each misuse is one line."""
+    file = tmp_path / "a.png"
+    file.write_bytes(b"bytes")
+    for arguments, message in (
+        (["--picture", str(file), "--prompt", "hi"], "give --prompt and --chat, too"),
+        (["--picture", str(file)], "--picture given, but nothing to answer"),
+        (["--picture", str(tmp_path / "b.png"), "--chat", "--prompt", "hi"], "b.png cannot be read: No such file"),
+        (["--picture", str(file), "--chat", "--prompt", "hi"], "takes text"),
+    ):
+        code, _, err = call(*arguments)
+        assert code == 2 and message in err, err
 
 
 def test_options_reach_the_device(call: Call, fakes: Fakes) -> None:
@@ -389,8 +404,8 @@ def test_process_user_error_needs_no_jax() -> None:
     assert not {"jax", "flax", "grpc"} & imported
     rest = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
-    sections = "model, cache, sched, speculation, kernels, attention, parallel, hosts, runtime, rerank, serve, route, "
-    sections += "store, events, kv_server"
+    sections = "model, cache, sched, degrade, speculation, adapters, kernels, attention, parallel, hosts, runtime, "
+    sections += "vision, rerank, serve, watchdog, route, store, handoff, events, kv_server"
     assert rest == [f"error: --set: unknown key 'a.b'; known here: {sections}"]
 
 
@@ -440,6 +455,29 @@ def test_process_probes_are_silent_until_it_is_built_and_green_until_sigterm() -
     assert health == {"startup": True, "readiness": True, "liveness": True}
     assert server.returncode == 0, err
     assert "Traceback" not in err
+
+
+def test_process_whose_device_hangs_has_an_exit_code_of_its_own() -> None:
+    """It does not wait for the device, and its client hears of it first."""
+    with subprocess.Popen(
+        [*FAKE, "--hanging-device", "--set", "serve.grpc.port=0", "--set", "watchdog.floor_s=0.3"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as server:  # fmt: skip
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().removeprefix("serving gRPC on ").strip()
+            with (
+                Client(address, retries=Retries(attempts=0)) as client,
+                pytest.raises(RequestFailed, match="a step has not ended for .* twice its deadline of 0.3 s") as caught,
+            ):
+                client.complete("a", SamplingParams(max_tokens=4), timeout_s=120)
+            _, err = server.communicate(timeout=120)
+        finally:
+            server.kill()
+    assert caught.value.status is Status.UNAVAILABLE
+    assert server.returncode == 5, err
+    assert "a step has not ended within its deadline of 0.3 s" in err
+    assert "threading.Event().wait()" in err, "the stack of the thread that hangs"
 
 
 @pytest.mark.slow

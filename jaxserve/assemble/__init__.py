@@ -6,7 +6,9 @@ own package and handed to the next.
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +22,26 @@ from jaxserve import __version__
 from jaxserve.assemble.answers import embedding_rules, find_reranker
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
+from jaxserve.assemble.handoff import CanonicalSlots, check_handoff
+from jaxserve.assemble.live_weights import LiveWeights, WeightSource
 from jaxserve.assemble.page_connector import ConnectorStore, PageConnectors, prepare_page_connectors
 from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_stores
+from jaxserve.assemble.pictures import find_pictures, plan_pictures
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
-from jaxserve.config.schema import Config
+from jaxserve.config.schema import Config, DegradeConfig
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
+from jaxserve.engine.adapters import LoadedAdapters
+from jaxserve.engine.degrading import DegradeOptions
 from jaxserve.engine.interpreter import process_interpreter
 from jaxserve.engine.lookup import LookupOptions
+from jaxserve.engine.restarting import RestartOptions
+from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.hosts import checkpoint_digest
 from jaxserve.kernels.selection import NONE
-from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events
+from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of
 from jaxserve.models import (
     LoadedModel,
     PlannedModel,
@@ -42,6 +51,8 @@ from jaxserve.models import (
     plan_model,
     resolve_model_path,
 )
+from jaxserve.models.adapters.placing import AdapterReader
+from jaxserve.models.checkpoint import CheckpointKind
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.models.drafts.attaching import with_head
 from jaxserve.models.loading import describe_rounding
@@ -56,6 +67,7 @@ from jaxserve.runtime.heads import find_head
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
+from jaxserve.runtime.runner import Weights
 from jaxserve.sched import (
     SCHEDULERS,
     ContinuousScheduler,
@@ -70,8 +82,10 @@ from jaxserve.sched import (
     create_scheduler,
     find_scheduler,
 )
+from jaxserve.sched.ladder import LadderOptions, Rung
 from jaxserve.sched.tier_policy import TierOptions, create_tier_policy
 from jaxserve.text import CachingTokenizer, Tokenizer, load_tokenizer
+from jaxserve.vision import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +110,10 @@ class Device:
       slots: host memory for pages; None where there is none.
       page_layout: how the bytes of a slot are arranged.
       slot_form: the same as a value, where it is known.
+      new_weights: makes other weights for the runner (see `live_weights`); None: it keeps those that it has.
+      renew: gives back the memory of the runner, which is used no more, and makes another device of the same weights
+        and executables; takes seconds. None where that cannot be.
+      adapters: reads LoRA adapters for the model; None: the engine takes none.
     """
 
     runner: Runner
@@ -111,6 +129,9 @@ class Device:
     slots: SlotBytes | None = None
     page_layout: str = ""
     slot_form: SlotForm | None = None
+    new_weights: Callable[[WeightSource], Weights] | None = None
+    renew: "Callable[[], Device] | None" = None
+    adapters: AdapterReader | None = None
 
     @property
     def all_limits(self) -> Limits:
@@ -127,7 +148,7 @@ class Assembly:
     """An engine, and the values that front doors need beside it.
 
     `seconds`: times of the start, by name; of several replicas, those of the first. `later`: the step shapes that are
-    built in the background.
+    built in the background. `pages`: of an engine that exchanges them with others (`handoff:`).
     """
 
     engine: AnyEngine
@@ -135,6 +156,16 @@ class Assembly:
     config: Config
     seconds: Mapping[str, float]
     later: Sequence[LaterBuckets]
+    weights: LiveWeights
+    pages: CanonicalSlots | None = None
+
+    @property
+    def adapters(self) -> LoadedAdapters:
+        """Raises ConfigError where the engine takes none."""
+        loaded = self.engine.model.adapters
+        if loaded is None:
+            raise ConfigError("this engine takes no LoRA adapters; start it with adapters.slots of 1 or more")
+        return loaded
 
 
 def assemble(
@@ -158,8 +189,11 @@ def assemble(
     create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
     page_stores = prepare_page_stores(config) if config.store.connector is None else prepare_page_connectors(config)
     check_page_events(config)
+    exchanges = check_handoff(config)
     if config.events.port is not None:
-        _check_tells_of_pages(choice)
+        _check_is_ours(choice, "events.port is set", "tells of no pages; leave events.port out")
+    if exchanges:
+        _check_is_ours(choice, "handoff.secret_file is set", "lends no pages; leave handoff out")
     if num_replicas > 1:
         _check_not_shared(choice, num_replicas)
     if config.runtime.step_log is not None:
@@ -170,9 +204,19 @@ def assemble(
     tokenizer = build_tokenizer(config)
     check_draft_tokenizer(config, tokenizer)
     embedding, reranker = embedding_rules(config.model), find_reranker(config, tokenizer)
+    pictures = find_pictures(config)
     tokenized_s = time.perf_counter()
-    devices = (build_devices if make_devices is None else make_devices)(config, progress)
-    model = describe_model(config, devices, tokenizer, embedding, reranker)
+    devices = [*(build_devices if make_devices is None else make_devices)(config, progress)]
+    pages = None
+    if exchanges:
+        first = devices[0]
+        pages = CanonicalSlots.of(first.slots, first.slot_form, first.namespace, config.handoff.frame_bytes)
+    adapters = open_adapters(config, devices[0])
+    model = describe_model(config, devices, tokenizer, embedding, reranker, pictures, adapters)
+    for name, path in config.adapters.load.items():
+        assert adapters is not None, "the build has seen it"
+        progress.begin(f"reading the adapter {name}")
+        adapters.load(name, path, model.name)
     interpreter = process_interpreter()
     with contextlib.ExitStack() as opened:
         if page_stores is not None:
@@ -182,23 +226,25 @@ def assemble(
         for sender in events:
             if sender is not None:
                 opened.callback(sender.close)
-        replicas = [
-            Engine(
+
+        def make_engine(
+            number: int,
+            device: Device,
+            store: PageStore | ConnectorStore | None,
+            sender: PageEvents | None,
+            dead: Engine | None = None,
+        ) -> Engine:
+            options = dataclasses.replace(scheduler_options(config), namespace=device.namespace)
+            limits = device.runner.limits
+            made = create_scheduler(choice, limits, options=options, store=store)
+            engine = Engine(
                 runner=device.runner,
-                scheduler=_watched(
-                    create_scheduler(
-                        choice,
-                        device.runner.limits,
-                        options=dataclasses.replace(scheduler_options(config), namespace=device.namespace),
-                        store=stores[number],
-                    ),
-                    events[number],
-                    device.runner.limits,
-                ),
+                scheduler=_watched(made, sender, limits),
                 tokenizer=tokenizer,
                 model=model,
                 max_waiting=config.sched.max_waiting,
                 max_waiting_tokens=config.sched.max_waiting_tokens,
+                max_picture_bytes=config.vision.max_waiting_bytes,
                 seed=config.model.seed,
                 later=device.later,
                 step_log=open_step_log(
@@ -216,20 +262,55 @@ def assemble(
                     max_len=config.speculation.ngram_max,
                     window=config.speculation.window,
                 ),
-                on_close=_closing(stores[number], events[number]),
+                on_close=_closing(store, sender),
+                deadlines=StepDeadlines(config.watchdog.floor_s, config.watchdog.factor),
+                may_be_fenced=config.hosts.coordinator is None,  # elsewhere hosts.stall_s ends what hangs
+                name="the engine" if num_replicas == 1 else f"replica {number} of {num_replicas}",
+                replaces=dead,
+                degrade=_degrade_options(config.degrade),
             )
-            for number, device in enumerate(devices)
-        ]
-        for replica, store in zip(replicas, stores, strict=True):
             if store is not None:
-                store.wake = replica.wake
+                store.wake = engine.wake
+            return engine
+
+        def rebuild(number: int, dead: Engine) -> Engine:
+            """On a thread of its own. Raises anything."""
+            before = devices[number]
+            if before.later is not None:
+                before.later.wait()  # for the shape that is being compiled; it builds no other
+            assert before.renew is not None
+            # The name of the weights that it has, which may not be those of the start (`live_weights`).
+            device = devices[number] = dataclasses.replace(before.renew(), namespace=before.namespace)
+            store = None if page_stores is None else _open_store(page_stores, device)
+            sender = None if config.events.port is None else open_page_events_of(config, number)
+            if device.later is not None:
+                device.later.start()
+            return make_engine(number, device, store, sender, dead)
+
+        replicas = [
+            make_engine(number, device, stores[number], events[number]) for number, device in enumerate(devices)
+        ]
         later = [device.later for device in devices if device.later is not None]
         for buckets in later:
             buckets.start()
         compiles = CompileCounter()
         for stats in (stats for replica in replicas for stats in replica.stats):
             stats.watch_compiles(lambda: compiles.count)
-        engine = replicas[0] if num_replicas == 1 else EngineGroup(replicas, router, retries=config.route.retries)
+        engine = replicas[0]
+        if num_replicas > 1:
+            watchdog, renewable = config.watchdog, all(device.renew is not None for device in devices)
+            engine = EngineGroup(
+                replicas,
+                router,
+                retries=config.route.retries,
+                rebuild=rebuild if watchdog.restarts and renewable else None,
+                restarts=RestartOptions(
+                    most=watchdog.restarts,
+                    window_s=watchdog.window_s,
+                    backoff_s=watchdog.backoff_s,
+                    wait_s=watchdog.wait_s,
+                ),
+            )
         opened.pop_all()  # the engine closes its stores and events
     seconds = {"tokenizer": tokenized_s - begin_s, **devices[0].seconds, "assemble": time.perf_counter() - begin_s}
     return Assembly(
@@ -238,23 +319,31 @@ def assemble(
         config=config,
         seconds=seconds,
         later=later,
+        weights=LiveWeights(engine, devices),
+        pages=pages,
     )
 
 
-def _check_tells_of_pages(choice: SchedulerChoice) -> None:
-    """Raises ConfigError for a scheduler that `events:` cannot watch."""
+def _degrade_options(config: DegradeConfig) -> DegradeOptions | None:
+    if config.highest == Rung.NONE.label:
+        return None
+    ladder = LadderOptions(highest=Rung.of(config.highest), up_s=config.up_s, down_s=config.down_s, calm=config.calm)
+    return DegradeOptions(ladder, config.queue_s, config.step_ms / 1000)
+
+
+def _check_is_ours(choice: SchedulerChoice, given: str, otherwise: str) -> None:
+    """Raises ConfigError for a scheduler of somebody else: its pages are not known."""
     found = find_scheduler(choice)
     if not (isinstance(found, Policy | ContinuousScheduler) or (isinstance(found, type) and issubclass(found, Policy))):
         raise ConfigError(
-            f"events.port is set, but the scheduler {choice!r:.120} is none of jaxserve's, and tells of no pages; "
-            "leave events.port out, or give a policy"
+            f"{given}, but the scheduler {choice!r:.120} is none of jaxserve's, and {otherwise}, or give a policy"
         )
 
 
 def _watched(scheduler: Scheduler, events: PageEvents | None, limits: Limits) -> Scheduler:
     """The scheduler, which tells `events` of its pages from now on."""
     if events is not None:
-        assert isinstance(scheduler, ContinuousScheduler), "`_check_tells_of_pages` has seen it"
+        assert isinstance(scheduler, ContinuousScheduler), "`_check_is_ours` has seen it"
         scheduler.watch_pages(events)
         events.start(limits.page_size, limits.page_groups)
     return scheduler
@@ -288,6 +377,8 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         host_policy=config.cache.host_policy,
         host_tier=TierOptions(admission=config.cache.host_admission),
         store_wait_s=config.store.wait_s,
+        lends=config.handoff.role == "prefill",
+        page_shares=config.cache.page_shares,
         watermark=sched.watermark,
         growth=sched.growth,
         lengths=sched.lengths,
@@ -322,6 +413,8 @@ def describe_model(
     tokenizer: Tokenizer | None,
     embedding: EmbeddingRules,
     reranker: Reranker | None,
+    pictures: PictureProcessor | None,
+    adapters: LoadedAdapters | None = None,
 ) -> ModelInfo:
     """The model as front doors see it: the limits that hold on every replica."""
     first = replicas[0]
@@ -340,7 +433,40 @@ def describe_model(
         embedding=embedding,
         reranker=reranker,
         drafter=config.speculation.method,
+        pictures=pictures,
+        adapters=adapters,
     )
+
+
+def open_adapters(config: Config, device: Device) -> LoadedAdapters | None:
+    """The adapters of an engine, none of them loaded yet; None where it takes none."""
+    reader, asked = device.adapters, config.adapters
+    if reader is None:
+        return None
+    return LoadedAdapters(reader.read, num_bytes=reader.num_bytes, limit_bytes=asked.host_bytes)
+
+
+def _adapter_reader(config: Config, loaded: LoadedModel) -> AdapterReader | None:
+    """Raises ConfigError for models that cannot have adapters yet, and settings that leave no room for one."""
+    asked, checkpoint = config.adapters, loaded.checkpoint
+    if not asked.slots:
+        return None
+    family = decoder_config(checkpoint)[0]
+    kind = "a GGUF file" if checkpoint.kind is CheckpointKind.GGUF else "a model that takes pictures"
+    if checkpoint.kind is CheckpointKind.GGUF or family.tower is not None:
+        raise ConfigError(
+            f"adapters.slots is {asked.slots}, and {config.model.path} is {kind}, for which adapters are not "
+            "implemented; leave adapters out"
+        )
+    if asked.directory is not None and not Path(asked.directory).is_dir():
+        raise ConfigError(f"adapters.directory: {asked.directory!r} is no directory; name the one of the adapters")
+    reader = AdapterReader(family, loaded.partition, loaded.dtype, asked.max_rank)
+    if asked.host_bytes < reader.num_bytes:
+        raise ConfigError(
+            f"adapters.host_bytes is {asked.host_bytes}, and one adapter of rank {asked.max_rank} takes "
+            f"{reader.num_bytes} bytes of this model; raise it, or lower adapters.max_rank"
+        )
+    return reader
 
 
 def _check_not_shared(choice: SchedulerChoice, num_replicas: int) -> None:
@@ -375,8 +501,12 @@ def build_devices(
     progress.begin("looking for devices and at the checkpoint")
     first, *others = make_meshes(config.parallel, find_devices(config))
     planned = _plan_stages(config, first)
+    reader = _adapter_reader(config, planned[0].shapes)
+    tower = plan_pictures(config, planned[0].shapes.mesh, planned[0].shapes.dtype)
     planned_s = time.perf_counter()
-    replicas = build_runners(config, planned, others=others, progress=progress, say=logger.info, hooks=hooks)
+    replicas = build_runners(
+        config, planned, others=others, tower=tower, progress=progress, say=logger.info, hooks=hooks
+    )
     stages = replicas[0].models
     num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
     size = f"{num_params:,} parameters, {num_bytes / 2**30:.3f} GiB"
@@ -391,10 +521,17 @@ def build_devices(
         logger.info("%s: %s", config.model.path, line)
     for line in replicas[0].compile_report:
         logger.info(line)
-    return [_describe_device(config, built, planned_s - begin_s) for built in replicas]
+    meshes = None if hooks.one_of_many else first
+    if tower is not None:
+        meshes = None  # the embeddings of pictures would be those of another model's tower
+    return [_describe_device(config, built, planned_s - begin_s, meshes, reader) for built in replicas]
 
 
-def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
+def _describe_device(
+    config: Config, built: Built, plan_s: float, meshes: Sequence[Mesh] | None, reader: AdapterReader | None
+) -> Device:
+    """`meshes`: of the first replica, for which other weights are planned; None: there are no other weights, since all
+    of several processes would need them at the same step."""
     stages = built.models
     loaded = stages[0]
     stretched = [r.original_max_position for r in loaded.config.ropes if r.scaling is RopeScaling.DYNAMIC]
@@ -417,7 +554,18 @@ def _describe_device(config: Config, built: Built, plan_s: float) -> Device:
         slots=built.runner.slots,
         page_layout=built.page_layout,
         slot_form=built.slot_form,
+        new_weights=None if meshes is None else functools.partial(_new_weights, config, built, meshes),
+        renew=lambda: _describe_device(config, built.renew(), plan_s, meshes, reader),
+        adapters=reader,
     )
+
+
+def _new_weights(config: Config, built: Built, meshes: Sequence[Mesh], source: WeightSource) -> Weights:
+    """See `Device.new_weights`. Raises CheckpointError and ConfigError."""
+    if isinstance(source, Mapping):
+        return built.new_weights.from_arrays(source)
+    model = config.model.model_copy(update={"path": os.fspath(source), "random_weights": False})
+    return built.new_weights.from_models(_plan_stages(config.model_copy(update={"model": model}), meshes))
 
 
 def _namespace(config: Config, loaded: LoadedModel) -> str:

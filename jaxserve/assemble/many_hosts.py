@@ -10,10 +10,8 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve import __version__, assemble
@@ -22,6 +20,7 @@ from jaxserve.assemble.devices import find_devices
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, HostsConfig
+from jaxserve.console import leave_without_devices
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, UserError
 from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, check_hosts, config_facts, device_facts, follow
@@ -189,10 +188,4 @@ def _leave_at_once(error: BaseException) -> None:
     """From now on the exit of the interpreter waits for no device, and for no other process."""
     code = 2 if isinstance(error, UserError) else 1
 
-    def leave() -> None:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    atexit.register(leave)
+    atexit.register(leave_without_devices, code)

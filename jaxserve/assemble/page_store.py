@@ -132,7 +132,7 @@ class PageStores:
         else:
             pages = _canonical_layout(form, namespace)
         shared = self._shared.get(pages)
-        if shared is None:
+        if shared is None or shared.is_closed:
             made = self._create(pages)
             secret = self._secret
             if secret is None:  # a directory's own; the names in this process's memory are seen by nobody
@@ -216,6 +216,7 @@ class _Shared:
 
     Attributes:
       secret: by which the names of pages are keyed.
+      is_closed: the last user has left.
     """
 
     def __init__(self, store: KVStore, secret: bytes, *, is_ours: bool) -> None:
@@ -223,6 +224,7 @@ class _Shared:
         self.store = store
         self.secret = secret
         self._is_ours = is_ours
+        self.is_closed = False
         self._num_users = 0
         self._lock = threading.Lock()
 
@@ -235,7 +237,8 @@ class _Shared:
         """One uses it no more. Whether it is to be closed now."""
         with self._lock:
             self._num_users -= 1
-            return self._is_ours and not self._num_users
+            self.is_closed = self._is_ours and not self._num_users
+            return self.is_closed
 
 
 class PageStore:

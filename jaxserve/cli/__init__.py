@@ -29,6 +29,10 @@ COMMANDS = {
         "jaxserve.lab.simulation.cli:simulate_command",
         "Run scheduling policies on paper: a load, a device that need not be here, one table. Exit code 3: all failed.",
     ),
+    "study": Command(
+        "jaxserve.lab.study.cli:study_command",
+        "Run a grid of simulations with repeated seeds, and write one frame, tables and pictures.",
+    ),
     "config": Command(
         "jaxserve.cli.commands:config_command", "Print the resolved config, each value with where it came from."
     ),

@@ -175,17 +175,20 @@ def plan_command(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens a row in predictions.")] = None,
 ) -> int:
     """Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit."""
-    from jaxserve.lab.planner.command import PlanOptions, plan_and_print  # JAX takes seconds to import
-
     resolved = load_config(config, with_model(set_, model))
-    options = PlanOptions(
-        tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
-        buckets=tuple(buckets or ()),
-        context=context,
-        compile=not quick,
-        exact=exact,
-    )
-    return plan_and_print(resolved.config, topology or (), options, compare=compare, as_json=json_, say=complain)
+    with show_progress(write=complain) as progress:
+        progress.begin("importing JAX")
+        from jaxserve.lab.planner.command import PlanOptions, make_plans, print_plans
+
+        options = PlanOptions(
+            tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
+            buckets=tuple(buckets or ()),
+            context=context,
+            compile=not quick,
+            exact=exact,
+        )
+        plans = make_plans(resolved.config, topology or (), options, compare=compare, say=complain, progress=progress)
+    return print_plans(plans, compare=compare, as_json=json_, say=complain)
 
 
 def route_command(

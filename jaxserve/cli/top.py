@@ -165,6 +165,8 @@ def _head(now: Scrape, before: Scrape | None, source: str) -> Text:
         text.append(f"  {len(dead)} of {len(replicas)} replicas dead", "bold red")
     if not now.sum("engine_accepting"):
         text.append("  takes no new requests", "bold yellow")
+    if (rung := max(now.values("degradation_rung", "engine").values(), default=0.0)) > 0:
+        text.append(f"  degraded, rung {rung:.0f}", "bold yellow")
     if (stalled_s := now.sum("engine_stalled_seconds")) > 5:
         text.append(f"  no step for {stalled_s:.0f} s", "bold red")
     if compiles := now.sum("compile_events_total"):

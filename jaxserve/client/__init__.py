@@ -25,7 +25,7 @@ from jaxserve.client.blocking import Client
 from jaxserve.client.completion import Completion, Output, collect_replies
 from jaxserve.client.connection import RequestFailed, Tls
 from jaxserve.client.resuming import Retries
-from jaxserve.client.values import ServerLoad, ServerModel
+from jaxserve.client.values import ServerAdapter, ServerLoad, ServerModel
 from jaxserve.serve.convert import CallOptions, ClientPrompt
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Output",
     "RequestFailed",
     "Retries",
+    "ServerAdapter",
     "ServerLoad",
     "ServerModel",
     "Tls",

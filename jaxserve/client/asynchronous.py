@@ -14,7 +14,14 @@ from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
 from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
 from jaxserve.client.resuming import DEFAULT_RETRIES, Attempts, Retries
-from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
+from jaxserve.client.values import (
+    ServerAdapter,
+    ServerLoad,
+    ServerModel,
+    adapter_from_proto,
+    load_from_proto,
+    model_from_proto,
+)
 from jaxserve.serve.convert import (
     NO_OPTIONS,
     CallOptions,
@@ -23,12 +30,15 @@ from jaxserve.serve.convert import (
     request_to_proto,
     tokenize_to_proto,
 )
+from jaxserve.serve.gen import admin_pb2 as admin_pb
+from jaxserve.serve.gen import admin_pb2_grpc as admin_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 
 Reply = TypeVar("Reply", bound=Message)
 
 _SHORT_S = 30.0  # for calls that compute nothing
+_LOAD_S = 300.0  # for calls that read files
 
 
 class AsyncClient:
@@ -47,6 +57,7 @@ class AsyncClient:
             options = (*CHANNEL_OPTIONS, *tls.options())
             self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
         self._stub = pb_grpc.InferenceStub(self._channel)
+        self._admin = admin_grpc.AdminStub(self._channel)
 
     async def generate(
         self,
@@ -87,7 +98,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        prompt: str | Sequence[Mapping[str, str]],
+        prompt: str | Sequence[Mapping[str, Any]],
         *,
         add_special_tokens: bool | None = None,
         timeout_s: float = _SHORT_S,
@@ -114,6 +125,22 @@ class AsyncClient:
     async def abort(self, *request_ids: str, timeout_s: float = _SHORT_S) -> None:
         """See `Client.abort`."""
         await self._ask(self._stub.Abort, pb.AbortRequest(request_ids=request_ids), timeout_s)
+
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, timeout_s: float = _LOAD_S
+    ) -> ServerAdapter:
+        """See `Client.load_adapter`."""
+        message = admin_pb.LoadAdapterRequest(name=name, path=path, replace=replace)
+        return adapter_from_proto(await self._ask(self._admin.LoadAdapter, message, timeout_s))
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = _SHORT_S) -> None:
+        """See `Client.unload_adapter`."""
+        await self._ask(self._admin.UnloadAdapter, admin_pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    async def adapters(self, *, timeout_s: float = _SHORT_S) -> tuple[ServerAdapter, ...]:
+        """See `Client.adapters`."""
+        reply = await self._ask(self._admin.ListAdapters, admin_pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(adapter_from_proto, reply.adapters))
 
     async def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
         """See `Client.is_serving`."""

@@ -13,7 +13,14 @@ from jaxserve.api import SamplingParams
 from jaxserve.client.completion import Completion, collect_replies
 from jaxserve.client.connection import CHANNEL_OPTIONS, RequestFailed, Tls, failure_of, metadata_of
 from jaxserve.client.resuming import DEFAULT_RETRIES, Attempts, Retries
-from jaxserve.client.values import ServerLoad, ServerModel, load_from_proto, model_from_proto
+from jaxserve.client.values import (
+    ServerAdapter,
+    ServerLoad,
+    ServerModel,
+    adapter_from_proto,
+    load_from_proto,
+    model_from_proto,
+)
 from jaxserve.serve.convert import (
     NO_OPTIONS,
     CallOptions,
@@ -22,12 +29,15 @@ from jaxserve.serve.convert import (
     request_to_proto,
     tokenize_to_proto,
 )
+from jaxserve.serve.gen import admin_pb2 as admin_pb
+from jaxserve.serve.gen import admin_pb2_grpc as admin_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 
 Reply = TypeVar("Reply", bound=Message)
 
 _SHORT_S = 30.0  # for calls that compute nothing
+_LOAD_S = 300.0  # for calls that read files
 
 
 class Client:
@@ -51,6 +61,7 @@ class Client:
             options = (*CHANNEL_OPTIONS, *tls.options())
             self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._stub = pb_grpc.InferenceStub(self._channel)
+        self._admin = admin_grpc.AdminStub(self._channel)
 
     def generate(
         self,
@@ -93,7 +104,7 @@ class Client:
 
     def tokenize(
         self,
-        prompt: str | Sequence[Mapping[str, str]],
+        prompt: str | Sequence[Mapping[str, Any]],
         *,
         add_special_tokens: bool | None = None,
         timeout_s: float = _SHORT_S,
@@ -120,6 +131,24 @@ class Client:
     def abort(self, *request_ids: str, timeout_s: float = _SHORT_S) -> None:
         """Ends requests of any client. Unknown ids are no error: a request may just have ended."""
         self._ask(self._stub.Abort, pb.AbortRequest(request_ids=request_ids), timeout_s)
+
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, timeout_s: float = _LOAD_S) -> ServerAdapter:
+        """Has the server read a LoRA adapter from a directory, relative to its `adapters.directory`.
+
+        `replace`: another adapter of the name gives way, for requests from now on. This and the next two are for
+        clients with a token for operators, which opens no other calls.
+        """
+        message = admin_pb.LoadAdapterRequest(name=name, path=path, replace=replace)
+        return adapter_from_proto(self._ask(self._admin.LoadAdapter, message, timeout_s))
+
+    def unload_adapter(self, name: str, *, timeout_s: float = _SHORT_S) -> None:
+        """No request may name the adapter any more; those that run end with it."""
+        self._ask(self._admin.UnloadAdapter, admin_pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    def adapters(self, *, timeout_s: float = _SHORT_S) -> tuple[ServerAdapter, ...]:
+        """The adapters that requests may name, in the order in which they were loaded."""
+        reply = self._ask(self._admin.ListAdapters, admin_pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(adapter_from_proto, reply.adapters))
 
     def is_serving(self, service: str = "", *, timeout_s: float = 5.0, wait_for_ready: bool = False) -> bool:
         """Asks the server's health. False when it says NOT_SERVING or does not answer.

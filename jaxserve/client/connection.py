@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 
 from jaxserve.errors import ConfigError, JaxserveError, Status
-from jaxserve.serve.retry_info import retry_after_s
 from jaxserve.serve.status import status_of_grpc
+from jaxserve.serve.status_details import is_draining, retry_after_s
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # prompt log-probabilities exceed gRPC's 4 MiB
@@ -58,13 +58,16 @@ class RequestFailed(JaxserveError):
     """The call ended without an answer.
 
     `status` is the kind of the error; the text is the server's. `retry_after_s` is the server's estimate of when to try
-    again, None where it gives none.
+    again, None where it gives none. `draining`: the server is being shut down, and has not failed.
     """
 
-    def __init__(self, status: Status, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, status: Status, message: str, *, retry_after_s: float | None = None, draining: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.draining = draining
 
 
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
@@ -80,7 +83,9 @@ def failure_of(error: grpc.RpcError) -> RequestFailed:
     """The typed form of an error of gRPC."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), f"an error without a status: {error!r}"
     text = error.details() or str(error.code())
-    return RequestFailed(status_of_grpc(error.code()), text, retry_after_s=retry_after_s(error))
+    return RequestFailed(
+        status_of_grpc(error.code()), text, retry_after_s=retry_after_s(error), draining=is_draining(error)
+    )
 
 
 def _read(path: str | os.PathLike[str] | None) -> bytes | None:

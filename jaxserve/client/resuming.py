@@ -37,6 +37,10 @@ class Retries:
     first_wait_s: float = 0.1
     longest_wait_s: float = 5.0
 
+    def wait_s(self, num_failed: int) -> float:
+        """Seconds before the next call, after so many that failed before the last one."""
+        return min(self.first_wait_s * 2**num_failed, self.longest_wait_s) * random.uniform(0.5, 1.0)
+
     def __post_init__(self) -> None:
         if self.attempts < 0 or not 0 < self.first_wait_s <= self.longest_wait_s:
             raise ConfigError(f"{self} cannot be: attempts are 0 or more, and waits more than 0 and in order")
@@ -98,7 +102,9 @@ class Attempts:
         if wait_s is None:
             if self._num_lost:
                 text = f"{failure} (call {self._num_lost + 1} since the stream was lost: {self._cause})"
-                failure = RequestFailed(failure.status, text, retry_after_s=failure.retry_after_s)
+                failure = RequestFailed(
+                    failure.status, text, retry_after_s=failure.retry_after_s, draining=failure.draining
+                )
             raise failure from error
         if not self._num_lost:
             self._cause = str(failure)
@@ -113,13 +119,13 @@ class Attempts:
         full = failure.status is Status.OVERLOADED and self._received.begun
         if not (lost or full) or self._num_lost >= self._retries.attempts:
             return None
-        wait_s = min(self._retries.first_wait_s * 2**self._num_lost, self._retries.longest_wait_s)
-        wait_s = max(wait_s * random.uniform(0.5, 1.0), failure.retry_after_s or 0.0)
+        wait_s = max(self._retries.wait_s(self._num_lost), failure.retry_after_s or 0.0)
         left_s = self.left_s
         if left_s is not None and left_s <= wait_s:
             return None
         try:
-            self._received.go_on(self.message, ResumeReason.CLIENT, wait_s)
+            reason = ResumeReason.DRAINED if failure.draining else ResumeReason.CLIENT
+            self._received.go_on(self.message, reason, wait_s)
         except DeadlineExceeded:
             return None
         return wait_s

@@ -1,7 +1,8 @@
-"""The answers of a server about itself (`ServerModel`, `ServerLoad`), made from messages."""
+"""The answers of a server about itself (`ServerModel`, `ServerLoad`, `ServerAdapter`), made from messages."""
 
 import dataclasses
 
+from jaxserve.serve.gen import admin_pb2 as admin_pb
 from jaxserve.serve.gen import inference_pb2 as pb
 
 
@@ -42,6 +43,24 @@ class ServerLoad:
     num_replicas: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAdapter:
+    """A LoRA adapter that requests may name.
+
+    Attributes:
+      path: the directory on the server's machine that it was read from.
+      digest: SHA-256 of its weights as the server holds them.
+      loaded_s: when, in seconds of Unix.
+      in_memory: False: its weights gave way to others, and are read again when a request needs them.
+    """
+
+    name: str
+    path: str
+    digest: bytes
+    loaded_s: float
+    in_memory: bool
+
+
 def model_from_proto(message: pb.GetModelResponse) -> ServerModel:
     return ServerModel(
         name=message.name,
@@ -57,3 +76,8 @@ def model_from_proto(message: pb.GetModelResponse) -> ServerModel:
 def load_from_proto(message: pb.GetLoadResponse) -> ServerLoad:
     """Fields have the same names on both sides."""
     return ServerLoad(**{field.name: getattr(message, field.name) for field in dataclasses.fields(ServerLoad)})
+
+
+def adapter_from_proto(message: admin_pb.AdapterInfo) -> ServerAdapter:
+    """Fields have the same names on both sides."""
+    return ServerAdapter(**{field.name: getattr(message, field.name) for field in dataclasses.fields(ServerAdapter)})

@@ -37,6 +37,7 @@ ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this packa
 _PATHS = (
     "model.path",
     "cache.scales",
+    "adapters.directory",
     "model.tokenizer",
     "hosts.secret_file",
     "hosts.tls_cert",
@@ -50,6 +51,7 @@ _PATHS = (
     "serve.http.tls_key",
     "serve.http.tls_client_ca",
     "serve.http.profile_dir",
+    "serve.http.weights_dir",
     "serve.grpc.tls_cert",
     "serve.grpc.tls_key",
     "serve.grpc.tls_client_ca",
@@ -62,11 +64,16 @@ _PATHS = (
     "store.tls_ca",
     "store.tls_cert",
     "store.tls_key",
+    "handoff.secret_file",
+    "handoff.tls_cert",
+    "handoff.tls_key",
+    "handoff.tls_ca",
     "kv_server.directory",
     "kv_server.tls_cert",
     "kv_server.tls_key",
     "kv_server.tls_client_ca",
 )
+_PATH_TABLES = ("adapters.load",)  # of names, each with a path
 _PATHS_IF = {"store.location": ("store.kind", "file")}  # paths where another setting has this value
 _ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, AMD, TPUs
     *("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*"),
@@ -134,6 +141,7 @@ def load_config(
     settings.update(_read_overrides(overrides))
     paths = {*_PATHS, *(path for path, (name, value) in _PATHS_IF.items() if settings[name].value == value)}
     settings |= {name: _resolve_path(settings[name]) for name in paths}
+    settings |= {name: _resolve_table(settings[name]) for name in _PATH_TABLES}
     return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
 
 
@@ -161,11 +169,18 @@ def format_config(resolved: ResolvedConfig) -> str:
                 lines.append(("  " * depth + f"{section}:", ""))
         opened = tuple(sections)
         # A scalar is dumped as a document of its own, with an end mark.
-        value = yaml.safe_dump(get_value(resolved.config, name), default_flow_style=True, width=10**9)
+        value = yaml.safe_dump(_plain(get_value(resolved.config, name)), default_flow_style=True, width=10**9)
         value = value.removesuffix("\n").removesuffix("\n...")
         lines.append((f"{'  ' * len(sections)}{key}: {value}", f"# {source}"))
     width = max(len(text) for text, source in lines if source)
     return "\n".join(f"{text:{width}}  {source}".rstrip() for text, source in lines) + "\n"
+
+
+def _plain(value: object) -> object:
+    """The value as YAML has it: a table of sections as a table of mappings."""
+    if isinstance(value, dict):
+        return {key: one.model_dump() if isinstance(one, Section) else one for key, one in value.items()}
+    return value
 
 
 def get_value(config: Config, name: str) -> object:
@@ -261,6 +276,14 @@ def _resolve_path(setting: _Setting) -> _Setting:
     return setting._replace(value=os.path.abspath(os.path.join(setting.folder or "", os.path.expanduser(value))))
 
 
+def _resolve_table(setting: _Setting) -> _Setting:
+    if not isinstance(setting.value, Mapping):
+        return setting
+    return setting._replace(
+        value={name: _resolve_path(setting._replace(value=path)).value for name, path in setting.value.items()}
+    )
+
+
 def _validate(settings: Mapping[str, _Setting]) -> Config:
     tree: dict[str, Any] = {}
     for name, setting in settings.items():
@@ -300,6 +323,8 @@ def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
         return _describe_type(arguments[0], arguments[1:])
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
+    if origin is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Section):
+        return f"a mapping of names to mappings of {', '.join(arguments[1].model_fields)}"
     if origin is dict:
         return "a mapping of names to JSON values"
     if origin is list:

@@ -101,6 +101,11 @@ class CacheConfig(Section):
         default=None, description="File of ranges for a cache of eight bits, as `jaxserve calibrate-cache` writes it."
     )
     prefix_caching: bool = pydantic.Field(default=True, description="Share the pages of prompts that begin alike.")
+    page_shares: dict[str, float] = pydantic.Field(
+        default={},
+        description="Share of the pages of each replica, and of its slots of host memory, by tenant, that requests of "
+        "others cannot take from it; their sum is less than 1. Not for models with windows.",
+    )
     host_bytes: int = pydantic.Field(
         default=0,
         ge=0,
@@ -403,6 +408,45 @@ class RuntimeConfig(Section):
     )
 
 
+class VisionConfig(Section):
+    """Pictures in prompts, for models that take them."""
+
+    max_pixels: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Pixels of a picture once it is resized; a larger one is scaled down. Default: the checkpoint's.",
+    )
+    max_source_pixels: int = pydantic.Field(
+        default=50_000_000, ge=1, description="Pixels of a picture that is decoded; a file that says more is refused."
+    )
+    max_pictures: int = pydantic.Field(
+        default=16, ge=0, description="Pictures of a request. 0: none, and Pillow need not be installed."
+    )
+    max_waiting_bytes: int = pydantic.Field(
+        default=2**30,
+        ge=1,
+        description="Bytes of resized pictures of requests without a first token; beyond it, requests are refused.",
+    )
+    pool_tokens: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Embeddings of pictures that the device keeps, for so many tokens, in case a picture comes "
+        "again: at least those of the largest picture that is allowed; default: twice these.",
+    )
+    host_bytes: int = pydantic.Field(
+        default=0,
+        ge=0,
+        description="Bytes of host memory, on each host, for embeddings of pictures that the device's pool gave up; "
+        "replicas share them evenly. 0: such a picture is encoded again.",
+    )
+    max_step_patches: int = pydantic.Field(
+        default=4096,
+        ge=1,
+        description="Patches that are encoded before a step, so that rows that decode do not wait long; a picture that "
+        "has more is encoded alone.",
+    )
+
+
 class RerankConfig(Section):
     """Scores of documents for a query, by the model's answer of yes or no."""
 
@@ -486,6 +530,12 @@ class HttpConfig(Section):
         "addresses are always accepted. []: on the loopback without keys or TLS the machine's own names, else any.",
     )
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1, description="Most bytes of a request's body.")
+    max_bodies_bytes: int = pydantic.Field(
+        default=2**28,
+        ge=1,
+        description="Most bytes of the bodies of all requests that are being read or answered; one more is told to try "
+        "again later.",
+    )
     max_connections: int | None = pydantic.Field(
         default=None,
         ge=1,
@@ -503,17 +553,80 @@ class HttpConfig(Section):
     request_timeout_s: float = pydantic.Field(
         default=600.0, gt=0, description="Seconds in which an answer must be complete; then it ends with an error."
     )
-    tool_parser: Literal["auto", "hermes", "llama3"] = pydantic.Field(
-        default="auto", description="Format in which the model writes tool calls; auto: found from its chat template."
+    tool_parser: str = pydantic.Field(
+        default="auto",
+        description="Format in which the model writes tool calls: hermes, llama3, qwen3_coder, mistral, gpt_oss, "
+        "gemma, pythonic, or one of an installed package; auto: found from its chat template.",
+    )
+    reasoning_parser: str = pydantic.Field(
+        default="auto",
+        description="Format in which the model writes its thoughts before an answer: qwen3, deepseek_r1, mistral, or "
+        "one of an installed package; none: they are part of the answer; auto: found from its chat template.",
     )
     refuse_special_text: bool = pydantic.Field(
         default=True,
         description="Refuse chat messages, queries and documents that spell a special token, with which turns can be "
         "forged.",
     )
+    stored_responses: int = pydantic.Field(
+        default=1024,
+        ge=0,
+        description="Answers of /v1/responses that are kept in memory, for previous_response_id; 0: none are.",
+    )
+    stored_responses_bytes: int = pydantic.Field(
+        default=64 * 2**20, ge=0, description="Most bytes of them, with their conversations, as JSON."
+    )
+    stored_responses_s: float = pydantic.Field(
+        default=3600.0, gt=0, description="Seconds that such an answer is kept after its last use."
+    )
+    batch_dir: str | None = pydantic.Field(
+        default=None, description="Directory of /v1/files and /v1/batches; null: there are no batches."
+    )
+    batch_dir_bytes: int = pydantic.Field(
+        default=16 * 2**30, ge=1, description="Most bytes in it, above which no file and no batch is taken any more."
+    )
+    batch_file_bytes: int = pydantic.Field(default=64 * 2**20, ge=1, description="Most bytes of a file of requests.")
+    batch_lines: int = pydantic.Field(default=32, ge=1, description="Lines of a batch that run at a time.")
+    weights_dir: str | None = pydantic.Field(
+        default=None,
+        description="Directory of the checkpoints that POST /admin/weights may name; null: it may name none.",
+    )
     web_page: bool = pydantic.Field(default=True, description="Serve the page at / and its live view of the engine.")
+    vllm_metrics: bool = pydantic.Field(
+        default=False, description="/metrics has the figures that vLLM has, too, under vLLM's names as well."
+    )
     profile_dir: str | None = pydantic.Field(
-        default=None, description="Directory for profiles of POST /debug/profile; null: profiling is off."
+        default=None,
+        description="Directory for profiles that operators record (POST /debug/profile, /start_profile); null: "
+        "profiling is off.",
+    )
+
+
+class TenantConfig(Section):
+    """What one tenant may take of this process. A caller names its own: `tenant` over gRPC, `user` over HTTP."""
+
+    requests_per_s: float | None = pydantic.Field(
+        default=None, gt=0, description="Prompts a second; null: no limit, as for the next two."
+    )
+    tokens_per_s: float | None = pydantic.Field(
+        default=None, gt=0, description="Tokens a second, of prompts and answers together."
+    )
+    burst_s: float = pydantic.Field(default=10.0, gt=0, description="Seconds of both rates that may be saved up.")
+    concurrent_tokens: int | None = pydantic.Field(
+        default=None,
+        ge=1,
+        description="Tokens of all live requests: prompts, and as many as answers may have, for each of n sequences.",
+    )
+
+
+class TenantsConfig(Section):
+    """Limits of tenants."""
+
+    default: TenantConfig = TenantConfig()
+    named: dict[str, TenantConfig] = pydantic.Field(
+        default={},
+        description="Tenants by name, each with all of its limits: what a line of this table leaves out has no limit, "
+        "whatever `default` says.",
     )
 
 
@@ -531,16 +644,56 @@ class ServeConfig(Section):
     admin_tokens_file: str | None = pydantic.Field(
         default=None,
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "
-        "tiers off and on). Null: there are no such calls.",
+        "tiers off and on, weights, sleep, drain, profiles, settings; of a router: quarantine). Null: there are none.",
     )
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-    stall_s: float = pydantic.Field(
-        default=60.0,
-        gt=0,
-        description="Seconds that a step may take; then health turns red and running requests end with an error.",
+    degraded_below: float = pydantic.Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Probes say `degraded`, with 200 and the reason, while a smaller share of the replicas is well (of "
+        "a router: of its servers). 0: never for that reason.",
     )
+    export_s: float = pydantic.Field(
+        default=5.0,
+        ge=0,
+        description="Seconds after the drain in which pages of the device that the store lacks are written to it "
+        "(store.kind, store.connector); requests that have not ended stand still meanwhile.",
+    )
+    tenants: TenantsConfig = TenantsConfig()
     grpc: GrpcConfig = GrpcConfig()
     http: HttpConfig = HttpConfig()
+
+
+class WatchdogConfig(Section):
+    """Replicas whose steps do not end or fail: deadlines of steps, and restarts of the replicas of parallel.data."""
+
+    floor_s: float = pydantic.Field(
+        default=20.0,
+        gt=0,
+        description="Least deadline of a step, in seconds. A step that is over its deadline turns its replica red; at "
+        "twice the deadline the replica is given up, and its requests go on elsewhere.",
+    )
+    factor: float = pydantic.Field(
+        default=10.0,
+        ge=1,
+        description="Deadline of a step in multiples of its predicted time, where that is more than floor_s.",
+    )
+    restarts: int = pydantic.Field(
+        default=3,
+        ge=0,
+        description="Times within window_s that a dead replica of parallel.data is built again; then it stays down.",
+    )
+    window_s: float = pydantic.Field(default=600.0, gt=0, description="Seconds for which a restart counts.")
+    backoff_s: float = pydantic.Field(
+        default=1.0, ge=0, description="Seconds before the first restart; twice as many before each further one."
+    )
+    wait_s: float = pydantic.Field(
+        default=30.0,
+        ge=0,
+        description="Seconds that accepted requests wait for a replica that is built again, if none of parallel.data "
+        "is left. 0: they end at once, for a router that has other servers.",
+    )
 
 
 class RouteConfig(Section):
@@ -563,14 +716,29 @@ class RouteConfig(Section):
     )
     seed: int = pydantic.Field(default=0, ge=0, description="power_of_two policy: seed of its random choices.")
     retries: int = pydantic.Field(
-        default=2,
+        default=3,
         ge=0,
-        description="Times that a request is moved from a dead replica to another without a new token between.",
+        description="Times that a request is moved from a dead replica to another without a new token between. With "
+        "fewer than 3, `jaxserve route` gives up before it is proved that the request is the cause.",
+    )
+    quarantine_s: float = pydantic.Field(
+        default=600.0,
+        gt=0,
+        description="`jaxserve route`: seconds for which a request that ends the servers that run it is refused.",
     )
     wait_s: float = pydantic.Field(
         default=30.0,
         ge=0,
         description="`jaxserve route`: seconds that a request of a dead replica waits for one that is well.",
+    )
+    prefill_above: int = pydantic.Field(
+        default=512,
+        ge=0,
+        description="`jaxserve route`: prompts of more tokens (of text: a quarter of its bytes) are computed on a "
+        "server with handoff.role prefill, if there is one.",
+    )
+    prefill_timeout_s: float = pydantic.Field(
+        default=120.0, gt=0, description="`jaxserve route`: seconds that such a server may take, its queue included."
     )
     destination_header: bool = pydantic.Field(
         default=False,
@@ -654,6 +822,64 @@ class StoreConfig(Section):
     )
 
 
+class HandoffConfig(Section):
+    """Prompts computed on one server and answered on another: `docs/apart.md`. Needs cache.host_bytes."""
+
+    role: Literal["both", "prefill", "decode"] = pydantic.Field(
+        default="both",
+        description="What routers ask of this server: prefill: to compute prompts; decode: to answer; both: either.",
+    )
+    secret_file: str | None = pydantic.Field(
+        default=None,
+        description="File of the secret by which servers know the pages and tickets of each other, the same for all. "
+        "Null: there are no handoffs.",
+    )
+    host: str = pydantic.Field(
+        default="127.0.0.1",
+        description="Address on which other servers fetch pages; any but a loopback one needs all of tls_*.",
+    )
+    port: int = pydantic.Field(default=0, ge=0, le=65535, description="Port for that; 0 takes a free one.")
+    address: str | None = pydantic.Field(
+        default=None, description="HOST:PORT by which other servers reach it. Default: host and port."
+    )
+    lease_s: float = pydantic.Field(
+        default=30.0, gt=0, le=600, description="Seconds for which pages wait for the server that answers."
+    )
+    max_leases: int = pydantic.Field(
+        default=256, ge=1, description="Prompts whose pages wait at once; beyond it, no prompt is computed for others."
+    )
+    max_pulls: int = pydantic.Field(
+        default=8, ge=1, description="Prompts whose pages are sent, and fetched, at once; half of them for one peer."
+    )
+    max_offers: int = pydantic.Field(
+        default=256, ge=1, description="Requests that may be on their way here from servers that compute their prompts."
+    )
+    wait_s: float = pydantic.Field(
+        default=10.0, gt=0, description="Seconds that a request waits for its pages at most; then it computes the rest."
+    )
+    least_wait_s: float = pydantic.Field(
+        default=1.0,
+        gt=0,
+        description="Seconds that it waits where computing would take less; else it waits as long as computing takes.",
+    )
+    frame_bytes: int = pydantic.Field(
+        default=64 * 2**20,
+        ge=2**10,
+        le=2**30,
+        description="Most bytes of pages in one message: whole pages of both servers must fit.",
+    )
+    tls_cert: str | None = pydantic.Field(
+        default=None, description="PEM file of the certificate that this server shows to the others, both ways."
+    )
+    tls_key: str | None = pydantic.Field(default=None, description="PEM file of its key, without a password.")
+    tls_ca: str | None = pydantic.Field(
+        default=None, description="PEM file of the authorities that sign the certificates of the others."
+    )
+    tls_name: str | None = pydantic.Field(
+        default=None, description="The name in the certificates of the others, if it is not their address."
+    )
+
+
 class EventsConfig(Section):
     """Events of pages for endpoint pickers, over ZeroMQ in vLLM's format; needs the extra kv-events."""
 
@@ -712,21 +938,72 @@ class KVServerConfig(Section):
     )
 
 
+class AdaptersConfig(Section):
+    """LoRA adapters beside the model (docs/lora.md)."""
+
+    slots: int = pydantic.Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Adapters that one step can have; each takes memory of the device. 0: requests name no adapters.",
+    )
+    max_rank: Literal[8, 16, 32, 64] = pydantic.Field(
+        default=16, description="Largest rank of an adapter; smaller ones take the same memory and time."
+    )
+    host_bytes: int = pydantic.Field(
+        default=2**30,
+        ge=1,
+        description="Bytes of the host's memory for weights of adapters. Those that no request has give way, and are "
+        "read again when one needs them.",
+    )
+    load: dict[str, str] = pydantic.Field(
+        default={}, description="Adapters to load at the start: the name of each, and its directory."
+    )
+    directory: str | None = pydantic.Field(
+        default=None,
+        description="Directory of the adapters that operators may load into a running server; null: none.",
+    )
+
+
+class DegradeConfig(Section):
+    """What the engine does without under pressure, one rung after the other (docs/degradation.md)."""
+
+    highest: Literal[
+        "none", "no_prefetch", "no_saves", "no_store", "no_speculation", "small_chunks", "refuse", "drain"
+    ] = pydantic.Field(default="none", description="The last rung that may be taken; none: there are no looks at all.")
+    queue_s: float = pydantic.Field(
+        default=10.0, gt=0, description="Seconds that a request may wait for its first token; more is pressure."
+    )
+    step_ms: float = pydantic.Field(
+        default=1000.0, gt=0, description="Milliseconds that a step may take on average; more is pressure."
+    )
+    up_s: float = pydantic.Field(default=5.0, ge=0, description="Seconds of pressure before each rung.")
+    down_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds of calm before a rung is given back.")
+    calm: float = pydantic.Field(
+        default=0.5, gt=0, lt=1, description="Share of queue_s and step_ms below which it is calm."
+    )
+
+
 class Config(Section):
     """The whole configuration."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     sched: SchedConfig = SchedConfig()
+    degrade: DegradeConfig = DegradeConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     kernels: KernelsConfig = KernelsConfig()
     attention: AttentionConfig = AttentionConfig()
     parallel: ParallelConfig = ParallelConfig()
     hosts: HostsConfig = HostsConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    vision: VisionConfig = VisionConfig()
     rerank: RerankConfig = RerankConfig()
     serve: ServeConfig = ServeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     route: RouteConfig = RouteConfig()
     store: StoreConfig = StoreConfig()
+    handoff: HandoffConfig = HandoffConfig()
     events: EventsConfig = EventsConfig()
     kv_server: KVServerConfig = KVServerConfig()

@@ -30,7 +30,17 @@ from jaxserve.engine.cache_control import CacheControl
 from jaxserve.engine.embedding import EmbeddingForm, EmbeddingRules, embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_token_ids, prepare_request
-from jaxserve.engine.outputs import Sink, Update
+from jaxserve.engine.outputs import DrawnBy, Sink, Update
+from jaxserve.engine.pictures import (
+    OpenUrl,
+    PictureReader,
+    PictureSource,
+    chat_prompt,
+    check_takes_pictures,
+    refuse_url,
+    split_chat,
+    with_pictures,
+)
 from jaxserve.engine.replicas import EngineGroup
 from jaxserve.engine.scoring import QWEN3_TEMPLATE, Judgement, Reranker, encode_pairs, make_pairs, need_reranker
 from jaxserve.engine.stats import EngineStats, RequestStats, RequestTimes
@@ -41,6 +51,7 @@ __all__ = [
     "AnyEngine",
     "AsyncEngine",
     "CacheControl",
+    "DrawnBy",
     "EmbeddingForm",
     "EmbeddingRules",
     "Engine",
@@ -49,12 +60,17 @@ __all__ = [
     "Judgement",
     "Load",
     "ModelInfo",
+    "OpenUrl",
+    "PictureReader",
+    "PictureSource",
     "Prompt",
     "RequestStats",
     "RequestTimes",
     "Reranker",
     "Sink",
     "Update",
+    "chat_prompt",
+    "check_takes_pictures",
     "check_token_ids",
     "embedding_of",
     "encode_pairs",
@@ -62,4 +78,7 @@ __all__ = [
     "need_reranker",
     "pooling_params",
     "prepare_request",
+    "refuse_url",
+    "split_chat",
+    "with_pictures",
 ]

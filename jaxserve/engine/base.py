@@ -10,7 +10,7 @@ from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import Draining, EngineStopped, JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
 
@@ -33,6 +33,12 @@ class Load(NamedTuple):
     num_waiting_tokens: int
     max_waiting: int
     max_waiting_tokens: int
+
+
+def refusal_of(failure: BaseException | None) -> EngineStopped:
+    """The error of a request that is not taken any more, by an engine that has failed or is shutting down."""
+    kind = Draining if failure is None else EngineStopped
+    return kind(f"the engine takes no more requests: {reason_of(failure)}")
 
 
 def reason_of(failure: BaseException | None) -> str:
@@ -59,6 +65,11 @@ class AnyEngine(Protocol):
     @property
     def accepting(self) -> bool:
         """False once it drains, stops or has died."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Takes requests, and its steps advance or it has none: new requests should come."""
         ...
 
     @property
@@ -143,6 +154,10 @@ class AnyEngine(Protocol):
         """Refuses new requests and waits for the live ones. True when all ended in time."""
         ...
 
-    def stop(self) -> None:
-        """Refuses new requests, ends the live ones with ABORT, and ends the threads."""
+    def export(self, timeout_s: float) -> None:
+        """Brings pages of the device to the store; see `Engine.export`."""
+        ...
+
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Refuses new requests, ends the live ones, and ends the threads; see `Engine.stop`."""
         ...

@@ -31,11 +31,12 @@ class CacheControl:
         """Of the replicas that live. Raises as `flush`."""
         return self._each(lambda scheduler: scheduler.cache_state)
 
-    def flush(self, salts: Sequence[str] | None) -> Flushed:
+    def flush(self, salts: Sequence[str] | None, *, store: bool = True) -> Flushed:
         """Forgets the pages of requests with these cache salts, or of all, in every tier of every replica.
 
-        Afterwards no page is found that was computed before the call. Sequences that run go on with the pages that they
-        hold. Returns the pages and slots that were forgotten; what a store had is not counted.
+        Afterwards no page is found that was computed before the call, unless `store` is False: then a store keeps its
+        pages, and they may be found there. Sequences that run go on with the pages that they hold. Returns the pages
+        and slots that were forgotten; what a store had is not counted.
 
         Raises InvalidRequest for too many salts or a scheduler of another kind, EngineStopped, DeadlineExceeded, and
         what the store raises when a page of it may remain.
@@ -51,10 +52,12 @@ class CacheControl:
             return _sum([scheduler.flush(salt) for salt in wanted])
 
         first = _sum(self._each(forget))
-        for store in self._each(lambda scheduler: scheduler.store):
-            if store is not None:
+        if not store:
+            return first
+        for one in self._each(lambda scheduler: scheduler.store):
+            if one is not None:
                 for salt in wanted:
-                    store.flush(salt)
+                    one.flush(salt)
         # Until now a replica may have filled slots from the store, with pages from before.
         return _sum([first, *self._each(forget)])
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxserve.api import Request
 from jaxserve.engine.outputs import Sink
 from jaxserve.errors import JaxserveError
-from jaxserve.sched.base import Scheduler
+from jaxserve.sched.base import Runner, Scheduler
 
 
 class Submit(NamedTuple):
@@ -49,8 +49,29 @@ class Call(NamedTuple):
             self.done.set_exception(error)
 
 
+class Change(NamedTuple):
+    """Work with the device and the scheduler while no step is in flight, such as to give it other weights.
+
+    Attributes:
+      work: called on the loop's thread. What it raises ends the loop.
+      after_running: only when all sequences have ended that run; requests that come meanwhile wait for it.
+      version: of the weights from then on; None: they stay.
+      done: gets the seconds for which the loop launched no step, from the first that it could have launched on.
+    """
+
+    work: Callable[[Runner, Scheduler], None]
+    after_running: bool
+    version: str | None
+    done: concurrent.futures.Future[float]
+
+    def refuse(self, error: JaxserveError) -> None:
+        """The loop has ended before its turn."""
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
+
+
 class Interrupt(NamedTuple):
     error: BaseException
 
 
-Command = Submit | Abort | Wake | Call | Interrupt
+Command = Submit | Abort | Wake | Call | Change | Interrupt

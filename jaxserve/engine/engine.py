@@ -4,6 +4,7 @@ The order of a step, the inbox and the loop thread are here. A request that the 
 `live`; which sequences run is decided by the scheduler, which shapes by the runner.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import itertools
@@ -16,20 +17,23 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
-from jaxserve.engine.base import Load, reason_of
-from jaxserve.engine.commands import Abort, Call, Command, Interrupt, Submit, Wake
+from jaxserve.engine.base import Load, reason_of, refusal_of
+from jaxserve.engine.commands import Abort, Call, Change, Command, Interrupt, Submit, Wake
+from jaxserve.engine.degrading import DegradeOptions, Degrading
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
 from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import StepLogWriter, StepMarks
 from jaxserve.engine.structured import Grammars, RowMasks
 from jaxserve.engine.waiting import Waiting
-from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
+from jaxserve.engine.watchdog import Watchdog
+from jaxserve.errors import Draining, EngineStopped, InvalidRequest, JaxserveError, StepStalled
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import InFlight, LaterBuckets, MayWait, Runner, Scheduler, TakesLimits
+from jaxserve.sched.base import Exports, InFlight, LaterBuckets, MayWait, Runner, Scheduler, TakesLimits
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
@@ -46,6 +50,7 @@ class Launched(NamedTuple):
     begun_s: float
     planned_s: float
     launched_s: float
+    predicted_s: float  # on the device
 
 
 class Committed(NamedTuple):
@@ -60,7 +65,14 @@ class Committed(NamedTuple):
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.1  # between two looks whether the loop that exports pages lives
+_FENCE_S = 1.0  # the loop tells clients in much less
+
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of successive requests walk through all of 2**64
+
+
+class _Fenced(Exception):
+    """The loop has come back from its device after it was fenced: its requests are elsewhere, so it ends."""
 
 
 class Engine:
@@ -71,7 +83,12 @@ class Engine:
     may be used from any thread.
 
     Attributes:
+      name: in messages.
       waits: the last turn found nothing in flight and only work that waits for something outside (`MayWait`).
+      red: a turn has been over its deadline, and has not ended. Set by the watchdog alone.
+      allowed_s: the deadline of the turn, in seconds from its beginning.
+      may_be_fenced: False where something else ends what hangs.
+      lost: it hangs where it cannot be fenced.
     """
 
     def __init__(
@@ -83,6 +100,7 @@ class Engine:
         model: ModelInfo,
         max_waiting: int = 4096,
         max_waiting_tokens: int = 2**22,
+        max_picture_bytes: int = 2**30,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         step_log: StepLogWriter | None = None,
@@ -90,13 +108,21 @@ class Engine:
         later: LaterBuckets | None = None,
         on_close: Callable[[], None] | None = None,
         lookup: LookupOptions = LookupOptions(),  # noqa: B008 (frozen)
+        degrade: DegradeOptions | None = None,
+        deadlines: StepDeadlines | None = None,
+        may_be_fenced: bool = True,
+        name: str = "the engine",
+        replaces: "Engine | None" = None,
     ) -> None:
         """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
 
         `interpreter` decides how Python runs while there is work: when it collects garbage, say; None leaves it alone.
         `later` brings step shapes that `runner` does not have yet; it has been started, or will be. `on_close` is
         called once the loop has ended. `lookup`: how drafts of rows with a grammar are found, where the grammar does
-        not say them.
+        not say them. `deadlines`: of its steps; with them `start` brings a watchdog, which gives up an engine that
+        hangs unless not `may_be_fenced`. `replaces`: an engine of the same model that has died, whose statistics,
+        numbers of requests and compiled grammars go on here.
+        `degrade`: when it does without some things under pressure; None: never.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -104,34 +130,60 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._uses_priority = uses_priority(scheduler)
-        self._waiting = Waiting(max_waiting, max_waiting_tokens, clock)
+        self._waiting = Waiting(max_waiting, max_waiting_tokens, clock, max_picture_bytes)
         self._seed = seed
         self._clock = clock
-        self._stats = EngineStats(scheduler, runner.limits, clock)
+        if replaces is None:
+            self._stats = EngineStats(scheduler, runner.limits, clock)
+            self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
+            self._numbers = itertools.count()
+        else:
+            self._stats, self._grammars, self._numbers = replaces._stats, replaces._grammars, replaces._numbers
+        self._replaces = replaces is not None  # until it starts, the statistics are those of the other
         self._step_log = step_log
         self._interpreter = interpreter
         self._working = False  # the interpreter knows that there is work
         self._later = later
         self._on_close = on_close
-        if later is not None:
-            self._stats.watch_buckets(lambda: later.counts)
-        self._grammars = Grammars(model.vocab_size, model.eos_token_ids)
+        if replaces is None:
+            self._watch_buckets()
         self._masks = RowMasks(lookup)
         self._template: ChatTemplate | None = None  # the model's own, compiled by the first chat
-        self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._woken_by: list[Command] = []  # what ended a sleep, for the next turn
         self._live = LiveRequests(scheduler, self._waiting, self._stats, model.eos_token_ids)
+        self._degrading: Degrading | None = None
+        if degrade is not None:
+            self._degrading = Degrading(degrade, scheduler, self._live, self._waiting, self._stats)
+        if replaces is not None:
+            self._live.note_weights(replaces._live.version)
         # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
         self._gate = threading.Lock()
         self._launched: Launched | None = None
         self._committed: Committed | None = None
+        self._changes: collections.deque[Change] = collections.deque()
+        self._entered: dict[str, Request] = {}  # which the scheduler does not have yet; of one id, the last is live
+        self._paused_s: float | None = None  # since when it has launched nothing, for that
         self._accepting = True
+        self._asleep = False
         self._stop_now = threading.Event()
+        self._hands_over = False  # requests that `stop` ends can go on elsewhere
         self._idle = threading.Event()
         self._idle.set()
         self._turned_s = clock()  # when the loop last came round, or got its first work after having none
+        self._num_turns = 0
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # the thread does nothing more for anybody
+        self.name = name
+        self.red = self.lost = False
+        self.may_be_fenced = may_be_fenced
+        self._deadlines = deadlines
+        self.allowed_s = math.inf if deadlines is None else deadlines.floor_s
+        self._watchdog: Watchdog | None = None
+        # Held while clients are told anything. A loop that is `_fenced` tells nobody anything more, so what it computes
+        # after its requests have moved is dropped.
+        self._telling = threading.Lock()
+        self._fenced = False
         self.waits = False
         self._waits_until_s = math.inf  # while it waits
 
@@ -177,8 +229,10 @@ class Engine:
         with `error`.
         """
         with self._gate:
+            if self._asleep:
+                raise EngineStopped("the engine sleeps, and its device is given back; wake it up first")
             if not self.accepting:
-                raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
+                raise refusal_of(self.failure)
             self._waiting.enter(request, bounded=not accepted)
             if self._idle.is_set():
                 self._turned_s = self._clock()
@@ -215,6 +269,27 @@ class Engine:
                 raise EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}")
             self._inbox.put(Call(work, done))
         return done
+
+    def change(
+        self, work: Callable[[Runner, Scheduler], None], *, after_running: bool, version: str | None = None
+    ) -> "concurrent.futures.Future[float]":
+        """The loop calls `work` while no step is in flight; see `Change`. Any thread. Raises EngineStopped."""
+        done: concurrent.futures.Future[float] = concurrent.futures.Future()
+        with self._gate:
+            if self.failure is not None or self._stop_now.is_set():
+                raise EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}")
+            self._inbox.put(Change(work, after_running, version, done))
+        return done
+
+    @property
+    def asleep(self) -> bool:
+        """Its device is given back, or will be when the last request has ended: it takes none until it is woken up."""
+        return self._asleep
+
+    def set_asleep(self, asleep: bool) -> None:
+        """For `WeightsControl`, which changes the device as well. Any thread."""
+        with self._gate:
+            self._asleep = asleep
 
     def interrupt(self, error: BaseException) -> None:
         """Ends the loop with `error` at its next turn, asleep or not, as if its device had raised it. Any thread."""
@@ -260,13 +335,28 @@ class Engine:
 
     @property
     def accepting(self) -> bool:
-        """False once the engine drains, stops or has died."""
-        return self._accepting and self.failure is None
+        """False once the engine drains, stops or has died, and while it sleeps."""
+        return self._accepting and not self._asleep and self.failure is None
+
+    @property
+    def ready(self) -> bool:
+        """Takes requests, and its steps advance or it has none."""
+        return self.accepting and not self.red
+
+    @property
+    def has_deadlines(self) -> bool:
+        """A watchdog has something to look at."""
+        return self._deadlines is not None
+
+    @property
+    def turn(self) -> int | None:
+        """The number of the turn that the loop's thread is in; None while it sleeps, and without a thread."""
+        return None if self._thread is None or self._idle.is_set() or self.waits else self._num_turns
 
     @property
     def stalled_s(self) -> float:
         """Seconds for which the loop's thread has not come round although it has work to do; 0 without either."""
-        if self._thread is None or self._idle.is_set() or self.waits:
+        if self.turn is None:
             return 0.0
         return max(0.0, self._clock() - self._turned_s)
 
@@ -283,48 +373,60 @@ class Engine:
         """
         live, scheduler, stats = self._live, self._scheduler, self._stats
         self._turned_s = self._clock()
+        self._num_turns += 1
         self.waits = False
         self._set_working(True)
-        while (command := self._next_command()) is not None:
-            if isinstance(command, Submit):
-                if (request := live.enter(command, self.tokenizer)) is not None:
+        self._take_commands()
+        if self._degrading is not None:
+            self._degrading.look(self._turned_s)
+        if self._changes:
+            launch = self._make_changes() and launch
+        if self._entered and not (self._changes and self._changes[0].after_running):
+            with self._telling:
+                self._check_fence()
+                for request_id, request in self._entered.items():
                     try:
-                        scheduler.add(request)
+                        if request_id in live.by_id:  # it may have been aborted
+                            scheduler.add(request)
                     except JaxserveError as error:
-                        live.refuse(request.request_id, error)
-            elif isinstance(command, Abort):
-                live.abort(command)
-            elif isinstance(command, Call):
-                command.carry_out(scheduler)
-            elif isinstance(command, Interrupt):
-                raise command.error
-        live.end_late(self._turned_s)
+                        live.refuse(request_id, error)
+                self._entered.clear()
         self._take_buckets()
         begun_s = stats.start_turn()
         plan = None
         if launch:
             self._masks.foresee(scheduler, self._runner.limits, live.by_id)
             plan = self._masks.put(scheduler.schedule(), live.by_id)
+        previous, launched = self._launched, None
+        predicted_s = self._expect(plan)
+        self._check_fence()
         planned_s = stats.note_plan(plan, live.by_id)
-        launched = None
         if plan is not None:
             handle = self._runner.dispatch(plan)
+            self._check_fence()
             limits = self._runner.limits
-            launched = Launched(plan, limits, handle, begun_s, planned_s, stats.add_time("dispatch"))
-        previous, self._launched = self._launched, launched
-        live.deliver()
-        self._end_delivery()
+            launched_s = stats.add_time("dispatch")
+            launched = Launched(plan, limits, handle, begun_s, planned_s, launched_s, predicted_s)
+        with self._telling:
+            self._check_fence()
+            self._launched = launched
+            live.deliver()
+            self._end_delivery()
         if previous is not None:
             asked_s = stats.mark_s
             result = previous.handle.result()
+            self._check_fence()
             stats.note_result()
             events = scheduler.commit(previous.plan, result)
-            live.note_result(previous.plan, result)
-            live.take(events)
-            self._committed = Committed(previous, result, len(events), asked_s, stats.add_time("commit"))
-            if launched is None:
-                live.deliver()
-                self._end_delivery()
+            with self._telling:
+                self._check_fence()
+                live.note_result(previous.plan, result)
+                live.take(events)
+                self._committed = Committed(previous, result, len(events), asked_s, stats.add_time("commit"))
+                self._note_time(previous)
+                if launched is None:
+                    live.deliver()
+                    self._end_delivery()
         elif launched is None:
             self.waits = launch and scheduler.has_work()
             if self.waits:
@@ -336,6 +438,52 @@ class Engine:
             self._set_working(False)
             return self.waits
         return True
+
+    def _take_commands(self) -> None:
+        live, scheduler = self._live, self._scheduler
+        while True:
+            with self._telling:
+                self._check_fence()
+                command = self._next_command()
+                if isinstance(command, Submit):
+                    if (request := live.enter(command, self.tokenizer)) is not None:
+                        self._entered[request.request_id] = request
+                elif isinstance(command, Abort):
+                    live.abort(command)
+                elif command is None:
+                    live.end_late(self._turned_s)
+                    return
+            if isinstance(command, Call):
+                command.carry_out(scheduler)
+            elif isinstance(command, Change):
+                self._changes.append(command)
+            elif isinstance(command, Interrupt):
+                raise command.error
+
+    def _check_fence(self) -> None:
+        if self._fenced:
+            raise _Fenced
+
+    def _expect(self, plan: StepPlan | None) -> float:
+        """Sets the deadline of this turn, in which a step is launched and the one before is waited for: of the longer.
+
+        Returns the predicted time of the new step.
+        """
+        if self._deadlines is None:
+            return 0.0
+        predicted_s = 0.0 if plan is None else self._deadlines.predict_s(plan)
+        running_s = 0.0 if self._launched is None else self._launched.predicted_s
+        self.allowed_s = self._deadlines.allowed_s(max(running_s, predicted_s))
+        return predicted_s
+
+    def _note_time(self, step: Launched) -> None:
+        """The device had the step since it was planned, or since the step before was done."""
+        if self._deadlines is None:
+            return
+        begun_s = step.planned_s
+        if self._stats.previous_s > begun_s:  # not for NaN
+            begun_s = self._stats.previous_s
+        self._deadlines.note(step.plan, self._stats.now_s - begun_s)
 
     def pause(self, most_s: float = math.inf) -> None:
         """Sleeps if all work `waits`, until somebody wants something, a time or `most_s` seconds have passed.
@@ -362,8 +510,18 @@ class Engine:
             raise
 
     def start(self) -> None:
-        """Gives the loop a thread of its own."""
+        """Gives the loop a thread of its own, and with `deadlines` a watchdog."""
+        self.start_loop()
+        if self.has_deadlines:
+            self._watchdog = Watchdog(lambda: (self,), clock=self._clock)
+            self._watchdog.start()
+
+    def start_loop(self) -> None:
+        """Gives the loop a thread of its own. The caller has the watchdog, if there is one."""
         assert self._thread is None, "started twice"
+        if self._replaces:
+            self._stats.go_on(self._scheduler, self._runner.limits)
+            self._watch_buckets()
         self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
         self._thread.start()
 
@@ -374,18 +532,58 @@ class Engine:
         self._inbox.put(Wake())
         return self._idle.wait(timeout_s)
 
-    def stop(self) -> None:
-        """Refuses new requests, ends the live ones with ABORT, and ends the thread."""
+    def export(self, timeout_s: float) -> None:
+        """Brings the pages that the device still has to the store, if there is one, for `timeout_s` seconds at most.
+
+        After a `drain`, with a thread of its own: requests that are left stand still from now on, until `stop`.
+        """
+        if not isinstance(self._scheduler, Exports):
+            return
+        left, ended = [0], threading.Event()
+
+        def note(num_left: int) -> None:
+            left[0] = num_left
+            ended.set()
+
+        def begin(scheduler: Scheduler) -> None:
+            assert isinstance(scheduler, Exports)
+            scheduler.export(note)
+
+        def end(scheduler: Scheduler) -> None:
+            assert isinstance(scheduler, Exports)
+            scheduler.end_export()
+
+        begun_s = time.monotonic()
+        with contextlib.suppress(EngineStopped):  # it has died, or is being stopped
+            self.call(begin)
+            while not ended.wait(_LOOK_S) and self.failure is None and not self._stop_now.is_set():
+                if time.monotonic() - begun_s > timeout_s:
+                    concurrent.futures.wait([self.call(end)], 10 * _LOOK_S)
+                    break
+        if left[0]:
+            logger.warning("%d pages are not in the store after %.1f s, and will be computed again", left[0], timeout_s)
+
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Refuses new requests, ends the live ones, and ends the thread.
+
+        They end with ABORT. With `hand_over` they end with the error Draining: whoever reads them sends them to another
+        engine, where they go on behind what has been read.
+        """
         with self._gate:
             self._accepting = False
+            self._hands_over = hand_over
             self._stop_now.set()
         self._inbox.put(Wake())
         if self._thread is not None:
-            self._thread.join()
+            self._ended.wait()
+            if not self._fenced:  # a thread that hangs is left to its device
+                self._thread.join()
             self._thread = None
         else:
-            self._end_all(None, FinishReason.ABORT)
-        self._close()
+            self._end_live()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self.close()
 
     def _run(self) -> None:
         try:
@@ -401,25 +599,99 @@ class Engine:
                 if not self._stop_now.is_set():  # as above
                     self._woken_by.append(self._inbox.get())  # sleeps until somebody wants something
             self.step(launch=False)
-            self._end_all(None, FinishReason.ABORT)
+            with self._telling:
+                self._check_fence()
+                self._end_live()
+        except _Fenced:
+            logger.warning("%s: the step that hung has ended; what it computed is dropped", self.name)
+            self.fail(EngineStopped("the engine was given up"))
         except EngineStopped as error:  # says all there is to say
             logger.error("the engine loop ends: %s", error)
             self.fail(error)
         except BaseException as error:  # the boundary of the loop: whatever it is, no client may hang
-            logger.exception("the engine loop died")
+            if not self._fenced:
+                logger.exception("the engine loop died")
             self.fail(error)
+        finally:
+            self._ended.set()
 
     def fail(self, error: BaseException) -> None:
         """Declares the engine dead: every stream ends with EngineStopped, and nothing is accepted any more.
 
-        For whoever drives the loop, when a step raised: the state of scheduler and device is then unknown.
+        For whoever drives the loop, when a step raised: the state of scheduler and device is then unknown. Once it is
+        fenced, only a request that the loop had taken out of the inbox before is left to be ended.
         """
-        with self._gate:
+        with self._telling:
+            self._die(error)
+        self.close()
+
+    def fence(self, turn: int, error: StepStalled) -> bool:
+        """Declares the engine dead while its thread hangs in `turn`: as `fail`, from another thread.
+
+        Returns False when the turn has ended after all. When not even the lock of the loop can be had, since it hangs
+        where it tells its clients, the engine is `lost`: only the end of the process frees what waits for it. The
+        memory and the threads of the engine stay until `close`.
+        """
+        if not self._telling.acquire(timeout=_FENCE_S):
+            self.lost = self._fenced = True
             self.failure = error
-        self._stats.note_death()
-        told = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has died: {error!r}")
+            self._stats.note_death()
+            self._ended.set()
+            return True
+        try:
+            if self._num_turns != turn or self.failure is not None:
+                return False
+            self._fenced = True
+            self._stats.num_fences += 1
+            self._die(error)
+        finally:
+            self._telling.release()
+        self._ended.set()
+        self._inbox.put(Wake())  # a thread that has come back and found nothing to do sees that it is to end
+        return True
+
+    def _die(self, error: BaseException) -> None:
+        if self.failure is None:
+            with self._gate:
+                self.failure = error
+            self.red = False
+            self._stats.note_death()
+        failure = self.failure
+        told = failure if isinstance(failure, EngineStopped) else EngineStopped(f"the engine has died: {failure!r}")
         self._end_all(told, FinishReason.ERROR)
-        self._close()
+
+    def _watch_buckets(self) -> None:
+        if (later := self._later) is not None:
+            self._stats.watch_buckets(lambda: later.counts)
+
+    def _make_changes(self) -> bool:
+        """Makes the changes whose time has come. False: no step may be launched in this turn, since one waits for what
+        is in flight."""
+        while self._changes:
+            change = self._changes[0]
+            if change.after_running and self._scheduler.has_work():
+                return True
+            if self._paused_s is None:
+                self._paused_s = self._clock()
+            if self._launched is not None:
+                return False
+            self._changes.popleft()
+            self.allowed_s = math.inf  # weights of any size go to or from the host as long as it takes
+            made = change.done.set_running_or_notify_cancel()
+            if made:
+                try:
+                    change.work(self._runner, self._scheduler)
+                except BaseException as error:
+                    change.done.set_exception(error)
+                    raise
+            with self._telling:
+                self._check_fence()
+                if made and change.version is not None:
+                    self._live.note_weights(change.version)
+            if made:
+                change.done.set_result(self._clock() - self._paused_s)
+            self._paused_s = None
+        return True
 
     def _take_buckets(self) -> None:
         """Between two steps, so that no plan is made for a shape that the runner lacks."""
@@ -452,7 +724,8 @@ class Engine:
         self._working = working
         self._interpreter.begin() if working else self._interpreter.end()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends what works beside the loop, which has ended or was fenced. May be called again."""
         if self._later is not None:
             self._later.close()
         if self._step_log is not None:
@@ -461,18 +734,30 @@ class Engine:
         if on_close is not None:
             on_close()
 
+    def _end_live(self) -> None:
+        if self._hands_over:
+            text = "the engine was shut down before the end of the request, which can go on at another one"
+            self._end_all(Draining(text), FinishReason.ERROR)
+        else:
+            self._end_all(None, FinishReason.ABORT)
+
     def _end_all(self, error: JaxserveError | None, reason: FinishReason) -> None:
         try:
-            self._live.deliver()
-            self._end_delivery()
+            if not self._fenced:  # else scheduler and device may be at work: other engines compute these tokens again
+                self._live.deliver()
+                self._end_delivery()
         except Exception:  # after a defect of the loop, perhaps the same one; all clients must still hear of the end
             logger.exception("the last tokens could not be delivered")
         self.waits = False
         unheard: list[Submit] = []
+        for change in self._changes:
+            change.refuse(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
+        self._changes.clear()
+        self._entered.clear()
         while (command := self._next_command()) is not None:
             if isinstance(command, Submit):
                 unheard.append(command)
-            elif isinstance(command, Call):
+            elif isinstance(command, Call | Change):
                 command.refuse(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
         self._live.end_all(unheard, error, reason, in_order=self.failure is None)
         self._set_working(False)
@@ -481,4 +766,8 @@ class Engine:
     def _next_command(self) -> Command | None:
         if self._woken_by:
             return self._woken_by.pop()
-        return None if self._inbox.empty() else self._inbox.get()
+        if self._inbox.empty():  # nearly always, and much cheaper than an exception
+            return None
+        with contextlib.suppress(queue.Empty):  # a loop that was fenced, and the thread that fences, look both
+            return self._inbox.get_nowait()
+        return None

@@ -10,14 +10,18 @@ import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from jaxserve.api import Request, RequestOptions, SamplingParams, check_request
+from jaxserve.content import SALT_END, Adapter, private_salt
+from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.engine.embedding import EmbeddingRules
+from jaxserve.engine.pictures import PictureReader, prompt_pictures, with_pictures
 from jaxserve.engine.scoring import Reranker
 from jaxserve.engine.structured import Grammars
-from jaxserve.errors import InvalidRequest, PromptTooLong, UnsupportedOption
+from jaxserve.errors import InvalidRequest, PromptTooLong, UnknownModel, UnsupportedOption
 from jaxserve.text.base import Tokenizer
 
 # Text, token ids (a list or an array of whole numbers), or vLLM's dictionaries {"prompt": text} and
-# {"prompt_token_ids": ids}, each with an optional "cache_salt".
+# {"prompt_token_ids": ids}, each with an optional "cache_salt", and an optional "multi_modal_data", whose {"image":
+# pictures} are those of the placeholders in it, in their order.
 Prompt = str | Sequence[int] | Mapping[str, object]
 
 # Put before a word to see how it is spelled where no space precedes it. Splitting rules keep a line feed apart from
@@ -41,6 +45,8 @@ class ModelInfo:
       embedding: how prompts are embedded.
       reranker: how documents are judged; None: the model is not known to judge.
       drafter: source of drafts, `speculation.method`; "none": there are none.
+      pictures: reads those of a prompt; None: the model takes none.
+      adapters: those that requests may name; None: the engine takes none.
     """
 
     name: str
@@ -53,6 +59,8 @@ class ModelInfo:
     embedding: EmbeddingRules = dataclasses.field(default_factory=EmbeddingRules)
     reranker: Reranker | None = None
     drafter: str = "none"
+    pictures: PictureReader | None = None
+    adapters: LoadedAdapters | None = None
 
 
 def prepare_request(
@@ -73,13 +81,20 @@ def prepare_request(
     `request_id` is used when `options.request_id` is None, `seed` when `sampling.seed` is; the "cache_salt" of a
     dictionary goes before that of `options`. `uses_priority` False
     refuses a priority that nothing would read. `options.timeout_s` counts from `arrival_s`. Raises InvalidRequest,
-    PromptTooLong or UnsupportedOption.
+    PromptTooLong, UnknownModel or UnsupportedOption.
     """
     grammars = Grammars(model.vocab_size, model.eos_token_ids) if grammars is None else grammars
     if isinstance(prompt, Mapping) and "cache_salt" in prompt:
         options = dataclasses.replace(options, cache_salt=prompt["cache_salt"])
     token_ids = _prompt_ids(prompt, tokenizer, options.add_special_tokens)
+    sources = prompt_pictures(prompt.get("multi_modal_data")) if isinstance(prompt, Mapping) else []
+    token_ids, pictures = with_pictures(model.pictures, token_ids, sources)
     if sampling.truncate_prompt_tokens is not None:
+        if pictures and len(token_ids) > sampling.truncate_prompt_tokens:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {sampling.truncate_prompt_tokens}, but the prompt has {len(token_ids)} "
+                "tokens and pictures among them, which cannot be cut; leave it out"
+            )
         token_ids = token_ids[-sampling.truncate_prompt_tokens :]
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token")
@@ -102,9 +117,11 @@ def prepare_request(
         raise UnsupportedOption(
             "stop strings need a tokenizer, and this engine was started without; use stop_token_ids"
         )
-    cache_salt = options.cache_salt
+    adapter, reasons = _find_adapter(options.adapter, model), []
     if model.private_prompts_above is not None and len(token_ids) > model.private_prompts_above:
-        cache_salt = f"{cache_salt}|prompt_len={len(token_ids)}"
+        reasons.append(f"prompt_len={len(token_ids)}")
+    if adapter is not None:
+        reasons.append(f"adapter={adapter.digest.hex()}")
     request = Request(
         request_id=request_id if options.request_id is None else options.request_id,
         prompt_token_ids=token_ids,
@@ -117,7 +134,7 @@ def prepare_request(
         bad_word_ids=_bad_word_ids(sampling.bad_words, tokenizer),
         arrival_s=arrival_s,
         priority=options.priority,
-        cache_salt=cache_salt,
+        cache_salt=private_salt(options.cache_salt, *reasons),
         tenant=options.tenant,
         ttft_target_s=options.ttft_target_s,
         tpot_target_s=options.tpot_target_s,
@@ -127,9 +144,22 @@ def prepare_request(
         echo_text=_echo_text(token_ids, sampling, tokenizer) if options.echo else "",
         pooling=model.embedding.pooling if options.pooling else None,
         resume=options.resume,
+        pictures=pictures,
+        adapter=adapter,
     )
     check_request(request, model.vocab_size)
     return request
+
+
+def _find_adapter(name: str | None, model: ModelInfo) -> Adapter | None:
+    if name is None or name == model.name:
+        return None
+    if model.adapters is None:
+        raise UnknownModel(
+            f"the model {name!r:.200} is not served here; there is {model.name!r}, and LoRA adapters are off "
+            "(adapters.slots is 0)"
+        )
+    return model.adapters.find(name, model.name)
 
 
 def _check_resume(options: RequestOptions, sampling: SamplingParams, max_tokens: int, model: ModelInfo) -> None:
@@ -144,6 +174,8 @@ def _check_resume(options: RequestOptions, sampling: SamplingParams, max_tokens:
         raise InvalidRequest("resume says that every sequence has finished, so nothing is left to do")
     if sampling.seed is None and sampling.temperature > 0 and any(known.token_ids for known in sequences):
         raise InvalidRequest("resume needs the seed with which the request began, or other tokens would follow")
+    if not options.resume.age_s >= 0:
+        raise InvalidRequest(f"resume has age_s {options.resume.age_s}, but must be 0 seconds or more; leave it out")
     for index, known in enumerate(sequences):
         check_token_ids(known.token_ids, model.vocab_size)
         if len(known.token_ids) > max_tokens:
@@ -171,7 +203,7 @@ def _check_pooling(prompt_len: int, sampling: SamplingParams, model: ModelInfo) 
 def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
     if isinstance(prompt, Mapping):
         known = [k for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
-        extra = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt"}
+        extra = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt", "multi_modal_data"}
         if extra or not known:
             raise InvalidRequest(f"a prompt dictionary has 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}")
         prompt = prompt[known[0]]  # type: ignore[assignment]  # the ids win when both are given, as in vLLM
@@ -234,6 +266,8 @@ def _check_texts(options: RequestOptions) -> None:
     for name in ("cache_salt", "tenant"):
         if not isinstance(getattr(options, name), str):
             raise InvalidRequest(f"{name} must be text, got {getattr(options, name)!r:.80}")
+    if SALT_END in options.cache_salt:
+        raise InvalidRequest(f"cache_salt must not hold the character {SALT_END!r}, got {options.cache_salt!r:.80}")
 
 
 def _check_seconds(name: str, value: float | None, meaning: str) -> None:

@@ -33,6 +33,7 @@ class LiveRequests:
     Attributes:
       by_id: all of them.
       next_deadline_s: none of them has an earlier one.
+      version: of the weights; empty: those of the start.
       on_delivered: called when all updates of a turn have been given to their sinks. Replaced by any thread.
     """
 
@@ -56,6 +57,7 @@ class LiveRequests:
         self._waiting = waiting
         self._stats = stats
         self._eos_token_ids = eos_token_ids
+        self.version = ""
 
     def enter(self, command: Submit, tokenizer: Tokenizer | None) -> Request | None:
         """Takes a request. Returns it for the scheduler, or None when it has ended: its client has been told why.
@@ -82,6 +84,8 @@ class LiveRequests:
                 self._decline(command, error)
                 return None
             self._end(self.by_id[request_id], None, FinishReason.ABORT)  # itself, on a connection that has been lost
+        if self.version:
+            live.note_weights(self.version)
         self.by_id[request_id] = live
         self._num_affecting_plans += live.affects_plans
         self.next_deadline_s = min(self.next_deadline_s, command.request.deadline_s)
@@ -135,6 +139,13 @@ class LiveRequests:
             live = self.by_id.get(request_id)
             if live is not None:
                 live.add_drafts(index, rounds)
+
+    def note_weights(self, version: str) -> None:
+        """All tokens from now on are drawn by these weights; those before have been delivered."""
+        assert not self._read and not self._unread
+        self.version = version
+        for live in self.by_id.values():
+            live.note_weights(version)
 
     def take(self, events: list[TokenEvent]) -> None:
         """Takes the tokens of a step; `deliver` must have handed out those of the step before."""
@@ -223,6 +234,11 @@ class LiveRequests:
         live = self.by_id.get(command.request_id)
         if live is not None and command.request in (None, live.request):
             self._end(live, None, FinishReason.ABORT)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """Seconds since the submission of the first request that has no token yet; 0 when none waits."""
+        first = next((live for live in self.by_id.values() if not live.started), None)
+        return 0.0 if first is None else max(0.0, now_s - first.times.submitted_s)
 
     def end_late(self, now_s: float) -> None:
         """Ends what has passed its deadline. Looks at every request, so only when one of them may have."""

@@ -43,6 +43,13 @@ class _SequenceDrafts:
         return Drafted(self._drafted, accepted)
 
 
+class DrawnBy(NamedTuple):
+    """The version of the weights that drew the tokens of a sequence from number `first_token` on."""
+
+    first_token: int
+    version: str
+
+
 class Update(NamedTuple):
     """What is new of one sequence of one request.
 
@@ -60,6 +67,7 @@ class Update(NamedTuple):
       admitted_s: beside `prompt`: when a step first gave the request a row, on the engine's clock.
       drafts: beside `finish_reason`: drafts that the sequence fed, and how many of its tokens were drafts; None: no
         step fed any.
+      weights: beside `finish_reason`: which weights drew the tokens; empty: those that the engine was started with.
     """
 
     request_id: str
@@ -74,6 +82,7 @@ class Update(NamedTuple):
     last: bool = False
     admitted_s: float | None = None
     drafts: Drafted | None = None
+    weights: tuple[DrawnBy, ...] = ()
 
 
 # Called on the loop thread; must return at once (put it in a queue). To wake a thread costs more than all else here:
@@ -116,6 +125,7 @@ class LiveRequest:
         "_eos_token_ids",
         "_sequences",
         "_stats",
+        "_versions",
         "affects_plans",
         "matchers",
         "num_waiting",
@@ -137,6 +147,7 @@ class LiveRequest:
         pieces: PieceTexts | None = None,
     ) -> None:
         self._stats = stats
+        self._versions: list[tuple[str, tuple[int, ...]]] = []  # and how many tokens each sequence had before
         self.times = times
         self.request = request
         self.sink = sink
@@ -160,6 +171,20 @@ class LiveRequest:
         """What became of the drafts of a step, before its tokens are pushed and after those of the step before."""
         if not self._sequences[index].done:
             self._sequences[index].add_drafts(rounds)
+
+    def note_weights(self, version: str) -> None:
+        """All its tokens from now on are drawn by these weights. Called when those before have been pushed."""
+        self._versions.append((version, tuple(sequence.num_tokens for sequence in self._sequences)))
+
+    def _drawn_by(self, index: int) -> tuple[DrawnBy, ...]:
+        """Of a sequence: parts without a token are left out."""
+        parts: list[DrawnBy] = []
+        end = self._sequences[index].num_tokens
+        for version, counts in reversed(self._versions):
+            if counts[index] < end:
+                parts.append(DrawnBy(counts[index], version))
+            end = counts[index]
+        return tuple(reversed(parts))
 
     def resume(self) -> list[Update]:
         """Takes the known tokens of a resumed request, before any other, and returns what its client lacks of them.
@@ -200,9 +225,9 @@ class LiveRequest:
             token_ids, detokenizer = (event.token_id,), sequence.detokenizer
             text = "" if detokenizer is None else detokenizer.push(token_ids)
             logprobs = None if event.logprobs is None else (event.logprobs,)
+            request_id, index = event.request_id, event.index
             return tuple.__new__(
-                Update,
-                (event.request_id, event.index, token_ids, text, None, None, logprobs, None, None, False, None, None),
+                Update, (request_id, index, token_ids, text, None, None, logprobs, None, None, False, None, None, ())
             )
         if event.finish_reason is FinishReason.ERROR:
             return self._end_broken(sequence, event)
@@ -253,6 +278,7 @@ class LiveRequest:
             last,
             self.times.scheduled_s if event.prompt is not None else None,
             None if finish_reason is None else sequence.drafts,
+            self._drawn_by(event.index) if finish_reason is not None and self._versions else (),
         )
 
     def _end_broken(self, sequence: _LiveSequence, event: TokenEvent) -> Update:
@@ -307,8 +333,17 @@ class LiveRequest:
             for i in open_sequences:
                 drafts = self._sequences[i].drafts
                 last = i == open_sequences[-1]
+                weights = self._drawn_by(i)
                 self.sink(
-                    Update(self.request.request_id, i, finish_reason=reason, error=error, last=last, drafts=drafts)
+                    Update(
+                        self.request.request_id,
+                        i,
+                        finish_reason=reason,
+                        error=error,
+                        last=last,
+                        drafts=drafts,
+                        weights=weights,
+                    )
                 )
         except Exception:  # a closed event loop, say
             logger.exception("a client could not be told that its request ended")

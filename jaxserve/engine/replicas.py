@@ -3,8 +3,9 @@
 The group knows which replica has which request. Each replica is an `Engine` with its own loop, scheduler and device; a
 `Router` chooses between them.
 
-A replica that dies takes down no other. Its requests move to others, where they go on behind what their clients have:
-tokens depend on the seed and those before them alone, so a client cannot tell.
+A replica that dies or hangs takes down no other. Its requests move to others, where they go on behind what clients
+have: tokens depend on the seed and those before them alone, so a client cannot tell. If none is left, they wait for one
+that is built again.
 """
 
 import dataclasses
@@ -25,12 +26,15 @@ from jaxserve.api import (
     ResumeReason,
     SamplingParams,
 )
-from jaxserve.engine.base import Load, reason_of
+from jaxserve.engine.base import Load, refusal_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink, Update
+from jaxserve.engine.restarting import Rebuilder, RestartOptions
 from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.engine.waiting import deadline_error
+from jaxserve.engine.watchdog import Watchdog
+from jaxserve.errors import Draining, EngineStopped, InvalidRequest, JaxserveError, QueueFull, StepStalled
 from jaxserve.routing import Balancer, PromptKey, Router, key_of_tokens
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
@@ -38,10 +42,15 @@ from jaxserve.text.chat import ChatTemplate
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
+_NOWHERE = -1
 
 
 class _Routed:
-    """One request and where it is. Mutated under the group's lock, but for what was streamed: by its replica's loop."""
+    """One request and where it is. Mutated under the group's lock, but for what was streamed: by its replica's loop.
+
+    Attributes:
+      replica: its number, or `_NOWHERE`: the request waits for one that is built again.
+    """
 
     __slots__ = ("aborted", "key", "num_deaths", "num_streamed", "parts", "replica", "request", "sent", "sink")
 
@@ -50,7 +59,7 @@ class _Routed:
         self.sent = request  # what its replica was given: `request`, or that behind what has been streamed
         self.sink = sink
         self.key = key
-        self.replica = -1
+        self.replica = _NOWHERE
         self.num_deaths = 0  # of replicas that had it, since the last new token
         self.num_streamed = 0  # tokens that the client has seen, of all its sequences
         self.parts = [_Part(request.known(index)) for index in range(request.sampling.n)]
@@ -71,11 +80,12 @@ class _Routed:
         part.finished |= update.finish_reason is not None
         return update
 
-    def move(self) -> None:
+    def move(self, reason: ResumeReason) -> None:
         """The replica is gone: the next one goes on behind what the client has."""
         known = tuple(Known(tuple(part.token_ids), part.num_chars, part.finished) for part in self.parts)
         if any(part.token_ids or part.finished for part in self.parts):
-            self.sent = dataclasses.replace(self.request, resume=Resume(sequences=known, reason=ResumeReason.DIED))
+            age_s = 0.0 if self.request.resume is None else self.request.resume.age_s  # `arrival_s` has the rest
+            self.sent = dataclasses.replace(self.request, resume=Resume(sequences=known, reason=reason, age_s=age_s))
 
 
 class _Part:
@@ -97,8 +107,21 @@ class EngineGroup:
     are. A request that moves because its replica died is taken even by a full one, since it has been accepted.
     """
 
-    def __init__(self, replicas: Sequence[Engine], router: Router, *, retries: int = 2) -> None:
-        """`retries`: times that a request may move without a new token: it is likely the cause of so many deaths."""
+    def __init__(
+        self,
+        replicas: Sequence[Engine],
+        router: Router,
+        *,
+        retries: int = 2,
+        rebuild: Callable[[int, Engine], Engine] | None = None,
+        restarts: RestartOptions = RestartOptions(),  # noqa: B008 (frozen)
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`retries`: times that a request may move without a new token: it is likely the cause of so many deaths.
+
+        `rebuild` makes an engine in the place of a dead one, with its number, and takes seconds; None: nothing does. It
+        is used while the replicas have threads. `clock`: that of the replicas.
+        """
         assert replicas, "a group of nothing"
         self._replicas = tuple(replicas)
         self._retries = retries
@@ -110,6 +133,12 @@ class EngineGroup:
         self._idle = threading.Condition(self._lock)
         self._accepting = True
         self._moving = True
+        self._clock = clock
+        self._watchdog: Watchdog | None = None
+        self._rebuilder = None if rebuild is None else Rebuilder(len(self._replicas), rebuild, restarts, self._adopt)
+        self._restart_wait_s = restarts.wait_s
+        self._stranded: dict[str, float] = {}  # requests that are nowhere: until when they wait for a replica
+        self._tells: tuple[Callable[[], None], ...] = ()
         self._waits = False  # in the last turn by hand no replica did anything, and one at least waits
 
     # ---- any thread ------------------------------------------------------------------------------------------------
@@ -131,16 +160,41 @@ class EngineGroup:
 
     @property
     def failure(self) -> BaseException | None:
-        """None while one replica lives; then the reasons for which they died."""
-        failures = [replica.failure for replica in self._replicas]
-        if None in failures:
+        """None while one replica lives or may come back; then the reasons for which they died.
+
+        StepStalled when all of them hung, or one of them so that the others cannot be told.
+        """
+        replicas = self._replicas
+        for replica in replicas:
+            if replica.lost:
+                return replica.failure
+        down = self._down
+        if len(down) < len(replicas):
             return None
-        return EngineStopped("; ".join(f"replica {k} has died: {failure!r}" for k, failure in enumerate(failures)))
+        kind = StepStalled if all(isinstance(one.failure, StepStalled) for one in replicas) else EngineStopped
+        return kind("; ".join(down.values()))
+
+    @property
+    def _down(self) -> dict[int, str]:
+        """The replicas that are dead and do not come back, and why."""
+        return {
+            k: f"replica {k} has died: {replica.failure!r}{'' if self._rebuilder is None else self._rebuilder.say(k)}"
+            for k, replica in enumerate(self._replicas)
+            if replica.failure is not None and not self._may_return(k)
+        }
+
+    def _may_return(self, number: int) -> bool:
+        return self._watchdog is not None and self._rebuilder is not None and self._rebuilder.hopes(number)
 
     @property
     def accepting(self) -> bool:
         """False once the group drains or stops, or when every replica has died."""
         return self._accepting and any(replica.accepting for replica in self._replicas)
+
+    @property
+    def ready(self) -> bool:
+        """New requests should come: one replica advances at least."""
+        return self._accepting and any(replica.ready for replica in self._replicas)
 
     @property
     def stalled_s(self) -> float:
@@ -154,8 +208,8 @@ class EngineGroup:
 
     @property
     def num_live(self) -> int:
-        """Requests that the loops have taken and that have not ended."""
-        return sum(replica.num_live for replica in self._replicas)
+        """Requests that the loops have taken and that have not ended, those that wait for a replica included."""
+        return sum(replica.num_live for replica in self._replicas) + len(self._stranded)
 
     @property
     def num_unstarted(self) -> int:
@@ -185,20 +239,22 @@ class EngineGroup:
         key: PromptKey = ()
         if self._balancer.uses_prompt:
             key = key_of_tokens(request.prompt_token_ids, cache_salt=request.cache_salt, content=request.content)
-        routed = _Routed(request, sink, key)
+        routed, ended = _Routed(request, sink, key), None
         with self._lock:
             if not self.accepting:
-                raise EngineStopped(f"the engine takes no more requests: {reason_of(self.failure)}")
+                raise self._refusal()
             if (same := self._routed.get(request.request_id)) is not None:
                 if request.resume is None:
                     raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
-                self._abort(same)  # itself, on a connection that has been lost
+                ended = same if self._abort(same) else None  # itself, on a connection that has been lost
             self._place(routed)
             self._routed[request.request_id] = routed
+        if ended is not None:
+            self._tell_end(ended, None)
 
     def check_room(self, num_sequences: int) -> None:
         """See `Engine.check_room`. Requests are assumed to spread evenly: the group is full when all replicas are."""
-        living = [replica for replica in self._replicas if replica.accepting]
+        living = [self._replicas[number] for number in self._candidates()]
         full: QueueFull | None = None
         for replica in living:
             try:
@@ -217,21 +273,37 @@ class EngineGroup:
             routed = self._routed.get(request_id)
             if routed is None or (isinstance(request, Request) and request is not routed.request):
                 return
-            self._abort(routed)
+            ended = self._abort(routed)
+        if ended:
+            self._tell_end(routed, None)
 
-    def _abort(self, routed: _Routed) -> None:
+    def _refusal(self) -> EngineStopped:
+        if self._accepting and self.failure is None:
+            return EngineStopped("no replica takes requests: all have died, and one is being built again; try later")
+        return refusal_of(self.failure)
+
+    def _abort(self, routed: _Routed) -> bool:
+        """Returns whether the request has ended with this, since no replica has it."""
         routed.aborted = True  # its replica may be dying, and the request must not be moved
+        if routed.replica == _NOWHERE:
+            self._forget(routed)
+            return True
         self._replicas[routed.replica].abort(routed.sent)
+        return False
 
     def watch_deliveries(self, tell: Callable[[], None]) -> None:
         """See `Engine.watch_deliveries`; the loops of all replicas call it."""
-        for replica in self._replicas:
-            replica.watch_deliveries(tell)
+        with self._lock:
+            self._tells += (tell,)
+            for replica in self._replicas:
+                replica.watch_deliveries(tell)
 
     def unwatch_deliveries(self, tell: Callable[[], None]) -> None:
         """See `Engine.unwatch_deliveries`."""
-        for replica in self._replicas:
-            replica.unwatch_deliveries(tell)
+        with self._lock:
+            self._tells = tuple(one for one in self._tells if one != tell)
+            for replica in self._replicas:
+                replica.unwatch_deliveries(tell)
 
     # ---- the loops -------------------------------------------------------------------------------------------------
 
@@ -273,43 +345,133 @@ class EngineGroup:
         """Declares every replica dead; see `Engine.fail`."""
         with self._lock:
             self._accepting = self._moving = False
+        self._end_stranded(EngineStopped(f"the engine has died: {error!r}"))
         for replica in self._replicas:
             if replica.failure is None:
                 replica.fail(error)
 
     def start(self) -> None:
-        """Gives each replica a thread of its own."""
+        """Gives each replica a thread of its own, and all of them a watchdog."""
         for replica in self._replicas:
-            replica.start()
+            replica.start_loop()
+        if self._rebuilder is not None or any(replica.has_deadlines for replica in self._replicas):
+            self._watchdog = Watchdog(lambda: self._replicas, on_death=self._see_death, clock=self._clock)
+            self._watchdog.start()
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for the live ones, those that move included. True when all ended in time."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self._accepting = False
+        self._end_stranded(Draining("every replica has died, and the engine is shut down before one is built again"))
+        with self._lock:
             drained = self._idle.wait_for(lambda: not self._routed, timeout_s)
         for replica in self._replicas:
             drained &= replica.drain(max(0.0, deadline_s - time.monotonic()))
         return drained
 
-    def stop(self) -> None:
-        """Refuses new requests, ends the live ones with ABORT, and ends the threads."""
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Refuses new requests, ends the live ones, and ends the threads; see `Engine.stop`."""
         with self._lock:
             self._accepting = self._moving = False
-        # All at once: one whose device does not answer must not keep the clients of the others waiting.
-        stopping = [threading.Thread(target=r.stop, name="jaxserve-stop", daemon=True) for r in self._replicas]
-        for thread in stopping:
+        if self._rebuilder is not None:
+            self._rebuilder.stop()
+        self._end_stranded(Draining("every replica has died, and the engine was shut down") if hand_over else None)
+        self._at_once(lambda replica: replica.stop(hand_over=hand_over))
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def export(self, timeout_s: float) -> None:
+        """See `Engine.export`."""
+        self._at_once(lambda replica: replica.export(timeout_s))
+
+    def _at_once(self, work: Callable[[Engine], None]) -> None:
+        """On a thread each: a replica whose device does not answer must not keep those of the others waiting."""
+        threads = [
+            threading.Thread(target=work, args=(replica,), name="jaxserve-end", daemon=True)
+            for replica in self._replicas
+        ]
+        for thread in threads:
             thread.start()
-        for thread in stopping:
+        for thread in threads:
             thread.join()
+
+    # ---- replicas that come back -----------------------------------------------------------------------------------
+
+    def _see_death(self, number: int) -> None:
+        """On the watchdog's thread, at each look as long as it is dead."""
+        with self._lock:
+            self._report_death(number)
+            wanted, failed, now_s = self._accepting, self.failure is not None, self._clock()
+            waiting = [(self._routed[name], until_s) for name, until_s in self._stranded.items()]
+            over = [one for one, until_s in waiting if failed or min(until_s, one.request.deadline_s) <= now_s]
+            for routed in over:
+                self._forget(routed)
+        for routed in over:
+            self._tell_end(routed, self._give_up(routed, now_s))
+        if wanted and self._rebuilder is not None:
+            self._rebuilder.begin(number, self._replicas[number])
+
+    def _adopt(self, number: int, engine: Engine) -> None:
+        """Takes a new engine in the place of a dead one, unless the group has ended meanwhile."""
+        with self._lock:
+            if not self._accepting:
+                engine.stop()
+                return
+            for tell in self._tells:
+                engine.watch_deliveries(tell)
+            engine.start_loop()
+            engine.stats[0].num_restarts += 1
+            self._replicas = tuple(engine if k == number else one for k, one in enumerate(self._replicas))
+            self._reported_dead.discard(number)
+            for name in [*self._stranded]:
+                routed = self._routed[name]
+                try:
+                    self._place(routed, accepted=True)
+                except EngineStopped:  # it has died again: they wait for the next one
+                    routed.replica = _NOWHERE
+                    break
+                del self._stranded[name]
+        logger.warning("%s is back", self._name(number))
+
+    def _strand(self, routed: _Routed) -> bool:
+        """Lets a request that was accepted wait for a replica that is built again; False: there will be none."""
+        may_return = any(self._may_return(k) for k, one in enumerate(self._replicas) if one.failure is not None)
+        if not (self._restart_wait_s and self._accepting and may_return):
+            return False
+        if not self._stranded:
+            logger.warning("no replica is left: requests wait %g s for one that is built again", self._restart_wait_s)
+        routed.replica = _NOWHERE
+        self._stranded[routed.request.request_id] = self._clock() + self._restart_wait_s
+        return True
+
+    def _end_stranded(self, error: JaxserveError | None) -> None:
+        """Ends the requests that wait for a replica: with ABORT without an error."""
+        with self._lock:
+            ended = [self._routed[name] for name in self._stranded]
+            for routed in ended:
+                self._forget(routed)
+        for routed in ended:
+            self._tell_end(routed, error)
+
+    def _give_up(self, routed: _Routed, now_s: float) -> JaxserveError:
+        """The error of a request for which no replica came back in time."""
+        if routed.request.deadline_s <= now_s:
+            return deadline_error(routed.request, started=routed.num_streamed > 0)
+        if (failure := self.failure) is not None:
+            return EngineStopped(f"no replica came back: {failure}")
+        return EngineStopped(
+            f"every replica has died, and none was built again within {self._restart_wait_s:g} s (watchdog.wait_s); "
+            "try later"
+        )
 
     # ---- requests that move ----------------------------------------------------------------------------------------
 
     def _place(self, routed: _Routed, *, accepted: bool = False) -> None:
         """Gives the request to a replica that takes it. Raises QueueFull or EngineStopped when there is none."""
-        candidates = [number for number, replica in enumerate(self._replicas) if replica.accepting]
+        candidates = self._candidates()
         full: QueueFull | None = None
-        for number in set(range(len(self._replicas))) - set(candidates):
+        for number in range(len(self._replicas)):
             self._report_death(number)
         while candidates:
             number = self._balancer.choose(routed.key, candidates)
@@ -326,7 +488,12 @@ class EngineGroup:
                 self._balancer.start(routed.key, number)
                 return
             candidates.remove(number)
-        raise full or EngineStopped(f"no replica takes requests: {reason_of(self.failure)}")
+        raise full or self._refusal()
+
+    def _candidates(self) -> list[int]:
+        """Those that may be given requests: that advance, or if there is none, those that may yet go on."""
+        accepting = [number for number, replica in enumerate(self._replicas) if replica.accepting]
+        return [number for number in accepting if self._replicas[number].ready] or accepting
 
     def _report_death(self, number: int) -> None:
         failure = self._replicas[number].failure
@@ -339,7 +506,7 @@ class EngineGroup:
 
     def _take(self, routed: _Routed, update: Update) -> None:
         """The sink that each replica is given; on its loop thread."""
-        if isinstance(update.error, EngineStopped):  # only the death of a replica gives this error
+        if isinstance(update.error, EngineStopped):  # only the end of a replica gives this error
             if update.last:  # with n > 1 the error comes once for each sequence
                 self._move(routed, update.error)
             return
@@ -349,48 +516,60 @@ class EngineGroup:
                 self._forget(routed)
         routed.sink(update)
 
-    def _move(self, routed: _Routed, death: EngineStopped) -> None:
-        """Sends a request of a dead replica elsewhere, or tells its client."""
+    def _move(self, routed: _Routed, end: EngineStopped) -> None:
+        """Sends a request of a replica that has died or was stopped elsewhere, or tells its client."""
         error: JaxserveError | None = None
         with self._lock:
             dead = routed.replica
             self._report_death(dead)
             if not routed.aborted:
-                error = self._try_elsewhere(routed, death)
+                error = self._try_elsewhere(routed, end)
                 if error is None:
                     return
             self._forget(routed, dead)
+        self._tell_end(routed, error)
+
+    def _tell_end(self, routed: _Routed, error: JaxserveError | None) -> None:
+        """The last updates of a request that no replica has any more. Any thread."""
         request = routed.request
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         left = [index for index, part in enumerate(routed.parts) if not part.finished]
         for index in left:
             last = index == left[-1]
             routed.sink(Update(request.request_id, index, finish_reason=reason, error=error, last=last))
+        for tell in self._tells:  # this may not be the thread of a loop, which would do it behind its turn
+            tell()
 
-    def _try_elsewhere(self, routed: _Routed, death: EngineStopped) -> JaxserveError | None:
+    def _try_elsewhere(self, routed: _Routed, end: EngineStopped) -> JaxserveError | None:
         """None when another replica has taken it, else why none did."""
-        name, dead = self._name(routed.replica), routed.replica
+        name, left, drained = self._name(routed.replica), routed.replica, isinstance(end, Draining)
         if not self._moving:
-            return EngineStopped(f"{name}: {death}")
+            return end if drained else EngineStopped(f"{name}: {end}")
         when = f"after {routed.num_streamed} tokens had been streamed" if routed.num_streamed else "before it answered"
-        if routed.num_deaths >= self._retries:
-            return EngineStopped(
-                f"{name} has died {when}, after {routed.num_deaths} moves of this request from replicas that died "
-                f"without a new token; no more are tried (route.retries): {death}"
-            )
-        routed.num_deaths += 1
-        routed.move()
+        if not drained:  # one that is stopped was not stopped by this request
+            if routed.num_deaths >= self._retries:
+                return EngineStopped(
+                    f"{name} has died {when}, after {routed.num_deaths} moves of this request from replicas that died "
+                    f"without a new token; no more are tried (route.retries): {end}"
+                )
+            routed.num_deaths += 1
+        routed.move(ResumeReason.DRAINED if drained else ResumeReason.DIED)
         try:
             self._place(routed, accepted=True)
         except JaxserveError as error:
-            return EngineStopped(f"{name} has died {when}, and no other takes the request: {error}")
-        self._balancer.end(dead)
+            if not self._strand(routed):
+                went = "was stopped" if drained else "has died"
+                return EngineStopped(f"{name} {went} {when}, and no other takes the request: {error}")
+        self._balancer.end(left)
         return None
 
     def _forget(self, routed: _Routed, replica: int | None = None) -> None:
         if self._routed.get(routed.request.request_id) is routed:  # else it goes on under this id elsewhere
             del self._routed[routed.request.request_id]
-        self._balancer.end(routed.replica if replica is None else replica)
+        if routed.replica == _NOWHERE and replica is None:
+            del self._stranded[routed.request.request_id]
+        else:
+            self._balancer.end(routed.replica if replica is None else replica)
         if not self._routed:
             self._idle.notify_all()
 

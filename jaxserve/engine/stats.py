@@ -24,9 +24,11 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.api import FinishReason, PromptInfo, Request, Resume, ResumeReason
 from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
+from jaxserve.sched.adapter_slots import AdapterCounts
 from jaxserve.sched.base import BucketCounts, Scheduler
-from jaxserve.sched.counts import SchedulerCounts, counts_of, page_states_of
+from jaxserve.sched.counts import SchedulerCounts, adapter_counts_of, counts_of, page_states_of
 from jaxserve.sched.draft_counts import DraftCounts, DraftTotals
+from jaxserve.sched.ladder import Pressure, Rung
 from jaxserve.sched.plan import Drafted, Limits, StepPlan
 
 
@@ -178,12 +180,14 @@ class EngineStats:
       previous_s: the same of the step before.
       dropped: tokens of the step whose request has ended. Added to where tokens are dropped.
       num_together: tokens of the step that came with an earlier one of their sequence. Added to where they are counted.
+      num_restarts, num_fences: times that the loop was built again after a death, and was given up since it hung.
+        Added to by those who do so.
       alive: False once the loop has died; its requests have ended or moved, and its rows and pages are gone.
     """
 
     def __init__(self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float]) -> None:
         self.now_s = self.previous_s = math.nan  # equal to nothing, not even to itself
-        self.dropped = self.num_together = 0
+        self.dropped = self.num_together = self.num_restarts = self.num_fences = 0
         self.alive = True
         self._scheduler = scheduler
         self._count_compiles: Callable[[], int] = lambda: 0
@@ -202,14 +206,16 @@ class EngineStats:
         self._odd_gaps: list[float] = []  # ITLs of this step that are not like those of its other rows
         self._watchers: list[Callable[[RequestTimes, RequestStats], None]] = []
         self._ended = dict.fromkeys(FinishReason, 0)
+        self.degraded = (Rung.NONE, Pressure())
         self._resumed = dict.fromkeys(ResumeReason, 0)
         self._num_known_tokens = self._num_recomputed_tokens = 0
         self._mark_s = clock()
         self._turn = {"schedule": 0.0, "dispatch": 0.0, "wait": 0.0, "commit": 0.0}
         self._part_s = dict(self._turn)
-        seconds = ("ttft", "itl", "tpot", "e2e", "queue", "prefill", "decode", "step")
+        seconds = ("ttft", "itl", "tpot", "e2e", "queue", "prefill", "decode", "inference", "step")
+        numbers = ("prompt_tokens", "prefill_tokens", "new_tokens", "longest", "n", "max_tokens", "step_tokens")
         self._histograms = {name: Histogram(SECONDS) for name in seconds}
-        self._histograms |= {name: Histogram(TOKENS) for name in ("prompt_tokens", "new_tokens", "step_tokens")}
+        self._histograms |= {name: Histogram(TOKENS) for name in numbers}
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
@@ -222,6 +228,14 @@ class EngineStats:
         return counts._replace(
             waiting=0, running=0, free_pages=0, cached_pages=0, held_pages=0, shared_pages=0, used_slots=0
         )
+
+    @property
+    def adapter_counts(self) -> AdapterCounts | None:
+        """What the scheduler has of LoRA adapters now; None where there are none. A dead loop runs nothing."""
+        counts = adapter_counts_of(self._scheduler)
+        if self.alive or counts is None:
+            return counts
+        return counts._replace(running={}, waiting={})
 
     @property
     def clock_s(self) -> float:
@@ -357,6 +371,7 @@ class EngineStats:
         times.cached_tokens = prompt.num_cached_tokens if prompt is not None else 0
         self._num_prompt_tokens += len(times.request.prompt_token_ids)
         self._histograms["prompt_tokens"].add(len(times.request.prompt_token_ids))
+        self._histograms["prefill_tokens"].add(len(times.request.prompt_token_ids) - times.cached_tokens)
         self._histograms["ttft"].add(ttft_s)
         if times.scheduled_s is not None:
             self._histograms["prefill"].add(self.now_s - times.scheduled_s)
@@ -452,6 +467,7 @@ class EngineStats:
             ttft_s = times.first_s - times.arrival_s
             self._histograms["new_tokens"].add(new_tokens)
             self._histograms["e2e"].add(now_s - times.arrival_s)
+            self._note_shape(times, sequences)
         self._ended[reason] += 1
         prompt_tokens = len(times.request.prompt_token_ids)
         drafts = [found for one in sequences if (found := one.drafts) is not None]
@@ -476,6 +492,25 @@ class EngineStats:
             except Exception:  # an error of a watcher must not end the loop
                 logger.exception("a watcher of requests failed")
 
+    def _note_shape(self, times: RequestTimes, sequences: Sequence[SequenceTimes]) -> None:
+        """What a request had asked for, and how long it was computed. One that pools its prompt generates nothing."""
+        last_s = max((s.last_s for s in sequences if s.last_s >= 0), default=times.first_s)
+        if times.scheduled_s is not None and last_s is not None:
+            self._histograms["inference"].add(last_s - times.scheduled_s)
+        if times.request.pooling is None:
+            self._histograms["longest"].add(max(s.num_tokens for s in sequences))
+            self._histograms["n"].add(times.request.sampling.n)
+            self._histograms["max_tokens"].add(times.request.max_tokens)
+
+    def note_pressure(self, rung: Rung, pressure: Pressure) -> None:
+        """A look at the pressure, and the rung on which the engine stands."""
+        self.degraded = (rung, pressure)
+
+    @property
+    def step_sums(self) -> tuple[int, float]:
+        """Steps, and the seconds of the loop for them, since the start."""
+        return self._num_steps, sum(self._part_s.values())
+
     def note_resumed(self, resume: Resume) -> None:
         """A request that began elsewhere goes on here."""
         self._resumed[resume.reason] += 1
@@ -484,3 +519,14 @@ class EngineStats:
     def note_death(self) -> None:
         """The loop has died. Nothing is planned any more."""
         self.alive = False
+
+    def go_on(self, scheduler: Scheduler, limits: Limits) -> None:
+        """Another loop takes the place of the one that has died: sums and watchers stay."""
+        self._scheduler = scheduler
+        self.use_limits(limits)
+        self._count_buckets = lambda: BucketCounts(len(limits.buckets), 0, 0)
+        self.now_s = self.previous_s = math.nan
+        self.dropped = self.num_together = self._num_begun = self._num_drafted = self._num_accepted = 0
+        self._odd_gaps.clear()
+        self._turn = dict.fromkeys(self._turn, 0.0)
+        self.alive = True

@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions
-from jaxserve.engine.base import AnyEngine, reason_of
+from jaxserve.engine.base import AnyEngine, refusal_of
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
 from jaxserve.engine.scoring import Judgement
+from jaxserve.engine.tenants import Tenants
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
 
 T = TypeVar("T")
@@ -86,32 +87,37 @@ class AsyncEngine:
         *,
         max_prompts: int | None = None,
         max_n: int | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
-        """`max_prompts`, `max_n`: of one call; None: as many as may wait."""
+        """`max_prompts`, `max_n`: of one call; None: as many as may wait. `tenants`: their limits; None: no limits."""
         self.engine = engine
         self._max_prompts = max_prompts
         self._max_n = max_n
+        self._tenants = tenants
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
         self._num_pending = 0  # sequences whose prompts wait to be encoded; other work counts as one
         self._readers: dict[asyncio.AbstractEventLoop, _Readers] = {}  # of the loops that have running streams
         engine.watch_deliveries(self._flush)
 
-    async def run(self, work: Callable[[], T], *, prompts: int = 0, n: int = 1) -> T:
+    async def run(self, work: Callable[[], T], *, prompts: int = 0, n: int = 1, tenant: str | None = None) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
 
         `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
-        there is no room for is refused here, before anything is encoded or made for a sequence.
+        there is no room for is refused here, before anything is encoded or made for a sequence. `tenant`: whose call it
+        is; None: one that was accepted elsewhere, or of which nothing is counted.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
-        that could never be taken, and QueueFull when as much waits as may wait at all.
+        that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
         """
         failure = self.engine.failure
         if self._closed or failure is not None:
-            raise EngineStopped(f"the engine takes no more requests: {reason_of(failure)}")
+            raise refusal_of(failure)
         if prompts:
             self._check_call(prompts, n)
             self.engine.check_room(self._num_pending + prompts * n)
+            if self._tenants is not None and tenant is not None:
+                self._tenants.enter(tenant, prompts)
         elif self._num_pending >= self.engine.load.max_waiting:
             raise QueueFull(
                 f"{self._num_pending} prompts wait to be encoded; sched.max_waiting is {self.engine.load.max_waiting}; "
@@ -142,17 +148,19 @@ class AsyncEngine:
         """Submits prepared requests, each with an id of its own; yields updates as they come, until all have ended.
 
         Leaving early, or a cancel, aborts what has not ended. Raises what `Engine.submit` raises, and the typed error
-        that ended one of them; the others are aborted.
+        that ended one of them, TenantLimited and RequestRejected; the others are aborted.
         """
         loop = asyncio.get_running_loop()
         readers = self._readers.setdefault(loop, _Readers(loop, self.engine.abort))
         reader = _Reader()
-        live, updates = reader.live, reader.updates
+        live, updates, tenants = reader.live, reader.updates, self._tenants
         readers.active.add(reader)
         try:
             for number, request in enumerate(requests, start=1):
+                if tenants is not None:
+                    tenants.begin(request)
+                live[request.request_id] = request  # before it is submitted: whatever follows ends it
                 self.engine.submit(request, updates.append)
-                live[request.request_id] = request
                 if number % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
             while live:
@@ -160,8 +168,10 @@ class AsyncEngine:
                     reader.waiter = loop.create_future()
                     await reader.waiter
                 update = updates.popleft()
-                if update.last:
-                    live.pop(update.request_id, None)
+                if tenants is not None and update.token_ids and update.request_id in live:
+                    tenants.charge(live[update.request_id].tenant, len(update.token_ids))
+                if update.last and (ended := live.pop(update.request_id, None)) is not None and tenants is not None:
+                    tenants.end(ended)
                 if update.error is not None:
                     raise update.error
                 yield update
@@ -171,6 +181,8 @@ class AsyncEngine:
                 self._readers.pop(loop, None)
             for request in live.values():
                 self.engine.abort(request)
+                if tenants is not None:
+                    tenants.end(request)
 
     def end_streams(self, error: JaxserveError) -> None:
         """Every running stream raises `error`, which aborts its requests: for a loop that answers nobody any more."""

@@ -28,19 +28,30 @@ class Waiting:
     """Mutated by any thread, under a lock of its own.
 
     Args:
-      max_sequences, max_tokens: more is refused. One request may exceed either when nothing waits, as it could never
-        run otherwise.
+      max_sequences, max_tokens, max_picture_bytes: more is refused. One request may exceed any of them when nothing
+        waits, as it could never run otherwise.
       clock: seconds, monotonic.
 
     Attributes:
+      sheds: new requests are refused while others wait, see `ladder.Rung`. Set by the loop.
       num_requests: requests of which no sequence has a token yet.
       num_sequences: sequences that have no token yet.
       num_tokens: of the prompts of these sequences; a prompt counts for each of them.
+      num_picture_bytes: of the pixels of these requests.
     """
 
-    def __init__(self, max_sequences: int, max_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        max_tokens: int,
+        clock: Callable[[], float],
+        max_picture_bytes: int = 2**30,
+    ) -> None:
         self.max_sequences = max_sequences
         self.max_tokens = max_tokens
+        self.sheds = False
+        self.max_picture_bytes = max_picture_bytes
+        self.num_picture_bytes = 0
         self.num_requests = 0
         self.num_sequences = 0
         self.num_tokens = 0
@@ -64,8 +75,16 @@ class Waiting:
         count, num_tokens = len(request.open_indices), _num_tokens(request)
         with self._lock:
             if bounded and self.num_sequences:
+                if self.sheds and request.resume is None:  # one that began elsewhere has been accepted there
+                    raise QueueFull(
+                        f"the server is overloaded, and {self.num_sequences} sequences wait; it takes no new requests "
+                        "before they run (degradation: refuse); try again later",
+                        retry_after_s=self._seconds_for(self.num_sequences, len(self._starts)),
+                    )
                 self._check_sequences(count)
                 self._check_tokens(num_tokens)
+                self._check_pictures(_picture_bytes(request))
+            self.num_picture_bytes += _picture_bytes(request)
             self.num_requests += 1
             self.num_sequences += count
             self.num_tokens += num_tokens
@@ -91,14 +110,18 @@ class Waiting:
         """Nothing waits any more."""
         with self._lock:
             self.num_requests = self.num_sequences = self.num_tokens = self._num_untaken = 0
+            self.num_picture_bytes = 0
 
     def _subtract(self, request: Request, num_sequences: int, first: bool) -> None:
         self.num_requests -= first
+        if first:
+            self.num_picture_bytes -= _picture_bytes(request)
         self.num_sequences -= num_sequences
         self.num_tokens -= num_sequences * len(request.prompt_token_ids)
         assert self.num_requests >= 0, self.num_requests
         assert self.num_sequences >= 0, self.num_sequences
         assert self.num_tokens >= 0, self.num_tokens
+        assert self.num_picture_bytes >= 0, self.num_picture_bytes
 
     def _check_sequences(self, count: int) -> None:
         excess = self.num_sequences + count - self.max_sequences
@@ -118,6 +141,14 @@ class Waiting:
                 retry_after_s=self._seconds_for(excess, sum(start.num_tokens for start in self._starts)),
             )
 
+    def _check_pictures(self, num_bytes: int) -> None:
+        if num_bytes and self.num_picture_bytes + num_bytes > self.max_picture_bytes:
+            raise QueueFull(
+                f"pictures of {self.num_picture_bytes} bytes are waiting and those of this request have {num_bytes}; "
+                f"vision.max_waiting_bytes is {self.max_picture_bytes}; try again later",
+                retry_after_s=self._seconds_for(1, len(self._starts)),
+            )
+
     def _seconds_for(self, excess: int, started: int) -> float:
         """Seconds until `excess` sequences will have started, at the pace of the last starts."""
         if not self._starts:
@@ -128,6 +159,10 @@ class Waiting:
 
 def _num_tokens(request: Request) -> int:
     return len(request.open_indices) * len(request.prompt_token_ids)
+
+
+def _picture_bytes(request: Request) -> int:
+    return sum(len(placed.picture.pixels) for placed in request.pictures)
 
 
 def deadline_error(request: Request, started: bool) -> DeadlineExceeded:

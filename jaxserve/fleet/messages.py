@@ -18,10 +18,12 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """The last item of a stream that ends without an answer; `text` is what the client may read."""
+    """The last item of a stream that ends without an answer; `text` is what the client may read. `drained`: the replica
+    is being shut down, and has not failed."""
 
     status: Status
     text: str
+    drained: bool = False
 
 
 class CallFailed(JaxserveError):

@@ -17,7 +17,7 @@ from jaxserve.fleet.ray_ingress import Ingress
 ENGINE = "Engine"  # names that Ray shows, and that a Serve config file may refer to
 INGRESS = "Ingress"
 
-_STOP_S = 15.0  # beyond the drain: for the last step, and for last messages to leave
+_STOP_S = 15.0  # beyond drain and export: for the last step, and for last messages to leave
 _MANY = 100_000  # streams cost an ingress little; the engine refuses what is too much
 
 
@@ -29,13 +29,18 @@ def build_app(options: FleetOptions) -> Application:
             f"hosts.num_processes is {resolved.config.hosts.num_processes}, but a replica of a fleet is one process; "
             "set it to 1, or run the hosts without Ray (deploy/k8s/tpu-multi-host.yaml)"
         )
+    if resolved.config.handoff.secret_file is not None:
+        raise ConfigError(
+            "handoff.secret_file is set, but the ingress of a fleet pairs no replicas; leave it out, or start the "
+            "servers without Ray, behind jaxserve route"
+        )
     engine = build_engine_deployment(options, resolved)
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=options.ingress_replicas,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MANY,
-        graceful_shutdown_timeout_s=resolved.config.serve.drain_s + _STOP_S,
+        graceful_shutdown_timeout_s=_leaving_s(resolved.config),
     )(Ingress)
     return ingress.bind(engine.bind(resolved), 1 + resolved.config.route.retries)
 
@@ -65,10 +70,15 @@ def build_engine_deployment(options: FleetOptions, resolved: ResolvedConfig) -> 
                 "request_router_kwargs": route.model_dump(include={"policy", "slack", "table_blocks", "seed"}),
             }
         ),
-        graceful_shutdown_timeout_s=resolved.config.serve.drain_s + _STOP_S,
+        graceful_shutdown_timeout_s=_leaving_s(resolved.config),
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=options.health_check_period_s,
     )(EngineReplica)
+
+
+def _leaving_s(config: Config) -> float:
+    """Seconds that Ray gives a replica to end."""
+    return config.serve.drain_s + config.serve.export_s + _STOP_S
 
 
 def _most_requests(config: Config) -> int:

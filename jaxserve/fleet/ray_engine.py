@@ -16,11 +16,12 @@ from jaxserve.assemble import assemble
 from jaxserve.config import ResolvedConfig
 from jaxserve.console import set_up_logging
 from jaxserve.engine import AsyncEngine
-from jaxserve.errors import EngineStopped, Status
+from jaxserve.errors import Draining, EngineStopped, Status
 from jaxserve.fleet.messages import Accepted, Refusal
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_service import InferenceService, generate_replies
 from jaxserve.serve.status import public_message, status_of
+from jaxserve.serve.tenants import make_tenants
 from jaxserve.telemetry import observe_requests
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,19 @@ class EngineReplica:
         self._engine = assemble(resolved).engine
         self._ending.enter_context(observe_requests(self._engine, resolved.config.runtime))
         doors = resolved.config.serve
-        self._async_engine = AsyncEngine(self._engine, doors.encode_threads, max_n=doors.max_n)
+        self._async_engine = AsyncEngine(
+            self._engine,
+            doors.encode_threads,
+            max_prompts=doors.max_prompts,
+            max_n=doors.max_n,
+            tenants=make_tenants(doors.tenants),
+        )
         self._ending.callback(self._async_engine.close)
         self._refuse_special_text = resolved.config.serve.grpc.refuse_special_text
         self._service = InferenceService(self._async_engine, refuse_special_text=self._refuse_special_text)
         self._engine.start()
-        self._ending.callback(self._engine.stop)
+        self._ending.callback(self._engine.stop, hand_over=True)
+        self._ending.callback(self._engine.export, doors.export_s)
         logger.info("replica %s serves %s", self._replica, self._engine.model.name)
 
     async def generate(
@@ -95,4 +103,4 @@ def _refusal(error: Exception) -> Refusal:
     status = status_of(error)
     if status is Status.INTERNAL:
         logger.exception("a request failed, %s", reference)
-    return Refusal(status=status, text=public_message(error, reference))
+    return Refusal(status=status, text=public_message(error, reference), drained=isinstance(error, Draining))

@@ -20,6 +20,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from jaxserve.api import ResumeReason
+from jaxserve.client import Retries
 from jaxserve.errors import DeadlineExceeded, EngineStopped, Status
 from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
 from jaxserve.routing import PromptKey
@@ -38,6 +39,7 @@ ATTEMPT_TRAILER = "jaxserve-attempt"
 _ASK_S = 2.0  # for some replica to answer that it is alive
 _WATCH_S = 1.0  # between two checks, for `Watch`
 _SERVICES = ("", SERVICE_NAME)
+_WAITS = Retries()
 
 
 class Ingress:
@@ -65,18 +67,33 @@ class Ingress:
                     yield reply
             if call.refusal is None or call.received.complete:
                 return
-            if not self._may_move(call, call.refusal.status):
+            if not self._may_move(call, call.refusal):
                 raise _failed(grpc_context, call, call.refusal)
+            wait_s = self._wait_s(call, call.refusal)
             try:
-                call.received.go_on(call.request, ResumeReason.DIED)
+                call.received.go_on(
+                    call.request, ResumeReason.DRAINED if call.refusal.drained else ResumeReason.DIED, wait_s
+                )
             except DeadlineExceeded as error:
                 raise _failed(grpc_context, call, Refusal(status=error.status, text=str(error))) from error
+            await asyncio.sleep(wait_s)
 
-    def _may_move(self, call: "_Call", status: Status) -> bool:
+    def _may_move(self, call: "_Call", refusal: Refusal) -> bool:
         """Whether the request is sent to another replica."""
+        status = refusal.status
         if status is Status.OVERLOADED and not call.received.begun:
             return call.num_attempts == 1  # once: where two are full the others are likely to be
+        if refusal.drained and call.tried[-1] not in call.drained:  # it has not failed; a second time, it has
+            call.drained.add(call.tried[-1])
+            call.num_failed -= 1
         return status in (Status.UNAVAILABLE, Status.OVERLOADED) and call.num_failed < self._max_attempts
+
+    @staticmethod
+    def _wait_s(call: "_Call", refusal: Refusal) -> float:
+        """Seconds until the next attempt: none after the first failure, since another replica is likely well."""
+        if refusal.status is Status.OVERLOADED and call.received.begun:
+            return _WAITS.wait_s(call.num_failed)
+        return 0.0 if call.num_failed <= 1 else _WAITS.wait_s(call.num_failed - 2)
 
     async def _attempt(self, call: "_Call") -> AsyncGenerator[pb.GenerateResponse, None]:
         """One replica's stream. Afterwards `call.refusal` says why there was no answer; None: there was one."""
@@ -200,6 +217,7 @@ class _Call:
         self.request = request
         self.prompt_key = prompt_key
         self.tried: list[str] = []  # replicas that took it, the newest last
+        self.drained: set[str] = set()  # those of them that were shut down with it
         self.num_attempts = 0
         self.num_failed = 0  # attempts since the last message, with the one that it came from
         self.received = Received(request)

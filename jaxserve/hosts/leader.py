@@ -305,6 +305,8 @@ class Leader:
                 self._changed.notify_all()
         elif frame.kind is Kind.REPORT:
             with self._changed:
+                if not 0 <= frame.seq < self._next_seq:  # it would be kept, and end the wait for those that are behind
+                    raise PlanCorrupt(f"a digest of step {frame.seq} arrived, and {self._next_seq} plans were sent")
                 found = self._book.add_report(member.peer.process_id, frame.seq, frame.payload)
                 self._changed.notify_all()
             self._judge(found)

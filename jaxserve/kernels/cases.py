@@ -220,7 +220,8 @@ REAL: dict[str, Case] = _named(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulCase:
-    """Rows [rows, *in_shape] times one weight [*out_shape, *in_shape], both in `dtype`, or the weight in codes."""
+    """Rows [rows, *in_shape] times one weight [*out_shape, *in_shape], both in `dtype`, or the weight in codes; with
+    `adapters` also the product to which the adapters of rows are added."""
 
     name: str
     rows: int
@@ -229,6 +230,7 @@ class MatmulCase:
     dtype: str
     storage: Storage | None = None
     arithmetic: Arithmetic = FLOAT
+    adapters: bool = False
 
 
 _MATMUL_SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -44,6 +44,16 @@ def side_by_side(rows: np.ndarray, out_shape: tuple[int, ...], width: int) -> np
     return padded.reshape(panels * width, *rows.shape[1:])
 
 
+def to_panels(rows: Float[Array, "N r"], out_shape: tuple[int, ...], width: int) -> Float[Array, "C r"]:
+    """`side_by_side` on the device, with zeros behind the last row, up to the end of its panel."""
+    size = num_panels(out_shape, width) * width
+    if not has_halves(out_shape):
+        return jnp.pad(rows, ((0, size - rows.shape[0]), (0, 0)))
+    both = rows.reshape(2, out_shape[1], -1)
+    both = jnp.pad(both, ((0, 0), (0, size // 2 - out_shape[1]), (0, 0)))
+    return both.reshape(2, -1, width // 2, both.shape[2]).swapaxes(0, 1).reshape(size, -1)
+
+
 def from_panels(out: Float[Array, "T C"], out_shape: tuple[int, ...], width: int) -> Float[Array, "T ..."]:
     """Columns of panels as [T, *out]."""
     if not has_halves(out_shape):

@@ -7,11 +7,13 @@ type, and in how many arrays, is the weight's own affair: whole (`xla_matmul.Den
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels.activations import ACTIVATIONS
+from jaxserve.kernels.low_rank import LowRank, TokenAdapters, low_rank_product
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 
 Axes = tuple[str | None, ...]  # logical names of an array's axes; None: one that has none, and is never cut
@@ -38,6 +40,28 @@ class Weight(Protocol):
         both = self.multiply(x).astype(x.dtype)
         return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
 
+    def slots_for(self, one: LowRank, num_slots: int) -> Any:
+        """The `SlotArrays` that the next two methods take, of shapes; `one`: the shapes of an adapter."""
+        shapes = (jax.ShapeDtypeStruct((num_slots, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(one))
+        return jax.tree.unflatten(jax.tree.structure(one), shapes)
+
+    def multiply_adapted(self, x: Float[Array, "T ..."], adapters: TokenAdapters) -> Float[Array, "T ..."]:
+        """`multiply`, and the product with the adapter of each token."""
+        assert isinstance(adapters.arrays, LowRank), adapters.arrays
+        with jax.named_scope("adapters"):
+            added = low_rank_product(x, adapters.arrays, adapters.slots)
+        return self.multiply(x) + added
+
+    def multiply_gated_adapted(
+        self, x: Float[Array, "T ..."], activation: str, adapters: TokenAdapters
+    ) -> Float[Array, "T F"]:
+        """`multiply_gated` of gate x and up x with what adapters add to them.
+
+        All tokens go the same way, so that one without an adapter has the same bits beside tokens with one.
+        """
+        both = self.multiply_adapted(x, adapters).astype(x.dtype)
+        return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
+
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Rows of a table, in the dtype of activations; zeros for a row past the last."""
         ...
@@ -59,17 +83,20 @@ class MatmulUse:
       num_devices: that share each weight.
       storage: of weights that are codes; None: numbers of `dtype`.
       arithmetic: of products with codes.
+      adapters: whether tokens may have adapters.
     """
 
     dtype: str
     num_devices: int
     storage: Storage | None = None
     arithmetic: Arithmetic = FLOAT
+    adapters: bool = False
 
     def __str__(self) -> str:
         stored = self.dtype if self.storage is None else str(self.storage)
         rounded = f", times {self.arithmetic.activations} activations" if self.arithmetic != FLOAT else ""
-        return f"{stored} weights{rounded} over {self.num_devices} devices"
+        adapted = " with adapters" if self.adapters else ""
+        return f"{stored} weights{rounded}{adapted} over {self.num_devices} devices"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,8 @@ def make_matmul(device: Device) -> Matmul:
     def prepare(use: MatmulUse) -> None:
         if use.storage is None:
             machine_code.provide("matmul", use.dtype)
+            if use.adapters:
+                machine_code.provide("matmul", f"adapted_{use.dtype}")
         else:
             packed_codes.prepare(code=use.storage.code, zeros=use.storage.zeros, block=use.arithmetic.block)
 

@@ -7,6 +7,7 @@ arithmetic units (docs/performance.md). The machine code is in `cpu.matmul`.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.kernels import halves
 from jaxserve.kernels.cpu import machine_code
+from jaxserve.kernels.low_rank import LowRank, TokenAdapters
 from jaxserve.kernels.matmul import Axes, Weight
+from jaxserve.kernels.packed_low_rank import PackedLowRank
 
 _ALIGNMENT = 64  # bytes, of buffers of XLA:CPU
 
@@ -45,26 +48,63 @@ class PackedWeight(Weight):
         An output is one chain of fused multiply-adds in float32, in the order of inputs; of bfloat16 in the order 1, 0,
         3, 2, and so on. So a row's result does not depend on the other rows, to the last bit.
         """
-        panels, _, width = self.panels.shape[:3]
-        rows = as_elements(x.reshape(-1, math.prod(self.in_shape)).astype(self.panels.dtype))
-        result = jax.ShapeDtypeStruct((rows.shape[0], panels * width), jnp.float32)
+        rows, width = self._rows(x), self.panels.shape[2]
         target, plain = machine_code.provide("matmul", self.panels.dtype.name), jnp.zeros(0, jnp.int32)
-        out = jax.ffi.ffi_call(target, result)(rows, self.panels, plain)
+        out = jax.ffi.ffi_call(target, self._products(rows))(rows, self.panels, plain)
         return halves.from_panels(out, self.out_shape, width)
 
     def multiply_gated(self, x: Float[Array, "T ..."], activation: str) -> Float[Array, "T F"]:
         """`Weight.multiply_gated`: both products as `multiply` gives them, and one rounding to the dtype of x."""
         if activation not in halves.FACTORS:
             return super().multiply_gated(x, activation)
+        target = machine_code.provide("matmul", self.panels.dtype.name)
+        return self._gated(x, activation, target, 0, ())
+
+    def slots_for(self, one: LowRank, num_slots: int) -> Any:
+        """`Weight.slots_for`: in panels as the weight, where they have numbers of its dtype."""
+        if one.down.dtype != self.panels.dtype:
+            return super().slots_for(one, num_slots)
+        return PackedLowRank.shapes(one, num_slots, self.out_shape, self.panels.shape[2])
+
+    def multiply_adapted(self, x: Float[Array, "T ..."], adapters: TokenAdapters) -> Float[Array, "T ..."]:
+        """`Weight.multiply_adapted`; a token without an adapter has the bits of `multiply`."""
+        if not isinstance(adapters.arrays, PackedLowRank):
+            return super().multiply_adapted(x, adapters)
+        rows, width = self._rows(x), self.panels.shape[2]
+        operands, scratch = adapters.arrays.operands(adapters.slots)
+        results = (self._products(rows), jax.ShapeDtypeStruct((scratch,), jnp.uint8))
+        call = jax.ffi.ffi_call(self._adapted_target(), results)
+        out, _ = call(rows, self.panels, jnp.zeros(0, jnp.int32), *operands)
+        return halves.from_panels(out, self.out_shape, width)
+
+    def multiply_gated_adapted(
+        self, x: Float[Array, "T ..."], activation: str, adapters: TokenAdapters
+    ) -> Float[Array, "T F"]:
+        """`Weight.multiply_gated_adapted`; a token without an adapter has the bits of `multiply_gated`."""
+        if activation not in halves.FACTORS or not isinstance(adapters.arrays, PackedLowRank):
+            return super().multiply_gated_adapted(x, activation, adapters)
+        operands, scratch = adapters.arrays.operands(adapters.slots)
+        return self._gated(x, activation, self._adapted_target(), scratch, operands)
+
+    def _rows(self, x: Float[Array, "T ..."]) -> Float[Array, "T K"]:
+        return as_elements(x.reshape(-1, math.prod(self.in_shape)).astype(self.panels.dtype))
+
+    def _products(self, rows: Float[Array, "T K"]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows.shape[0], self.panels.shape[0] * self.panels.shape[2]), jnp.float32)
+
+    def _adapted_target(self) -> str:
+        return machine_code.provide("matmul", f"adapted_{self.panels.dtype.name}")
+
+    def _gated(
+        self, x: Float[Array, "T ..."], activation: str, target: str, scratch: int, operands: Sequence[Array]
+    ) -> Float[Array, "T F"]:
+        """`scratch`: bytes before the rooms."""
         assert halves.has_halves(self.out_shape), self.out_shape
-        panels, _, width = self.panels.shape[:3]
-        rows = as_elements(x.reshape(-1, math.prod(self.in_shape)).astype(self.panels.dtype))
-        rooms = halves.rooms_of(rows.shape[0], width)
+        rows, (panels, _, width) = self._rows(x), self.panels.shape[:3]
+        rooms = halves.rooms_of(rows.shape[0], width, begin=scratch)
         numbers = halves.gating_numbers(activation, x.dtype, rooms)
         results = halves.gated_results(rows.shape[0], panels * width // 2, x.dtype, rooms)
-        out, _ = jax.ffi.ffi_call(machine_code.provide("matmul", self.panels.dtype.name), results)(
-            rows, self.panels, numbers
-        )
+        out, _ = jax.ffi.ffi_call(target, results)(rows, self.panels, numbers, *operands)
         return out[:, : self.out_shape[1]]
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T K"]:

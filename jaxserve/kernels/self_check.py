@@ -14,6 +14,7 @@ from jaxserve.kernels.cases import Case, GroupedMatmulCase, MatmulCase, make_inp
 from jaxserve.kernels.coded_experts import round_experts
 from jaxserve.kernels.coded_weight import round_weight
 from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
+from jaxserve.kernels.low_rank import LowRank, TokenAdapters, TokenSlots
 from jaxserve.kernels.matmul import Matmul, MatmulUse, Weight
 from jaxserve.kernels.oracle import grouped_products, relative_error
 from jaxserve.kernels.paged_attention import AttentionUse, PagedAttention
@@ -22,6 +23,7 @@ from jaxserve.kernels.xla_matmul import DenseWeight
 
 # Queries and the weights of softmax are rounded, by each implementation in its own way.
 _ROUNDED_LIMIT = 2e-2  # of a product whose activations are rounded to 127 steps
+_RANK = 8  # of adapters
 _ATTENTION_LIMIT = {"bfloat16": 1e-2, "float32": 1e-4}
 
 
@@ -71,12 +73,14 @@ def matmul_case(use: MatmulUse) -> MatmulCase:
         dtype=use.dtype,
         storage=None if use.storage is None else dataclasses.replace(use.storage, zeros=False),
         arithmetic=use.arithmetic,
+        adapters=use.adapters,
     )
 
 
 def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
     """The root mean square of the differences over that of the exact products, or of gate and up multiplied, where the
-    weight has two halves and a way of its own to do that. Their rounding to the dtype of rows is left out."""
+    weight has two halves and a way of its own to do that. Their rounding to the dtype of rows is left out. The same
+    with adapters, where the case has them and the weight a way of its own."""
     rng = np.random.default_rng(0)
     x, array = (
         jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
@@ -88,16 +92,64 @@ def matmul_error(matmul: Matmul, case: MatmulCase) -> float:
         given = round_weight(np.asarray(array), num_in, case.storage, case.dtype, case.arithmetic)
         numbers = given.numbers()
     weight = matmul.convert(given)
-    out = np.asarray(jax.jit(lambda weight, x: weight.multiply(x))(weight, x), np.float64)
     axes = (range(1, 1 + num_in), range(num_out, num_out + num_in))
     exact = np.tensordot(np.asarray(x, np.float64), numbers, axes)
-    error = _relative(out, exact)
+    error = _products_error(weight, x, exact, case)
+    if not case.adapters or type(weight).multiply_adapted is Weight.multiply_adapted:
+        return error
+    adapters, added = _adapters(weight, np.asarray(x, np.float64), case, rng)
+    return max(error, _products_error(weight, x, exact + added, case, adapters))
+
+
+def _products_error(
+    weight: Weight, x: jax.Array, exact: np.ndarray, case: MatmulCase, *adapters: TokenAdapters
+) -> float:
+    def multiply(weight: Weight, x: jax.Array, *adapters: TokenAdapters) -> jax.Array:
+        return weight.multiply_adapted(x, *adapters) if adapters else weight.multiply(x)
+
+    def gate(weight: Weight, x: jax.Array, *adapters: TokenAdapters) -> jax.Array:
+        return weight.multiply_gated_adapted(x, "silu", *adapters) if adapters else weight.multiply_gated(x, "silu")
+
+    error = _relative(np.asarray(jax.jit(multiply)(weight, x, *adapters), np.float64), exact)
     if len(case.out_shape) != 2 or case.out_shape[0] != 2 or type(weight).multiply_gated is Weight.multiply_gated:
         return error
-    both = jax.jit(lambda weight, x: weight.multiply_gated(x, "silu"))(weight, x)
     wanted = exact[:, 0] / (1 + np.exp(-exact[:, 0])) * exact[:, 1]
     rounding = 0.0 if case.dtype == "float32" else 2.0**-8
-    return max(error, _relative(np.asarray(both, np.float64), wanted) - rounding)
+    both = np.asarray(jax.jit(gate)(weight, x, *adapters), np.float64)
+    return max(error, _relative(both, wanted) - rounding)
+
+
+def _adapters(
+    weight: Weight, x: np.ndarray, case: MatmulCase, rng: np.random.Generator
+) -> tuple[TokenAdapters, np.ndarray]:
+    """Two adapters with a part for each index of the first axis of outputs, of which some rows have none; and what they
+    add, in float64."""
+    (num_parts, *rest), num_slots = case.out_shape, 3
+    slots = rng.integers(0, num_slots, case.rows)
+
+    def make(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), case.dtype)
+
+    ones = [
+        LowRank(
+            down=make(num_parts, _RANK, *case.in_shape),
+            up=tuple(make(1, *rest, _RANK) for _ in range(num_parts)),
+            axis=0,
+        )
+        for _ in range(1, num_slots)
+    ]
+    shapes = weight.slots_for(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), ones[0]), num_slots
+    )
+    arrays = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    added = np.zeros((case.rows, *case.out_shape))
+    for slot, one in enumerate(ones, start=1):
+        arrays = arrays.written(jnp.asarray(slot), one)
+        for part, up in enumerate(one.up):
+            down = np.asarray(one.down[part], np.float64).reshape(_RANK, -1)
+            inner = x[slots == slot].reshape(-1, down.shape[1]) @ down.T
+            added[slots == slot, part] = np.tensordot(inner, np.asarray(up[0], np.float64), (1, -1))
+    return TokenAdapters(arrays, TokenSlots.of(jnp.asarray(slots, jnp.int32), num_slots)), added
 
 
 def matmul_limit(matmul: Matmul | GroupedMatmul, use: MatmulUse | GroupedMatmulUse) -> float:

@@ -89,7 +89,7 @@ def open_page_events(config: Config) -> "list[PageEvents]":
     opened: list[PageEvents] = []
     try:
         for replica in range(config.parallel.data):
-            opened.append(PageEvents(events, port=events.port + replica, replica=replica))
+            opened.append(open_page_events_of(config, replica))
     except ConfigError:
         for one in opened:
             one.close()
@@ -97,11 +97,19 @@ def open_page_events(config: Config) -> "list[PageEvents]":
     return opened
 
 
+def open_page_events_of(config: Config, replica: int) -> "PageEvents":
+    """That of one replica. Raises ConfigError."""
+    assert config.events.port is not None
+    return PageEvents(config.events, port=config.events.port + replica, replica=replica)
+
+
 class PageEvents(PageWatcher):
     """The events of one replica. `stored` and `removed` belong to the scheduler's thread, the rest to any.
 
     The port is bound at once; events are sent from `start` on.
     """
+
+    passes_on = True
 
     def __init__(self, config: EventsConfig, *, port: int, replica: int) -> None:
         """`port` 0 takes a free one. Raises ConfigError when it cannot be bound, or the extra is missing."""

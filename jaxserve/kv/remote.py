@@ -14,6 +14,7 @@ from jaxserve.config.addresses import is_loopback
 from jaxserve.config.secret_files import check_secret, read_mutual_tls
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
+from jaxserve.kv.channel import open_channel
 from jaxserve.kv.gen import pages_pb2 as pb
 from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.names import BlobName
@@ -24,7 +25,6 @@ from jaxserve.kv.store import StoreOptions
 MAX_NAMES = 256  # of one message, for clients and servers
 MESSAGE_OVERHEAD = 1 << 16  # bytes of a message beside those of a page; so many names fit, too
 _SET_ASIDE_S = 5.0
-_RECONNECT_MS = 2000  # gRPC itself would wait up to two minutes between two attempts to connect
 
 T = TypeVar("T")
 
@@ -41,18 +41,8 @@ class RemoteBlobs:
         tls_name: str | None = None,
     ) -> None:
         """Connects with the first call. `tls_name`: the one in the server's certificate, if not its address."""
-        options: list[tuple[str, int | str]] = [
-            ("grpc.max_receive_message_length", max_blob_bytes + MESSAGE_OVERHEAD),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS // 4),
-            ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
-        ]
-        if tls_name is not None:
-            options.append(("grpc.ssl_target_name_override", tls_name))
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=options)
+        longest, any_length = max_blob_bytes + MESSAGE_OVERHEAD, ("grpc.max_send_message_length", -1)
+        self._channel = open_channel(address, credentials, tls_name, longest, [any_length])
         self._stub: Any = pb_grpc.PagesStub(self._channel)
 
     def exists(self, names: Sequence[BlobName], timeout_s: float) -> list[bool]:

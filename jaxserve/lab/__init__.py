@@ -3,6 +3,7 @@
     workloads    requests for an engine, and the definitions of the metrics of its answers
     bench        sends requests to an endpoint, or to an engine in this process, and measures
     simulation   policies, devices and clusters on paper, judged by the same definitions
+    study        grids of simulations with repeated seeds, from one file to tables and pictures
     planner      whether a config fits devices that are not here, and how fast it could be
     compiled     facts of a compiled step: collectives, bytes moved, for chips that are not here
     replay       step logs: run again, or read as a table
@@ -17,8 +18,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.lab.simulation.arriving import Chains
     from jaxserve.lab.simulation.cluster import simulate_cluster
-    from jaxserve.lab.simulation.cluster_values import Autoscale, ClusterResult, Failure, ScaleTo, Slowdown
+    from jaxserve.lab.simulation.cluster_values import Apart, Autoscale, ClusterResult, Failure, ScaleTo, Slowdown
     from jaxserve.lab.simulation.compare import compare_policies
     from jaxserve.lab.simulation.drafts import SimulatedDrafts
     from jaxserve.lab.simulation.fitted import Fitted
@@ -36,14 +38,17 @@ if TYPE_CHECKING:
         VirtualClock,
     )
     from jaxserve.lab.simulation.world import World, world_of_device, world_of_log
+    from jaxserve.lab.study.capacity import HighestRate, highest_rate
     from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
     from jaxserve.lab.workloads.datasets import DatasetOptions
     from jaxserve.lab.workloads.metrics import Goodput
     from jaxserve.lab.workloads.samples import Part, Shape
 
 __all__ = [
+    "Apart",
     "ArrivalOptions",
     "Autoscale",
+    "Chains",
     "ClientOptions",
     "ClusterResult",
     "CostModel",
@@ -54,6 +59,7 @@ __all__ = [
     "Fitted",
     "FixedCost",
     "Goodput",
+    "HighestRate",
     "HostCost",
     "LabResult",
     "Part",
@@ -71,6 +77,7 @@ __all__ = [
     "World",
     "compare_frame",
     "compare_policies",
+    "highest_rate",
     "plot_gantt",
     "plot_latencies",
     "plot_overview",
@@ -85,8 +92,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "simulation.arriving": ("Chains",),
     "simulation.cluster": ("simulate_cluster",),
     "simulation.cluster_values": (
+        "Apart",
         "Autoscale",
         "ClusterResult",
         "Failure",
@@ -131,6 +140,10 @@ _HOME = {
         "World",
         "world_of_device",
         "world_of_log",
+    ),
+    "study.capacity": (
+        "HighestRate",
+        "highest_rate",
     ),
     "workloads.arrivals": (
         "ArrivalOptions",

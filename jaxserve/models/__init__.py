@@ -34,6 +34,7 @@ from jaxserve.models.family import FAMILIES, Family, Rule
 from jaxserve.models.loading import LoadedModel, PlannedModel, decoder_config, load_model, plan_model
 from jaxserve.models.partition import Partition
 from jaxserve.models.sharding import TENSOR_PARALLEL, spec_for
+from jaxserve.models.trainable import TrainableDecoder, TrainableTower, load_trainable, load_trainable_tower
 
 __all__ = [
     "FAMILIES",
@@ -46,10 +47,14 @@ __all__ = [
     "Partition",
     "PlannedModel",
     "Rule",
+    "TrainableDecoder",
+    "TrainableTower",
     "check_described",
     "configured_checkpoint",
     "decoder_config",
     "load_model",
+    "load_trainable",
+    "load_trainable_tower",
     "plan_model",
     "read_checkpoint",
     "resolve_model_path",

@@ -66,7 +66,12 @@ class Checkpoint:
         """Ids that end a sequence: those of generation_config.json and of config.json together, ascending."""
         found: set[int] = set()
         generation_file = self.config_file if self.gguf is not None else self.path / GENERATION_NAME
-        for name, values in ((generation_file, self.generation), (self.config_file, self.config)):
+        text = self.config.get("text_config")  # where models with pictures have the fields of the decoder
+        for name, values in (
+            (generation_file, self.generation),
+            (self.config_file, self.config),
+            (self.config_file, text if isinstance(text, dict) else {}),
+        ):
             ids = values.get("eos_token_id")
             ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
             for token_id in ids:
@@ -177,7 +182,11 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing; a checkpoint directory needs it") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # also numbers of too many digits
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, but must hold a JSON object")

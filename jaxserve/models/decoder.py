@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxserve.kernels.low_rank import SlotArrays, TokenSlots
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
 from jaxserve.models.decoder_config import Block, DecoderConfig, LayerSpec, MlpSpec, NormPlace, RopeConfig
 from jaxserve.models.experts import Experts
-from jaxserve.models.layers import Attention, Mlp, Norm, Projection, Summand, soft_cap, total
+from jaxserve.models.layers import Attention, LayerAdapters, Mlp, Norm, Projection, Summand, soft_cap, total
 from jaxserve.models.rope import RopeTable, rope_table
 from jaxserve.models.sharding import Placement, WeightParameter, param, weight
 
@@ -36,6 +37,33 @@ class CachePlace(NamedTuple):
     slot: int
 
 
+class PictureInputs(NamedTuple):
+    """What the tokens of a step have of pictures, in models that take these.
+
+    `runtime.step` makes it from the packed buffer and the pool of embeddings; None in its place is a text-only model.
+
+    Attributes:
+      pool: embeddings that vision towers have made.
+      slots: of each token its line of `pool`; -1: its embedding is that of its token id. None: so it is of all, in a
+        step that feeds drawn tokens alone.
+      positions: what turns queries and keys: three numbers a token (frame, row, column) or, for steps without tokens of
+        pictures, one; None where the family has no sections (`DecoderConfig.has_sections`), and `AttentionBatch` has
+        the only positions.
+    """
+
+    pool: Float[Array, "S D"]
+    slots: Int[Array, " T"] | None
+    positions: Int[Array, "3 T"] | Int[Array, " T"] | None = None
+
+
+class Adapters(NamedTuple):
+    """LoRA adapters in a step: of each layer those of its projections by their names (`layers.LayerAdapters`), and the
+    slot of each token. `runtime.step` makes it; None in its place is an engine without adapters."""
+
+    layers: tuple[dict[str, SlotArrays], ...]
+    slots: TokenSlots
+
+
 class DecoderLayer(nnx.Module):
     """Attention and a feed-forward block, each added to the hidden states, in the order that the layer's spec says."""
 
@@ -51,7 +79,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_sum = _hidden_norm(config, dtype, of_sum)
         self.attention = Attention(config, spec, dtype, placement)
         self.mlp = (
-            Mlp(config, spec.mlp, dtype)
+            Mlp(config.hidden_size, spec.mlp, dtype)
             if isinstance(spec.mlp, MlpSpec)
             else Experts(spec.mlp, config.hidden_size, dtype, experts=placement.experts)
         )
@@ -63,23 +91,25 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache,
         batch: AttentionBatch,
         attention: PagedAttention,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[Float[Array, "T D"], LayerCache]:
         with jax.named_scope("attention"):
             normed = _maybe(self.attention_norm, x)
-            attended, cache = self.attention(normed, tables, cache, batch, attention)
+            attended, cache = self.attention(normed, tables, cache, batch, attention, adapters)
             if self.spec.block is Block.SEQUENTIAL:
                 added = total((attended,), x.dtype, self.shards)
                 x = _maybe(self.attention_sum, x + _maybe(self.attention_after, added))
         with jax.named_scope("mlp"):
-            fed = self._feed_forward(normed if self.spec.block is Block.SHARED else _maybe(self.mlp_norm, x), batch)
+            inputs = normed if self.spec.block is Block.SHARED else _maybe(self.mlp_norm, x)
+            fed = self._feed_forward(inputs, batch, adapters)
             if self.spec.block is Block.SEQUENTIAL:
                 added = total((fed,), x.dtype, self.shards)
                 return _maybe(self.mlp_sum, x + _maybe(self.mlp_after, added)), cache
             return x + total((attended, fed), x.dtype, self.shards), cache  # one sum over devices, not two
 
-    def _feed_forward(self, x: Float[Array, "T D"], batch: AttentionBatch) -> Summand:
+    def _feed_forward(self, x: Float[Array, "T D"], batch: AttentionBatch, adapters: LayerAdapters | None) -> Summand:
         if isinstance(self.mlp, Mlp):
-            return self.mlp(x)
+            return self.mlp(x, adapters)
         return self.mlp(x, batch.token_rows < batch.context_lens.shape[0])  # padding tokens go to no expert
 
 
@@ -148,6 +178,7 @@ class Decoder(nnx.Module):
         places: Sequence[CachePlace],
         attention: PagedAttention,
         rope_lengths: Int[Array, " R"] | None = None,
+        pictures: PictureInputs | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerCache, ...]]:
         """Hidden states after the final norm, and the caches with the keys and values of these tokens written.
 
@@ -164,7 +195,7 @@ class Decoder(nnx.Module):
         equals HF's single prefill of a prompt beyond the trained length too; pages of such prompts must then not be
         shared between prompts of different lengths.
         """
-        return self.with_taps(inputs, caches, batches, places, attention, rope_lengths)[:2]
+        return self.with_taps(inputs, caches, batches, places, attention, rope_lengths, pictures)[:2]
 
     def with_taps(
         self,
@@ -174,28 +205,32 @@ class Decoder(nnx.Module):
         places: Sequence[CachePlace],
         attention: PagedAttention,
         rope_lengths: Int[Array, " R"] | None = None,
+        pictures: PictureInputs | None = None,
         *,
         taps: Sequence[int] = (),
+        adapters: Adapters | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerCache, ...], tuple[Float[Array, "T D"], ...]]:
         """`__call__`, and the hidden states that layers of the numbers `taps` are given, which draft heads read.
 
         The number of layers stands for the hidden states behind the last one, before the final norm. Of a whole decoder
-        alone, since a stage of a pipeline has not all layers.
+        alone, since a stage of a pipeline has not all layers. `adapters`: whose products are added.
         """
         assert not taps or (self.is_first and self.is_last), taps
         batch, written = batches[0], list(caches)
         tapped: dict[int, Float[Array, "T D"]] = {}
-        x = self._embed(inputs, batch.positions) if self.is_first else inputs  # [T, D]
+        x = self._embed(inputs, batch.positions, pictures) if self.is_first else inputs  # [T, D]
         with jax.named_scope("rope_table"):
             lengths = batch.positions + 1
             if rope_lengths is not None:
                 rows = jnp.minimum(batch.token_rows, rope_lengths.shape[0] - 1)  # padding tokens name no row
                 lengths = jnp.maximum(lengths, rope_lengths[rows])
-            tables = {rope: rope_table(rope, batch.positions, lengths) for rope in self.config.ropes}
+            turns = batch.positions if pictures is None or pictures.positions is None else pictures.positions
+            tables = {rope: rope_table(rope, turns, lengths) for rope in self.config.ropes}
         for index, (layer, (group, slot)) in enumerate(zip(self.layers, places, strict=True)):
             tapped[index] = x
             with jax.named_scope(f"layer_{index}"):
-                x, written[slot] = layer(x, tables, written[slot], batches[group], attention)
+                own = None if adapters is None else LayerAdapters(adapters.layers[index], adapters.slots)
+                x, written[slot] = layer(x, tables, written[slot], batches[group], attention, own)
         tapped[len(self.layers)] = x
         if self.final_norm is not None:
             with jax.named_scope("final_norm"):
@@ -215,8 +250,13 @@ class Decoder(nnx.Module):
         return x if self.embed_in is None else self.embed_in(x)
 
     @jax.named_scope("embed")
-    def _embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Float[Array, "T D"]:
+    def _embed(
+        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], pictures: PictureInputs | None
+    ) -> Float[Array, "T D"]:
         spec, x = self.config.embedding, self.token_embeddings(tokens)
+        if pictures is not None and pictures.slots is not None:
+            seen = pictures.pool[jnp.maximum(pictures.slots, 0)].astype(x.dtype)
+            x = jnp.where((pictures.slots >= 0)[:, None], seen, x)
         if self.position_embedding is not None:
             x = x + self.position_embedding.get_value().take(positions + spec.position_offset)
         return _maybe(self.embedding_norm, x)

@@ -65,6 +65,8 @@ class RopeConfig:
       factors: what divides the frequency of each pair (factors).
       beta_fast, beta_slow, truncate: yarn's correction range, in turns; truncate rounds it to whole dimensions.
       attention_factor: yarn's multiplier of cos and sin, already resolved from mscale and mscale_all_dim.
+      sections: of a token in a picture, how many pairs turn by its frame, its row and its column, one after another
+        (M-RoPE, Wang et al., 2024); empty: a token has one position.
     """
 
     theta: float
@@ -79,9 +81,11 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.rotary_dim % 2 == 0, self.rotary_dim
+        assert not self.sections or sum(self.sections) == self.rotary_dim // 2, (self.sections, self.rotary_dim)
         assert self.scaling is RopeScaling.NONE or self.factor > 0, self.factor
 
 
@@ -357,6 +361,11 @@ class DecoderConfig:
         """Of a layer's experts, that a step of so many tokens hits (`ExpertSpec.hit_share`); 1 without experts."""
         shares = [mlp.hit_share(tokens) for mlp in self.mlps if isinstance(mlp, ExpertSpec)]
         return max(shares, default=1.0)
+
+    @property
+    def has_sections(self) -> bool:
+        """A token of a picture has three positions (`RopeConfig.sections`)."""
+        return any(rope.sections for rope in self.ropes)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

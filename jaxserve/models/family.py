@@ -3,12 +3,15 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.decoder_config import Block, DecoderConfig
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.registry import Registry
+
+if TYPE_CHECKING:
+    from jaxserve.models.vision_tower import TowerConfig, TowerFamily
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ PARTS = {
     "v": Part(axis="slots", start=-1, stop=None),
     "gate": Part(axis="gate_up", start=0, stop=1),
     "up": Part(axis="gate_up", start=1, stop=2),
+    "tower_q": Part(axis="qkv", start=0, stop=1),
+    "tower_k": Part(axis="qkv", start=1, stop=2),
+    "tower_v": Part(axis="qkv", start=2, stop=3),
 }
 
 
@@ -71,7 +77,9 @@ class Family:
       weights: the rules.
       ignored: regular expressions of tensor names that carry no weights.
       prefix: of tensor names, that some checkpoints of the family leave out.
+      spellings: regular expressions of how tensor names may begin, and the beginning that the table has for it.
       inert: fields of its config that change nothing, beside those of `hf_config.INERT`.
+      tower: what makes embeddings of pictures; None: the model takes text alone.
     """
 
     architecture: str
@@ -79,7 +87,9 @@ class Family:
     weights: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    spellings: tuple[tuple[str, str], ...] = ()
     inert: tuple[str, ...] = ()
+    tower: "TowerFamily | None" = None
 
     def decoder_config(self, values: Mapping[str, Any], origin: str) -> DecoderConfig:
         """The decoder of a parsed config.json; `origin` is the file, for messages.
@@ -87,10 +97,22 @@ class Family:
         Raises CheckpointError for a value that is not implemented, and for a field that nothing has read: it may change
         results.
         """
+        return self._adapt_all(values, origin)[0]
+
+    def tower_config(self, values: Mapping[str, Any], origin: str) -> "TowerConfig | None":
+        """The vision tower of a parsed config.json, of families that have one. Raises as `decoder_config`."""
+        return self._adapt_all(values, origin)[1]
+
+    def _adapt_all(self, values: Mapping[str, Any], origin: str) -> "tuple[DecoderConfig, TowerConfig | None]":
         config = HfConfig(values, origin)
-        adapted = self.adapt(config)
+        decoder = self.adapt(config)
+        tower = None if self.tower is None else self.tower.adapt(config)
+        if tower is not None and tower.out_size != decoder.hidden_size:
+            config.fail(
+                f"the tower's embeddings have {tower.out_size} numbers, but hidden_size is {decoder.hidden_size}"
+            )
         config.check_all_read(self.architecture, self.inert)
-        return adapted
+        return decoder, tower
 
 
 FAMILIES: Registry[Family] = Registry(
@@ -105,6 +127,7 @@ FAMILIES: Registry[Family] = Registry(
         "GemmaForCausalLM": "jaxserve.models.families.gemma:FAMILY",
         "GptOssForCausalLM": "jaxserve.models.families.gpt_oss:FAMILY",
         "LlamaForCausalLM": "jaxserve.models.families.llama:FAMILY",
+        "LlavaForConditionalGeneration": "jaxserve.models.families.llava:FAMILY",
         "MistralForCausalLM": "jaxserve.models.families.mistral:FAMILY",
         "MixtralForCausalLM": "jaxserve.models.families.mixtral:FAMILY",
         "MptForCausalLM": "jaxserve.models.families.mpt:FAMILY",
@@ -115,6 +138,8 @@ FAMILIES: Registry[Family] = Registry(
         "PhiForCausalLM": "jaxserve.models.families.phi:FAMILY",
         "Qwen2ForCausalLM": "jaxserve.models.families.qwen2:FAMILY",
         "Qwen2MoeForCausalLM": "jaxserve.models.families.qwen2_moe:FAMILY",
+        "Qwen2VLForConditionalGeneration": "jaxserve.models.families.qwen2_vl:FAMILY",
+        "Qwen2_5_VLForConditionalGeneration": "jaxserve.models.families.qwen2_5_vl:FAMILY",
         "Qwen3ForCausalLM": "jaxserve.models.families.qwen3:FAMILY",
         "Qwen3MoeForCausalLM": "jaxserve.models.families.qwen3_moe:FAMILY",
         "Starcoder2ForCausalLM": "jaxserve.models.families.starcoder2:FAMILY",

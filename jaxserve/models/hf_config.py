@@ -10,6 +10,7 @@ refuses by name what neither the adapter nor a list of fields that change nothin
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from jaxserve.errors import CheckpointError
@@ -23,6 +24,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
 assert set(_ACTIVATIONS.values()) <= set(ACTIVATIONS), _ACTIVATIONS
@@ -89,6 +91,7 @@ class HfConfig:
         self._values = {name: value for name, value in values.items() if value is not None}
         self._nulls = {name for name, value in values.items() if value is None}
         self._read: set[str] = set()
+        self._tables: dict[str, tuple[HfConfig, tuple[str, ...]]] = {}
         self.origin = origin
         for name, allowed in _NEUTRAL.items():
             self.require(name, *allowed)
@@ -100,6 +103,23 @@ class HfConfig:
         """The value of a field as it is, or the default where it is absent or null."""
         self._read.add(name)
         return self._values.get(name, default)
+
+    def table(
+        self, name: str, *, inert: tuple[str, ...] = (), defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> "HfConfig | None":
+        """A nested object as a config of its own, whose fields must all be read, too; None where it is absent.
+
+        `inert`: fields of it that change nothing. `defaults`: of those that published files leave out.
+        """
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            self.fail(f"{name} is {value!r:.80}, but must be an object")
+        if name not in self._tables:
+            given = {field: value.get(field, default) for field, default in defaults.items()}
+            self._tables[name] = (HfConfig(dict(value) | given, f"{self.origin}: {name}"), inert)
+        return self._tables[name][0]
 
     def spelled(self, *names: str) -> str:
         """The one of several names of a field that the config uses; the first where it has none of them."""
@@ -116,6 +136,8 @@ class HfConfig:
 
     def check_all_read(self, architecture: str, inert: Iterable[str]) -> None:
         """Raises CheckpointError with the fields that neither `get` nor `INERT` nor `inert` has named."""
+        for table, more in self._tables.values():
+            table.check_all_read(architecture, more)
         unread = sorted(self._values.keys() - self._read - INERT - set(inert))
         if unread:
             said = ", ".join(f"{name} = {reprlib.repr(self._values[name])}" for name in unread)

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxserve.kernels.activations import ACTIVATIONS
+from jaxserve.kernels.low_rank import SlotArrays, TokenAdapters, TokenSlots
 from jaxserve.kernels.paged_attention import (
     AttentionBatch,
     AttentionSpec,
@@ -126,15 +127,34 @@ class Projection(nnx.Module):
         self.kernel = weight(jnp.zeros((*out_shape, *in_shape), dtype), axes, num_in=len(in_shape))
         self.bias = param(jnp.zeros(out_shape, dtype), axes[: len(out_shape)]) if bias else None
 
-    def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
-        out = self.kernel.get_value().multiply(x)
+    def __call__(self, x: Float[Array, "T ..."], adapters: TokenAdapters | None = None) -> Float[Array, "T ..."]:
+        out = self._product(x, adapters)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)
         return out.astype(x.dtype)
 
-    def summand(self, x: Float[Array, "T ..."]) -> "Summand":
-        """The product of this device, where the *in* axes are cut over devices."""
-        return Summand(self.kernel.get_value().multiply(x), None if self.bias is None else self.bias[...])
+    def summand(self, x: Float[Array, "T ..."], adapters: TokenAdapters | None = None) -> "Summand":
+        """The product of this device, where the *in* axes are cut over devices; and so is what adapters add."""
+        return Summand(self._product(x, adapters), None if self.bias is None else self.bias[...])
+
+    def _product(self, x: Float[Array, "T ..."], adapters: TokenAdapters | None) -> Float[Array, "T ..."]:
+        kernel = self.kernel.get_value()
+        return kernel.multiply(x) if adapters is None else kernel.multiply_adapted(x, adapters)
+
+
+class LayerAdapters(NamedTuple):
+    """The adapters of a layer, and the slots of the step's tokens.
+
+    `projections` has the adapters of each projection that adapters can change, by its name in the layer.
+    """
+
+    projections: dict[str, SlotArrays]
+    slots: TokenSlots
+
+
+def _of(adapters: LayerAdapters | None, name: str) -> TokenAdapters | None:
+    """Those of a projection."""
+    return None if adapters is None else TokenAdapters(adapters.projections[name], adapters.slots)
 
 
 class Summand(NamedTuple):
@@ -212,14 +232,15 @@ class Attention(nnx.Module):
         cache: LayerCache,
         batch: AttentionBatch,
         attention: PagedAttention,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[Summand, LayerCache]:
         """What this device adds to the hidden states, and the cache. `tables` has one for each rotation."""
-        q, k, v = self._queries_keys_values(x, tables)
+        q, k, v = self._queries_keys_values(x, tables, adapters)
         with jax.named_scope("attend"):
             sinks = None if self.sinks is None else self.sinks[...]
             out, cache = attention.attend(q, k, v, cache, batch, self.spec, sinks, self._slopes(), self._scales())
         with jax.named_scope("out"):
-            return self.out.summand(out), cache
+            return self.out.summand(out, _of(adapters, "out")), cache
 
     def write(
         self,
@@ -234,11 +255,11 @@ class Attention(nnx.Module):
         return attention.write(k, v, cache, batch, self._scales())
 
     def _queries_keys_values(
-        self, x: Float[Array, "T D"], tables: dict[RopeConfig, RopeTable]
+        self, x: Float[Array, "T D"], tables: dict[RopeConfig, RopeTable], adapters: LayerAdapters | None = None
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         num_tokens, group = x.shape[0], self.spec.num_query_heads // self.spec.num_kv_heads
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x)  # [T, K, G + 2, H]
+            qkv = self.qkv(x, _of(adapters, "qkv"))  # [T, K, G + 2, H]
             if self.layer.qkv_clip is not None:
                 qkv = jnp.clip(qkv, -self.layer.qkv_clip, self.layer.qkv_clip)
             q = qkv[:, :, :group].reshape(num_tokens, self.spec.num_query_heads, self.spec.head_dim)
@@ -271,22 +292,30 @@ class Mlp(nnx.Module):
     `gate_up.kernel` is [2, F, D]: gate, then up; `up.kernel` is [F, D].
     """
 
-    def __init__(self, config: DecoderConfig, spec: MlpSpec, dtype: DTypeLike) -> None:
+    def __init__(self, hidden: int, spec: MlpSpec, dtype: DTypeLike) -> None:
+        """`hidden`: numbers of a token, before and behind it."""
         self.activation = spec.activation
-        hidden, bias = config.hidden_size, spec.bias
+        bias = spec.bias
         self.gate_up = (
             Projection((hidden,), (2, spec.size), ("gate_up", "mlp", "embed"), bias, dtype) if spec.gated else None
         )
         self.up = None if spec.gated else Projection((hidden,), (spec.size,), ("mlp", "embed"), bias, dtype)
         self.down = Projection((spec.size,), (hidden,), ("embed", "mlp"), bias, dtype)
 
-    def __call__(self, x: Float[Array, "T D"]) -> Summand:
+    def __call__(self, x: Float[Array, "T D"], adapters: LayerAdapters | None = None) -> Summand:
         """What this device adds to the hidden states."""
+        return self.down.summand(self._inner(x, adapters), _of(adapters, "down"))
+
+    def _inner(self, x: Float[Array, "T D"], adapters: LayerAdapters | None) -> Float[Array, "T F"]:
         activation = ACTIVATIONS[self.activation]
         if self.up is not None:
-            return self.down.summand(activation(self.up(x)))
+            return activation(self.up(x, _of(adapters, "up")))
         assert self.gate_up is not None
+        own = _of(adapters, "gate_up")
         if self.gate_up.bias is None:
-            return self.down.summand(self.gate_up.kernel.get_value().multiply_gated(x, self.activation))
-        gate_up = self.gate_up(x)  # [T, 2, F]
-        return self.down.summand(activation(gate_up[:, 0]) * gate_up[:, 1])
+            kernel = self.gate_up.kernel.get_value()
+            if own is None:
+                return kernel.multiply_gated(x, self.activation)
+            return kernel.multiply_gated_adapted(x, self.activation, own)
+        gate_up = self.gate_up(x, own)  # [T, 2, F]
+        return activation(gate_up[:, 0]) * gate_up[:, 1]

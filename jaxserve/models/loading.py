@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.byte_budget import ByteBudget
 from jaxserve.models.cache_scales import CacheScales, find_scales, is_scale, with_cache
@@ -52,13 +52,14 @@ from jaxserve.models.quantised.coding import CODED, CodedTensor, RoundedParam
 from jaxserve.models.quantised.storing import Kept, KeptPart, Quantisation, Sizes, choose_kept
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader, window_reader
 from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
-from jaxserve.models.weights import Path, plan_weights
+from jaxserve.models.weights import Path, name_of, plan_weights
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
 _IN_FLIGHT = 0.05  # part of a process's share that may be in transit from the files to the devices
 _Window = tuple[int, int, int]  # an axis, and where its part begins and ends
+_MAX_LISTED = 8  # names in a message
 _RANDOM_STD = 0.02  # the initial spread of most published checkpoints
 
 
@@ -105,10 +106,14 @@ class PlannedModel:
     Attributes:
       shapes: the model, with shapes as its `state`: enough to compile for.
       fill: reads, or draws, the weights.
+      place: makes them of arrays in the checkpoint's sizes, by the name of each parameter (see `weights.name_of`).
+        Raises CheckpointError for arrays that are not the model's, or not finite, and ConfigError for a model whose
+        weights are codes. The arrays given are left as they are.
     """
 
     shapes: LoadedModel
     fill: Callable[[], nnx.State]
+    place: Callable[[Mapping[str, jax.Array]], nnx.State]
 
     def load(self) -> LoadedModel:
         """Returns when the weights are on their devices. Raises CheckpointError."""
@@ -201,7 +206,7 @@ def plan_model(
         kept=kept,
         cache_scales=scales,
     )
-    return PlannedModel(shapes=shapes, fill=fill)
+    return PlannedModel(shapes=shapes, fill=fill, place=filler.place)
 
 
 def one_device_mesh(device: Any) -> Mesh:
@@ -481,6 +486,27 @@ class _Filler:
         arrays = {path: drawn(path, param) for path, param in params.items()} | self._scale_arrays()
         return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
 
+    def place(self, params: Mapping[str, jax.Array]) -> nnx.State:
+        """See `PlannedModel.place`."""
+        if self.kept:
+            raise ConfigError(
+                f"{len(self.kept)} weights of {self.checkpoint.path.name} are kept as codes, and arrays of floats are "
+                "given for them; load the engine with model.quantization none, or give a directory, which is rounded "
+                "as the first one was"
+            )
+        shapes, weights = self._checkpoint_shapes(), self._weights()
+        names = {path: name_of(source_path(path, self.first_layer)) for path in weights}
+        _check_arrays(params, {name_of(path): shape for path, shape in shapes.items()})
+        _check_finite({name: params[name] for name in names.values()})
+        placed = dict(nnx.to_flat_state(self.shardings))
+        arrays = self._scale_arrays()
+        for path, param in weights.items():
+            shape = shapes[source_path(path, self.first_layer)]
+            (sharding,) = jax.tree.leaves(placed[path])
+            blocks = tuple(self._blocks(path, shape))
+            arrays[path] = [_placed(params[names[path]], blocks, param.shape, param.dtype, sharding)]
+        return nnx.map_state(lambda path, param: with_leaves(param, arrays[path]), self.abstract)
+
     def _weights(self) -> dict[Path, jax.ShapeDtypeStruct]:
         """The parameters that come from a checkpoint, as floats."""
         return {path: param for path, param in arrays_of(self.dense).items() if not is_scale(path)}
@@ -514,6 +540,62 @@ class _Filler:
 
     def _blocks(self, path: Path, shape: tuple[int, ...]) -> list[Block]:
         return self.partition.blocks(axes_of(self.dense)[path], shape)
+
+
+def _check_arrays(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError for names, shapes or types that are not those of the model."""
+    if wrong := sorted(params.keys() ^ shapes.keys()):
+        listed = ", ".join(f"{name} ({'missing' if name in shapes else 'unknown'})" for name in wrong[:_MAX_LISTED])
+        raise CheckpointError(
+            f"{len(wrong)} names are not those of the model's {len(shapes)} parameters: {listed}; give the tree of "
+            "`jaxserve.models.load_trainable`, whole"
+        )
+    for name, shape in shapes.items():
+        array = params[name]
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise CheckpointError(
+                f"{name} is {array.dtype}{list(array.shape)}, and the model needs floats {list(shape)}; is the tree "
+                "that of another model?"
+            )
+
+
+def _check_finite(params: Mapping[str, jax.Array]) -> None:
+    """Raises CheckpointError. One launch for each array, and one wait for all."""
+    finite = {name: _is_finite(array) for name, array in params.items()}
+    if broken := [name for name, found in finite.items() if not found]:
+        raise CheckpointError(
+            f"{len(broken)} of {len(params)} parameters have numbers that are not finite: "
+            f"{', '.join(broken[:_MAX_LISTED])}; the weights before stay. Look for a step of the trainer that diverged"
+        )
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def _placed(
+    array: jax.Array,
+    blocks: tuple[Block, ...],
+    padded: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """A copy of the array in its final place. On the devices where it lies already nothing passes through the host."""
+    here = isinstance(array, jax.Array) and array.sharding.device_set == sharding.device_set
+    copied = _placer(blocks, padded, np.dtype(dtype), sharding if here else None)(array)
+    return copied if here else jax.device_put(copied, sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _placer(
+    blocks: tuple[Block, ...], padded: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None
+) -> Callable[[jax.Array], jax.Array]:
+    def place(array: jax.Array) -> jax.Array:
+        # The copy is of the caller's array, who may donate that to its next step.
+        return jnp.copy(spread(array.astype(dtype), list(blocks), padded))
+
+    return jax.jit(place) if sharding is None else jax.jit(place, out_shardings=sharding)
 
 
 @functools.cache

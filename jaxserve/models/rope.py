@@ -68,8 +68,13 @@ def _yarn(powers: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return scaled.astype(np.float32)
 
 
-def rope_table(rope: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array, " T"]) -> RopeTable:
+def rope_table(
+    rope: RopeConfig, positions: Int[Array, " T"] | Int[Array, "3 T"], lengths: Int[Array, " T"]
+) -> RopeTable:
     """cos and sin of every token's angles, float32.
+
+    `positions` are three of a token (frame, row, column) where it may lie in a picture: each pair turns by that of its
+    section. One position stands for three equal ones.
 
     `lengths` matters to the dynamic scaling alone: the sequence length that the token's rotation is stretched for
     (at least the trained length), see `Decoder.__call__`.
@@ -78,7 +83,12 @@ def rope_table(rope: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array
         frequencies = _dynamic(rope, lengths)
     else:
         frequencies = jnp.asarray(inverse_frequencies(rope))[None]
-    angles = positions.astype(jnp.float32)[:, None] * frequencies  # [T, C]
+    if positions.ndim == 2:
+        assert len(rope.sections) == positions.shape[0], (rope.sections, positions.shape)
+        axis_of_pair = np.repeat(np.arange(len(rope.sections)), rope.sections)  # [C]
+        angles = positions[axis_of_pair].T.astype(jnp.float32) * frequencies  # [T, C]
+    else:
+        angles = positions.astype(jnp.float32)[:, None] * frequencies  # [T, C]
     table = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
     # Without this XLA:CPU computes cos and sin again in every layer, for every head.
     return jax.lax.optimization_barrier(table)

@@ -3,6 +3,7 @@
 Files are opened in `safetensors_files`, names matched in `weights`.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -49,10 +50,11 @@ def checked_tensors(
     names = {piece.source for piece in pieces}
     scheme, origin = read_scheme(checkpoint), str(checkpoint.path)
     files = open_gguf(checkpoint) if checkpoint.kind is CheckpointKind.GGUF else open_tensors(checkpoint.path)
+    files = respelled(files, family.spellings)
     if scheme is None:
         files = _with_prefix(files, family.prefix, names)
         check_names(family, config, files, origin, needed=names, hint=hint_of(files))
-        tensors: dict[str, ReadableTensor] = {name: _check_float(files[name]) for name in names}
+        tensors: dict[str, ReadableTensor] = {name: check_float(files[name]) for name in names}
     else:
         modules = modules_of(plan)
         files = _with_prefix(files, family.prefix, names | possible_names(scheme, modules))
@@ -63,7 +65,7 @@ def checked_tensors(
         optional = {name for source, found in formats.items() for name in found.optional(source)}
         optional |= zero_biases(formats, files, needed)
         check_names(family, config, files, origin, needed=needed, optional=optional, ignored=scheme.ignored)
-        tensors = {name: _check_float(files[name]) for name in plain}
+        tensors = {name: check_float(files[name]) for name in plain}
         storages = _storages(plan, kept)
         for source, found in formats.items():
             opened, storage = found.open(source, files), storages.get(source)
@@ -110,7 +112,8 @@ def window_reader(
     return read_part
 
 
-def _check_float(tensor: TensorSource) -> TensorSource:
+def check_float(tensor: TensorSource) -> TensorSource:
+    """The tensor, if its numbers are floats. Raises CheckpointError."""
     if tensor.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
             f"{tensor.file}: tensor {tensor.name} has element type {tensor.dtype}, but weights that config.json does "
@@ -128,6 +131,18 @@ def _check_order(pieces: list[Piece], formats: Mapping[str, Format], origin: str
                 f"{origin}: {piece.source} is quantised, which is not supported for a family that stores inputs before "
                 "outputs; take the checkpoint without quantisation"
             )
+
+
+def respelled(tensors: dict[str, TensorSource], spellings: tuple[tuple[str, str], ...]) -> dict[str, TensorSource]:
+    """The tensors by the names of a table that has another beginning for some of them (`Family.spellings`)."""
+
+    def name_of(name: str) -> str:
+        for begin, known in spellings:
+            if found := re.match(begin, name):
+                return known + name[found.end() :]
+        return name
+
+    return {name_of(name): tensor for name, tensor in tensors.items()} if spellings else tensors
 
 
 def _with_prefix(tensors: dict[str, TensorSource], prefix: str, needed: set[str]) -> dict[str, TensorSource]:

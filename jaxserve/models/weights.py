@@ -6,11 +6,11 @@ Errors list all missing and all unknown names.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.decoder_config import DecoderConfig
+from jaxserve.models.decoder_config import Block, DecoderConfig
 from jaxserve.models.family import PARTS, Family, Part, Rule
 from jaxserve.models.layout import Pattern, pattern_of
 from jaxserve.models.sharding import Axes
@@ -56,6 +56,11 @@ def path_of(target: str) -> Path:
     return tuple(int(step) if step.isdigit() else step for step in target.split("."))
 
 
+def name_of(path: Path) -> str:
+    """The inverse of `path_of`: the name of a parameter in trees of weights that come from elsewhere."""
+    return ".".join(map(str, path))
+
+
 def plan_weights(
     family: Family, config: DecoderConfig, params: Mapping[Path, tuple[int, ...]], axes: Mapping[Path, Axes]
 ) -> dict[Path, list[Piece]]:
@@ -63,11 +68,21 @@ def plan_weights(
 
     A family that leaves a parameter without a rule, or fills it twice, is a bug in its table.
     """
+    return plan_rules(family.weights, [layer.block for layer in config.layers], params, axes)
+
+
+def plan_rules(
+    rules: Iterable[Rule],
+    layers: Sequence[Block | None],
+    params: Mapping[Path, tuple[int, ...]],
+    axes: Mapping[Path, Axes],
+) -> dict[Path, list[Piece]]:
+    """`plan_weights` of any table of rules. `layers`: the kind of each layer; None: all rules are its."""
     plan: dict[Path, list[Piece]] = {path: [] for path in params}
-    for rule in family.weights:
-        for layer in range(config.num_layers) if "{layer}" in rule.target else range(1):
+    for rule in rules:
+        for layer in range(len(layers)) if "{layer}" in rule.target else range(1):
             path = path_of(rule.target.format(layer=layer))
-            if path in plan and config.layers[layer].block in rule.blocks:
+            if path in plan and (layers[layer] is None or layers[layer] in rule.blocks):
                 plan[path] += _pieces(rule, layer, axes[path], params[path])
     for path, shape in params.items():
         covered = sum(math.prod(map(len, piece.window)) for piece in plan[path])
@@ -156,17 +171,32 @@ def check_names(
       ignored: regular expressions of names that carry no weights, beside the family's.
       hint: the end of the message.
     """
-    found = set(found)
-    accepted = [re.compile(pattern) for pattern in (*family.ignored, *ignored, r"mtp\..*")]
+    accepted = [*family.ignored, *ignored, r"mtp\..*"]
     if config.tied_embeddings:
-        accepted += [re.compile(re.escape(rule.source)) for rule in family.weights if rule.target == "lm_head"]
+        accepted += [re.escape(rule.source) for rule in family.weights if rule.target == "lm_head"]
+    check_found(family.architecture, found, origin, needed=needed, optional=optional, ignored=accepted, hint=hint)
+
+
+def check_found(
+    architecture: str,
+    found: Iterable[str],
+    origin: str,
+    *,
+    needed: Set[str],
+    optional: Set[str] = frozenset(),
+    ignored: Iterable[str] = (),
+    hint: str = "",
+) -> None:
+    """`check_names` of any table of rules: `ignored` has all patterns of names that may be there."""
+    found = set(found)
+    accepted = [re.compile(pattern) for pattern in ignored]
     missing = sorted(needed - found)
     unknown = sorted(name for name in found - needed - optional if not any(p.fullmatch(name) for p in accepted))
     complaints = []
     if missing:
         complaints.append(f"{len(missing)} weights are missing: {fold_names(missing)}")
     if unknown:
-        complaints.append(f"{len(unknown)} weights are unknown to {family.architecture}: {fold_names(unknown)}")
+        complaints.append(f"{len(unknown)} weights are unknown to {architecture}: {fold_names(unknown)}")
     if complaints:
         said = "; ".join(complaints)
         raise CheckpointError(f"{origin}: {said}; do config.json and the weights belong together?{hint}")

@@ -4,6 +4,7 @@
     loop      Jobs -> engine -> results, in order of completion
     results   updates -> RequestOutput, in the names and meanings of vLLM
     jsonl     files of prompts, files of results
+    journal   a file of what has ended, so that a batch survives its process
 
 `LLM` and the command line are two interfaces of this package: the one raises the first error, the other writes it
 beside the results and goes on. Hence an error is a value here, in the place of a job or of a result.
@@ -15,6 +16,7 @@ their pages are free, and the next call works.
 
 from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
 from jaxserve.offline.loop import InOrder, run_jobs
+from jaxserve.offline.picture_files import open_under, read_pictures
 from jaxserve.offline.results import (
     CompletionOutput,
     Counts,
@@ -41,7 +43,9 @@ __all__ = [
     "Result",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "open_under",
     "prepare_chat",
     "prompt_text",
+    "read_pictures",
     "run_jobs",
 ]

@@ -5,7 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
-from jaxserve.engine import AnyEngine, EmbeddingForm, Prompt
+from jaxserve.engine import (
+    AnyEngine,
+    EmbeddingForm,
+    OpenUrl,
+    Prompt,
+    chat_prompt,
+    check_takes_pictures,
+    refuse_url,
+    split_chat,
+)
 from jaxserve.text import ChatTemplate, check_special_text
 
 
@@ -36,14 +45,19 @@ def prepare_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
     refuse_special_text: bool = False,
+    open_url: OpenUrl = refuse_url,
 ) -> Job:
     """Renders, encodes and checks one conversation. Raises InvalidRequest and its kin.
 
-    `refuse_special_text` refuses messages that spell a special token, see `jaxserve.text.chat`.
+    `refuse_special_text` refuses messages that spell a special token, see `jaxserve.text.chat`. `open_url`: reads
+    pictures whose URL is no `data:`.
     """
+    messages, sources = split_chat(messages, open_url)
+    check_takes_pictures(engine.model.pictures, sources)
     if refuse_special_text and engine.tokenizer is not None:
         check_special_text(engine.tokenizer, messages)
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
     # The template has written the special tokens; encoding must not add them again.
-    request = engine.prepare(text, sampling, dataclasses.replace(options, add_special_tokens=False))
+    prompt = chat_prompt(text, sources)
+    request = engine.prepare(prompt, sampling, dataclasses.replace(options, add_special_tokens=False))
     return Job(request=request, prompt=text)

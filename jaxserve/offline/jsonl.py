@@ -3,17 +3,17 @@
 A line that is wrong becomes an error in its place, so that a file of a million lines is never lost to one.
 
 A line has one of "prompt" (text or ids), "prompt_token_ids" and "messages"; "id", which is given back; and any option
-of `SamplingParams`.
+of `SamplingParams`. Messages may have pictures: `data:` URLs, and `file:` URLs where a directory of pictures is named.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from jaxserve.api import Request, RequestOptions, SamplingParams
-from jaxserve.engine import AnyEngine
+from jaxserve.engine import AnyEngine, OpenUrl, refuse_url
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
 from jaxserve.offline.results import CompletionOutput, Logprob, RequestOutput, Result
@@ -47,11 +47,15 @@ class BatchOptions:
       sampling: options of `SamplingParams`; an entry's own win.
       chat: a text prompt is a user's message, not a text to go on with.
       echo: the output begins with the prompt.
+      pictures: files that every user's message of `chat` begins with.
+      open_url: reads pictures whose URL is no `data:`; see `picture_files`.
     """
 
     sampling: Mapping[str, Any]
     chat: bool = False
     echo: bool = False
+    pictures: Sequence[bytes] = ()
+    open_url: OpenUrl = refuse_url
 
 
 def read_entries(file: IO[bytes]) -> Iterator[tuple[Entry, InvalidRequest | None]]:
@@ -112,11 +116,12 @@ def _prepare(engine: AnyEngine, kind: str, value: Any, sampling: SamplingParams,
         raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {value!r:.80}")
     asked = RequestOptions(echo=options.echo)
     if kind == "prompt" and options.chat and isinstance(value, str):
-        messages = [{"role": "user", "content": value}]
+        shown = [{"type": "image", "image": picture} for picture in options.pictures]
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": value}] if shown else value}]
         chat = prepare_chat(engine, engine.chat_template(), messages, sampling, asked)
         return dataclasses.replace(chat, prompt=value)
     if kind == "messages":
-        return prepare_chat(engine, engine.chat_template(), value, sampling, asked)
+        return prepare_chat(engine, engine.chat_template(), value, sampling, asked, open_url=options.open_url)
     return Job(request=engine.prepare(value, sampling, asked), prompt=prompt_text(value))
 
 
@@ -151,8 +156,13 @@ class JsonWriter:
     def write(self, entry: Entry, result: Result) -> None:
         """One line per sequence, or one with the error."""
         for value in result_objects(entry, result):
-            self._file.write(json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n")
+            self._file.write(json_line(value))
         self._file.flush()
+
+
+def json_line(value: dict[str, Any]) -> bytes:
+    """A JSON object as a line of a file."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
 
 
 def result_objects(entry: Entry, result: Result) -> list[dict[str, Any]]:

@@ -5,11 +5,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Generic, TypeVar
 
 from jaxserve.engine import AnyEngine
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.offline.jobs import Job
 from jaxserve.offline.results import Counts, Gatherer, Result
+
+_T = TypeVar("_T")
 
 _PAUSE_S = 0.1  # the longest sleep for work that waits: interrupts are checked between two
 FEED_PER_STEP = 64  # requests handed over before each step: the device starts early, however many wait to be encoded
@@ -77,15 +80,15 @@ def run_jobs(
                 engine.run_until_idle()
 
 
-class InOrder:
-    """An `on_result` that passes results on in the order of the jobs, each as soon as those before it are there."""
+class InOrder(Generic[_T]):
+    """Passes results on in the order of their jobs, each as soon as those before it are there."""
 
-    def __init__(self, emit: Callable[[int, Result], None]) -> None:
+    def __init__(self, emit: Callable[[int, _T], None]) -> None:
         self._emit = emit
-        self._early: dict[int, Result] = {}
+        self._early: dict[int, _T] = {}
         self._next = 0
 
-    def __call__(self, index: int, result: Result) -> None:
+    def __call__(self, index: int, result: _T) -> None:
         self._early[index] = result
         while self._next in self._early:
             self._emit(self._next, self._early.pop(self._next))

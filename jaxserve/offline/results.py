@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from jaxserve.api import FinishReason, PromptInfo, TokenLogprobs
-from jaxserve.engine import Update, embedding_of
+from jaxserve.engine import DrawnBy, Update, embedding_of
 from jaxserve.errors import JaxserveError
 from jaxserve.offline.jobs import Job
 from jaxserve.sched.plan import Drafted
@@ -34,6 +34,7 @@ class CompletionOutput:
       logprobs: per token, the drawn one first, then the most likely ones.
       finish_reason: "stop", "length" or "abort".
       stop_reason: the stop string or stop token id; None for end-of-sequence and length.
+      weights: which weights drew the tokens (see `LLM.update_weights`); empty: those of the start.
     """
 
     index: int
@@ -43,6 +44,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    weights: tuple[DrawnBy, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +136,11 @@ class Counts:
 class _Sequence:
     """The output of one sequence so far. Mutated by its Gatherer."""
 
-    __slots__ = ("finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
+    __slots__ = ("finish_reason", "logprobs", "stop_reason", "texts", "token_ids", "weights")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.weights: tuple[DrawnBy, ...] = ()
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -183,6 +186,7 @@ class Gatherer:
         sequence.logprobs += update.logprobs or ()
         sequence.finish_reason = update.finish_reason
         sequence.stop_reason = update.stop_reason
+        sequence.weights = update.weights
         self._prompt = self._prompt or update.prompt
         self._admitted_s = update.admitted_s if self._admitted_s is None else self._admitted_s
         self._error = self._error or update.error
@@ -234,6 +238,7 @@ class Gatherer:
             logprobs=self._position_dicts(sequence.logprobs) if asked else None,
             finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
             stop_reason=sequence.stop_reason,
+            weights=sequence.weights,
         )
 
     def _position_dicts(self, entries: Iterable[TokenLogprobs]) -> list[dict[int, Logprob]]:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
@@ -27,7 +28,9 @@ from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.kernels.selection import single_head, with_selector
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
+from jaxserve.models.tower_loading import PlannedTower
 from jaxserve.progress import Progress, Quiet
+from jaxserve.runtime.adapters import AdapterSizes, AdapterWriter, slot_shardings
 from jaxserve.runtime.batch_invariance import check_kernels, check_steps, describe_invariance
 from jaxserve.runtime.canonical_pages import SlotForm, slot_form
 from jaxserve.runtime.compile import (
@@ -39,13 +42,14 @@ from jaxserve.runtime.compile import (
     report_lines,
     use_compile_cache,
 )
-from jaxserve.runtime.convert_weights import converted
+from jaxserve.runtime.convert_weights import Forms, converted, converted_tower
 from jaxserve.runtime.executables import (
     AbstractStage,
     Sizes,
     bucket_layouts,
     device_bytes,
     draft_caches,
+    embeddings_name,
     first_buckets,
     flat_weights,
     gather_name,
@@ -79,11 +83,13 @@ from jaxserve.runtime.resolve import (
     choose_grouped_matmul,
     draft_uses,
     matmul_uses,
+    resolve_adapters,
     resolve_selector,
     resolve_sizes,
 )
-from jaxserve.runtime.runner import DeviceRunner, Executables, Stage
+from jaxserve.runtime.runner import DeviceRunner, Executables, Stage, Weights
 from jaxserve.runtime.store import ExecutableStore
+from jaxserve.runtime.tower_building import TowerPlan, make_tower, picture_sizes, tower_jobs
 from jaxserve.sched.plan import Bucket
 
 logger = logging.getLogger(__name__)
@@ -112,9 +118,12 @@ class Built:
     Attributes:
       models: the stages with their weights.
       seconds: what took how long; reading weights and making executables go on at once.
+      new_weights: makes other weights for it.
       later: buckets that the runner does not have yet, to be started with the engine's loop; None: it has them all.
       page_layout: how the bytes of a host slot are arranged; equal where slots could be exchanged.
       slot_form: see `canonical_pages.slot_form`; None without slots, too.
+      renew: gives back the memory of the runner, which must not be used any more, and makes another one of the same
+        weights and executables, on the same devices.
     """
 
     runner: DeviceRunner
@@ -123,8 +132,47 @@ class Built:
     compile_report: tuple[str, ...]
     seconds: Mapping[str, float]
     later: BackgroundBuckets | None
+    new_weights: "NewWeights"
     page_layout: str = ""
     slot_form: SlotForm | None = None
+    renew: "Callable[[], Built]"
+
+
+class NewWeights:
+    """Makes other weights for the runner of one replica, in the form of those that it has. Any thread."""
+
+    def __init__(self, planned: Sequence[PlannedModel], loaded: Sequence[LoadedModel], forms: Forms) -> None:
+        """`planned`: the stages on the devices of the first replica, `loaded`: on those of this one."""
+        self._planned, self._forms = planned, forms
+        self._meshes = [model.mesh for model in loaded]
+
+    def from_arrays(self, params: Mapping[str, jax.Array]) -> Weights:
+        """Of arrays in the checkpoint's sizes. Raises as `PlannedModel.place`."""
+        return [
+            self._flat(planned, planned.place(params), mesh)
+            for planned, mesh in zip(self._planned, self._meshes, strict=True)
+        ]
+
+    def from_models(self, planned: Sequence[PlannedModel]) -> Weights:
+        """Of another checkpoint. Raises ConfigError when its arrays are not of the same shapes, CheckpointError."""
+        models = [converted(model, self._forms) for model in planned]
+        for own, other in zip(self._planned, models, strict=True):
+            if jax.tree.map(_form_of, own.shapes.state) != jax.tree.map(_form_of, other.shapes.state):
+                raise ConfigError(
+                    f"{other.shapes.checkpoint.path}: its weights have other shapes or types than those of "
+                    f"{own.shapes.checkpoint.path}, for which the steps are compiled; start an engine for it"
+                )
+        return [self._flat(model, model.load().state, mesh) for model, mesh in zip(models, self._meshes, strict=True)]
+
+    @staticmethod
+    def _flat(planned: PlannedModel, state: nnx.State, mesh: Mesh) -> tuple[jax.Array, ...]:
+        if mesh != planned.shapes.mesh:
+            state = _copied(dataclasses.replace(planned.shapes, state=state), mesh).state
+        return flat_weights(jax.block_until_ready(state))
+
+
+def _form_of(leaf: Any) -> tuple[Any, ...]:
+    return (leaf.shape, leaf.dtype)
 
 
 def build_runners(
@@ -132,6 +180,7 @@ def build_runners(
     models: Sequence[PlannedModel],
     *,
     others: Sequence[Sequence[Mesh]] = (),
+    tower: TowerPlan | None = None,
     progress: Progress = Quiet(),  # noqa: B008 (stateless)
     say: Callable[[str], None],
     hooks: BuildHooks = BuildHooks(),
@@ -139,20 +188,29 @@ def build_runners(
     """Sizes the cache, reads the weights, compiles every executable and puts the state on the devices.
 
     `models` are the stages of a pipeline, most often one, on the devices of the first replica; `others` are the meshes
-    of the same stages in each of the other replicas. `say` gets the lines of the memory breakdown and the compile
-    report. Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
+    of the same stages in each of the other replicas. `tower`: of a model that takes pictures. `say` gets the lines of
+    the memory breakdown and the compile report. Raises CapacityError for sizes that cannot fit, CheckpointError for
+    weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
     shapes = [planned.shapes for planned in models]
     partition, dtype = shapes[0].partition, shapes[0].dtype
     device = shapes[0].mesh.local_devices[0]
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
+    sizes = dataclasses.replace(sizes, adapters=resolve_adapters(config, partition))
+    if tower is not None:
+        pictures = picture_sizes(config, tower, has_sections=partition.model.has_sections)
+        sizes = dataclasses.replace(sizes, pictures=pictures)
     if directory is not None and sizes.backend == "cpu" and machine_code.missing() is None:
         machine_code.keep_machine_code(directory)
     progress.begin(_kernels_phase(sizes, directory))
-    matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept), device)
+    adapted = sizes.adapters is not None
+    matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept, adapters=adapted), device)
     grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
-    models = [converted(planned, matmul, grouped) for planned in models]
+    forms = Forms(matmul=matmul, grouped_matmul=grouped)
+    models = [converted(planned, forms) for planned in models]
+    if tower is not None:
+        tower = dataclasses.replace(tower, planned=converted_tower(tower.planned, forms))
     shapes = [planned.shapes for planned in models]
     selector, uses = resolve_selector(config, sizes.page_size), attention_uses(partition.local, sizes, dtype)
     heads = () if selector is None else tuple(map(single_head, uses))
@@ -177,11 +235,11 @@ def build_runners(
         for part in shapes
     ]
     replicas = [[stage.devices for stage in stages], *others]
-    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas))
+    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas), tower)
     agreed = hooks.agree({"pages": memory.num_pages, "slots": memory.limits.slots.num_slots})
     memory = memory.with_numbers(agreed["pages"], agreed["slots"])
     shared = len(_local_devices(replicas)) * memory.held_bytes if sizes.backend == "cpu" else 0
-    check_host_memory(config.cache.host_bytes, shared)
+    check_host_memory(config.cache.host_bytes, config.vision.host_bytes if tower is not None else 0, shared)
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
@@ -196,50 +254,82 @@ def build_runners(
         memory=memory,
         stages=stages,
         hooks=hooks,
+        tower=tower,
         store=directory / "executables" if directory is not None and stores else None,
+        shown=not isinstance(progress, Quiet),
     )
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
         begin_s = time.perf_counter()
         progress.begin("loading weights and compiling steps")
-        loading = reader.submit(_load_all, models, others)
+        loading = reader.submit(_load_all, models, others, tower)
         parts = _compile_stages(plan, stages, replicas, progress)
         seconds = {"executables": time.perf_counter() - begin_s}
         if not loading.done():
             progress.begin("loading weights")
         loaded, seconds["weights"] = loading.result()
     progress.begin("placing the KV pages")
-    return [_place(plan, found, one, seconds) for found, one in zip(zip(*parts, strict=True), loaded, strict=True)]
+    return [
+        _place(plan, found, one, of_tower, seconds, NewWeights(models, one, forms))
+        for found, (one, of_tower) in zip(zip(*parts, strict=True), loaded, strict=True)
+    ]
 
 
 def _place(
-    plan: "_BuildPlan", parts: Sequence["_Part"], loaded: tuple[LoadedModel, ...], seconds: Mapping[str, float]
+    plan: "_BuildPlan",
+    parts: Sequence["_Part"],
+    loaded: tuple[LoadedModel, ...],
+    tower_weights: tuple[jax.Array, ...],
+    seconds: Mapping[str, float],
+    new_weights: NewWeights,
+    weights: Weights | None = None,
 ) -> Built:
-    """One replica of what is compiled and loaded, with its state: the parts and models of its stages."""
+    """One replica of what is compiled and loaded, with its state: the parts and models of its stages.
+
+    `weights`: others than those of `loaded`, which it has got since.
+    """
+    if weights is None:
+        weights = [flat_weights(model.state) for model in loaded]
     config, sizes, memory = plan.config, plan.sizes, plan.memory
     report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
+    pictures, tower = sizes.pictures, plan.tower
     runner = DeviceRunner(
         limits=memory.limits.with_buckets(now),
         layouts=dict(bucket_layouts(sizes)),
         stages=[
             Stage(
-                executables=_executables(part.compiled, now, memory.move_counts),
-                weights=flat_weights(model.state),
+                executables=_executables(
+                    part.compiled,
+                    sizes.adapters,
+                    model.mesh,
+                    now,
+                    memory.move_counts,
+                    () if pictures is None else pictures.num_lines,
+                ),
+                weights=own,
+                make_state=part.compiled["make_state"].call,
                 state=part.compiled["make_state"].call(),
                 sharding=replicated(model.mesh),
             )
-            for part, model in zip(parts, loaded, strict=True)
+            for part, model, own in zip(parts, loaded, weights, strict=True)
         ],
         num_parts=1 if len(parts) == 1 else config.parallel.microbatches or len(parts),
         vocab_size=loaded[0].partition.vocab_size,
         on_buffer=plan.hooks.on_buffer,
         slots=_slot_bytes(plan, loaded) if memory.limits.slots.num_slots else None,
+        tower=None if tower is None else make_tower(tower, parts[0].compiled, loaded[0].mesh, tower_weights),
+        pictures=None if tower is None or pictures is None else tower.rows(pictures, sizes.max_rows),
     )
     if memory.limits.slots.num_slots:
         runner.time_moves()
     if sizes.speculation is not None:
         runner.time_steps()
-    later = _build_later(runner, parts[0], memory) if parts[0].later else None
+    later = _build_later(runner, parts[0], memory, plan.shown) if parts[0].later else None
+
+    def renew() -> Built:
+        weights = runner.close()
+        return _place(plan, parts, loaded, tower_weights, seconds, new_weights, weights)
+
     return Built(
         runner=runner,
         models=loaded,
@@ -247,8 +337,10 @@ def _place(
         compile_report=tuple(report),
         seconds=seconds,
         later=later,
+        new_weights=new_weights,
         page_layout=_page_layout(plan, loaded) if memory.limits.slots.num_slots else "",
         slot_form=_slot_form(plan, loaded) if memory.limits.slots.num_slots else None,
+        renew=renew,
     )
 
 
@@ -286,13 +378,20 @@ def _kernels_phase(sizes: Sizes, cache: Path | None) -> str:
 
 
 def _load_all(
-    models: Sequence[PlannedModel], others: Sequence[Sequence[Mesh]]
-) -> tuple[list[tuple[LoadedModel, ...]], float]:
-    """The stages of each replica, read once, with the seconds that it took."""
+    models: Sequence[PlannedModel], others: Sequence[Sequence[Mesh]], tower: TowerPlan | None
+) -> tuple[list[tuple[tuple[LoadedModel, ...], tuple[jax.Array, ...]]], float]:
+    """The stages of each replica and its tower, read once, with the seconds that it took."""
     begin_s = time.perf_counter()
     first = tuple(model.load() for model in models)
-    copies = [tuple(_copied(model, mesh) for model, mesh in zip(first, meshes, strict=True)) for meshes in others]
-    return [first, *jax.block_until_ready(copies)], time.perf_counter() - begin_s
+    weights = () if tower is None else tower.planned.fill(first[0].mesh)
+    copies = [
+        (
+            tuple(_copied(model, mesh) for model, mesh in zip(first, meshes, strict=True)),
+            tuple(jax.device_put(weights, NamedSharding(meshes[0], PartitionSpec()))),
+        )
+        for meshes in others
+    ]
+    return [(first, weights), *jax.block_until_ready(copies)], time.perf_counter() - begin_s
 
 
 def _copied(model: LoadedModel, mesh: Mesh) -> LoadedModel:
@@ -303,7 +402,7 @@ def _copied(model: LoadedModel, mesh: Mesh) -> LoadedModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _BuildPlan:
-    """The sizes that are decided before anything is compiled."""
+    """What is decided before anything is compiled: the sizes. `shown`: an end that waits for a compile says so."""
 
     config: Config
     sizes: Sizes
@@ -311,7 +410,9 @@ class _BuildPlan:
     memory: MemoryPlan
     stages: Sequence[AbstractStage]
     hooks: BuildHooks
+    tower: TowerPlan | None
     store: Path | None
+    shown: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,6 +472,8 @@ def _jobs(plan: _BuildPlan, stage: AbstractStage, waiting: Sequence[Bucket]) -> 
     of_name = {job.name: job for job in jobs}
     later = {bucket: of_name[step_name(bucket)] for bucket in waiting}
     now = [job for job in jobs if job not in later.values()]
+    if plan.tower is not None:
+        now += tower_jobs(plan.tower, stage.devices, plan.sizes.backend)
     return [*now, state_job(stage, plan.attention, plan.sizes, num_pages)], later
 
 
@@ -390,18 +493,25 @@ def _open_store(plan: _BuildPlan, stage: AbstractStage, num_replicas: int) -> Ex
         repr(jax.tree.structure(stage.state)),  # the form of each weight
         repr((stage.partition, stage.layers, stage.dtype, stage.mesh.shape)),
         *(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in weights),
+        *(() if plan.tower is None else _tower_facts(plan.tower.planned)),
     ]
     devices = list(stage.devices.devices.flat)
     return ExecutableStore(plan.store, facts, devices, plan.config.runtime.compile_cache_bytes)
 
 
-def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan) -> BackgroundBuckets:
+def _tower_facts(planned: PlannedTower) -> tuple[str, ...]:
+    """What the program of a tower follows from."""
+    return repr(planned.graphdef), repr(jax.tree.structure(planned.state)), repr(planned.weights)
+
+
+def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan, shown: bool) -> BackgroundBuckets:
     return BackgroundBuckets(
         limits=runner.limits,
         jobs=part.later,
         compiler=part.compiler,
         check=lambda compiled: memory.check_temporaries(compiled.temporary_bytes),
         admit=lambda bucket, compiled: runner.add_bucket(bucket, compiled.call),
+        shown=shown,
     )
 
 
@@ -411,8 +521,16 @@ def _report(compiled: Mapping[str, Compiled], number: int, num_stages: int) -> l
 
 
 def _executables(
-    compiled: Mapping[str, Compiled], buckets: Sequence[Bucket], move_counts: Sequence[int]
+    compiled: Mapping[str, Compiled],
+    adapters: AdapterSizes | None,
+    mesh: Mesh,
+    buckets: Sequence[Bucket],
+    move_counts: Sequence[int],
+    line_counts: Sequence[int] = (),
 ) -> Executables:
+    writer = None
+    if adapters is not None:
+        writer = AdapterWriter(compiled["write_adapter"].call, slot_shardings(adapters, mesh))
     optional = ("configure_row", "write_masks", "tell_tokens", "enter_rows", "leave_rows")
     return Executables(
         steps={b: compiled[step_name(b)].call for b in buckets},
@@ -421,6 +539,8 @@ def _executables(
         **{name: compiled[name].call if name in compiled else None for name in optional},
         gather_pages={count: compiled[gather_name(count)].call for count in move_counts},
         scatter_pages={count: compiled[scatter_name(count)].call for count in move_counts},
+        write_embeddings={count: compiled[embeddings_name(count)].call for count in line_counts},
+        write_adapter=writer,
     )
 
 
@@ -447,11 +567,15 @@ def plan_stage_memory(
     stages: Sequence[AbstractStage],
     attention: PagedAttention,
     total_bytes: int,
+    tower: TowerPlan | None = None,
 ) -> MemoryPlan:
-    """The memory of the fullest device: pages are as many in all stages, so the worst of each item counts."""
+    """The memory of the fullest device: pages are as many in all stages, so the worst of each item counts.
+
+    `tower` is the one of `sizes.pictures`; the pool of embeddings is part of the state.
+    """
     cache = config.cache
     local, largest = stages[0].partition.local, max(sizes.buckets, key=lambda bucket: bucket.tokens)
-    weights, pages, rows = [], [], []
+    weights, pages, rows, adapters = [], [], [], 0
     for stage in stages:
         shapes = jax.eval_shape(functools.partial(make_state, stage, attention, sizes, 1))
         specs = state_specs(stage, attention, sizes)
@@ -459,6 +583,8 @@ def plan_stage_memory(
         pages.append(device_bytes(shapes.caches, specs.caches, stage.mesh) // 2)  # the one page and the dummy
         rest, rest_specs = (dataclasses.replace(tree, caches=()) for tree in (shapes, specs))
         rows.append(device_bytes(rest, rest_specs, stage.mesh))
+        if sizes.adapters is not None:
+            adapters = device_bytes(shapes.adapters, specs.adapters, stage.mesh)
     counts = move_counts(max(pages)) if cache.host_bytes else ()
     slot_bytes = 0
     if counts:  # each device packs its part of a page into words of its own
@@ -467,14 +593,17 @@ def plan_stage_memory(
     planned = plan_memory(
         total_bytes=total_bytes,
         share=memory_share(config.cache, sizes.backend),
-        weight_bytes=max(weights),
-        temporary_bytes=estimate_temporaries(
-            tokens=largest.tokens,
-            rows=sizes.max_rows,
-            hidden=local.hidden_size,
-            ffn=max(mlp.width for mlp in local.mlps),
-            vocab=local.vocab_size,
-            itemsize=4,  # matmul results are float32 before they are rounded
+        weight_bytes=max(weights) + (0 if tower is None else tower.planned.num_bytes),
+        temporary_bytes=max(
+            estimate_temporaries(
+                tokens=largest.tokens,
+                rows=sizes.max_rows,
+                hidden=local.hidden_size,
+                ffn=max(mlp.width for mlp in local.mlps),
+                vocab=local.vocab_size,
+                itemsize=4,  # matmul results are float32 before they are rounded
+            ),
+            0 if tower is None else tower.temporary_bytes(tower.buckets[-1], 4),
         ),
         state_bytes=max(rows),
         page_bytes=max(pages),
@@ -484,6 +613,7 @@ def plan_stage_memory(
         memory_bytes=cache.memory_bytes,
         move_counts=counts,
     )
+    planned = dataclasses.replace(planned, adapter_bytes=adapters)
     if head_of(sizes) is None:
         return planned
     [stage] = stages

@@ -12,34 +12,52 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.kernels.coded_experts import CodedExperts
 from jaxserve.kernels.composed_weight import mapped
 from jaxserve.kernels.grouped_matmul import ExpertWeight, GroupedMatmul
 from jaxserve.kernels.matmul import Matmul, Weight
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts
-from jaxserve.models.loading import LoadedModel, PlannedModel
+from jaxserve.models.loading import PlannedModel
 from jaxserve.models.sharding import WeightParameter, shardings_for
+from jaxserve.models.tower_loading import PlannedTower
 from jaxserve.models.weights import Path
 
 
-def converted(planned: PlannedModel, matmul: Matmul, grouped_matmul: GroupedMatmul | None = None) -> PlannedModel:
-    """The same model, whose weights will have the form of `matmul`, cut over devices as that form says.
-
-    `grouped_matmul` says the form of experts; None: of a model that has none.
-    """
-    forms = Forms(matmul=matmul, grouped_matmul=grouped_matmul)
+def converted(planned: PlannedModel, forms: "Forms") -> PlannedModel:
+    """The same model, whose weights will have these forms, cut over devices as they say."""
     state = nnx.map_state(lambda _, variable: forms.shapes(variable), planned.shapes.state)
     shapes = dataclasses.replace(planned.shapes, state=state)
-    return PlannedModel(shapes=shapes, fill=lambda: _convert_all(planned.fill(), shapes, forms))
+    return PlannedModel(
+        shapes=shapes,
+        fill=lambda: _convert_all(planned.fill(), shardings_for(state, shapes.mesh), forms),
+        place=lambda params: _convert_all(planned.place(params), shardings_for(state, shapes.mesh), forms),
+    )
+
+
+def converted_tower(planned: PlannedTower, forms: "Forms") -> PlannedTower:
+    """The same for a vision tower, of which every device has the whole."""
+    state = nnx.map_state(lambda _, variable: forms.shapes(variable), planned.state)
+
+    def fill(mesh: Mesh) -> tuple[jax.Array, ...]:
+        found = jax.tree.unflatten(jax.tree.structure(planned.state), planned.fill(mesh))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        placed = jax.tree.map(lambda _: everywhere, state)
+        return tuple(jax.tree.leaves(_convert_all(found, placed, forms)))
+
+    return dataclasses.replace(planned, state=state, fill=fill)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forms:
-    """The implementations that say the form of each kind of weight; parameters that are no weights stay as they are."""
+    """The implementations that say the form of each kind of weight; parameters that are no weights stay as they are.
+
+    `grouped_matmul`: None: of a model that has no experts.
+    """
 
     matmul: Matmul
-    grouped_matmul: GroupedMatmul | None
+    grouped_matmul: GroupedMatmul | None = None
 
     def convert(self, variable: nnx.Variable) -> nnx.Variable:
         """The variable around its weight in the form that is wanted."""
@@ -64,9 +82,9 @@ class Forms:
         return self.grouped_matmul
 
 
-def _convert_all(state: nnx.State, shapes: LoadedModel, forms: Forms) -> nnx.State:
-    """Frees each weight when it is converted: one for each core is there twice."""
-    placed = dict(nnx.to_flat_state(shardings_for(shapes.state, shapes.mesh)))
+def _convert_all(state: nnx.State, shardings: nnx.State, forms: Forms) -> nnx.State:
+    """Frees each weight when it is converted: one for each core is there twice. `shardings`: of the new weights."""
+    placed = dict(nnx.to_flat_state(shardings))
 
     def one(item: tuple[Path, nnx.Variable]) -> tuple[Path, nnx.Variable]:
         path, old = item

@@ -30,13 +30,22 @@ from jaxserve.models.quantised import Kept
 from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
 from jaxserve.models.weights import Path
 from jaxserve.runtime import zeros
+from jaxserve.runtime.adapters import (
+    AdapterSizes,
+    init_slots,
+    num_params,
+    slot_shardings,
+    slots_specs,
+    write_adapter,
+)
 from jaxserve.runtime.compile import Job
 from jaxserve.runtime.drafter import Speculation
 from jaxserve.runtime.mesh import on_mesh, replicated
 from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.page_groups import PageGroups
 from jaxserve.runtime.page_moves import gather_pages, page_words, scatter_pages
-from jaxserve.runtime.row_state import NUM_ROW_FIELDS, PER_TOKEN, init_sampling_state, mask_words, row_state_size
+from jaxserve.runtime.picture_inputs import PictureSizes
+from jaxserve.runtime.row_state import PER_TOKEN, init_sampling_state, mask_words, row_state_size
 from jaxserve.runtime.runner import COPY_SLOTS, MASK_SLOTS, ROW_SLOTS, TABLE_SLOTS, TOLD_SLOTS
 from jaxserve.runtime.step import (
     DeviceState,
@@ -47,10 +56,11 @@ from jaxserve.runtime.step import (
     make_step,
     make_tell_tokens,
     make_write_masks,
+    write_embeddings,
     write_tables,
 )
 from jaxserve.runtime.xla_flags import compiler_options
-from jaxserve.sched.plan import Bucket, Limits
+from jaxserve.sched.plan import NO_ENCODER, Bucket, Limits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +76,8 @@ class Sizes:
     page_groups: PageGroups
     max_mixed_tokens: int | None = None
     speculation: Speculation | None = None
+    pictures: PictureSizes | None = None
+    adapters: AdapterSizes | None = None
 
     @property
     def widest(self) -> int:
@@ -82,6 +94,8 @@ class Sizes:
             buckets=self.buckets,
             max_mixed_tokens=self.max_mixed_tokens,
             page_groups=self.page_groups.groups,
+            encoder=NO_ENCODER if self.pictures is None else self.pictures.pool,
+            adapter_slots=0 if self.adapters is None else self.adapters.num_slots,
         )
 
 
@@ -192,9 +206,10 @@ def bucket_layouts(sizes: Sizes) -> Mapping[Bucket, Layout]:
         b: Layout.of(
             b,
             max_rows=sizes.max_rows,
-            num_params=NUM_ROW_FIELDS,
+            num_params=num_params(sizes.adapters),
             page_size=sizes.page_size,
             num_groups=len(sizes.page_groups.groups),
+            pictures=sizes.pictures,
         )
         for b in sizes.buckets
     }
@@ -214,6 +229,10 @@ def make_state(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, nu
         length=jnp.zeros(sizes.max_rows + 1, jnp.int32),
         sampling=init_sampling_state(sizes.max_rows, model.vocab_size, sizes.widest) if stage.is_last else None,
         drafter=() if sizes.speculation is None else sizes.speculation.init_state(sizes.max_rows, sizes.max_model_len),
+        embeddings=None
+        if sizes.pictures is None
+        else jnp.zeros((sizes.pictures.pool_lines, model.hidden_size), stage.dtype),
+        adapters=None if sizes.adapters is None else init_slots(sizes.adapters, stage.state, stage.dtype),
     )
 
 
@@ -255,6 +274,8 @@ def state_specs(stage: AbstractStage, attention: PagedAttention, sizes: Sizes) -
     cut: dict[str, Any] = {"caches": jax.tree.map(lambda _: by_heads, shapes.caches)}
     if specs.sampling is not None:
         cut["sampling"] = dataclasses.replace(specs.sampling, **dict.fromkeys(PER_TOKEN, by_vocab))
+    if sizes.adapters is not None:
+        cut["adapters"] = slots_specs(sizes.adapters, stage.state, stage.dtype)
     return dataclasses.replace(specs, **cut)
 
 
@@ -345,7 +366,21 @@ def make_jobs(
         if drafter.learner is not None:
             changes["enter_rows"] = (make_enter_rows(drafter.learner), (array(np.int32, ROW_SLOTS, 3),))
             changes["leave_rows"] = (make_leave_rows(drafter.learner), (array(np.int32, ROW_SLOTS, 2),))
+    if sizes.pictures is not None:
+        width = stage.partition.model.hidden_size
+        for count in dict.fromkeys(sizes.pictures.num_lines):
+            lines = (array(stage.dtype, count, width), array(np.int32, count))
+            changes[embeddings_name(count)] = (write_embeddings, lines)
     moves: list[Job] = []
+    if sizes.adapters is not None:
+        weights = jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+            sizes.adapters.shapes(stage.dtype),
+            slot_shardings(sizes.adapters, stage.mesh),
+        )
+        write = on_mesh(write_adapter, stage.mesh, (specs, whole, sizes.adapters.specs), specs)
+        args = (state, array(np.int32), weights)
+        moves.append(Job(name="write_adapter", fn=write, args=args, donate=(0,), options=options))
     if move_counts:
         sharding = packed_sharding(stage)
         words = packed_words(stage, attention, sizes) * stage.mesh.size
@@ -382,6 +417,11 @@ def gather_name(count: int) -> str:
 def scatter_name(count: int) -> str:
     """The name of an executable that unpacks so many pages."""
     return f"scatter_pages {count}"
+
+
+def embeddings_name(count: int) -> str:
+    """The name of an executable that writes so many lines of the encoder's pool."""
+    return f"write_embeddings {count}"
 
 
 def device_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:

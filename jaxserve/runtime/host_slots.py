@@ -82,6 +82,10 @@ class SlotBytes:
             weakref.finalize(self, _end, self._queue, self._thread)
         self._queue.put((list(slots), shards))
 
+    def close(self) -> None:
+        """Gives the memory back. Nothing is saved or loaded any more."""
+        self._words.clear()
+
     def wait_for(self, slots: Sequence[int]) -> None:
         """Returns once no page is on its way to any of `slots`. Raises the failure of the thread, if it failed."""
         self._filling.wait_for(slots)

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
+from jaxserve.progress import plain_lines
 from jaxserve.runtime.compile import Compiled, Compiler, Job
 from jaxserve.sched.base import BucketCounts
 from jaxserve.sched.plan import Bucket, Limits
@@ -19,6 +20,8 @@ from jaxserve.sched.plan import Bucket, Limits
 logger = logging.getLogger(__name__)
 
 THREAD_NAME = "jaxserve-later"
+_PATIENCE_S = 1.0  # for which nobody asks why a program does not end
+_LOOK_S = 0.5
 
 
 class BackgroundBuckets:
@@ -32,6 +35,7 @@ class BackgroundBuckets:
         compiler: Compiler,
         check: Callable[[Compiled], None],
         admit: Callable[[Bucket, Compiled], Limits],
+        shown: bool = False,
     ) -> None:
         """Prepares; nothing is built before `start`.
 
@@ -41,12 +45,14 @@ class BackgroundBuckets:
           compiler: builds them; it must not be used elsewhere any more.
           check: raises when an executable must not be used.
           admit: gives the runner a bucket; called on the thread of `take`.
+          shown: when the interpreter ends and waits for a compile, it says so.
         """
         self._limits = limits
         self._jobs = jobs
         self._compiler = compiler
         self._check = check
         self._admit = admit
+        self._shown = shown
         self._finished: collections.deque[tuple[Bucket, Compiled]] = collections.deque()
         self._pending = len(jobs)
         self._failed = 0
@@ -69,6 +75,10 @@ class BackgroundBuckets:
         assert self._thread is None, "started twice"
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME)
         self._thread.start()
+        if self._shown:
+            # It knows nothing but the event. With the last reference to an array, it would free that array while the
+            # interpreter ends, which kills a daemon inside of JAX, and the process with it.
+            threading.Thread(target=_tell_end, args=(self._done,), name=f"{THREAD_NAME}-end", daemon=True).start()
 
     def take(self) -> Limits | None:
         """Gives the finished buckets to the runner. Returns its new limits, None when nothing has changed."""
@@ -107,3 +117,14 @@ class BackgroundBuckets:
         self._finished.append((bucket, compiled))
         self._pending -= 1
         logger.info("%s is there, after %.2f s; %d more to come", job.name, compiled.seconds, self._pending)
+
+
+def _tell_end(done: threading.Event) -> None:
+    """Without a word, an interpreter that waits for a compile would look like one that hangs."""
+    threading.main_thread().join()
+    if done.wait(_PATIENCE_S):
+        return
+    lines = plain_lines()
+    lines.begin("ending when the step that is being compiled is done: a compile cannot be interrupted")
+    while not done.wait(_LOOK_S):
+        lines.tick()

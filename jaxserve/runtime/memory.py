@@ -34,10 +34,11 @@ class MemoryPlan:
       total_bytes: memory of the device (on a CPU: the memory that the system calls available).
       budget_bytes: the share of it that may be used.
       weight_bytes, temporary_bytes (estimated), page_bytes (one page, all slots).
-      state_bytes: sampling state and block tables.
+      state_bytes: sampling state, block tables and slots of adapters.
       limits: with the number of pages that can be granted.
       page_groups: those of `limits`, with the layers that they have.
       chosen_by: which rule fixed the number of pages.
+      adapter_bytes: of the state, the slots of LoRA adapters.
       draft_weight_bytes, draft_page_bytes: of weights and page, the part of a draft head or model.
       move_counts: pages of one launch to or from host memory; empty without it.
       move_bytes: of such launches, packed.
@@ -52,6 +53,7 @@ class MemoryPlan:
     limits: Limits
     page_groups: PageGroups
     chosen_by: str
+    adapter_bytes: int = 0
     draft_weight_bytes: int = 0
     draft_page_bytes: int = 0
     move_counts: tuple[int, ...] = ()
@@ -79,7 +81,7 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The breakdown, one item a line."""
-        page_size = self.limits.page_size
+        page_size, rows_bytes = self.limits.page_size, self.state_bytes - self.adapter_bytes
         return [
             f"device memory   {self.total_bytes / _GIB:9.3f} GiB, of which {self.budget_bytes / _GIB:.3f} may be used",
             f"weights         {self.weight_bytes / _GIB:9.3f} GiB",
@@ -89,7 +91,8 @@ class MemoryPlan:
             *self._group_lines(),
             *self._draft_lines(),
             *self._slot_lines(),
-            f"row state       {self.state_bytes / _GIB:9.3f} GiB of masks, counts and block tables",
+            *self._adapter_lines(),
+            f"row state       {rows_bytes / _GIB:9.3f} GiB of masks, counts and block tables",
             f"KV tokens       {held_tokens(self.limits, self.limits.max_model_len):9d}{self._of_length()}"
             f"{self._shortfall()}",
         ]
@@ -105,6 +108,11 @@ class MemoryPlan:
             f"host slots      {slots.num_slots * slots.page_bytes / _GIB:9.3f} GiB of host memory = {slots.num_slots} "
             f"pages, and {self.move_bytes / _GIB:.3f} GiB of the device for pages on their way"
         ]
+
+    def _adapter_lines(self) -> list[str]:
+        if not self.adapter_bytes:
+            return []
+        return [f"adapters        {self.adapter_bytes / _GIB:9.3f} GiB = {self.limits.adapter_slots} + 1 slots"]
 
     def _draft_lines(self) -> list[str]:
         if not self.draft_weight_bytes:
@@ -362,25 +370,26 @@ def _moves(move_bytes: int) -> str:
     return f", beside {move_bytes / _GIB:.2f} GiB for pages on their way to and from host memory (cache.host_bytes)"
 
 
-def check_host_memory(host_bytes: int, device_bytes: int) -> None:
-    """Raises CapacityError when this machine does not have so many bytes for host slots.
+def check_host_memory(slot_bytes: int, embedding_bytes: int, device_bytes: int) -> None:
+    """Raises CapacityError when this machine does not have so many bytes for host slots, and embeddings of pictures.
 
     `device_bytes`: what devices will hold in the same memory (`MemoryPlan.held_bytes`), nothing of which is there yet;
     0 where they have memory of their own.
     """
-    available = available_bytes()
+    available, host_bytes = available_bytes(), slot_bytes + embedding_bytes
     if not host_bytes or host_bytes + device_bytes <= available:
         return
+    settings = {"cache.host_bytes": slot_bytes, "vision.host_bytes": embedding_bytes}
+    named = [f"{name} = {size} ({size / _GIB:.2f} GiB)" for name, size in settings.items() if size]
+    names = " or ".join(name for name, size in settings.items() if size)
     left = f"{available / _GIB:.2f} GiB of memory that this machine has left"
     if device_bytes:
         raise CapacityError(
-            f"cache.host_bytes = {host_bytes} ({host_bytes / _GIB:.2f} GiB) and the {device_bytes / _GIB:.2f} GiB of "
-            f"weights and pages, which a CPU has in the same memory, are more than the {left}; lower cache.host_bytes "
-            "or cache.num_pages"
+            f"{' and '.join(named)} and the {device_bytes / _GIB:.2f} GiB of weights and pages, which a CPU has in the "
+            f"same memory, are more than the {left}; lower {names} or cache.num_pages"
         )
-    raise CapacityError(
-        f"cache.host_bytes = {host_bytes} ({host_bytes / _GIB:.2f} GiB) is more than the {left}; lower it"
-    )
+    verb, them = ("is", "it") if len(named) == 1 else ("are", names)
+    raise CapacityError(f"{' and '.join(named)} {verb} more than the {left}; lower {them}")
 
 
 def _on_grid(num_pages: int) -> int:

@@ -26,10 +26,13 @@ A bucket of several tokens a row, or of several rounds, has other sections behin
     params, grants      as above
     stops [R, 4]        tokens that end the row; NO_TOKEN in unused slots
     rounds [1]          rounds of this step
+
+Models that take pictures have further sections (`picture_inputs`).
 """
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,9 @@ from jaxtyping import Array, Int
 
 from jaxserve.runtime.row_state import NO_TOKEN
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.picture_inputs import PictureRows, PictureSizes
 
 FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
 NO_TARGET = -1
@@ -56,7 +62,16 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, bucket: Bucket, *, max_rows: int, num_params: int, page_size: int, num_groups: int) -> "Layout":
+    def of(
+        cls,
+        bucket: Bucket,
+        *,
+        max_rows: int,
+        num_params: int,
+        page_size: int,
+        num_groups: int,
+        pictures: "PictureSizes | None" = None,
+    ) -> "Layout":
         tokens, rows, decode_only = bucket[:3]
         # In each group a row that decodes takes a page at most for a token; chunks take one per page of their tokens
         # and one for a ragged start. What exceeds this (a long prefix hit) goes through `write_tables`.
@@ -80,6 +95,8 @@ class Layout:
                 "targets": (tokens,),
                 "pooled": (rows, 2),
             }
+        if pictures is not None:
+            shapes |= pictures.sections(bucket)
         sections, offset = [], 0
         for name, shape in shapes.items():
             sections.append((name, offset, shape))
@@ -114,6 +131,9 @@ class StepInputs:
     q_starts: Int[Array, " R+1"]
     targets: Int[Array, " T"]
     pooled: Int[Array, "R 2"]
+    slots: Int[Array, " T"] | None = None
+    turns: Int[Array, "3 T"] | None = None
+    deltas: Int[Array, " R"] | None = None
 
 
 def unpack(buffer: Int[Array, " size"], layout: Layout, length: Int[Array, " max_rows+1"]) -> StepInputs:
@@ -155,6 +175,7 @@ class RoundsInputs:
     grants: Int[Array, "M 3"]
     stops: Int[Array, "R 4"]
     rounds: Int[Array, " 1"]
+    deltas: Int[Array, " R"] | None = None
 
 
 def unpack_rounds(buffer: Int[Array, " size"], layout: Layout) -> RoundsInputs:
@@ -169,12 +190,13 @@ def pack(
     row_stops: np.ndarray,
     row_tokens: dict[int, np.ndarray],
     grants: tuple[PageGrant, ...],
+    pictures: "PictureRows | None" = None,
 ) -> np.ndarray:
     """Writes `plan` into a new buffer [layout.size] int32.
 
     `row_params` [max_rows + 1, F] holds the parameters of each device row, `row_stops` [max_rows + 1, NUM_STOPS] the
     tokens that end it; `row_tokens` maps rows with a prompt of interest to it [prompt_len] (targets of prompt
-    log-probabilities). `grants` are those of the plan that fit (`split_grants`).
+    log-probabilities). `grants` are those of the plan that fit (`split_grants`). `pictures`: of models that take some.
     """
     bucket = layout.bucket
     buffer = np.zeros(layout.size, np.int32)
@@ -196,6 +218,8 @@ def pack(
         view["stops"][:] = row_stops[view["rows"]]
         view["rounds"][0] = plan.rounds
         _pack_grants(view["grants"], grants, layout.max_rows)
+        if pictures is not None:
+            pictures.write(plan, view)
         return buffer
     if num_decode:
         view["context_lens"][:num_decode] = FROM_DEVICE
@@ -208,6 +232,8 @@ def pack(
     _pack_grants(view["grants"], grants, layout.max_rows)
     if not bucket.decode_only:
         _pack_tokens(plan, view, bucket, row_tokens)
+    if pictures is not None:
+        pictures.write(plan, view)
     return buffer
 
 

@@ -21,11 +21,13 @@ from jaxserve.kernels.matmul import MatmulUse
 from jaxserve.kernels.ops import GROUPED_MATMUL
 from jaxserve.kernels.paged_attention import PAGE_SIZES, AttentionUse
 from jaxserve.kernels.selection import NONE, Selector, SelectorOptions, find_selector
+from jaxserve.models.adapters.slots import projection_forms
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.layers import attention_use
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
+from jaxserve.runtime.adapters import AdapterSizes
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
 from jaxserve.runtime.drafter import FromTokens, Speculation
 from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions
@@ -112,18 +114,20 @@ def grouped_uses(partition: Partition, dtype: np.dtype, kept: Mapping[Path, Kept
     return tuple(dict.fromkeys(uses))
 
 
-def matmul_uses(dtype: np.dtype, mesh: Mesh | AbstractMesh, kept: Mapping[Path, Kept]) -> tuple[MatmulUse, ...]:
+def matmul_uses(
+    dtype: np.dtype, mesh: Mesh | AbstractMesh, kept: Mapping[Path, Kept], *, adapters: bool = False
+) -> tuple[MatmulUse, ...]:
     """The uses of products: with float weights, and with each form of codes. `kept`: of the model; experts have uses
-    of their own (`grouped_uses`)."""
-    floats = MatmulUse(dtype=jnp.dtype(dtype).name, num_devices=mesh.size)
+    of their own (`grouped_uses`). `adapters`: whether the engine takes some."""
+    floats = MatmulUse(dtype=jnp.dtype(dtype).name, num_devices=mesh.size, adapters=adapters)
     dense = [found for whole in kept.values() for found in whole.each if not found.is_experts]
     codes = (
-        dataclasses.replace(floats, storage=found.storage.of_codes, arithmetic=found.arithmetic)
+        dataclasses.replace(floats, storage=found.storage.of_codes, arithmetic=found.arithmetic, adapters=False)
         for found in dense
         if found.storage is not None
     )
     with_offsets = any(found.storage is not None and found.storage.offsets for found in dense)
-    offsets = (dataclasses.replace(floats, dtype="float32"),) if with_offsets else ()
+    offsets = (dataclasses.replace(floats, dtype="float32", adapters=False),) if with_offsets else ()
     return tuple(dict.fromkeys((floats, *offsets, *codes)))
 
 
@@ -187,6 +191,34 @@ def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype,
         max_mixed_tokens=max_mixed_tokens or None,
         speculation=speculation,
     )
+
+
+def resolve_adapters(config: Config, partition: Partition) -> AdapterSizes | None:
+    """The slots for adapters; None: there are none. Raises ConfigError for settings that do not go with them yet."""
+    asked = config.adapters
+    if not asked.slots:
+        if asked.load or asked.directory is not None:
+            raise ConfigError(
+                "adapters.load or adapters.directory is set, but adapters.slots is 0; set it to 1 or more"
+            )
+        return None
+    parallel = config.parallel
+    others = {
+        "parallel.pipeline": parallel.pipeline > 1,
+        "parallel.expert": parallel.expert > 1,
+        "hosts.num_processes": config.hosts.num_processes > 1 or config.hosts.coordinator is not None,
+        "runtime.batch_invariant": config.runtime.batch_invariant,
+        "store.kind": config.store.kind is not None or config.store.connector is not None,
+        "handoff.secret_file": config.handoff.secret_file is not None,
+        "events.port": config.events.port is not None,
+        "speculation.method": config.speculation.method not in ("none", "grammar", *DRAFTERS.names()),
+        "a decoder of the model's own": partition.model.module is not None,
+    }
+    if given := [name for name, is_set in others.items() if is_set]:
+        raise ConfigError(
+            f"adapters.slots is {asked.slots}, and adapters do not go with {', '.join(given)} yet; leave one out"
+        )
+    return AdapterSizes(num_slots=asked.slots, max_rank=asked.max_rank, forms=projection_forms(partition))
 
 
 def resolve_speculation(

@@ -22,16 +22,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api import NOT_FINITE
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
+from jaxserve.models.adapters.slots import Slots
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
+from jaxserve.runtime.adapters import step_adapters
 from jaxserve.runtime.attention_batches import group_batches
 from jaxserve.runtime.drafter import Asked, Body, Drafter, Fed
 from jaxserve.runtime.drafting import DrafterState
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, RoundsInputs, table_line, unpack_rounds
+from jaxserve.runtime.picture_inputs import picture_inputs
 from jaxserve.runtime.row_state import NO_TOKEN, Field, SamplingState
 from jaxserve.runtime.sampling import choose_tokens, write_tokens
 from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
@@ -62,24 +65,42 @@ class RoundsStep:
     drafter: Drafter
 
     def run(
-        self, model: Decoder, buffer: Int[Array, " size"], block_tables: Int[Array, "G*R+G P"], rows: Rows
+        self,
+        model: Decoder,
+        buffer: Int[Array, " size"],
+        block_tables: Int[Array, "G*R+G P"],
+        rows: Rows,
+        embeddings: Float[Array, "S D"] | None,
+        adapters: Slots | None = None,
     ) -> tuple[StepOutput, Int[Array, "G*R+G P"], Rows]:
-        """What was drawn, the block tables with the pages that the step grants, and the state after all rounds."""
+        """What was drawn, the block tables with the pages that the step grants, and the state after all rounds.
+
+        `embeddings`: the pool of those of pictures, where the model takes some. `adapters`: their slots, where the
+        engine takes some.
+        """
         inputs = unpack_rounds(buffer, self.layout)
         tables = block_tables.at[inputs.grants[:, 0], inputs.grants[:, 1]].set(inputs.grants[:, 2])
         if self.layout.bucket.rounds > 1:
-            output, rows = self._loop(model, inputs, tables, rows)
+            output, rows = self._loop(model, inputs, tables, rows, embeddings, adapters)
         else:
-            found, rows, _ = self._round(model, inputs, tables, rows, inputs.room)
+            found, rows, _ = self._round(model, inputs, tables, rows, inputs.room, embeddings, adapters)
             output = jax.tree.map(lambda leaf: leaf[None], found)
         return output, tables, rows
 
     def _loop(
-        self, model: Decoder, inputs: RoundsInputs, tables: Int[Array, "G*R+G P"], rows: Rows
+        self,
+        model: Decoder,
+        inputs: RoundsInputs,
+        tables: Int[Array, "G*R+G P"],
+        rows: Rows,
+        embeddings: Float[Array, "S D"] | None,
+        adapters: Slots | None = None,
     ) -> tuple[StepOutput, Rows]:
         """Rounds until there have been as many as asked for, or no row is left that could draw."""
         most = self.layout.bucket.rounds
-        shapes = jax.eval_shape(lambda rows: self._round(model, inputs, tables, rows, inputs.room)[0], rows)
+        shapes = jax.eval_shape(
+            lambda rows: self._round(model, inputs, tables, rows, inputs.room, embeddings, adapters)[0], rows
+        )
         blank = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
         blank = dataclasses.replace(blank, accepted=jnp.full_like(blank.accepted, NOT_TAKEN))
 
@@ -89,7 +110,7 @@ class RoundsStep:
 
         def turn(carry):
             number, room, rows, output = carry
-            found, rows, room = self._round(model, inputs, tables, rows, room)
+            found, rows, room = self._round(model, inputs, tables, rows, room, embeddings, adapters)
             output = jax.tree.map(
                 lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, number, 0), output, found
             )
@@ -105,6 +126,8 @@ class RoundsStep:
         tables: Int[Array, "G*R+G P"],
         rows: Rows,
         room: Int[Array, " R"],
+        embeddings: Float[Array, "S D"] | None,
+        adapters: Slots | None = None,
     ) -> tuple[StepOutput, Rows, Int[Array, " R"]]:
         """One round. `room`: tokens that each row may still draw; 0: it has ended its part."""
         width, num_rows = self.layout.bucket.width, self.layout.bucket.rows
@@ -122,6 +145,9 @@ class RoundsStep:
         if self.attention.selects:
             batch = dataclasses.replace(batch, prompt_lens=prompt_lens)
         batches = group_batches(batch, device_rows, tables, self.layout.max_rows, self.groups)
+        pictures = None
+        if embeddings is not None:
+            pictures = picture_inputs(embeddings, None, None, inputs.deltas, batch.positions, batch.token_rows)
         hidden, caches, taps = model.with_taps(
             tokens,
             caches,
@@ -129,7 +155,9 @@ class RoundsStep:
             self.places,
             self.attention,
             rope_lengths=prompt_lens,
+            pictures=pictures,
             taps=self.drafter.taps,
+            **step_adapters(adapters, inputs.params, batch.token_rows),
         )
         # A line for each place of each row; those without a token repeat the last one of the row.
         place = jnp.arange(width)

@@ -29,7 +29,10 @@ _MASK_BITS = 32
 
 
 class Field(enum.IntEnum):
-    """Columns of `params [R, NUM_ROW_FIELDS]`. Floats are stored as the bits of a float32."""
+    """Columns of `params [R, NUM_ROW_FIELDS]`. Floats are stored as the bits of a float32.
+
+    ADAPTER, the slot of the row's adapter, is a further column of engines that take adapters, and of no others.
+    """
 
     TEMPERATURE = 0
     TOP_K = 1
@@ -43,9 +46,10 @@ class Field(enum.IntEnum):
     PROMPT_LEN = 9
     MIN_TOKENS = 10
     FLAGS = 11
+    ADAPTER = 12
 
 
-NUM_ROW_FIELDS = len(Field)
+NUM_ROW_FIELDS = Field.ADAPTER.value
 
 
 class Flag(enum.IntFlag):

@@ -11,7 +11,7 @@ only who hands what to whom.
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,9 +19,11 @@ import numpy as np
 
 from jaxserve.api import TokenLogprobs
 from jaxserve.errors import MissingBucket
+from jaxserve.runtime.adapters import AdapterWriter
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.pack import NUM_STOPS, Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.page_moves import LOADING_LAUNCHES, pages_of_launch
+from jaxserve.runtime.picture_inputs import PictureRows
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.runtime.row_state import (
     NO_TOKEN,
@@ -36,11 +38,14 @@ from jaxserve.runtime.row_state import (
 from jaxserve.runtime.sampling import Logprobs
 from jaxserve.runtime.step import DeviceState
 from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
+from jaxserve.runtime.towers import HostEmbeddings, Tower
 from jaxserve.sched.base import InFlight
 from jaxserve.sched.plan import (
     DUMMY_PAGE,
+    AdapterLoad,
     Bucket,
     Drafted,
+    Encode,
     Limits,
     PageCopy,
     PageLoad,
@@ -52,6 +57,8 @@ from jaxserve.sched.plan import (
 )
 
 Move = TypeVar("Move", PageSave, PageLoad)
+
+Weights = Sequence[tuple[jax.Array, ...]]  # of each stage, as its executables take them
 
 COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
@@ -78,17 +85,21 @@ class Executables:
     leave_rows: jax.stages.Compiled | None
     gather_pages: Mapping[int, jax.stages.Compiled]  # by their number of pages; empty without host slots
     scatter_pages: Mapping[int, jax.stages.Compiled]
+    write_embeddings: Mapping[int, jax.stages.Compiled]  # by their number of lines; empty without pictures
+    write_adapter: AdapterWriter | None = None  # None without adapters
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Stage:
-    """The layers that one mesh holds. `state` is replaced by each launch, by the runner alone.
+    """The layers that one mesh holds. `state` is replaced by each launch, and `weights` by others of the same shapes,
+    by the runner alone.
 
-    `sharding` places what every device of the stage needs whole.
+    `sharding` places what every device of the stage needs whole. `make_state` makes the first state.
     """
 
     executables: Executables
-    weights: Any
+    weights: tuple[jax.Array, ...]
+    make_state: Callable[[], DeviceState]
     state: DeviceState
     sharding: jax.sharding.Sharding
 
@@ -106,10 +117,16 @@ class DeviceRunner:
         vocab_size: int,
         on_buffer: Callable[[np.ndarray], None] = lambda buffer: None,
         slots: SlotBytes | None = None,
+        tower: Tower | None = None,
+        pictures: PictureRows | None = None,
     ) -> None:
         """`layouts`: of all buckets, also of those to come. `num_parts`: of a plan in the pipeline.
         `vocab_size`: with padding. `on_buffer` sees all integers that go to the devices, once each. `slots`: host
-        memory for pages, where `limits` have slots."""
+        memory for pages, where `limits` have slots. `tower`, `pictures`: of a model that takes pictures."""
+        assert (tower is None) == (pictures is None) == (limits.encoder.num_pages == 0), limits.encoder
+        self._tower = tower
+        self._host_embeddings = HostEmbeddings()
+        self._pictures = pictures
         assert (slots is not None) == (limits.slots.num_slots > 0), limits.slots
         self._slots = slots
         self._loading: collections.deque[list[jax.Array]] = collections.deque()  # of each launch that loads pages
@@ -121,8 +138,10 @@ class DeviceRunner:
         self._on_buffer = on_buffer
         self._num_places = max(bucket.width for bucket in layouts)  # masks of each row
         self._step_ms: dict[Bucket, float] = {}
+        self._kept: list[list[tuple[np.ndarray, jax.sharding.Sharding]]] | None = None  # of each stage, while it sleeps
         self._last_tokens = _LastTokens(limits.max_rows, num_parts)
-        self._row_params = np.zeros((limits.max_rows + 1, NUM_ROW_FIELDS), np.int32)
+        num_fields = next(iter(layouts.values())).num_params
+        self._row_params = np.zeros((limits.max_rows + 1, num_fields), np.int32)
         self._row_stops = np.full((limits.max_rows + 1, NUM_STOPS), NO_TOKEN, np.int32)
         self._row_logprobs: dict[int, int] = {}  # row -> alternatives asked for
         self._row_prompt_logprobs: dict[int, int] = {}
@@ -150,6 +169,17 @@ class DeviceRunner:
         self._limits = self._limits.with_buckets((*self._limits.buckets, bucket), self._step_ms)
         return self._limits
 
+    def close(self) -> Weights:
+        """Gives back the memory that only this runner has, its pages and host slots, as soon as the devices use it no
+        more. It runs no further plan. Any thread: the one that dispatches may hang. Returns the weights."""
+        for stage in self._stages:
+            del stage.state
+        self._loading.clear()
+        self._host_embeddings = HostEmbeddings()
+        if self._slots is not None:
+            self._slots.close()
+        return [stage.weights for stage in self._stages]
+
     def time_steps(self) -> Limits:
         """Measures one round of each decode step, and of all that come later, for a scheduler that chooses among them.
         Returns the new limits. Before the first plan, and not for a pipeline."""
@@ -157,6 +187,37 @@ class DeviceRunner:
         self._step_ms = {bucket: self._time(bucket) for bucket in self._limits.buckets if bucket.decode_only}
         self._limits = self._limits.with_buckets(self._limits.buckets, self._step_ms)
         return self._limits
+
+    def use_weights(self, weights: Weights) -> None:
+        """See `Renewable`. The arrays are the runner's from now on."""
+        for stage, new in zip(self._stages, weights, strict=True):
+            shapes = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in new]
+            assert self._kept is not None or shapes == [(old.shape, old.dtype, old.sharding) for old in stage.weights]
+            _free(stage.weights)
+            stage.weights = new
+        self._kept = None
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See `Renewable`."""
+        assert self._kept is None, "it sleeps already"
+        self._kept = [
+            [(np.array(leaf), leaf.sharding) for leaf in (stage.weights if keep_weights else ())]
+            for stage in self._stages
+        ]
+        self._loading.clear()
+        for stage in self._stages:
+            _free(stage.weights)
+            _free(jax.tree.leaves(stage.state))
+
+    def wake_up(self, weights: Weights | None) -> None:
+        """See `Renewable`."""
+        assert self._kept is not None, "it does not sleep"
+        if weights is None:
+            weights = [tuple(jax.device_put(array, where) for array, where in kept) for kept in self._kept]
+        for stage in self._stages:
+            stage.state = stage.make_state()
+        self._last_tokens = _LastTokens(self._limits.max_rows, self._num_parts)
+        self.use_weights(weights)
 
     def _time(self, bucket: Bucket) -> float:
         """Milliseconds of a round in which all rows are the padding row, which has the dummy page; the best of some,
@@ -200,6 +261,8 @@ class DeviceRunner:
             self._write_rows(first.executables.enter_rows, rows)
         if plan.setups and first.executables.tell_tokens is not None:
             self._tell_tokens(plan)
+        if plan.adapters:
+            self._load_adapters(plan.adapters)
         if self._slots is not None:
             self._save_pages(self._slots, plan.saves)
             self._load_pages(self._slots, plan.loads)
@@ -207,13 +270,15 @@ class DeviceRunner:
             self._copy_pages(plan.copies)
         if plan.masks:
             self._write_masks(plan.masks)
+        if plan.encodes:
+            self._encode(plan.encodes)
         launched: list[_Part] = []
         for part, bucket in zip(parts, buckets, strict=True):
             layout = self._layouts[bucket]
             grants, rest = split_grants(part.grants, layout.max_grants, layout.max_rows)
             if rest:
                 self._write_tables(rest)
-            buffer = pack(part, layout, self._row_params, self._row_stops, self._row_prompts, grants)
+            buffer = pack(part, layout, self._row_params, self._row_stops, self._row_prompts, grants, self._pictures)
             self._on_buffer(buffer)
             carried: Any = None  # from stage to stage; that of the last is a `StepOutput`
             if first is not last:
@@ -268,7 +333,11 @@ class DeviceRunner:
     def _set_up(self, setup: RowSetup) -> None:
         row = setup.row
         self._forget(row)
-        self._row_params[row] = encode_row(setup)
+        if self._pictures is not None:
+            self._pictures.set_up(setup)
+        self._row_params[row, :NUM_ROW_FIELDS] = encode_row(setup)
+        if self._limits.adapter_slots:
+            self._row_params[row, Field.ADAPTER] = setup.adapter
         self._row_stops[row] = encode_stops(setup)[:NUM_STOPS]
         if setup.sampling.logprobs is not None:
             self._row_logprobs[row] = setup.sampling.logprobs
@@ -289,6 +358,37 @@ class DeviceRunner:
         self._row_logprobs.pop(row, None)
         self._row_prompt_logprobs.pop(row, None)
         self._row_prompts.pop(row, None)
+        if self._pictures is not None:
+            self._pictures.forget(row)
+
+    def _load_adapters(self, loads: tuple[AdapterLoad, ...]) -> None:
+        [stage] = self._stages
+        writer = stage.executables.write_adapter
+        assert writer is not None, "the scheduler plans adapters for engines with slots"
+        for load in loads:
+            assert load.adapter is not None, f"the adapter {load.name!r} came without its weights"
+            slot = np.int32(load.slot)
+            stage.state = writer.write(stage.state, self._put(slot, stage), load.adapter.weights)
+
+    def _encode(self, encodes: tuple[Encode, ...]) -> None:
+        """Puts the embeddings of each picture into the pool: from the tower, or from host memory."""
+        tower, rows, first = self._tower, self._pictures, self._stages[0]
+        assert tower is not None and rows is not None, "the scheduler plans pictures for models with a tower"
+        self._host_embeddings.begin_step()
+        for encode in encodes:
+            if encode.load:
+                embeddings = tower.place(self._host_embeddings.load(encode.host_id))
+            else:
+                assert encode.pixels, f"the picture {encode.digest} has no pixels"
+                embeddings = tower.encode(encode.picture)
+                self._host_embeddings.drop(encode.drops)
+                if encode.host_id:
+                    self._host_embeddings.keep(encode.host_id, embeddings, encode.num_tokens)
+            lines = np.zeros(embeddings.shape[0], np.int32)  # line 0 is of the dummy page
+            lines[: encode.num_tokens] = rows.lines(encode.page_ids, encode.num_tokens)
+            self._on_buffer(lines)
+            write = first.executables.write_embeddings[len(lines)]
+            first.state = write(first.state, embeddings, self._put(lines, first))
 
     def _write_tables(self, entries: list[tuple[int, int, int]]) -> None:
         for start in range(0, len(entries), TABLE_SLOTS):
@@ -413,6 +513,12 @@ class DeviceRunner:
         array = np.asarray(array)
         shards = [jax.device_put(array, device) for device in sorted(stage.sharding.addressable_devices, key=_number)]
         return jax.make_array_from_single_device_arrays(array.shape, stage.sharding, shards)
+
+
+def _free(arrays: Iterable[jax.Array]) -> None:
+    """At once, whoever else still refers to them."""
+    for array in arrays:
+        array.delete()
 
 
 def _number(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]

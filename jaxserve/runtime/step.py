@@ -17,13 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.api import NOT_FINITE
 from jaxserve.kernels.paged_attention import AttentionBatch, LayerCache, PagedAttention
+from jaxserve.models.adapters.slots import Slots
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.sharding import Shards
 from jaxserve.runtime import row_state
+from jaxserve.runtime.adapters import step_adapters
 from jaxserve.runtime.attention_batches import attention_batches
 from jaxserve.runtime.drafter import Body, Drafter, Fed
 from jaxserve.runtime.drafting import DrafterState, LearnsFromAnswers
 from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
+from jaxserve.runtime.picture_inputs import picture_inputs
 from jaxserve.runtime.rounds import RoundsStep, Rows
 from jaxserve.runtime.row_state import Field, SamplingState
 from jaxserve.runtime.sampling import prompt_logprobs, sample
@@ -47,6 +50,8 @@ class DeviceState:
       length: tokens that each device row has in its pages. Each stage of a pipeline counts for itself.
       sampling: last tokens, counts and masks of every device row; None in all stages but the last.
       drafter: what drafts are made from; empty where none are made.
+      embeddings: the pool of those of pictures; None in models that take none.
+      adapters: the slots of LoRA adapters; None in engines that take none.
     """
 
     caches: tuple[LayerCache, ...]
@@ -54,6 +59,8 @@ class DeviceState:
     length: Int[Array, " R+1"]
     sampling: SamplingState | None
     drafter: DrafterState = ()
+    embeddings: Float[Array, "S D"] | None = None
+    adapters: Slots | None = None
 
 
 def make_step(
@@ -93,6 +100,8 @@ def make_step(
                 buffer,
                 state.block_tables,
                 Rows(caches=state.caches, length=state.length, sampling=state.sampling, drafter=state.drafter),
+                state.embeddings,
+                state.adapters,
             )
             return output, DeviceState(
                 caches=rows.caches,
@@ -100,6 +109,8 @@ def make_step(
                 length=rows.length,
                 sampling=rows.sampling,
                 drafter=rows.drafter,
+                embeddings=state.embeddings,
+                adapters=state.adapters,
             )
 
         return several
@@ -120,6 +131,11 @@ def make_step(
             last_token = carried if state.sampling is None else state.sampling.last_token
             assert last_token is not None, "a first stage that does not sample takes the last tokens from the last"
             begin = _input_tokens(inputs, layout, last_token)
+        pictures = None
+        if state.embeddings is not None:
+            pictures = picture_inputs(
+                state.embeddings, inputs.slots, inputs.turns, inputs.deltas, inputs.positions, inputs.token_rows
+            )
         hidden, caches, taps = model.with_taps(
             begin,
             state.caches,
@@ -127,7 +143,9 @@ def make_step(
             places,
             attention,
             rope_lengths=prompt_lens,
+            pictures=pictures,
             taps=() if drafter is None else drafter.taps,
+            **step_adapters(state.adapters, inputs.params, inputs.token_rows),
         )  # [T, D]
         output, sampling, told = hidden, None, state.drafter
         if state.sampling is not None:
@@ -138,7 +156,13 @@ def make_step(
                 body = Body(model=model, attention=attention, page_size=page_size, shards=shards)
                 told, caches = drafter.absorb(state.drafter, caches, inputs.rows, fed, body)
         return output, DeviceState(
-            caches=caches, block_tables=block_tables, length=length, sampling=sampling, drafter=told
+            caches=caches,
+            block_tables=block_tables,
+            length=length,
+            sampling=sampling,
+            drafter=told,
+            embeddings=state.embeddings,
+            adapters=state.adapters,
         )
 
     return step
@@ -264,6 +288,13 @@ def write_tables(state: DeviceState, entries: Int[Array, "M 3"]) -> DeviceState:
     """Sets block table entries (line, column, page) that did not fit into a step. DONATES state."""
     tables = state.block_tables.at[entries[:, 0], entries[:, 1]].set(entries[:, 2])
     return dataclasses.replace(state, block_tables=tables)
+
+
+def write_embeddings(state: DeviceState, embeddings: Float[Array, "M D"], lines: Int[Array, " M"]) -> DeviceState:
+    """Puts the embeddings of a picture into these lines of the pool; padding goes to the dummy page. DONATES state."""
+    pool = state.embeddings
+    assert pool is not None, "the model takes no pictures"
+    return dataclasses.replace(state, embeddings=pool.at[lines].set(embeddings.astype(pool.dtype)))
 
 
 def make_copy_pages(attention: PagedAttention):

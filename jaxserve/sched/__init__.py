@@ -15,7 +15,8 @@ How the package is cut:
     state, draft    one sequence; one plan in the making
     memory          pages of sequences, from: pages (reference counts, eviction) and prefix (which page holds what)
     host_tier       pages that the device gave up, from: slots (their states) and tier_policy (which stay); refill
-                    chooses between loading and computing, loading fills slots from a store while sequences wait
+                    chooses between loading and computing, loading fills slots from a store while sequences wait,
+                    page_exchange lends slots to other engines and fills slots with pages of theirs
     budget          what the list of compiled shapes allows, and what can never run, which is refused with the reason
     speculate       how many tokens the rows of a step may draw
     headroom        who gets in only when the others keep room to grow; lengths guesses by how much

@@ -3,10 +3,15 @@
 There is no code here, so that a scheduler needs no device and a device needs no scheduler.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxserve.api import Request, TokenEvent
+from jaxserve.sched.ladder import Rung
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from jaxserve.sched.page_exchange import PageExchange
 
 
 class Scheduler(Protocol):
@@ -124,6 +129,7 @@ class CacheState(NamedTuple):
       grantable: that may be held at once; the others are withheld.
       held: that sequences hold, more than `grantable` until those that a smaller pool does not leave room for end.
       host, store: whether host memory and a store take pages in; None where there is none.
+      rung: of the ladder of degradation, see `ladder.Rung`.
     """
 
     pages: int
@@ -131,6 +137,7 @@ class CacheState(NamedTuple):
     held: int
     host: bool | None
     store: bool | None
+    rung: str = Rung.NONE.label
 
 
 class Flushable(Protocol):
@@ -164,6 +171,15 @@ class Operable(Protocol):
         """
         ...
 
+    def begin_anew(self, namespace: str, *, recompute: bool) -> None:
+        """Keys and values follow from something else from now on, such as other weights: nothing from before is found.
+
+        Called while no step is in flight. `namespace`: of the keys of pages (see `content.root_key`). `recompute`:
+        sequences that run give up their pages, too, and compute them anew with the tokens that they have; else they
+        keep them, and nobody else finds these.
+        """
+        ...
+
     def resize_pool(self, num_pages: int, *, preempt: bool) -> None:
         """From now on so many pages are given out.
 
@@ -179,6 +195,47 @@ class Operable(Protocol):
         Host memory that is off has given up all its pages; a store that is off keeps its own, is asked for none and
         gets none. Raises InvalidRequest for a tier that is not there.
         """
+        ...
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A scheduler that can bring what its device has to a store, for the servers that go on with its requests."""
+
+    def export(self, done: Callable[[int], None]) -> None:
+        """Nothing is computed from now on: plans save pages, until the store has all that it may take.
+
+        `done` is called once with 0 then, on the scheduler's thread; or by `end_export`, with the pages that are left.
+        Called between two steps.
+        """
+        ...
+
+    def end_export(self) -> None:
+        """It takes too long: no further page is saved."""
+        ...
+
+
+@runtime_checkable
+class Degrades(Protocol):
+    """A scheduler that can do without some things under pressure, and take them back. See `ladder`."""
+
+    def degrade(self, rung: Rung) -> None:
+        """From now on it stands on this rung, up or down. Called between two steps, from the scheduler's thread."""
+        ...
+
+    @property
+    def store_pages(self) -> Mapping[str, int]:
+        """Pages by what a store did with them, since the start; empty without one."""
+        ...
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """A scheduler that gives pages of prompts to other engines, and takes pages of others."""
+
+    @property
+    def exchange(self) -> "PageExchange | None":
+        """None without slots of host memory. Used between two steps, from the scheduler's thread."""
         ...
 
 
@@ -200,6 +257,24 @@ class Runner(Protocol):
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Packs, transfers and launches; returns at once. Raises MissingBucket when no compiled shape fits."""
+        ...
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A runner whose weights may change, and whose device may be given back. Methods are called while no step is in
+    flight, from the thread that dispatches."""
+
+    def use_weights(self, weights: Any) -> None:
+        """Steps from now on have these, which must be made for this runner; those before are freed."""
+        ...
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Frees the weights and the cache. `keep_weights`: in the memory of the host until `wake_up`."""
+        ...
+
+    def wake_up(self, weights: Any | None) -> None:
+        """Takes the device again, with an empty cache. `weights`: None takes those that were kept."""
         ...
 
 

@@ -13,6 +13,9 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+# Metadata of a dataclass field that has no JSON: it is read as its default.
+UNWRITTEN = types.MappingProxyType({"unwritten": True})
+
 _T = TypeVar("_T")
 _Read = Callable[[Any], Any]
 
@@ -38,8 +41,8 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 @functools.cache
 def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Name and default of each field; MISSING, which equals no value, where there is none."""
-    return tuple((field.name, field.default) for field in dataclasses.fields(kind))
+    """Name and default of each field that is written; MISSING, which equals no value, where there is none."""
+    return tuple((field.name, field.default) for field in dataclasses.fields(kind) if field.metadata != UNWRITTEN)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The mechanism of continuous batching, the same under every policy.
 
 It covers the life of sequences: admission to rows, chunks, decode rows, page growth, preemption, commit. The order of
-sequences and the choice of victims are decided in `policy`, the content of pages in `memory`, the cost of buckets in
-`budget`.
+sequences and the choice of victims are decided in `policy`, the content of pages in `memory`, the embeddings of
+pictures in `encoder_cache`, the cost of buckets in `budget`.
 
 A step is planned in this order: decode rows get the pages they need (preempting if they must), prompts that have begun
 go on, waiting sequences are admitted while rows, pages and tokens last, the last chunk is trimmed to a bucket edge.
@@ -24,35 +24,41 @@ Overlap. `schedule` may run while one step is in flight, whose tokens are unknow
 """
 
 import collections
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.sched.adapter_slots import AdapterSlots
 from jaxserve.sched.base import CacheState, Flushed, MayWait
 from jaxserve.sched.budget import StepBudget, check_fits, max_sequence_len, most_pages
 from jaxserve.sched.draft import Draft, Flight, row_setup
+from jaxserve.sched.encoder_cache import EncoderCache
 from jaxserve.sched.headroom import Headroom
 from jaxserve.sched.host_tier import HostTier
+from jaxserve.sched.ladder import Rung
 from jaxserve.sched.lengths import create_lengths
 from jaxserve.sched.loading import LOOK_AHEAD, Loader, SlotStore
 from jaxserve.sched.memory import Placement, SequenceMemory
 from jaxserve.sched.options import SchedulerOptions
+from jaxserve.sched.page_exchange import PageExchange
 from jaxserve.sched.page_watch import PageWatcher
-from jaxserve.sched.plan import Limits, StepPlan, StepResult
+from jaxserve.sched.plan import HostSlots, Limits, StepPlan, StepResult
 from jaxserve.sched.policy import Policy, broken_rule
 from jaxserve.sched.queue import WaitingQueue
 from jaxserve.sched.running import RunningSet
 from jaxserve.sched.speculate import PLAIN, Speculator
 from jaxserve.sched.state import NEVER, Group, Sequence, SequenceState
-from jaxserve.sched.tier_policy import create_tier_policy
+from jaxserve.sched.tier_policy import TierPolicy, create_tier_policy
 
+_SMALLER = 4  # of the largest step, tokens of prompts beside rows that decode, see `Rung.SMALL_CHUNKS`
 RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
 
 
 class ContinuousScheduler:
-    """A `sched.base.Scheduler` and `Operable`. Mutated only through its own methods, from one thread."""
+    """A `sched.base.Scheduler`, `Operable` and `Degrades`. Mutated only through its own methods, from one thread."""
 
     def __init__(
         self,
@@ -69,10 +75,25 @@ class ContinuousScheduler:
         max_chunk = self._budget.max_prefill_only
         slots, tier = limits.slots, None
         if slots.num_slots and options.prefix_caching:
-            tier = HostTier(slots, create_tier_policy(options.host_policy, options.host_tier))
+            tier = _make_tier(slots, options)
+            tier.saves_early = options.lends
         self.memory = SequenceMemory(
-            limits, max_chunk, options.prefix_caching, options.namespace, tier, sparse=options.sparse
+            limits,
+            max_chunk,
+            options.prefix_caching,
+            options.namespace,
+            tier,
+            sparse=options.sparse,
+            page_shares=options.page_shares,
         )
+        self.exchange = None if self.memory.tier is None else PageExchange(self.memory, self.memory.tier)
+        if options.page_shares and any(group.window is not None for group in limits.page_groups):
+            raise ConfigError(
+                "cache.page_shares is set, but layers of this model see a window of the tokens alone, and take pages "
+                "as a prompt goes on, which could not be promised to its tenant; leave cache.page_shares out"
+            )
+        self.encoder = EncoderCache(limits.encoder)
+        self.adapters = AdapterSlots(limits.adapter_slots)
         self._clock = clock
         self._queue = WaitingQueue(policy)
         self._groups: dict[str, Group] = {}
@@ -88,6 +109,7 @@ class ContinuousScheduler:
         self._loader: Loader | None = None
         self._reclaims = False  # pages beyond the size of the pool are taken from the sequences that hold them
         self._policy_may_wait = isinstance(self, MayWait)  # it may refuse a sequence while nothing runs
+        self._rung = Rung.NONE
         self._held_back: Sequence | None = None  # the first in the queue, if the last `schedule` let it wait for pages
         policy.bind(self.memory, self._lengths, clock)
 
@@ -104,7 +126,9 @@ class ContinuousScheduler:
         """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""
         if request.request_id in self._groups:
             raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
-        check_fits(request, self.limits, self._budget, self._chunked, self.memory.pool.num_grantable)
+        check_fits(request, self.limits, self._budget, self._chunked, self.memory.most_for(request))
+        self.encoder.check_fits(request)
+        assert request.adapter is None or self.limits.adapter_slots, "the engine has no adapters without slots for them"
         group = self._groups[request.request_id] = Group(request, next(self._orders))
         if request.known(0).finished:
             self._enqueue_forks(group)
@@ -148,8 +172,11 @@ class ContinuousScheduler:
         """The next step, or None when nothing can run before a commit or an add."""
         assert len(self._flights) < 2, "a second plan while one is in flight; commit the first"
         self._held_back = None
+        self.encoder.begin_step()
         if self._loader is not None:
             self._loader.poll()
+        if self.exchange is not None:
+            self.exchange.poll()
         draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
         running = self._running
         running.refresh()
@@ -170,7 +197,9 @@ class ContinuousScheduler:
                 raise broken_rule(
                     self.policy, "victim_for_page", "it gives None while nothing is in flight, so that nobody can go on"
                 )
-            return None
+            # Pages that another engine waits for are saved even if no step comes that computes something.
+            if self.exchange is None or self._flights or not self.exchange.wants_step:
+                return None
         return self._finish_plan(decoding, draft)
 
     def use_limits(self, limits: Limits) -> None:
@@ -194,7 +223,7 @@ class ContinuousScheduler:
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed, expected {flight.plan.step_id}"
         self._last_committed = plan.step_id
         drawn_by = flight.sampled
-        if self._speculator.active:
+        if self._speculator.active and plan.num_rows:
             self._learn(flight, result)
         if self.memory.tier is not None:
             self._settle_slots(self.memory.tier, plan, result)
@@ -224,8 +253,9 @@ class ContinuousScheduler:
             pool.num_pages,
             pool.num_grantable,
             pool.num_held,
-            None if tier is None else tier.enabled,
+            (self.encoder.keeps if self.encoder.pool.host_embeddings else None) if tier is None else tier.enabled,
             None if loader is None else loader.enabled,
+            self._rung.label,
         )
 
     @property
@@ -235,7 +265,27 @@ class ContinuousScheduler:
 
     def flush(self, salt: str | None) -> Flushed:
         """See `Operable`."""
+        self.encoder.flush(salt)
         return Flushed(*self.memory.flush(salt, (*self._running, *self._running.ending)))
+
+    def begin_anew(self, namespace: str, *, recompute: bool) -> None:
+        """See `Operable`."""
+        assert not self._flights, "a step is in flight, which belongs to what was before"
+        if recompute:
+            draft = Draft(self._step_id, self._budget, self._chunked, self.limits.slots.max_loads)
+            for seq in list(self._running):
+                self._preempt(seq, draft)
+            self._running.refresh()
+        waiting = [seq for group in self._groups.values() for seq in group.live.values() if seq.state is not RUNNING]
+        if self._loader is not None:
+            for seq in waiting:
+                self._loader.forget(seq)
+        self.adapters.forget_idle()
+        self.memory.rename(namespace, [*self._running, *self._running.ending, *waiting])
+        if self._loader is not None:
+            for seq in waiting:
+                self._loader.begin(seq)
+        self._blocked = (None, 0)
 
     def resize_pool(self, num_pages: int, *, preempt: bool) -> None:
         """See `Operable`."""
@@ -247,8 +297,9 @@ class ContinuousScheduler:
                 f"{limits.num_pages}"
             )
         needed = {name: most_pages(group.request, limits, self._budget) for name, group in self._groups.items()}
-        largest = max(needed, key=needed.__getitem__, default=None)
-        if largest is not None and needed[largest] > num_pages:
+        groups, most_for = self._groups, self.memory.most_for
+        unfit = [name for name in needed if needed[name] > most_for(groups[name].request, num_pages)]
+        if (largest := max(unfit, key=needed.__getitem__, default=None)) is not None:
             raise InvalidRequest(
                 f"a pool of {num_pages} pages is asked for, but the live request {largest!r} can need "
                 f"{needed[largest]}; leave it as many, abort the request, or wait until it has ended"
@@ -261,14 +312,33 @@ class ContinuousScheduler:
     def use_tiers(self, *, host: bool | None = None, store: bool | None = None) -> None:
         """See `Operable`."""
         tier, loader = self.memory.tier, self._loader
-        if host is not None and tier is None:
-            raise InvalidRequest("there is no host memory to switch: the engine was started without cache.host_bytes")
+        if host is not None and tier is None and not self.encoder.pool.host_embeddings:
+            raise InvalidRequest(
+                "there is no host memory to switch: the engine was started without cache.host_bytes, and without "
+                "vision.host_bytes"
+            )
         if store is not None and loader is None:
             raise InvalidRequest("there is no store to switch: the engine was started without store.kind")
         if tier is not None and host is not None and host != tier.enabled:
             tier.switch(host)
+        if host is not None and host != self.encoder.keeps:
+            self.encoder.switch_host(host)
         if loader is not None and store is not None:
             loader.enabled = store
+
+    def degrade(self, rung: Rung) -> None:
+        """See `Degrades`."""
+        self._rung = rung
+        if self.memory.tier is not None:
+            self.memory.tier.use_saves(rung < Rung.NO_SAVES)
+        if self._loader is not None:
+            self._loader.prefetches = rung < Rung.NO_PREFETCH
+            self._loader.spared = rung >= Rung.NO_STORE
+
+    @property
+    def store_pages(self) -> Mapping[str, int]:
+        """See `Degrades`."""
+        return {} if self._loader is None else self._loader.store.counts.pages
 
     def has_work(self) -> bool:
         """See `Scheduler.has_work`."""
@@ -294,7 +364,11 @@ class ContinuousScheduler:
         loading = [load for flight in self._flights for load in flight.plan.loads]
         writing = () if self._loader is None else self._loader.writing
         self.memory.check((*self._running, *self._running.ending), loading, writing)
+        if self.exchange is not None:
+            self.exchange.check()
         self._running.check()
+        self.encoder.check()
+        self.adapters.check()
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
@@ -307,15 +381,16 @@ class ContinuousScheduler:
         for seq in growing:
             self.memory.give_back(seq)
         if (
-            len(growing) * num_groups > pool.num_available
+            self.memory.has_shares or len(growing) * num_groups > pool.num_available
         ):  # an earlier sequence in order must not be the victim of a later one
             now_s = self._clock()
             growing.sort(key=lambda seq: self._queue.rank(seq, now_s))
         for seq in growing:
             if seq.state is not RUNNING:
                 continue  # gave way to a sequence before it
-            if pool.num_available < num_groups and not self._make_room(seq, num_groups, draft):
-                draft.stalled.append(seq)
+            if self.memory.num_available(seq) < num_groups and not self._make_room(seq, num_groups, draft):
+                if not self._yields(seq, draft):
+                    draft.stalled.append(seq)
                 continue
             draft.grants += self.memory.grow(seq)
         self._running.refresh()
@@ -331,7 +406,17 @@ class ContinuousScheduler:
 
     def _make_room(self, seq: Sequence, num_pages: int, draft: Draft) -> bool:
         """Preempts sequences behind `seq` until so many pages are available. False: there are too few behind it."""
-        return self._preempt_behind(seq, lambda: self.memory.pool.num_available >= num_pages, draft)
+        return self._preempt_behind(seq, lambda: self.memory.num_available(seq) >= num_pages, draft)
+
+    def _yields(self, seq: Sequence, draft: Draft) -> bool:
+        """Whether `seq`, which lacks a page, has given way itself, since others are within the shares of their tenants.
+
+        These may hold cached pages of its own tenant, and wait for a page as it does: then nobody would go on.
+        """
+        if not self.memory.has_shares or not any(not self.memory.may_give_way(seq, other) for other in self._running):
+            return False
+        self._give_way(seq, draft)
+        return True
 
     def _preempt_behind(self, seq: Sequence, enough: Callable[[], bool], draft: Draft) -> bool:
         """Preempts sequences behind `seq` until it is enough. False: there are too few behind it."""
@@ -340,6 +425,8 @@ class ContinuousScheduler:
         behind = [s for s in self._preemptible(draft) if rank(s, now_s) > rank(seq, now_s)]
         behind.sort(key=lambda s: rank(s, now_s))
         while not enough():
+            if self.memory.has_shares:  # which a victim may have brought a tenant down to
+                behind = [s for s in behind if self.memory.may_give_way(seq, s)]
             victim = self.policy.victim_for_page(seq, behind) if behind else None
             if victim is None:
                 return False
@@ -370,6 +457,7 @@ class ContinuousScheduler:
 
     def _leave_row(self, seq: Sequence, state: SequenceState) -> None:
         self.memory.release(seq)
+        self.adapters.release(seq.request.adapter)
         self._running.leave(seq, state)
         seq.next_check_len = 0
         seq.forkable_from = NEVER
@@ -390,6 +478,8 @@ class ContinuousScheduler:
         beside = self._budget.max_prefill_beside(len(self._running.decoding)) if self._chunked else None
         if beside is not None:
             draft.prefill_left = min(draft.prefill_left, beside)
+        if self._rung >= Rung.SMALL_CHUNKS and self._chunked and self._running.decoding:
+            draft.prefill_left = min(draft.prefill_left, max(1, self.limits.max_step_tokens // _SMALLER))
         for seq in list(self._running.prefilling):
             if seq.state is not RUNNING:
                 continue  # gave way to a sequence before it
@@ -401,6 +491,8 @@ class ContinuousScheduler:
                 if length == 0:
                     draft.stalled.append(seq)
                     continue
+            if length and not (length := self.encoder.hold(seq, seq.num_fed, length)):
+                continue  # its next picture is the work of a later step
             if not self._add_chunk(seq, length, draft):
                 return
         if draft.num_preempted or draft.stalled:
@@ -449,6 +541,9 @@ class ContinuousScheduler:
             return False
         if running and self._blocked == (seq, running.num_left):
             return False  # no sequence has left since: do not match a long prompt again at every step
+        if not self.adapters.has_room(seq.request.adapter):
+            self._blocked = (seq, running.num_left)  # until a sequence with another adapter has left
+            return False
         if not self.policy.may_admit(seq, list(running)):
             if not running and not self._flights and not self._policy_may_wait:
                 raise broken_rule(
@@ -468,10 +563,14 @@ class ContinuousScheduler:
             victim = self._victim_for(seq, draft)
             if victim is None:
                 return False
-            if running.has_free_row and self.memory.fits(placement, 0):
+            if running.has_free_row and self.memory.fits(seq, placement, 0):
                 break  # it fits but for the growth of others, which will be at the expense of sequences behind it
             self._give_way(victim, draft)
+        length = self.encoder.hold(seq, placement.start, length)
+        if length == 0:
+            return False  # its first picture is the work of a later step
         self._queue.remove(seq)
+        self.adapters.note_waiting(seq.request.adapter, -1)
         self._enter_row(seq, placement, length, draft)
         if seq.loads and not draft.take_loads(seq):
             return True  # its first chunk comes with its last load; others need not wait for that
@@ -483,6 +582,8 @@ class ContinuousScheduler:
             return None  # a page that is copied in this step must not change hands in it
         now_s, rank = self._clock(), self._queue.rank
         candidates = sorted(self._preemptible(draft), key=lambda s: rank(s, now_s))
+        if self.memory.has_shares:
+            candidates = [other for other in candidates if self.memory.may_give_way(seq, other)]
         victim = self.policy.victim_for_admission(seq, candidates) if candidates else None
         if victim is not None and victim not in candidates:
             raise broken_rule(
@@ -506,6 +607,7 @@ class ContinuousScheduler:
 
     def _enter_row(self, seq: Sequence, placement: Placement, length: int, draft: Draft) -> None:
         self._running.enter(seq)
+        seq.adapter_slot = self.adapters.hold(seq.request.adapter)
         draft.copies += self.memory.take(seq, placement, placement.start + length)
         if self._loader is not None:
             self._loader.note_placed(seq)
@@ -523,7 +625,10 @@ class ContinuousScheduler:
         self.policy.observe(decoding, [(chunk.seq, chunk.length) for chunk in draft.chunks])
         sampled = [*decoding, *(p.seq for p in draft.chunks if p.samples)] if draft.chunks else decoding
         memory = self.memory
+        if self.exchange is not None:
+            self.exchange.save()
         loads = [load for seq, count in draft.loads for load in memory.load(seq, count)]
+        encodes, pictures = self.encoder.finish_step(draft.chunks) if self.limits.encoder.num_pages else ((), ())
         plan = StepPlan(
             step_id=self._step_id,
             decode_rows=rows,
@@ -538,6 +643,9 @@ class ContinuousScheduler:
             row_tokens=row_tokens,
             width=width,
             rounds=rounds,
+            encodes=encodes,
+            pictures=pictures,
+            adapters=self.adapters.take_loads(),
         )
         for chunk in draft.chunks:
             self._advance_prefill(chunk.seq, chunk.length)
@@ -547,7 +655,8 @@ class ContinuousScheduler:
 
     def _shape_of(self, decoding: list[Sequence], draft: Draft) -> tuple[int, int]:
         """Width and rounds of the step. Beside prompts there is one round of one token."""
-        if draft.chunks or not self._speculator.active:
+        spared = self._rung >= Rung.NO_SPECULATION
+        if draft.chunks or not decoding or spared or not self._speculator.active:
             return PLAIN
         offered = self._speculator.offered(len(decoding))
         chosen = self.policy.speculate(decoding, offered)
@@ -566,7 +675,7 @@ class ContinuousScheduler:
         row_tokens: list[int] = []
         for seq in decoding:
             wanted = self._speculator.room(seq, width, rounds)
-            while seq.num_fed + wanted > seq.next_page_at and self.memory.pool.num_available >= len(seq.tables):
+            while seq.num_fed + wanted > seq.next_page_at and self.memory.num_available(seq) >= len(seq.tables):
                 draft.grants += self.memory.grow(seq)
             row_tokens.append(min(wanted, seq.next_page_at - seq.num_fed))
             seq.feed(row_tokens[-1])
@@ -595,6 +704,7 @@ class ContinuousScheduler:
     def _wait(self, seq: Sequence) -> None:
         self.policy.on_wait(seq)
         self._queue.push(seq, self._clock())
+        self.adapters.note_waiting(seq.request.adapter, 1)
         if self._loader is not None:
             self._loader.begin(seq)
 
@@ -603,6 +713,8 @@ class ContinuousScheduler:
     def _settle_slots(self, tier: HostTier, plan: StepPlan, result: StepResult) -> None:
         """The saves and loads of the plan have run; its time says what a load costs, and a token."""
         tier.commit(plan, result.num_draining)
+        if self.exchange is not None:
+            self.exchange.poll()
         if self._loader is not None:
             self._loader.write(plan)
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -642,6 +754,7 @@ class ContinuousScheduler:
     def _end(self, seq: Sequence) -> None:
         if seq.state is not RUNNING:
             self._queue.remove(seq)
+            self.adapters.note_waiting(seq.request.adapter, -1)
         self.policy.on_end(seq)
         self._speculator.forget(seq)
         if self._loader is not None:
@@ -654,3 +767,18 @@ class ContinuousScheduler:
         del group.live[seq.index]
         if not group.live and not group.unforked:
             del self._groups[seq.request_id]
+
+
+def _make_tier(slots: HostSlots, options: SchedulerOptions) -> HostTier:
+    """Raises ConfigError."""
+    shares = options.page_shares
+    if shares and isinstance(options.host_policy, TierPolicy):
+        raise ConfigError(
+            "cache.page_shares is set, so each of its tenants needs a tier policy of its own, and cache.host_policy is "
+            "a finished one; give its class or its name"
+        )
+    settings = options.host_tier
+    if shares:  # keys that are remembered take as much memory as without shares
+        settings = dataclasses.replace(settings, ghost_keys=max(1, settings.ghost_keys // (1 + len(shares))))
+    policies = [create_tier_policy(options.host_policy, settings) for _ in range(1 + len(shares))]
+    return HostTier(slots, policies[0], [*zip(policies[1:], shares.values(), strict=True)])

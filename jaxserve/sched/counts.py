@@ -7,10 +7,10 @@ of a counter that the scheduler keeps anyway, so the numbers may be of two neigh
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxserve.sched.adapter_slots import AdapterCounts
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.loading_scheduler import LoadingScheduler
-from jaxserve.sched.page_watch import PageWatcher
 
 
 class SchedulerCounts(NamedTuple):
@@ -36,6 +36,12 @@ class SchedulerCounts(NamedTuple):
       store_pages: pages by what a store behind the slots did with them; empty without such a store.
       store_breaks: how often it was left alone for a while, since it failed or was slow.
       store_late: sequences that were placed before all that they had asked of it had come.
+      encoder_pages, used_encoder_pages: of the encoder's pool, and those that hold embeddings of pictures; 0 for models
+        that take no pictures, as the next four.
+      picture_queries, picture_hits: pictures that prompts came to, and those that had their embeddings.
+      encodes, encoded_patches: pictures that the tower encoded, and their patches.
+      host_embeddings, kept_embeddings, picture_loads: that host memory has room for and keeps, and pictures that came
+        from there.
       grantable_pages: that may be held at once, see `PagePool.resize`; `withheld_pages` are not given out.
     """
 
@@ -67,13 +73,22 @@ class SchedulerCounts(NamedTuple):
     store_late: int = 0
     grantable_pages: int = 0
     withheld_pages: int = 0
+    encoder_pages: int = 0
+    used_encoder_pages: int = 0
+    picture_queries: int = 0
+    picture_hits: int = 0
+    encodes: int = 0
+    encoded_patches: int = 0
+    host_embeddings: int = 0
+    kept_embeddings: int = 0
+    picture_loads: int = 0
 
 
 def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
     """The counts now; None for a scheduler that is no `ContinuousScheduler`."""
     if not isinstance(scheduler, ContinuousScheduler):
         return None
-    memory = scheduler.memory
+    memory, encoder = scheduler.memory, scheduler.encoder
     pool = memory.pool
     available, cached = pool.num_available, pool.num_idle
     counts = SchedulerCounts(
@@ -90,8 +105,17 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         page_size=memory.page_size,
         grantable_pages=pool.num_grantable,
         withheld_pages=pool.num_withheld,
+        encoder_pages=encoder.pool.num_pages,
+        used_encoder_pages=encoder.num_used,
+        picture_queries=encoder.num_queries,
+        picture_hits=encoder.num_hits,
+        encodes=encoder.num_encodes,
+        encoded_patches=encoder.num_encoded_patches,
+        host_embeddings=encoder.pool.host_embeddings,
+        kept_embeddings=encoder.num_kept,
+        picture_loads=encoder.num_loads,
     )
-    if memory.prefix is not None and type(memory.prefix.watcher) is not PageWatcher:
+    if memory.prefix is not None and memory.prefix.watcher.passes_on:
         watcher = memory.prefix.watcher
         counts = counts._replace(noted_pages=watcher.num_noted, lost_pages=watcher.num_lost)
     tier = memory.tier
@@ -113,6 +137,13 @@ def counts_of(scheduler: Scheduler) -> SchedulerCounts | None:
         return counts
     store = scheduler.loader.store.counts
     return counts._replace(store_pages=store.pages, store_breaks=store.breaks, store_late=scheduler.loader.num_late)
+
+
+def adapter_counts_of(scheduler: Scheduler) -> AdapterCounts | None:
+    """What it has of LoRA adapters; None for one without slots for them, or that is no `ContinuousScheduler`."""
+    if not isinstance(scheduler, ContinuousScheduler) or not scheduler.adapters.num_slots:
+        return None
+    return scheduler.adapters.counts
 
 
 def page_states_of(scheduler: Scheduler) -> bytes:

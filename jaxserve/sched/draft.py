@@ -12,6 +12,7 @@ from jaxserve.sched.plan import (
     PageCopy,
     PageGrant,
     PoolSpan,
+    RowPicture,
     RowSetup,
     StepPlan,
     StepResult,
@@ -198,6 +199,8 @@ def row_setup(seq: Sequence) -> RowSetup:
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
         bad_word_ids=request.bad_word_ids,
         origin=_origin(request),
+        pictures=tuple([RowPicture.of(placed) for placed in request.pictures]),
+        adapter=seq.adapter_slot,
     )
 
 

@@ -45,8 +45,8 @@ class Headroom:
     def admits(self, seq: Sequence, placement: Placement, running: RunningSet) -> bool:
         """Whether `seq` fits now and the others keep room to grow. A sequence alone on the device need only fit."""
         if not running:
-            return self._memory.fits(placement, 0)
-        if not self._memory.fits(placement, self._watermark):
+            return self._memory.fits(seq, placement, 0)
+        if not self._memory.fits(seq, placement, self._watermark):
             return False
         if not self._growth:
             return True
@@ -55,8 +55,8 @@ class Headroom:
         num_taken = self._memory.num_taken(placement)
         newcomer = self._row(seq, self._memory.num_fresh(placement))
         full_size = num_taken + newcomer.growth(newcomer.left, self._memory.page_size)
-        if self._num_trusted == 0 or self._spare < full_size:
-            available = self._memory.num_free - self._watermark
+        if self._memory.has_shares or self._num_trusted == 0 or self._spare < full_size:
+            available = self._memory.num_free(seq) - self._watermark
             self._num_trusted = _TRUSTED
             self._spare = available - self._peak(self._rows(running))
             if self._spare < full_size:

@@ -150,10 +150,13 @@ class Loader:
 
     Attributes:
       num_filled, num_missed: pages that were asked for and came, and the others.
-      num_late: sequences that were placed before all their fills had ended.
+      num_late: sequences whose time to wait was over while pages were still on their way to them.
       costs: of fills; where computing has been faster, a sequence waits for no page of the store.
       writing: slots that are on their way to the store, and pinned.
-      enabled: whether the store is asked for pages and gets any.
+      unwritten: slots that the store had no room for when they were saved, in the order of their saves.
+      enabled: whether the store may be asked for pages and get any, by order of an operator.
+      prefetches: pages of sequences further back in the queue are asked for.
+      spared: the store is left alone meanwhile, see `ladder`.
     """
 
     def __init__(
@@ -163,6 +166,8 @@ class Loader:
         self.num_filled = self.num_missed = self.num_late = 0
         self.costs = FillCosts()
         self.enabled = True
+        self.prefetches = True
+        self.spared = False
         self.store = store
         self._memory = memory
         self._prefix = memory.prefix
@@ -175,6 +180,12 @@ class Loader:
         self._fills: dict[int, _Fill] = {}  # that have not ended
         self._prefetches: dict[Sequence, dict[int, _Fill]] = {}  # until the sequence is placed or has ended
         self.writing: set[int] = set()
+        self.unwritten: dict[int, None] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the store is asked for pages and gets any."""
+        return self.enabled and not self.spared
 
     def begin(self, seq: Sequence) -> None:
         """`seq` enters the queue."""
@@ -183,7 +194,7 @@ class Loader:
 
     def look_ahead(self, seqs: Seq[Sequence]) -> None:
         """The first sequences of the queue, in order, after all that could be admitted were."""
-        if not self.enabled:
+        if not (self.is_used and self.prefetches):
             return
         for number, seq in enumerate(seqs):
             if self._is_full:
@@ -215,6 +226,7 @@ class Loader:
         places: list[_Place] = []
         asked: list[_Place] = []
         # A fill may take the slot of another page, but not of one that the sequence itself will load.
+        owner = self._memory.owner_of(seq)
         pinned = [self._tier.pin(e, at) for e in chain for at in range(len(firsts)) if self._tier.has(e, at)]
         more = False
         for number in range(len(chain), num_blocks):
@@ -228,7 +240,7 @@ class Loader:
                 if number < first or entry.page_ids[at]:
                     continue
                 if entry.slots[at] == NO_SLOT:
-                    if not self._tier.begin_fill(entry, at, number < len(chain) + evicting):
+                    if not self._tier.begin_fill(entry, at, number < len(chain) + evicting, owner):
                         more = True
                         break
                     asked.append((entry, at))
@@ -293,7 +305,7 @@ class Loader:
 
     def holds_back(self, seq: Sequence) -> bool:
         """Whether `seq`, the first in the queue, still waits for pages that may be there soon."""
-        if self.enabled and seq in self._unasked:
+        if self.is_used and seq in self._unasked:
             self._ask(seq, None, _TRIAL_BLOCKS, None)
         wait = self._waits.get(seq)
         if wait is None:
@@ -303,7 +315,7 @@ class Loader:
             num_pending = sum(self._is_pending(place) for place in wait.places)
             if not self._is_slower(num_pending, wait.num_tokens):
                 wait.until_s += self._patience_s(wait.num_tokens)
-            if wait.more and self.enabled:
+            if wait.more and self.is_used:
                 wait.more = False
                 self._ask(seq, wait.until_s, _TRIAL_BLOCKS, None)
                 wait = self._waits[seq]
@@ -311,7 +323,8 @@ class Loader:
         pending = any(map(self._is_pending, wait.places))
         if pending and self._clock() < wait.until_s:
             return True
-        self.num_late += pending
+        if pending:
+            self.num_late += 1
         del self._waits[seq]
         return False
 
@@ -375,21 +388,36 @@ class Loader:
         for seq, wait in [*self._waits.items()]:
             if wait.more and places.intersection(wait.places):
                 wait.more = False
-                if has_all and self.enabled:
+                if has_all and self.is_used:
                     self._ask(seq, wait.until_s, len(seq.tokens), None if wait.until_s is not None else LOOK_AHEAD)
 
     def write(self, plan: StepPlan) -> None:
         """The saves of the plan have run: their slots go to the store."""
-        if not self.enabled:
+        if not self.is_used:
             return
         for save in plan.saves:
-            owner = self._tier.owner(save.slot)
-            if owner is None:  # flushed since
-                continue
-            key = StoreKey(self._prefix.salt_of(owner[0]), store_key(*owner))
-            if self.store.write(key, save.slot):
-                self._tier.pin(*owner)
-                self.writing.add(save.slot)
+            self.unwritten.pop(save.slot, None)
+            if not self._write(save.slot):
+                self.unwritten[save.slot] = None
+
+    def write_rest(self) -> None:
+        """Offers the store what it had no room for, until it has none again."""
+        for slot in [*self.unwritten]:
+            if not self._write(slot):
+                return
+            del self.unwritten[slot]
+
+    def _write(self, slot: int) -> bool:
+        """False: the store has no room for it now."""
+        owner = self._tier.owner(slot)
+        if owner is None or not self._tier.has(*owner) or slot in self.writing:  # it has another page since, or none
+            return True
+        key = StoreKey(self._prefix.salt_of(owner[0]), store_key(*owner))
+        if not self.store.write(key, slot):
+            return False
+        self._tier.pin(*owner)
+        self.writing.add(slot)
+        return True
 
 
 def store_key(entry: PageEntry, at: int) -> bytes:

@@ -17,9 +17,10 @@ admitted, and its slots are pinned; its first chunk is planned in the step of it
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from jaxserve.content import Blocks, ContentSpan
+from jaxserve.api import Request
+from jaxserve.content import Blocks, ContentSpan, salts_agree
 from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.pages import PagePool
@@ -63,7 +64,7 @@ class SequenceMemory:
     """Mutated only by the scheduler that made it. It alone writes `tables`, `chain` and `blocks` of a sequence.
 
     `max_chunk`: tokens of a prompt that a step may feed at most. `tier`: where pages go that the device gives up.
-    `sparse`: see `SchedulerOptions`.
+    `sparse`, `page_shares`: see `SchedulerOptions`.
 
     Attributes:
       num_queried_tokens, num_hit_tokens: of sequences that were placed, and those of them that were found.
@@ -81,11 +82,16 @@ class SequenceMemory:
         tier: HostTier | None = None,
         *,
         sparse: bool = False,
+        page_shares: Mapping[str, float] | None = None,
     ) -> None:
-        self.pool = PagePool(limits.num_pages)
+        shares = page_shares or {}
+        self.pool = PagePool(limits.num_pages, shares=[*shares.values()])
+        self._owners = {tenant: at for at, tenant in enumerate(shares, start=1)}
         self.page_size = limits.page_size
         self.groups = limits.page_groups
         self.tier = tier if prefix_caching else None
+        if tier is not None:
+            tier.page_owner = self.pool.owner_of
         self.costs = RefillCosts(limits.slots.load_ms)
         self.prefix = (
             PrefixCache(self.pool, limits.page_size, namespace, self.groups, tier=self.tier) if prefix_caching else None
@@ -102,9 +108,35 @@ class SequenceMemory:
     # ---- what fits -------------------------------------------------------------------------------------------------
 
     @property
-    def num_free(self) -> int:
-        """Pages that an admission may take: available ones that are not promised to prompts that have begun."""
-        return self.pool.num_available - self._num_promised
+    def has_shares(self) -> bool:
+        """Some tenants have shares of the pages."""
+        return bool(self._owners)
+
+    def owner_of(self, seq: Sequence) -> int:
+        """To whom the pages of a sequence are counted."""
+        return self._owners.get(seq.request.tenant, 0) if self._owners else 0
+
+    def owner_of_tenant(self, tenant: str) -> int:
+        """The owner that a tenant is; 0 without a share."""
+        return self._owners.get(tenant, 0)
+
+    def most_for(self, request: Request, num_grantable: int | None = None) -> int:
+        """Pages that a request can have whatever other tenants have; see `PagePool.most_for`."""
+        return self.pool.most_for(self.owner_of_tenant(request.tenant), num_grantable)
+
+    def num_available(self, seq: Sequence) -> int:
+        """Pages that a sequence which has begun may take."""
+        return self.pool.num_available_to(self.owner_of(seq))
+
+    def num_free(self, seq: Sequence) -> int:
+        """Pages that its admission may take: available ones that are not promised to prompts that have begun."""
+        return self.num_available(seq) - self._num_promised
+
+    def may_give_way(self, seq: Sequence, victim: Sequence) -> bool:
+        """Whether pages of `victim` may be taken for `seq`: not those of another tenant that has no more than its
+        share."""
+        owner = self.owner_of(victim)
+        return owner == self.owner_of(seq) or not self.pool.is_within_share(owner)
 
     def place(self, seq: Sequence, parent: Sequence | None) -> Placement:
         """The best way to place `seq` now: as a fork of `parent`, through the prefix cache, or from nothing."""
@@ -190,13 +222,13 @@ class SequenceMemory:
             for at in range(len(self.groups))
         )
 
-    def fits(self, placement: Placement, reserve: float) -> bool:
-        """Whether there are pages for it, with `reserve` left over."""
-        return self.num_taken(placement) + reserve <= self.num_free
+    def fits(self, seq: Sequence, placement: Placement, reserve: float) -> bool:
+        """Whether there are pages for `seq` there, with `reserve` left over."""
+        return self.num_taken(placement) + reserve <= self.num_free(seq)
 
     def num_missing(self, seq: Sequence) -> int:
         """Pages that are missing for `seq` to be placed now; 0 when it fits."""
-        return max(0, self.num_taken(self.place(seq, None)) - self.num_free)
+        return max(0, self.num_taken(self.place(seq, None)) - self.num_free(seq))
 
     def num_own(self, seq: Sequence) -> int:
         """Pages that become available when `seq` gives its own back."""
@@ -252,7 +284,7 @@ class SequenceMemory:
 
         Returns the copies that the plan must carry; `grants_of` are due with the setup of the row.
         """
-        assert not seq.tables and self.pool.num_available >= self.num_taken(placement), seq
+        assert not seq.tables and self.num_available(seq) >= self.num_taken(placement), seq
         num_shared = placement.start // self.page_size
         # All that it shares is held before anything is allocated, which could evict pages, and slots in their turn.
         for pages in placement.shared:
@@ -284,7 +316,7 @@ class SequenceMemory:
         seq.next_page_at = min(seq.max_fed, seq.num_columns * self.page_size)
         for at, table in enumerate(seq.tables):
             if self.groups[at].window is None:
-                table.page_ids += [self.pool.allocate() for _ in range(seq.num_columns - num_shared)]
+                table.page_ids += [self.pool.allocate(self.owner_of(seq)) for _ in range(seq.num_columns - num_shared)]
         self._reach(seq, end)
         if self.prefix is not None:
             blocks = self.blocks_of(self.prefix, seq)
@@ -303,7 +335,7 @@ class SequenceMemory:
         return []
 
     def _allocate_at(self, seq: Sequence, at: int, column: int) -> int:
-        page_id = seq.tables[at].page_ids[column] = self.pool.allocate()
+        page_id = seq.tables[at].page_ids[column] = self.pool.allocate(self.owner_of(seq))
         return page_id
 
     def grants_of(self, seq: Sequence) -> list[PageGrant]:
@@ -332,7 +364,7 @@ class SequenceMemory:
 
     def reachable(self, seq: Sequence, end: int) -> int:
         """The position, `end` at most, before which the known tokens of `seq` can be fed with the pages there are."""
-        num_missing = self.num_wanted(seq, end) - self.pool.num_available
+        num_missing = self.num_wanted(seq, end) - self.num_available(seq)
         if num_missing <= 0:
             return end
         return (-(-end // self.page_size) - -(-num_missing // len(self._windowed))) * self.page_size
@@ -351,7 +383,7 @@ class SequenceMemory:
         """Takes one page more in each group, for the position that is fed next. They are available."""
         grants = []
         for at, table in enumerate(seq.tables):
-            page_id = self.pool.allocate()
+            page_id = self.pool.allocate(self.owner_of(seq))
             grants.append(PageGrant(seq.row, len(table.page_ids), (page_id,), at))
             table.page_ids.append(page_id)
         seq.num_columns += 1
@@ -417,9 +449,18 @@ class SequenceMemory:
         `holders`: sequences that hold pages. They keep these, and publish none of them any more.
         """
         for seq in holders:
-            if salt is None or seq.request.cache_salt == salt:
+            if salt is None or salts_agree(seq.request.cache_salt, salt):
                 seq.chain, seq.chain_open = [], False
         return (0, 0) if self.prefix is None else self.prefix.flush(salt)
+
+    def rename(self, namespace: str, sequences: Iterable[Sequence]) -> None:
+        """As `flush` of all, and what `sequences`, all that there are, compute from now on has other keys."""
+        sequences = list(sequences)
+        self.flush(None, sequences)
+        for seq in sequences:
+            seq.blocks = None
+        if self.prefix is not None:
+            self.prefix.rename(namespace)
 
     def check(self, holders: Iterable[Sequence], loading: Iterable[PageLoad] = (), writing: Iterable[int] = ()) -> None:
         """Proves the counts, given all sequences that hold pages, the loads of plans in flight, and the slots that are
@@ -449,7 +490,7 @@ class SequenceMemory:
         columns, promised = -(-end // self.page_size), 0
         for at in self._windowed:
             table = seq.tables[at]
-            table.page_ids += [self.pool.allocate() for _ in range(columns - len(table.page_ids))]
+            table.page_ids += [self.pool.allocate(self.owner_of(seq)) for _ in range(columns - len(table.page_ids))]
             to_come = seq.num_columns - len(table.page_ids)
             promised += max(0, min(to_come, self._most_columns(at) - table.num_held))
         self._promise(seq, promised)

@@ -15,9 +15,11 @@ class PageWatcher:
     """The default, which watches nothing.
 
     Attributes:
+      passes_on: whether anybody is told.
       num_noted, num_lost: pages that were told of and are passed on, and those that were lost for want of room.
     """
 
+    passes_on = False
     num_noted = 0
     num_lost = 0
 

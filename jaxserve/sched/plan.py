@@ -5,13 +5,18 @@ the only seam between the two, so the same value drives the device, a fake runne
 on several hosts a broadcast.
 
 Rules that an executor may rely on:
-  * Steps are executed in the order of `step_id`; within a step: `freed_rows`, `setups`, `grants`, `saves`, `loads`,
-    `copies`, then the forward pass of `decode_rows` and `chunks`. A page freed after step i was planned can therefore
-    be granted in step i+1 even while step i still runs: the device orders the writes. And a page that changes hands in
-    a step is saved in the same step, before anything else writes it.
+  * Steps are executed in the order of `step_id`; within a step: `freed_rows`, `setups`, `grants`, `adapters`,
+    `saves`, `loads`, `copies`, `encodes`, then the forward pass of `decode_rows` and `chunks`. A page freed after step
+    i was planned can therefore be granted in step i+1 even while step i still runs: the device orders the writes. And a
+    page that changes hands in a step is saved in the same step, before anything else writes it.
+  * A step may be without tokens: it saves pages, or waits for pages of steps before it to reach their slots.
   * A slot of host memory is written by one save, and read by loads of later steps. It is written again only after the
     results of all steps that loaded it have been read.
-  * Page 0 is the dummy page: never granted, the target of padding.
+  * Page 0 is the dummy page: never granted, the target of padding. So is page 0 of the encoder's pool.
+  * A chunk with placeholders of a picture finds all embeddings of the picture in the pages that `pictures` name: put
+    there by an encode of this step or of one before, and overwritten in this step by none.
+  * The slot of an adapter that a row names has the weights of that adapter: put there by a load of this step or of one
+    before. Of several loads of a slot in one step the last one counts.
   * A row belongs to one sequence from its `RowSetup` until it stands in `freed_rows`.
   * A row that draws under a mask draws a token of it. The mask holds for this step alone. Such a row takes part in the
     first round alone; it feeds the drafts that the plan has for it, and draws at each place under the mask of that.
@@ -32,12 +37,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from jaxserve.api import SamplingParams, TokenLogprobs
+from jaxserve.content import Adapter, Picture, PlacedPicture
 from jaxserve.sched import codec
 
 __all__ = [
+    "AdapterLoad",
     "Bucket",
     "Chunk",
     "Drafted",
+    "Encode",
+    "EncoderPool",
     "HostSlots",
     "Limits",
     "PageCopy",
@@ -46,9 +55,11 @@ __all__ = [
     "PageLoad",
     "PageSave",
     "Parts",
+    "PicturePlace",
     "PoolSpan",
     "RowDraft",
     "RowMask",
+    "RowPicture",
     "RowSetup",
     "StepPlan",
     "StepResult",
@@ -103,6 +114,30 @@ class HostSlots(NamedTuple):
 NO_SLOTS = HostSlots()
 
 
+class EncoderPool(NamedTuple):
+    """Device memory for the embeddings of pictures.
+
+    Attributes:
+      num_pages: that can be given to pictures (the dummy page not counted); ids 1..num_pages. 0: the model takes none.
+      page_size: embeddings of a page.
+      max_patches: that a step encodes at most, so that rows that decode do not wait long; one picture that has more is
+        encoded in a step of its own.
+      host_embeddings: that host memory keeps behind it, for pictures that lost their pages; 0: none.
+    """
+
+    num_pages: int = 0
+    page_size: int = 64
+    max_patches: int = 0
+    host_embeddings: int = 0
+
+    def pages_of(self, num_embeddings: int) -> int:
+        """Pages of a picture."""
+        return -(-num_embeddings // self.page_size)
+
+
+NO_ENCODER = EncoderPool()
+
+
 class Bucket(NamedTuple):
     """One compiled step shape: room for `tokens` flat tokens of `rows` rows.
 
@@ -149,6 +184,8 @@ class Limits:
       max_mixed_tokens: tokens of a step with prompts beside decode rows, so that it is not much longer than a step
         without prompts; None: no limit. It is a recommendation; every plan that fits a bucket runs.
       slots: host memory for pages that the device gives up.
+      encoder: memory for embeddings of pictures.
+      adapter_slots: adapters that a step can have; 0: none.
     """
 
     max_rows: int
@@ -160,6 +197,8 @@ class Limits:
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
     step_ms: tuple[float, ...] = ()
     slots: HostSlots = NO_SLOTS
+    encoder: EncoderPool = NO_ENCODER
+    adapter_slots: int = 0
 
     def with_buckets(self, buckets: Iterable[Bucket], step_ms: Mapping[Bucket, float] | None = None) -> "Limits":
         """These limits with another list of buckets, in any order, and the times of those that are known."""
@@ -194,6 +233,30 @@ class Limits:
         return self.find_bucket(plan.num_tokens, plan.num_rows, plan.decode_only, plan.width, plan.rounds)
 
 
+class RowPicture(NamedTuple):
+    """A picture of a row's prompt, at positions [start, start + length). `digest` is in hexadecimal."""
+
+    start: int
+    length: int
+    grid: tuple[int, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, placed: PlacedPicture) -> "RowPicture":
+        picture = placed.picture
+        return cls(placed.start, picture.num_tokens, picture.grid, picture.digest.hex())
+
+    @property
+    def placed(self) -> PlacedPicture:
+        """The picture in the prompt, without pixels."""
+        return PlacedPicture(_picture(self.digest, self.grid, self.length, b""), self.start)
+
+
+def _picture(digest: str, grid: tuple[int, ...], num_tokens: int, pixels: bytes) -> Picture:
+    frames, rows, columns = grid
+    return Picture(digest=bytes.fromhex(digest), grid=(frames, rows, columns), num_tokens=num_tokens, pixels=pixels)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSetup:
     """A row is given to a sequence. Carries all the per-row state of sampling.
@@ -203,6 +266,8 @@ class RowSetup:
     `origin` is equal for sequences that may learn from each other: those of one tenant and cache salt.
     `num_tokens` are known so far (prompt, then output after a preemption). `token_ids` are the first of them: those
     that no chunk will bring, since they are in the row's pages already; all of them where `reads_history`.
+    `pictures` are all those of the prompt, whatever of it a cache has. `adapter` is the slot of its adapter, counted
+    from 1; 0: it has none.
     """
 
     row: int
@@ -216,6 +281,8 @@ class RowSetup:
     stop_token_ids: tuple[int, ...]
     bad_word_ids: tuple[tuple[int, ...], ...]
     origin: int = 0
+    pictures: tuple[RowPicture, ...] = ()
+    adapter: int = 0
 
 
 def reads_history(sampling: SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...]) -> bool:
@@ -254,6 +321,23 @@ class PageLoad(NamedTuple):
     page_id: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """The weights of an adapter go to a slot of the device, whatever it held. Slots count from 1.
+
+    `digest` is in hexadecimal, for logs; `adapter` is for the runner, and not written to them.
+    """
+
+    slot: int
+    name: str
+    digest: str
+    adapter: Adapter | None = dataclasses.field(default=None, repr=False, compare=False, metadata=codec.UNWRITTEN)
+
+    @classmethod
+    def of(cls, slot: int, adapter: Adapter) -> Self:
+        return cls(slot=slot, name=adapter.name, digest=adapter.digest.hex(), adapter=adapter)
+
+
 class PoolSpan(NamedTuple):
     """Positions [first, end) of a prompt whose final hidden states are asked for."""
 
@@ -282,6 +366,67 @@ class Chunk(NamedTuple):
         if self.pool is None:
             return range(0)
         return range(max(self.start, self.pool.first), min(self.start + len(self.token_ids), self.pool.end))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Encode:
+    """The vision tower turns a picture into embeddings, which go to `page_ids` of the encoder's pool, in order.
+
+    `digest` is in hexadecimal. The pixels are no part of the JSON, so a plan that was read from a log has none.
+
+    Host memory keeps embeddings by `host_id`, a number that is given once; 0: it does not keep these. With `load` they
+    are there, and come from there instead of the tower. Behind that the embeddings of the numbers in `drops` are
+    forgotten, and then those of the tower are kept.
+    """
+
+    digest: str
+    grid: tuple[int, ...]
+    num_tokens: int
+    page_ids: tuple[int, ...]
+    host_id: int = 0
+    load: bool = False
+    drops: tuple[int, ...] = ()
+    pixels: bytes = dataclasses.field(default=b"", repr=False, compare=False, metadata=codec.UNWRITTEN)
+
+    @classmethod
+    def of(
+        cls,
+        picture: Picture,
+        page_ids: tuple[int, ...],
+        *,
+        host_id: int = 0,
+        load: bool = False,
+        drops: tuple[int, ...] = (),
+    ) -> "Encode":
+        return cls(
+            digest=picture.digest.hex(),
+            grid=picture.grid,
+            num_tokens=picture.num_tokens,
+            page_ids=page_ids,
+            host_id=host_id,
+            load=load,
+            drops=drops,
+            pixels=picture.pixels,
+        )
+
+    @property
+    def num_patches(self) -> int:
+        """That the tower has to do with: none for a load."""
+        return 0 if self.load else self.picture.num_patches
+
+    @property
+    def picture(self) -> Picture:
+        return _picture(self.digest, self.grid, self.num_tokens, self.pixels)
+
+
+class PicturePlace(NamedTuple):
+    """Positions [start, start + length) of `row` are a picture, whose embeddings are in these pages of the encoder's
+    pool, in order."""
+
+    row: int
+    start: int
+    length: int
+    page_ids: tuple[int, ...]
 
 
 class RowMask(NamedTuple):
@@ -354,6 +499,7 @@ class StepPlan:
     in them by itself when it has drawn `row_tokens[i]` tokens, or one that ends its sequence.
     `masks` are put in by the engine, for each row that draws under `SamplingParams.structured` one, and one for each of
     its drafts. So are `drafts`, an entry for each of these rows that decodes in a step of a width above 1.
+    `pictures` are those with a placeholder in a chunk of this step.
 
     A field is declared here and nowhere else: its JSON, step logs, replays and other processes follow from the class,
     and the parts of a pipeline from its metadata (`Parts`).
@@ -374,6 +520,9 @@ class StepPlan:
     width: int = dataclasses.field(default=1, metadata=Parts.EACH.field)
     rounds: int = dataclasses.field(default=1, metadata=Parts.EACH.field)
     drafts: tuple[RowDraft, ...] = ()
+    encodes: tuple[Encode, ...] = ()
+    pictures: tuple[PicturePlace, ...] = dataclasses.field(default=(), metadata=Parts.EACH.field)
+    adapters: tuple[AdapterLoad, ...] = ()
 
     @property
     def num_tokens(self) -> int:

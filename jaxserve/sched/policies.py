@@ -23,11 +23,11 @@ from jaxserve.sched.state import Sequence, SequenceState
 
 
 class FcfsPolicy(Policy):
-    """By arrival time."""
+    """By arrival time; see `Request.order_s`, as in all policies."""
 
     def key(self, seq: Sequence, now_s: float) -> float:
         """Monotonic seconds of arrival."""
-        return seq.request.arrival_s
+        return seq.request.order_s
 
 
 class PriorityPolicy(Policy):
@@ -45,7 +45,7 @@ class PriorityPolicy(Policy):
 
     def key(self, seq: Sequence, now_s: float) -> float:
         """Seconds: the arrival, moved by the worth of the priority."""
-        return seq.request.priority * self.options.ageing_s + seq.request.arrival_s
+        return seq.request.priority * self.options.ageing_s + seq.request.order_s
 
 
 class PreemptivePolicy(PriorityPolicy):
@@ -105,7 +105,7 @@ class SjfPolicy(Policy):
     def key(self, seq: Sequence, now_s: float) -> float:
         """Seconds: the arrival, moved by the worth of the work: of a preempted sequence, of the work that is left."""
         work = seq.prompt_len + self.lengths.expected_len(seq) - seq.num_outputs
-        return seq.request.arrival_s + work * self.options.ageing_s / TOKENS_PER_LEVEL
+        return seq.request.order_s + work * self.options.ageing_s / TOKENS_PER_LEVEL
 
 
 _MAX_IDLE = 4096  # tenants without a request whose counters are remembered
@@ -140,7 +140,7 @@ class FairPolicy(Policy):
 
     def key(self, seq: Sequence, now_s: float) -> float:
         """Within a tenant: seconds of arrival."""
-        return seq.request.arrival_s
+        return seq.request.order_s
 
     def line(self, seq: Sequence) -> str:
         """A line for each tenant."""
@@ -268,7 +268,7 @@ class SloPolicy(Policy):
 
     def key(self, seq: Sequence, now_s: float) -> tuple[float, ...]:
         """The kind, and within it seconds: the latest moment to begin, or the arrival."""
-        arrival_s = seq.request.arrival_s
+        arrival_s = seq.request.order_s
         if seq is self._longest:
             return (_LONGEST, arrival_s)
         if seq.num_outputs > 0:

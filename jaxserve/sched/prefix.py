@@ -15,7 +15,7 @@ import collections
 import weakref
 from collections.abc import Sequence
 
-from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key
+from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key, salts_agree
 from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.page_watch import PageWatcher
@@ -164,19 +164,31 @@ class PrefixCache:
         """Of each group, something true where its page is on the device or can be loaded."""
         return [page_id or tier.has(entry, at) for at, page_id in enumerate(entry.page_ids)]
 
+    def idle_pages(self) -> list[tuple[PageEntry, int]]:
+        """Blocks and groups of the pages that no sequence holds, those that the device would give up last first."""
+        found = ((self._by_page[page_id], page_id) for page_id in self._pool.idle_ids())
+        return [(entry, entry.page_ids.index(page_id)) for entry, page_id in found]
+
+    def rename(self, namespace: str) -> None:
+        """Forgets all, and keys what comes from now on under another namespace (see `root_key`)."""
+        self.flush(None)
+        self._namespace = namespace
+        self._roots = weakref.WeakValueDictionary()
+
     def flush(self, salt: str | None) -> tuple[int, int]:
         """Forgets all that was found under a salt, or all; returns the numbers of pages and of slots that held it.
 
         Sequences keep the pages that they hold. Takes time in proportion to the number of entries.
         """
-        root = None if salt is None else self._roots.get(salt)
-        if salt is not None and root is None:
+        roots = [] if salt is None else [root for key, root in self._roots.items() if salts_agree(key, salt)]
+        if salt is not None and not roots:
             return 0, 0
-        below: dict[PageEntry | None, None] = {root: None}
+        below: dict[PageEntry | None, None] = dict.fromkeys(roots)
         for entry in self._by_key.values():  # an entry stands behind its parent
             if salt is None or entry.parent in below:
                 below[entry] = None
-        del below[root]
+        for root in roots:
+            del below[root]
         num_pages = num_slots = 0
         for entry in below:
             assert entry is not None and entry.parent is not None

@@ -5,7 +5,8 @@ the runner: the pool knows a slot by its number alone, so it serves real memory,
 
 Every slot is exactly one of: free; filling (a plan saves a page into it, whose result has not been read, or a store
 fills it); ready. A ready slot may be pinned: a sequence will load it, a plan in flight does, it is being written to a
-store, or a walk along its prefix is under way. Its content may then not be replaced.
+store, or a walk along its prefix is under way. It may be held for another engine, from before it is ready on. Its
+content may then not be replaced.
 """
 
 
@@ -52,6 +53,10 @@ class SlotPool:
     def pin(self, slot: int) -> None:
         """One more reader of a ready slot."""
         assert self.is_ready(slot), f"slot {slot} is read before it is filled"
+        self._num_pins[slot] += 1
+
+    def hold(self, slot: int) -> None:
+        """One more reader of a used slot, which reads it once it is ready."""
         self._num_pins[slot] += 1
 
     def unpin(self, slot: int) -> None:

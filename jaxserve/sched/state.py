@@ -103,10 +103,12 @@ class Sequence:
       ready_after: the step that must be committed before it may be admitted again.
       stepwise: the tokens that it may draw next follow from its last ones, so it waits for the commit of each step.
       num_drafts: drafts that the host has for its next tokens; NEVER where the device makes them.
+      adapter_slot: that its adapter has, while it is RUNNING; 0: it has no adapter.
       hidden_sum: over the pooled tokens of its prompt that have been committed; empty before the first.
     """
 
     __slots__ = (
+        "adapter_slot",
         "blocks",
         "chain",
         "chain_open",
@@ -152,6 +154,7 @@ class Sequence:
         assert self.num_given < max_len, f"{request.request_id}/{index} came with all of its tokens"
         self.state = SequenceState.WAITING
         self.row = -1
+        self.adapter_slot = 0
         self.num_fed = 0
         self.num_unsure = 0
         self.num_cached = 0

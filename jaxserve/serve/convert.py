@@ -36,8 +36,9 @@ RESUME_REASONS: dict[ResumeReason, pb.ResumeReason] = {
     ResumeReason.DRAINED: pb.RESUME_REASON_DRAINED,
 }
 
-# A prompt of a client: text, token ids, or chat messages.
-ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# A prompt of a client: text, token ids, or chat messages {"role": text, "content": text}. A message with pictures has
+# "pictures", too: a list of the bytes of files.
+ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +50,26 @@ class CallOptions:
       priority: smaller first; needs a policy that reads it, others refuse all but 0.
       cache_salt: prompts share cached pages only with those of the same salt.
       tenant: to whom policies such as `fair` count the request.
+      ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
+        does; None: the server's own.
       echo: the text begins with the prompt.
       chunk_tokens: tokens of a message at least, but for the first and the last of a sequence; 0: every token alone.
       timeout_s: seconds from the arrival at the server until it ends the request; None: no such limit.
+      pictures: files of the pictures that placeholders in a prompt of text or ids stand for, in their order.
+      model: the model's name, or that of a LoRA adapter beside it; empty: the model.
     """
 
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
     echo: bool = False
     chunk_tokens: int = 0
     timeout_s: float | None = None
+    pictures: Sequence[bytes] = ()
+    model: str = ""
 
 
 NO_OPTIONS = CallOptions()
@@ -108,6 +117,7 @@ def resume_from_proto(message: pb.Resume) -> Resume:
     return Resume(
         sequences=tuple(Known(tuple(one.token_ids), one.text_len, one.finished) for one in message.sequences),
         reason=next(reason for reason, number in RESUME_REASONS.items() if number == message.reason),
+        age_s=message.age_s,
     )
 
 
@@ -178,9 +188,13 @@ def request_to_proto(
             priority=options.priority,
             cache_salt=options.cache_salt,
             tenant=options.tenant,
+            ttft_target_s=options.ttft_target_s,
+            tpot_target_s=options.tpot_target_s,
             echo=options.echo,
             chunk_tokens=options.chunk_tokens,
             timeout_s=options.timeout_s,
+            pictures=options.pictures,
+            model=options.model,
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -194,17 +208,17 @@ def request_to_proto(
     return request
 
 
-def is_chat(prompt: ClientPrompt) -> TypeGuard[Sequence[Mapping[str, str]]]:
+def is_chat(prompt: ClientPrompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether the prompt is messages, rather than text or ids."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def chat_to_proto(messages: Sequence[Mapping[str, str]]) -> pb.ChatMessages:
+def chat_to_proto(messages: Sequence[Mapping[str, Any]]) -> pb.ChatMessages:
     """The messages of a chat. Raises InvalidRequest for a value that is no message."""
     return pb.ChatMessages(messages=[_chat_message(message) for message in messages])
 
 
-def tokenize_to_proto(prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool | None) -> pb.TokenizeRequest:
+def tokenize_to_proto(prompt: str | Sequence[Mapping[str, Any]], add_special_tokens: bool | None) -> pb.TokenizeRequest:
     """Raises InvalidRequest for what the wire format cannot carry."""
     try:
         request = pb.TokenizeRequest()
@@ -228,13 +242,19 @@ def detokenize_to_proto(token_ids: Sequence[int], skip_special_tokens: bool) -> 
 
 
 def _chat_message(message: Any) -> pb.ChatMessage:
+    pictures = message.get("pictures", ()) if isinstance(message, Mapping) else ()
     if (
         not isinstance(message, Mapping)
-        or set(message) != {"role", "content"}
-        or not all(isinstance(value, str) for value in message.values())
+        or set(message) - {"pictures"} != {"role", "content"}
+        or not all(isinstance(message[name], str) for name in ("role", "content"))
+        or not isinstance(pictures, list | tuple)
+        or not all(isinstance(data, bytes) for data in pictures)
     ):
-        raise InvalidRequest(f"a chat message is {{'role': text, 'content': text}}, got {message!r}")
-    return pb.ChatMessage(role=message["role"], content=message["content"])
+        raise InvalidRequest(
+            f"a chat message is {{'role': text, 'content': text}}, if need be with 'pictures': a list of bytes, got "
+            f"{message!r:.200}"
+        )
+    return pb.ChatMessage(role=message["role"], content=message["content"], pictures=pictures)
 
 
 def logprobs_to_proto(entries: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:

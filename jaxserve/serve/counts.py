@@ -4,9 +4,12 @@ The names of reasons are a closed list, and methods, routes and codes are those 
 makes up: so the number of series is bounded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from jaxserve.engine.histogram import Histogram
 from jaxserve.errors import (
+    AdapterMemoryFull,
+    ChangeUnderWay,
     DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
@@ -14,15 +17,19 @@ from jaxserve.errors import (
     PromptTooLong,
     QueueFull,
     RequestRejected,
+    TenantLimited,
     Unauthenticated,
+    UnknownModel,
     UnsupportedOption,
     UserError,
 )
 from jaxserve.kv.store import StoreUnavailable
+from jaxserve.serve.handoff import HandoffCounts
 
 OTHER = "other"  # stands for every method and route that this server does not have
 HTTP, GRPC = "http", "grpc"
 _INTERNAL = "internal_error"
+_HTTP_SECONDS = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 _REASONS: Mapping[type[JaxserveError], str] = {
     UserError: "invalid_request",
@@ -31,6 +38,9 @@ _REASONS: Mapping[type[JaxserveError], str] = {
     PromptTooLong: "prompt_too_long",
     RequestRejected: "request_rejected",
     QueueFull: "queue_full",
+    ChangeUnderWay: "busy",
+    UnknownModel: "not_found",
+    AdapterMemoryFull: "adapter_memory_full",
     Unauthenticated: "unauthenticated",
     DeadlineExceeded: "deadline_exceeded",
     EngineStopped: "engine_stopped",
@@ -55,8 +65,13 @@ HTTP_REASONS: Mapping[int, str] = {
 }
 
 
+_TENANT_REASONS = ("tenant_requests", "tenant_tokens", "tenant_concurrent_tokens")  # by `TenantLimited.limit`
+
+
 def reason_of(error: Exception) -> str:
     """The name of a refusal; an error that is not typed counts as a defect."""
+    if isinstance(error, TenantLimited):
+        return f"tenant_{error.limit}"
     return next((_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS), _INTERNAL)
 
 
@@ -66,20 +81,33 @@ class DoorCounts:
     Attributes:
       http: answers by method, route and status.
       grpc: calls by method and code.
+      http_seconds: how long the answers took, by method and route, from the first such call on.
       refused: by door and reason. All are here from the start: a rate needs the zero before the first.
+      degraded: why the process is degraded (`serve.degraded`), written by who watches it; None: it is not.
+      read_handoff: reads the counts of handoffs; None where there are none. Set before the doors open.
     """
 
     def __init__(self) -> None:
+        self.degraded: str | None = None
+        self.read_handoff: Callable[[], HandoffCounts] | None = None
         self.http: dict[tuple[str, str, str], int] = {}
+        self.http_seconds: dict[tuple[str, str], Histogram] = {}
         self.grpc: dict[tuple[str, str], int] = {}
-        both = {*_REASONS.values(), _INTERNAL}
+        both = {*_REASONS.values(), *_TENANT_REASONS, _INTERNAL}
         self.refused = {(GRPC, reason): 0 for reason in sorted(both)}
         self.refused |= {(HTTP, reason): 0 for reason in sorted(both.union(HTTP_REASONS.values()))}
 
-    def note_http(self, method: str, route: str, status: int) -> None:
-        """One answer has ended. 499: the client had left before it began."""
+    def note_http(self, method: str, route: str, status: int, seconds: float | None = None) -> None:
+        """One answer has ended, after `seconds`; None: there never was a call, only bytes.
+
+        499: the client had left before the answer began.
+        """
         key = (method, route, str(status))
         self.http[key] = self.http.get(key, 0) + 1
+        if seconds is not None:
+            if (histogram := self.http_seconds.get((method, route))) is None:
+                histogram = self.http_seconds[method, route] = Histogram(_HTTP_SECONDS)
+            histogram.add(seconds)
 
     def note_grpc(self, method: str, code: str) -> None:
         """One call has ended."""

@@ -1,6 +1,6 @@
-"""Access to the gRPC door: certificates for connections and bearer tokens for calls.
+"""Access to the gRPC door by bearer tokens, which `keys` reads; certificates of connections are in `tls`.
 
-The files are read by `tls` and `keys`, for every door. Health needs no token, since balancers have none; with TLS it
+Health needs no token, since balancers have none; with TLS it
 needs TLS as everything else.
 """
 
@@ -9,16 +9,14 @@ from typing import Any
 
 import grpc
 
-from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import Unauthenticated
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
-from jaxserve.serve.grpc_admin import ADMIN_NAME
+from jaxserve.serve.grpc_admin import ADMIN_NAMES
 from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.status import GRPC_CODES
-from jaxserve.serve.tls import read_tls
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
-_ADMIN_PREFIX = f"/{ADMIN_NAME}/"
+_ADMIN_PREFIXES = tuple(f"/{name}/" for name in ADMIN_NAMES)
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):
@@ -46,21 +44,9 @@ class BearerTokens(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # a grpc.RpcMethodHandler, or None for a method that does not exist
         method = handler_call_details.method
-        known = self._admins if self._admins is not None and method.startswith(_ADMIN_PREFIX) else self._known
+        known = self._admins if self._admins is not None and method.startswith(_ADMIN_PREFIXES) else self._known
         if known is not None and not method.startswith(_OPEN_PREFIX):
             values = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
             if len(values) != 1 or not known.accept(str(values[0])):
                 return self._refusal
         return await continuation(handler_call_details)
-
-
-def server_credentials(config: GrpcConfig) -> grpc.ServerCredentials | None:
-    """None for a server without TLS. Raises ConfigError, see `read_tls`."""
-    tls = read_tls(config, "serve.grpc")
-    if tls is None:
-        return None
-    return grpc.ssl_server_credentials(
-        [(tls.key, tls.certificate)],
-        root_certificates=tls.authorities,
-        require_client_auth=tls.authorities is not None,
-    )

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from jaxserve.errors import InvalidRequest, QueueFull, Status
+from jaxserve.errors import InvalidRequest, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
-from jaxserve.serve.retry_info import retry_metadata
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
+from jaxserve.serve.status_details import details_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,4 @@ async def _report(error: Exception, method: str, context: grpc.aio.ServicerConte
     if status is Status.INTERNAL:
         logger.error("%s failed, %s", method, reference, exc_info=error)
     code, message = GRPC_CODES[status], public_message(error, reference)
-    details: tuple[tuple[str, bytes], ...] = ()
-    if isinstance(error, QueueFull) and error.retry_after_s is not None:
-        details = retry_metadata(code, message, error.retry_after_s)
-    await context.abort(code, message, details)
+    await context.abort(code, message, details_of(error, code, message))

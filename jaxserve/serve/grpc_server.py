@@ -15,13 +15,17 @@ from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.gen import admin_pb2 as admin_pb
 from jaxserve.serve.gen import admin_pb2_grpc as admin_grpc
+from jaxserve.serve.gen import handoff_pb2 as handoff_pb
+from jaxserve.serve.gen import handoff_pb2_grpc as handoff_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
-from jaxserve.serve.grpc_access import BearerTokens, server_credentials
-from jaxserve.serve.grpc_admin import ADMIN_NAME, AdminService
+from jaxserve.serve.grpc_access import BearerTokens
+from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
+from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.ports import HeldPort
+from jaxserve.serve.tls import Certificates
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -70,17 +74,19 @@ class GrpcServer:
         config: GrpcConfig,
         max_connections: int,
         port: HeldPort | None = None,
-        admin: AdminService | None = None,
+        admin: AdminService | RouterAdminService | None = None,
         admins: KnownKeys | None = None,
+        handoff: HandoffService | None = None,
     ) -> None:
         """Reads certificates and tokens. `port` None: it is taken at the start. `admin` is for those with a token of
-        `admins`. Raises ConfigError.
+        `admins`, `handoff` for routers. Raises ConfigError.
 
         Beyond `max_connections` new ones are closed, until others end.
         """
         assert config.port is not None, "no port, no service"
         self._host, self._config, self._port = host, config, port
-        self._credentials = server_credentials(config)
+        certificates = Certificates.of(config, "serve.grpc")
+        self._credentials = None if certificates is None else certificates.grpc_credentials()
         self._service = service
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (untyped, but documented)
         self._closing = False
@@ -95,14 +101,23 @@ class GrpcServer:
         names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:
             assert admins is not None, "an operator's methods are never open"
-            methods += admin_pb.DESCRIPTOR.services_by_name["Admin"].methods_by_name
-            names.append(ADMIN_NAME)
+            kind = "Admin" if isinstance(admin, AdminService) else "RouterAdmin"
+            described = admin_pb.DESCRIPTOR.services_by_name[kind]
+            methods += described.methods_by_name
+            names.append(described.full_name)
+        if handoff is not None:
+            methods += handoff_pb.DESCRIPTOR.services_by_name["Handoff"].methods_by_name
+            names.append(HANDOFF_NAME)
         for method in methods:
             counts.grpc.setdefault((method, grpc.StatusCode.OK.name), 0)
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, max_connections))
         pb_grpc.add_InferenceServicer_to_server(self._service, self._server)
-        if admin is not None:
+        if isinstance(admin, AdminService):
             admin_grpc.add_AdminServicer_to_server(admin, self._server)
+        elif admin is not None:
+            admin_grpc.add_RouterAdminServicer_to_server(admin, self._server)
+        if handoff is not None:
+            handoff_grpc.add_HandoffServicer_to_server(handoff, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(names, self._server)
 

@@ -12,8 +12,19 @@ import grpc
 
 from jaxserve import __version__
 from jaxserve.api import FinishReason, Request, RequestOptions
-from jaxserve.engine import AnyEngine, AsyncEngine, Prompt, Update, check_token_ids
-from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError
+from jaxserve.engine import (
+    AnyEngine,
+    AsyncEngine,
+    PictureSource,
+    Prompt,
+    Update,
+    chat_prompt,
+    check_takes_pictures,
+    check_token_ids,
+    split_chat,
+    with_pictures,
+)
+from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError, UnsupportedOption
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, resume_from_proto, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
@@ -21,6 +32,11 @@ from jaxserve.serve.replies import Chunks, Replies
 from jaxserve.text import Tokenizer, check_special_text, encode_chat
 
 MAX_REQUEST_ID_CHARS = 256
+
+
+# From a request and the ticket that came with it, which may be empty: the block in which it is answered, entered once
+# its pages are here.
+Receive = Callable[[Request, bytes], contextlib.AbstractAsyncContextManager[None]]
 
 
 class _Early:
@@ -33,9 +49,12 @@ class _Early:
 class InferenceService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
-    def __init__(self, engine: AsyncEngine, *, refuse_special_text: bool = True) -> None:
-        """`refuse_special_text`: as in `GrpcConfig`."""
+    def __init__(
+        self, engine: AsyncEngine, *, refuse_special_text: bool = True, receive: Receive | None = None
+    ) -> None:
+        """`refuse_special_text`: as in `GrpcConfig`. `receive`: see `generate_replies`."""
         self._engine = engine
+        self._receive = receive
         self._refuse_special_text = refuse_special_text
         self._num_live = 0
         self._early: dict[str, _Early] = {}  # requests that have an id and that the engine does not know yet
@@ -64,6 +83,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 traceparent=_traceparent(context),
                 is_aborted=lambda: self._hand_over(request_id, early),
                 refuse_special_text=self._refuse_special_text,
+                receive=self._receive,
             )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
@@ -133,37 +153,60 @@ async def generate_replies(
     traceparent: str = "",
     is_aborted: Callable[[], bool] = lambda: False,
     refuse_special_text: bool = True,
+    receive: Receive | None = None,
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """The messages that answer one request, for every door that speaks them.
 
     `remaining_s` until the deadline of the call, None without one. `is_aborted` is called once, just before the
-    request is submitted: from then on aborts go to the engine. Close it, rather than drop it, to end the
-    request at once. `refuse_special_text`: as in `GrpcConfig`. Raises the typed errors of `AsyncEngine.stream`, and
-    InvalidRequest or a similar error for a message that cannot be taken.
+    request is submitted: from then on aborts go to the engine. Close it, rather than drop it, to end the request at
+    once. `refuse_special_text`: as in `GrpcConfig`. `receive` hears of every request, and gets the pages of one
+    with a ticket; None refuses such requests. Raises the typed errors of `AsyncEngine.stream`, and InvalidRequest
+    or a similar error for a message that cannot be taken.
     """
+    if message.ticket and receive is None:
+        raise UnsupportedOption("the request has a ticket, and this server takes no pages of others; leave it out")
+    prepared = await prepare_message(async_engine, message, remaining_s, traceparent, refuse_special_text)
+    replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
+    async with contextlib.AsyncExitStack() as stack:
+        holds = bool(message.ticket)
+        if receive is not None:
+            await stack.enter_async_context(receive(prepared, message.ticket))
+        if is_aborted():
+            count = prepared.sampling.n
+            for k in range(count):
+                reason = FinishReason.ABORT
+                yield await replies.build(Update(prepared.request_id, k, finish_reason=reason, last=k == count - 1))
+            return
+        # Closed here and not by the garbage collector: closing aborts the request, and its pages must not wait.
+        async with contextlib.aclosing(async_engine.stream(prepared)) as updates:
+            try:
+                async for update in updates:
+                    if holds:  # its pages have been loaded
+                        holds = False
+                        await stack.aclose()
+                    if (ready := chunks.take(update)) is not None:
+                        yield await replies.build(ready)
+            except JaxserveError:
+                for ready in chunks.take_rest():  # the client may keep the text generated so far
+                    yield await replies.build(ready)
+                raise
+
+
+async def prepare_message(
+    async_engine: AsyncEngine,
+    message: pb.GenerateRequest,
+    remaining_s: float | None,
+    traceparent: str = "",
+    refuse_special_text: bool = True,
+) -> Request:
+    """The request of a message, encoded on a thread of its own. Arguments and errors as of `generate_replies`."""
     arrived_s = time.monotonic()
-    prepared = await async_engine.run(
+    return await async_engine.run(
         lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent, refuse_special_text),
         prompts=1,
         n=message.sampling.n or 1,
+        tenant=None if message.resume.sequences else message.tenant,
     )
-    replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
-    if is_aborted():
-        count = prepared.sampling.n
-        for k in range(count):
-            reason = FinishReason.ABORT
-            yield await replies.build(Update(prepared.request_id, k, finish_reason=reason, last=k == count - 1))
-        return
-    # Closed here and not by the garbage collector: closing aborts the request, and its pages must not wait.
-    async with contextlib.aclosing(async_engine.stream(prepared)) as updates:
-        try:
-            async for update in updates:
-                if (ready := chunks.take(update)) is not None:
-                    yield await replies.build(ready)
-        except JaxserveError:
-            for ready in chunks.take_rest():  # the client may keep the text generated so far
-                yield await replies.build(ready)
-            raise
 
 
 def _prepare(
@@ -188,6 +231,9 @@ def _prepare(
             priority=message.priority,
             cache_salt=message.cache_salt,
             tenant=message.tenant,
+            adapter=message.model or None,
+            ttft_target_s=message.ttft_target_s if message.HasField("ttft_target_s") else None,
+            tpot_target_s=message.tpot_target_s if message.HasField("tpot_target_s") else None,
             timeout_s=_time_left_s(message, arrived_s, remaining_s),
             traceparent=traceparent,
             echo=message.echo,
@@ -214,25 +260,40 @@ def _time_left_s(message: pb.GenerateRequest, arrived_s: float, remaining_s: flo
 
 def _prompt(engine: AnyEngine, message: pb.GenerateRequest, refuse_special_text: bool) -> Prompt:
     kind = message.WhichOneof("prompt")
+    sources = [PictureSource(f"pictures[{number}]", data) for number, data in enumerate(message.pictures)]
     if kind == "text":
-        return message.text
+        return chat_prompt(message.text, sources)
     if kind == "token_ids":
         refuse_unknown_fields(message.token_ids)
-        return tuple(message.token_ids.ids)
+        return {"prompt_token_ids": tuple(message.token_ids.ids), "multi_modal_data": {"image": sources}}
     if kind == "chat":
-        return _chat_ids(engine, message.chat, refuse_special_text)
+        if sources:
+            raise InvalidRequest("pictures of a chat belong to its messages; set ChatMessage.pictures")
+        token_ids, sources = _chat_ids(engine, message.chat, refuse_special_text)
+        return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": sources}}
     raise InvalidRequest("the request has no prompt; set text, token_ids or chat")
 
 
-def _chat_ids(engine: AnyEngine, chat: pb.ChatMessages, refuse_special_text: bool) -> list[int]:
+def _chat_ids(
+    engine: AnyEngine, chat: pb.ChatMessages, refuse_special_text: bool
+) -> tuple[list[int], list[PictureSource]]:
+    """The prompt with a placeholder for each picture, and the pictures."""
     for part in (chat, *chat.messages):
         refuse_unknown_fields(part)
     template, tokenizer = engine.chat_template(), engine.tokenizer
     assert tokenizer is not None, "a chat template without a tokenizer"
-    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+    messages, sources = split_chat([_message(message) for message in chat.messages])
+    check_takes_pictures(engine.model.pictures, sources)
     if refuse_special_text:
         check_special_text(tokenizer, messages)
-    return encode_chat(tokenizer, template, messages)
+    return encode_chat(tokenizer, template, messages), sources
+
+
+def _message(message: pb.ChatMessage) -> dict[str, object]:
+    if not message.pictures:
+        return {"role": message.role, "content": message.content}
+    text = [{"type": "text", "text": message.content}] if message.content else []
+    return {"role": message.role, "content": [*({"type": "image", "image": data} for data in message.pictures), *text]}
 
 
 def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest, refuse_special_text: bool) -> list[int]:
@@ -245,7 +306,7 @@ def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest, refuse_special_tex
         return _tokenizer(engine).encode(message.text, add_special_tokens=add)
     if message.HasField("add_special_tokens"):
         raise InvalidRequest("add_special_tokens is for text; the chat template writes all special tokens of a chat")
-    return _chat_ids(engine, message.chat, refuse_special_text)
+    return list(with_pictures(engine.model.pictures, *_chat_ids(engine, message.chat, refuse_special_text))[0])
 
 
 def _detokenize(engine: AnyEngine, message: pb.DetokenizeRequest) -> str:

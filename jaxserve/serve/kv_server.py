@@ -7,17 +7,14 @@ It ends after its grace, or at a second signal, even while calls hang in a file 
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, KVServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import Blobs, BlobsError, BlobTooLarge
@@ -27,10 +24,9 @@ from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import BlobName, is_shown_name
 from jaxserve.kv.remote import MAX_NAMES, MESSAGE_OVERHEAD
-from jaxserve.kv.workers import Workers
+from jaxserve.serve.page_port import PORT_OPTIONS, call_threads, mutual_credentials
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
-from jaxserve.serve.tls import ServerTls, read_tls
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ async def kv_server(
     config: KVServerConfig, shutdown: Shutdown, on_ready: Callable[[str], None] = lambda address: None
 ) -> int:
     """`kv_server_forever` without signals; `on_ready` gets the bound `host:port`."""
-    credentials = _credentials(config)
+    credentials = mutual_credentials(config, "kv_server", config.host, "clients")
     held = HeldPort(config.host, config.port, "kv_server.port", "kv_server.host")
     try:
         blobs = _blobs(config)
@@ -158,39 +154,15 @@ def _answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
         raise AssertionError("abort raises") from error
 
 
-class _Pool(Executor):
-    """Threads for gRPC that may be left behind: a process waits for those of a ThreadPoolExecutor before it ends."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """See `Executor`."""
-        future: Future[T] = Future()
-        accepted = self._workers.submit(functools.partial(_run, future, functools.partial(fn, *args, **kwargs)))
-        assert accepted, "gRPC bounds the calls at once"
-        return future
-
-
-def _run(future: "Future[T]", call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
-
-
 def _server(config: KVServerConfig, blobs: Blobs) -> grpc.Server:
     max_calls = 8 * config.threads
-    pool: Any = _Pool(Workers("kv-server", config.threads, max_calls))  # its stubs ask for a ThreadPoolExecutor
+    pool = call_threads("kv-server", config.threads, max_calls)
     server = grpc.server(
         pool,
         maximum_concurrent_rpcs=max_calls,
         options=[
             ("grpc.max_receive_message_length", config.max_page_bytes + MESSAGE_OVERHEAD),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
+            *PORT_OPTIONS,
         ],
     )
     service = PagesService(blobs, max_page_bytes=config.max_page_bytes)
@@ -210,51 +182,3 @@ def _blobs(config: KVServerConfig) -> DirectoryBlobs | MemoryStore:
     if config.directory is None:
         return MemoryStore(None, config.max_bytes, policy=config.policy, admission=config.admission)
     return DirectoryBlobs(Path(config.directory), config.max_bytes, policy=config.policy, admission=config.admission)
-
-
-def _credentials(config: KVServerConfig) -> grpc.ServerCredentials | None:
-    tls = read_tls(config, "kv_server")
-    if tls is None or tls.authorities is None:
-        if not is_loopback(config.host):
-            raise ConfigError(
-                f"kv_server.host is {config.host}, which other machines reach, so clients must show a certificate: set "
-                "kv_server.tls_cert, tls_key and tls_client_ca, or listen on 127.0.0.1"
-            )
-        if tls is None:
-            return None
-    # gRPC keeps the last configuration where it is given None, which its stubs do not know.
-    fetch: Any = RenewedCertificates(config, tls).fetch
-    return grpc.dynamic_ssl_server_credentials(
-        _configuration(tls), fetch, require_client_authentication=tls.authorities is not None
-    )
-
-
-class RenewedCertificates:
-    """Reads the files again for each connection, since certificates are renewed more often than servers start."""
-
-    def __init__(self, config: KVServerConfig, tls: ServerTls) -> None:
-        self._config = config
-        self._last = (tls.certificate, tls.key, tls.authorities)
-        self._is_readable = True
-
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: they are as before, or cannot be read just now. Called by gRPC in a handshake."""
-        try:
-            tls = read_tls(self._config, "kv_server")
-        except ConfigError as error:
-            if self._is_readable:
-                logger.warning("%s; the last certificates stay in use", error)
-            self._is_readable = False
-            return None
-        assert tls is not None, "the config has not changed"
-        self._is_readable = True
-        files = (tls.certificate, tls.key, tls.authorities)
-        if files == self._last:
-            return None
-        self._last = files
-        logger.info("the certificates were renewed")
-        return _configuration(tls)
-
-
-def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], root_certificates=tls.authorities)

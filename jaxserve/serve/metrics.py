@@ -7,7 +7,8 @@ dashboard moves over by changing the prefix.
 """
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -16,13 +17,15 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
-from jaxserve.engine import AnyEngine, EngineStats
+from jaxserve.engine import AnyEngine, Engine
+from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.engine.histogram import HistogramSnapshot
 from jaxserve.engine.stats import StepStats, Totals
 from jaxserve.sched.counts import SchedulerCounts
 from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.handoff import HandoffCounts
+from jaxserve.serve.metric_names import PREFIX, VllmNames
 
-PREFIX = "jaxserve:"
 _LABELS = ("model_name", "engine")
 _GRAMMAR = "grammar"  # the method of drafts that the host makes
 
@@ -35,8 +38,13 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
     "request_queue_time_seconds": ("queue", "From a request's submission to its first step."),
     "request_prefill_time_seconds": ("prefill", "From a request's first step to its first token."),
     "request_decode_time_seconds": ("decode", "From a request's first token to its last."),
+    "request_inference_time_seconds": ("inference", "From a request's first step to its last token."),
     "request_prompt_tokens": ("prompt_tokens", "Prompt tokens of a request."),
+    "request_prefill_kv_computed_tokens": ("prefill_tokens", "Of these, tokens that were not in the prefix cache."),
     "request_generation_tokens": ("new_tokens", "Generated tokens of a request."),
+    "request_max_num_generation_tokens": ("longest", "Tokens of the longest sequence of a request."),
+    "request_params_n": ("n", "Sequences that a request asked for."),
+    "request_params_max_tokens": ("max_tokens", "Tokens that each of its sequences might have."),
     "iteration_tokens_total": ("step_tokens", "Tokens of a step, padding left out."),
     "step_duration_seconds": ("step", "One turn of the loop: plan, launch, wait, hand out."),
 }
@@ -79,11 +87,14 @@ def exposition(registry: CollectorRegistry, accept: str) -> Exposition:
     return Exposition(encode(registry, escaping=ALLOWUTF8), content_type)
 
 
-def make_registry(engine: AnyEngine, counts: DoorCounts) -> CollectorRegistry:
-    """A registry of one server: the engine, its doors, and the process (memory, descriptors, CPU time)."""
+def make_registry(engine: AnyEngine, counts: DoorCounts, *, vllm_names: bool = False) -> CollectorRegistry:
+    """A registry of one server: the engine, its doors, and the process (memory, descriptors, CPU time).
+
+    `vllm_names`: the figures that vLLM has, too, are there a second time, under its names.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(engine))
-    registry.register(DoorCollector(engine.model.name, counts))
+    for collector in (EngineCollector(engine), DoorCollector(engine.model.name, counts)):
+        registry.register(VllmNames(collector) if vllm_names else collector)
     ProcessCollector(registry=registry)
     return registry
 
@@ -112,6 +123,47 @@ class DoorCollector(Collector):
             for values, number in found.items():
                 family.add_metric([self._model_name, *values], number)
             yield family
+        durations = HistogramMetricFamily(
+            PREFIX + "http_request_duration_seconds",
+            "From the headers of an HTTP call to the end of its answer, by method and route.",
+            labels=(_LABELS[0], "method", "route"),
+        )
+        for values, histogram in counts.http_seconds.copy().items():
+            snapshot = histogram.snapshot()
+            durations.add_metric([self._model_name, *values], buckets_of(snapshot), snapshot.total)
+        yield durations
+        degraded = GaugeMetricFamily(PREFIX + "degraded", "1 while /health says degraded.", labels=_LABELS[:1])
+        degraded.add_metric([self._model_name], float(counts.degraded is not None))
+        yield degraded
+        yield from _handoff_metrics(self._model_name, counts.read_handoff)
+
+
+def _handoff_metrics(model_name: str, read: Callable[[], HandoffCounts] | None) -> Iterator[Metric]:
+    """Families of a server without handoffs have no samples."""
+    counts = HandoffCounts() if read is None else read()
+    sent = {"sent": counts.bytes_sent, "pulled": counts.bytes_pulled}
+    for name, text, label, found in (
+        ("handoff_prefills", "Prompts computed for others: lent, short, refused, failed.", "outcome", counts.prefills),
+        ("handoff_ended_leases", "Leases of pages that ended: released, expired.", "how", counts.leases),
+        ("handoff_tokens", "Prompt tokens of requests with tickets: cached, pulled, computed.", "way", counts.tokens),
+        ("handoff_missed_tokens", "Tokens that were to be pulled and were not, by reason.", "reason", counts.missed),
+        ("handoff_bytes", "Bytes of pages: sent, pulled.", "way", sent),
+    ):
+        family = CounterMetricFamily(PREFIX + name, text, labels=(_LABELS[0], label))
+        if read is not None:
+            for value, number in found.items():
+                family.add_metric([model_name, value], number)
+        yield family
+    for name, text, kind, number in (
+        ("handoff_pulls", "Requests that came with tickets.", CounterMetricFamily, counts.num_pulls),
+        ("handoff_pull_seconds", "Time for which these waited for pages.", CounterMetricFamily, counts.pull_s),
+        ("handoff_leases", "Prompts whose pages wait to be fetched.", GaugeMetricFamily, counts.live_leases),
+        ("handoff_lent_slots", "Slots of host memory with these pages.", GaugeMetricFamily, counts.lent_slots),
+    ):
+        family = kind(PREFIX + name, text, labels=_LABELS[:1])
+        if read is not None:
+            family.add_metric([model_name], number)
+        yield family
 
 
 class EngineCollector(Collector):
@@ -123,15 +175,18 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families, in the order of the documentation."""
         name = self._engine.model.name
-        readings = [_Reading.of(name, number, stats) for number, stats in enumerate(self._engine.stats)]
+        readings = [_Reading.of(name, number, engine) for number, engine in enumerate(self._engine.replicas)]
         yield from _request_metrics(readings)
         yield from _page_metrics(readings)
         yield from _step_metrics(readings)
         yield from _draft_metrics(readings, self._engine.model.drafter)
         yield from _histograms(readings)
         yield _alive(readings)
+        yield from _watched(readings)
         yield self._bucket_metrics(name)
+        yield from self._degradation_metrics(name)
         yield from self._engine_metrics(name)
+        yield from self._adapter_metrics(name)
 
     def _bucket_metrics(self, name: str) -> Metric:
         family = GaugeMetricFamily(
@@ -143,6 +198,51 @@ class EngineCollector(Collector):
             for state, count in stats.bucket_counts._asdict().items():
                 family.add_metric([name, str(number), state], count)
         return family
+
+    def _degradation_metrics(self, name: str) -> Iterator[Metric]:
+        rungs = GaugeMetricFamily(
+            PREFIX + "degradation_rung",
+            "What the engine does without under pressure; 0: nothing.",
+            labels=_LABELS,
+        )
+        pressures = GaugeMetricFamily(
+            PREFIX + "degradation_pressure",
+            "Measured over meant to be at most: queue, steps, tiers; 0 without degrade.highest.",
+            labels=(*_LABELS, "signal"),
+        )
+        for number, stats in enumerate(self._engine.stats):
+            rung, pressure = stats.degraded
+            rungs.add_metric([name, str(number)], rung)
+            for signal, value in pressure._asdict().items():
+                pressures.add_metric([name, str(number), signal], value)
+        yield from (rungs, pressures)
+
+    def _adapter_metrics(self, name: str) -> Iterator[Metric]:
+        """Families of a server without adapters have no samples."""
+        info = GaugeMetricFamily(
+            PREFIX + "lora_requests_info",
+            "Slots for adapters, and the adapters of sequences that run or wait, as labels; its value is the time.",
+            labels=(_LABELS[0], "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        sequences = GaugeMetricFamily(
+            PREFIX + "adapter_sequences",
+            "Sequences with an adapter, by its name and state: running, waiting.",
+            labels=(*_LABELS, "adapter", "state"),
+        )
+        loads = CounterMetricFamily(PREFIX + "adapter_slot_loads", "Adapters put into a slot.", labels=_LABELS)
+        found = [counts for stats in self._engine.stats if (counts := stats.adapter_counts) is not None]
+        for number, counts in enumerate(found):
+            labels = [name, str(number)]
+            loads.add_metric(labels, counts.loads)
+            for state, by_name in (("running", counts.running), ("waiting", counts.waiting)):
+                for adapter, num_sequences in by_name.items():
+                    sequences.add_metric([*labels, adapter, state], num_sequences)
+        if found:
+            sets = [{*counts.running} for counts in found], [{*counts.waiting} for counts in found]
+            running, waiting = (",".join(sorted(set().union(*names))) for names in sets)
+            info.add_metric([name, str(found[0].slots), running, waiting], time.time())
+        yield from (info, sequences, loads)
+        yield from _adapter_memory_metrics(name, self._engine.model.adapters)
 
     def _engine_metrics(self, name: str) -> Iterator[Metric]:
         engine = self._engine
@@ -170,10 +270,23 @@ class _Reading(NamedTuple):
     counts: SchedulerCounts | None
     shares: Shares
     alive: bool
+    red: bool
+    restarts: int
+    fences: int
 
     @classmethod
-    def of(cls, model_name: str, number: int, stats: EngineStats) -> "_Reading":
-        return cls([model_name, str(number)], stats.totals(), stats.counts, shares_of(stats.steps()), stats.alive)
+    def of(cls, model_name: str, number: int, engine: Engine) -> "_Reading":
+        [stats] = engine.stats
+        return cls(
+            [model_name, str(number)],
+            stats.totals(),
+            stats.counts,
+            shares_of(stats.steps()),
+            stats.alive,
+            engine.red,
+            stats.num_restarts,
+            stats.num_fences,
+        )
 
 
 def _request_metrics(readings: list[_Reading]) -> Iterator[Metric]:
@@ -255,6 +368,35 @@ def _page_metrics(readings: list[_Reading]) -> Iterator[Metric]:
         hits.add_metric(labels, counts.hit_tokens)
     yield from (usage, pages, grantable, layout, events, queries, hits)
     yield from _host_metrics([(labels, counts) for labels, _, counts, *_ in readings if counts and counts.slots])
+    pictures = [(labels, counts) for labels, _, counts, *_ in readings if counts and counts.encoder_pages]
+    yield from _picture_metrics(pictures)
+
+
+def _picture_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metric]:
+    """Families of a model that takes no pictures have no samples."""
+    queries = CounterMetricFamily(PREFIX + "mm_cache_queries", "Pictures that prompts came to.", labels=_LABELS)
+    hits = CounterMetricFamily(PREFIX + "mm_cache_hits", "Those whose embeddings were there.", labels=_LABELS)
+    encodes = CounterMetricFamily(PREFIX + "mm_encodes", "Pictures that the vision tower encoded.", labels=_LABELS)
+    patches = CounterMetricFamily(PREFIX + "mm_encoded_patches", "Their patches.", labels=_LABELS)
+    usage = GaugeMetricFamily(
+        PREFIX + "mm_cache_usage_perc", "Share of the pool of embeddings that pictures have.", labels=_LABELS
+    )
+    loads = CounterMetricFamily(
+        PREFIX + "mm_host_loads", "Pictures whose embeddings came from host memory.", labels=_LABELS
+    )
+    kept = GaugeMetricFamily(
+        PREFIX + "mm_host_usage_perc", "Share of host memory for embeddings that is used.", labels=_LABELS
+    )
+    for labels, counts in readings:
+        if counts.host_embeddings:
+            loads.add_metric(labels, counts.picture_loads)
+            kept.add_metric(labels, counts.kept_embeddings / counts.host_embeddings)
+        queries.add_metric(labels, counts.picture_queries)
+        hits.add_metric(labels, counts.picture_hits)
+        encodes.add_metric(labels, counts.encodes)
+        patches.add_metric(labels, counts.encoded_patches)
+        usage.add_metric(labels, counts.used_encoder_pages / counts.encoder_pages)
+    yield from (queries, hits, encodes, patches, usage, loads, kept)
 
 
 def _host_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metric]:
@@ -316,6 +458,26 @@ def _store_metrics(readings: list[tuple[Any, SchedulerCounts]]) -> Iterator[Metr
     yield from (pages, breaks, late)
 
 
+def _adapter_memory_metrics(model_name: str, adapters: LoadedAdapters | None) -> Iterator[Metric]:
+    held = GaugeMetricFamily(
+        PREFIX + "adapters",
+        "Adapters that requests may name, by where their weights are: memory, directory.",
+        labels=(_LABELS[0], "weights"),
+    )
+    events = CounterMetricFamily(
+        PREFIX + "adapter_events",
+        "Adapters loaded, unloaded, evicted from the host's memory, reloaded into it, failed to be read.",
+        labels=(_LABELS[0], "event"),
+    )
+    if adapters is not None:
+        memory = adapters.memory
+        held.add_metric([model_name, "memory"], memory.kept)
+        held.add_metric([model_name, "directory"], memory.names - memory.kept)
+        for event, number in memory.events.items():
+            events.add_metric([model_name, event], number)
+    yield from (held, events)
+
+
 def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
     steps = CounterMetricFamily(PREFIX + "steps", "Steps of the loop.", labels=_LABELS)
     tokens = CounterMetricFamily(PREFIX + "step_tokens", "Tokens computed in steps.", labels=_LABELS)
@@ -329,7 +491,7 @@ def _step_metrics(readings: list[_Reading]) -> Iterator[Metric]:
         PREFIX + "decode_rows", "Rows that fed tokens of their own, over all steps.", labels=_LABELS
     )
     drawn = CounterMetricFamily(PREFIX + "decode_tokens", "Tokens that these drew.", labels=_LABELS)
-    for labels, totals, _, shares, _ in readings:
+    for labels, totals, _, shares, *_ in readings:
         rows.add_metric(labels, totals.decode_rows)
         drawn.add_metric(labels, totals.decode_tokens)
         steps.add_metric(labels, totals.steps)
@@ -379,7 +541,7 @@ def _histograms(readings: list[_Reading]) -> Iterator[Metric]:
         family = HistogramMetricFamily(PREFIX + name, text, labels=_LABELS)
         for labels, totals, *_ in readings:
             snapshot = totals.histograms[key]
-            family.add_metric(labels, _buckets(snapshot), snapshot.total)
+            family.add_metric(labels, buckets_of(snapshot), snapshot.total)
         yield family
 
 
@@ -390,7 +552,22 @@ def _alive(readings: list[_Reading]) -> Metric:
     return family
 
 
-def _buckets(snapshot: HistogramSnapshot) -> list[tuple[str, float]]:
+def _watched(readings: list[_Reading]) -> Iterator[Metric]:
+    red = GaugeMetricFamily(PREFIX + "replica_red", "1 while a step is over its deadline.", labels=_LABELS)
+    fenced = CounterMetricFamily(
+        PREFIX + "replica_fenced", "Times that this replica was given up, since a step did not end.", labels=_LABELS
+    )
+    restarts = CounterMetricFamily(
+        PREFIX + "replica_restarts", "Times that this replica was built again after a death.", labels=_LABELS
+    )
+    for reading in readings:
+        red.add_metric(reading.labels, float(reading.red))
+        fenced.add_metric(reading.labels, reading.fences)
+        restarts.add_metric(reading.labels, reading.restarts)
+    yield from (red, fenced, restarts)
+
+
+def buckets_of(snapshot: HistogramSnapshot) -> list[tuple[str, float]]:
     """The buckets, cumulative as Prometheus has them."""
     ends = [*(f"{bound:g}" for bound in snapshot.bounds), "+Inf"]
     return [(end, float(count)) for end, count in zip(ends, itertools.accumulate(snapshot.counts), strict=True)]

@@ -38,6 +38,7 @@ class Received:
         self._count = max(request.sampling.n, 1)  # not checked by a server yet, so nothing is made for each
         self._parts: collections.defaultdict[int, _Part] = collections.defaultdict(_Part)
         self._arrived_s = time.monotonic()
+        self._age_s = request.resume.age_s  # when it came here
         self._timeout_s = request.timeout_s if request.HasField("timeout_s") else None
         for index, one in enumerate(request.resume.sequences):
             part = self._parts[index]
@@ -56,6 +57,11 @@ class Received:
         """The sequences that have not ended; of a request that has not begun, those that it named, or the first."""
         count = self._count if self.begun else max(len(self._parts), 1)
         return [index for index in range(count) if not self._parts[index].finished]
+
+    def offsets(self, index: int) -> tuple[int, int]:
+        """Tokens and characters that have come of a sequence."""
+        part = self._parts[index]
+        return len(part.token_ids), part.num_chars
 
     def take(self, reply: pb.GenerateResponse) -> None:
         """Counts a message, and cuts from it what had come before. Raises EngineStopped when something is missing."""
@@ -78,9 +84,9 @@ class Received:
 
         Raises DeadlineExceeded when its own `timeout_s`, which counts from its arrival here, is over by then.
         """
-        given_s = self._timeout_s
+        given_s, passed_s = self._timeout_s, time.monotonic() - self._arrived_s + wait_s
         if given_s is not None and given_s > 0:  # an invalid one is for a server to refuse
-            left_s = given_s - (time.monotonic() - self._arrived_s) - wait_s
+            left_s = given_s - passed_s
             if left_s <= 0:
                 raise DeadlineExceeded(f"the {given_s:g} s of the request are over, and its server is gone; allow more")
             request.timeout_s = left_s
@@ -89,7 +95,8 @@ class Received:
                 pb.KnownSequence(token_ids=part.token_ids, text_len=part.num_chars, finished=part.finished)
                 for part in map(self._parts.__getitem__, range(self._count))
             ]
-            request.resume.CopyFrom(pb.Resume(sequences=sequences, reason=RESUME_REASONS[reason]))
+            resume = pb.Resume(sequences=sequences, reason=RESUME_REASONS[reason], age_s=self._age_s + passed_s)
+            request.resume.CopyFrom(resume)
 
     def _cut(self, reply: pb.GenerateResponse, part: _Part) -> None:
         """A server of an older version tells no offsets, and resumes nothing."""

@@ -6,22 +6,37 @@ It is healthy while a replica is. Nothing here loads JAX, so a router starts in 
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.degraded import DegradedReport, missing
 from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, room_for_grpc
+from jaxserve.serve.grpc_admin import RouterAdminService
 from jaxserve.serve.grpc_server import GrpcServer
+from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.ports import HeldPort
+from jaxserve.serve.quarantine import Quarantine
+from jaxserve.serve.route_apart import Apart
+from jaxserve.serve.route_observer import RouteObserver
 from jaxserve.serve.route_pool import Pool, Resolve
 from jaxserve.serve.route_service import MoveLimits, RouteService
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.1  # between looks whether replicas are missing
 _FAREWELL_S = 5.0  # for last messages to leave
 _LINGER_S = 0.2  # for statuses to leave, and health watches to be read
+
+
+class Routing(NamedTuple):
+    """`host:port` of each port; `http` None: there is none."""
+
+    grpc: str
+    http: str | None
 
 
 def route_forever(config: Config) -> int:
@@ -37,27 +52,47 @@ def route_forever(config: Config) -> int:
 async def route(
     config: Config,
     shutdown: Shutdown,
-    on_ready: Callable[[str], None] = lambda address: None,
+    on_ready: Callable[[Routing], None] = lambda routing: None,
     *,
     resolve: Resolve | None = None,
 ) -> int:
-    """`route_forever` without signals; `on_ready` gets the bound `host:port`; for `resolve` see `Pool`."""
-    if config.serve.http.port is not None:
-        raise ConfigError("serve.http.port is set, but a router forwards gRPC alone; use serve.grpc.port")
+    """`route_forever` without signals; `on_ready` gets the addresses; for `resolve` see `Pool`."""
     if config.serve.grpc.port is None:
         raise ConfigError("there is nothing to route: set serve.grpc.port (0 takes a free port)")
     options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
-    service = RouteService(pool, MoveLimits(config.route.retries, config.route.wait_s))
+    quarantine = Quarantine(config.route.quarantine_s)
+    limits = MoveLimits(config.route.retries, config.route.wait_s)
+    service = RouteService(pool, limits, Apart.of(config.route), quarantine)
     port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
-    serving, room = config.serve, room_for_grpc(0, current_limit())
-    server = GrpcServer(service, DoorCounts(), host=serving.host, config=serving.grpc, max_connections=room, port=port)
-    address = f"{config.serve.host}:{await server.start(healthy=False)}"
+    serving, counts = config.serve, DoorCounts()
+    path = serving.admin_tokens_file
+    admins = None if path is None else KnownKeys(read_keys(path, "serve.admin_tokens_file"))
+    observed = None
+    if serving.http.port is not None:
+        observed = RouteObserver(pool, service, quarantine, serving, counts, admins)
+    room = room_for_grpc(0 if observed is None else observed.max_connections, current_limit())
+    server = GrpcServer(
+        service,
+        counts,
+        host=serving.host,
+        config=serving.grpc,
+        max_connections=room,
+        port=port,
+        admin=None if admins is None else RouterAdminService(quarantine),
+        admins=admins,
+    )
+    observer = None if observed is None else f"{serving.host}:{await observed.start()}"
+    address = f"{serving.host}:{await server.start(healthy=False)}"
     pool.start()
-    reporting = asyncio.create_task(_report_health(pool, server))
+    report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
+    tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]
     logger.info("routing gRPC on %s by %s", address, config.route.policy)
     print(f"routing gRPC on {address}", flush=True)
-    on_ready(address)
+    if observer is not None:
+        logger.info("metrics and probes over HTTP on %s", observer)
+        print(f"metrics and probes over HTTP on {observer}", flush=True)
+    on_ready(Routing(address, observer))
     try:
         await shutdown.drain.wait()
         service.refuse_new()
@@ -66,8 +101,11 @@ async def route(
         service.end_all()
         await shutdown.wait_for(server.wait_idle(_FAREWELL_S), _FAREWELL_S)
     finally:
-        reporting.cancel()
+        for task in tasks:
+            task.cancel()
         await server.stop(_LINGER_S)
+        if observed is not None:
+            await observed.stop(_LINGER_S)
         await pool.close()
     return 0
 
@@ -77,6 +115,12 @@ async def _report_health(pool: Pool, server: GrpcServer) -> None:
         await pool.changed.wait()
         pool.changed.clear()
         await server.report(pool.healthy)
+
+
+async def _report_faults(report: DegradedReport, counts: DoorCounts) -> None:
+    while True:
+        counts.degraded = report.look(asyncio.get_running_loop().time())
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _drain(server: GrpcServer, service: RouteService, drain_s: float, shutdown: Shutdown) -> None:

@@ -16,9 +16,13 @@ from jaxserve.serve.keys import read_keys
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BackendAccess:
-    """`credentials` None: without TLS. `metadata` goes with every call but health's."""
+    """`credentials` None: without TLS. `metadata` goes with every call but health's.
 
-    credentials: grpc.ChannelCredentials | None
+    Two are equal if they were read from files of the same content.
+    """
+
+    files: tuple[bytes | None, ...]
+    credentials: grpc.ChannelCredentials | None = dataclasses.field(compare=False)
     options: tuple[tuple[str, str], ...]
     metadata: tuple[tuple[str, str], ...]
 
@@ -30,12 +34,10 @@ class BackendAccess:
         if config.tls_ca is None and (config.tls_cert is not None or config.tls_name is not None):
             raise ConfigError("route.tls_cert and route.tls_name are for servers with TLS; set route.tls_ca")
         token = read_keys(config.token_file, "route.token_file")[0] if config.token_file is not None else None
+        files = tuple(_read(getattr(config, name), name) for name in ("tls_ca", "tls_key", "tls_cert"))
         return cls(
-            credentials=None
-            if config.tls_ca is None
-            else grpc.ssl_channel_credentials(
-                _read(config.tls_ca, "tls_ca"), _read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert")
-            ),
+            files=files,
+            credentials=None if config.tls_ca is None else grpc.ssl_channel_credentials(*files),
             options=() if config.tls_name is None else (("grpc.ssl_target_name_override", config.tls_name),),
             metadata=() if token is None else (("authorization", f"Bearer {token}"),),
         )

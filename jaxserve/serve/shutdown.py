@@ -4,6 +4,7 @@ What a server does in a drain is its own affair (`service`, `route`).
 """
 
 import asyncio
+import math
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -11,15 +12,28 @@ _HURRY_S = 2.0  # for a step to end and for last messages to leave, after a seco
 
 
 class Shutdown:
-    """Two flags that signals set: the first asks for a drain, the second for an end at once. One event loop."""
+    """Two flags that signals set: the first asks for a drain, the second for an end at once. One event loop.
+
+    Attributes:
+      until_s: on the clock of the event loop: the end of the drain, unless it ends before.
+    """
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
+        self.until_s = math.inf
+        self._signalled = False
 
     def request(self) -> None:
-        if self.drain.is_set():
+        """A signal: the first one drains. Even after an order to drain, it hurries nothing."""
+        if self._signalled:
             self.now.set()
+        self._signalled = True
+        self.drain.set()
+
+    def drain_within(self, seconds: float) -> None:
+        """An order to drain, for so many seconds at most. A later one can only make the time shorter."""
+        self.until_s = min(self.until_s, asyncio.get_running_loop().time() + seconds)
         self.drain.set()
 
     async def wait_for(self, work: Awaitable[object], timeout_s: float) -> bool:

@@ -10,19 +10,23 @@ from jaxserve.errors import JaxserveError, Status
 
 GRPC_CODES: dict[Status, grpc.StatusCode] = {
     Status.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Status.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Status.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Status.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Status.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Status.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Status.QUARANTINED: grpc.StatusCode.FAILED_PRECONDITION,
     Status.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 
 HTTP_CODES: dict[Status, int] = {
     Status.INVALID: 400,
+    Status.NOT_FOUND: 404,
     Status.UNAUTHENTICATED: 401,
     Status.OVERLOADED: 429,
     Status.UNAVAILABLE: 503,
     Status.DEADLINE: 408,
+    Status.QUARANTINED: 422,
     Status.INTERNAL: 500,
 }
 

@@ -4,26 +4,32 @@ The fakes need no JAX, so that the whole path from a prompt to a stream runs in 
 `FakeRunner` is written to be obviously right, not fast, and fails at the first plan that breaks a rule of `sched.plan`.
 
 The fake runner keeps the tokens themselves in its pages, where a device keeps keys and values. Where drafts were wrong,
-it leaves numbers that are no tokens. In the mode "context"
-the next token is a hash of all tokens before it. Each token that a row can see is read back through its block tables
-and compared, so that a page that was lost, shared wrongly or copied too late is found at once.
+it leaves numbers that are no tokens. The embeddings of a picture are numbers that follow from its digest, and what a
+placeholder leaves in a page is the number that was in the encoder's pool. In the mode "context" the next token is a
+hash of all tokens before it. Each token that a row can see is read back through its block tables and compared, so that
+a page that was lost, shared wrongly or copied too late is found at once.
 """
 
 import collections
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from jaxserve.api import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent, TokenLogprobs
+from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import MissingBucket
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.plan import (
     DUMMY_PAGE,
+    NO_ENCODER,
     NO_SLOTS,
     Bucket,
     Chunk,
     Drafted,
+    Encode,
+    EncoderPool,
     HostSlots,
     Limits,
     PageGroup,
@@ -37,7 +43,16 @@ from jaxserve.testing.parts import ByteTokenizer, ManualClock
 
 _POISON = -7_777  # where a draft was wrong
 
-__all__ = ["ByteTokenizer", "FakeRunner", "ManualClock", "Output", "drive", "make_limits", "make_request"]
+__all__ = [
+    "ByteTokenizer",
+    "FakeRunner",
+    "ManualClock",
+    "Output",
+    "drive",
+    "make_limits",
+    "make_picture",
+    "make_request",
+]
 
 
 def make_limits(
@@ -51,6 +66,7 @@ def make_limits(
     mixed_rows: Mapping[int, int] | None = None,
     shapes: Iterable[tuple[int, int]] = (),
     slots: HostSlots = NO_SLOTS,
+    encoder: EncoderPool = NO_ENCODER,
 ) -> Limits:
     """Small limits for tests: decode buckets in powers of two up to `max_rows`, mixed ones as given.
 
@@ -71,6 +87,7 @@ def make_limits(
         max_model_len=max_model_len,
         buckets=tuple(sorted(decode + mixed)),
         slots=slots,
+        encoder=encoder,
     )
     return with_shapes(limits, *shapes)
 
@@ -94,6 +111,7 @@ def make_request(
     priority: int = 0,
     salt: str = "",
     tenant: str = "",
+    pictures: Iterable[PlacedPicture] = (),
 ) -> Request:
     """A request of token ids. `sampling` defaults to one greedy sequence."""
     return Request(
@@ -107,7 +125,28 @@ def make_request(
         priority=priority,
         cache_salt=salt,
         tenant=tenant,
+        pictures=tuple(pictures),
     )
+
+
+def make_picture(start: int, length: int, name: str) -> PlacedPicture:
+    """A picture of four patches a token at these positions; those of equal names and lengths are equal."""
+    digest = hashlib.sha256(f"{name} {length}".encode()).digest()
+    return PlacedPicture(Picture(digest=digest, grid=(1, 4, length), num_tokens=length, pixels=b""), start)
+
+
+def embeddings(digest: str, count: int) -> list[int]:
+    """The numbers that stand for the embeddings of a picture; none of them is a token."""
+    first = int(digest[:8], 16) << 32
+    return [first + (1 << 31) + i for i in range(count)]
+
+
+def seen_tokens(request: Request) -> list[int]:
+    """The prompt as the model of `FakeRunner` sees it: embeddings in the place of placeholders."""
+    seen = list(request.prompt_token_ids)
+    for placed in request.pictures:
+        seen[placed.start : placed.end] = embeddings(placed.picture.digest.hex(), placed.picture.num_tokens)
+    return seen
 
 
 class _Row:
@@ -117,7 +156,7 @@ class _Row:
 
     def __init__(self, setup: RowSetup, num_groups: int) -> None:
         self.setup = setup
-        self.known = list(setup.token_ids)  # the tokens that the context must hold; chunks bring the rest
+        self.known = self.seen(0, setup.token_ids)  # what the context must hold; chunks bring the rest
         self.tables: list[list[int]] = [
             [] for _ in range(num_groups)
         ]  # of each group; DUMMY_PAGE where no token to come can see the page
@@ -125,6 +164,15 @@ class _Row:
         self.last_token: int | None = None
         self.masks: list[RowMask] = []  # of this step, place by place; the first is that of the next token to draw
         self.drafts: tuple[int, ...] | None = None  # of the host in this step
+
+    def seen(self, start: int, token_ids: Iterable[int]) -> list[int]:
+        """Tokens from position `start` on, with the embeddings of pictures in the place of placeholders."""
+        seen = list(token_ids)
+        for picture in self.setup.pictures:
+            for at, value in enumerate(embeddings(picture.digest, picture.length), start=picture.start - start):
+                if 0 <= at < len(seen):
+                    seen[at] = value
+        return seen
 
 
 class _Done:
@@ -183,7 +231,7 @@ class FakeRunner:
         self.num_copies = 0
         self._limits = limits
         self._mode = mode
-        self._forced = forced or {}
+        self._forced = {} if forced is None else forced
         self._draw_count = draw_count
         self._accept = accept
         self._fail_at = fail_at
@@ -200,6 +248,9 @@ class FakeRunner:
         self._loading: collections.Counter[int] = collections.Counter()
         self._num_draining = num_draining
         self.num_saves = self.num_loads = 0
+        self._embeddings: list[list[int]] = [[] for _ in range(limits.encoder.num_pages + 1)]  # of each page
+        self.num_encodes = 0
+        self._kept: dict[int, str] = {}  # in host memory: digests by number
 
     @property
     def limits(self) -> Limits:
@@ -229,7 +280,7 @@ class FakeRunner:
     def _check_shape(self, plan: StepPlan) -> None:
         assert plan.step_id > self._last_step_id, (plan.step_id, self._last_step_id)
         self._last_step_id = plan.step_id
-        assert plan.num_tokens > 0, plan
+        assert plan.num_tokens > 0 or self._slots, plan  # one without tokens saves pages, or waits for such saves
         if self._limits.bucket_of(plan) is None:
             raise MissingBucket(f"no bucket for {plan.num_tokens} tokens of {plan.num_rows} rows")
         batch_rows = [*plan.decode_rows, *(c.row for c in plan.chunks)]
@@ -279,6 +330,39 @@ class FakeRunner:
         for copy in plan.copies:
             assert self._num_users[copy.target] == 1, f"{copy} writes a page of {self._num_users[copy.target]} rows"
             self._pages[copy.target] = list(self._pages[copy.source])
+        self._encode(plan)
+
+    def _encode(self, plan: StepPlan) -> None:
+        pool = self._limits.encoder
+        written = [page_id for encode in plan.encodes for page_id in encode.page_ids]
+        assert len(set(written)) == len(written), f"an embedding is written twice in one step: {plan.encodes}"
+        num_patches = [encode.num_patches for encode in plan.encodes if not encode.load]
+        assert len(num_patches) < 2 or sum(num_patches) <= pool.max_patches, (
+            f"{num_patches} patches in one step: {plan}"
+        )
+        for encode in plan.encodes:
+            self._keep(encode)
+            assert all(DUMMY_PAGE < page_id <= pool.num_pages for page_id in encode.page_ids), encode
+            values = embeddings(encode.digest, len(encode.page_ids) * pool.page_size)
+            for at, page_id in enumerate(encode.page_ids):
+                self._embeddings[page_id] = values[at * pool.page_size : (at + 1) * pool.page_size]
+        self.num_encodes += len(num_patches)
+        chunks = {chunk.row: range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks}
+        for place in plan.pictures:
+            fed = chunks[place.row]
+            assert place.start < fed.stop and fed.start < place.start + place.length, f"{place} is of no use for {fed}"
+            assert len(place.page_ids) == pool.pages_of(place.length), place
+
+    def _keep(self, encode: Encode) -> None:
+        """What host memory has: what is loaded was kept, and not forgotten since."""
+        if encode.load:
+            assert self._kept[encode.host_id] == encode.digest, encode
+            return
+        for host_id in encode.drops:
+            del self._kept[host_id]
+        if encode.host_id:
+            assert encode.host_id not in self._kept, encode
+            self._kept[encode.host_id] = encode.digest
 
     def _move(self, plan: StepPlan) -> None:
         """Pages go to slots, then slots to pages."""
@@ -323,7 +407,7 @@ class FakeRunner:
             assert position >= row.length, f"the bound of row {number} is {position}, its pages hold {row.length}"
             fed.append((row, [row.last_token]))
         for chunk in plan.chunks:
-            fed.append((self._rows[chunk.row], self._start(chunk)))
+            fed.append((self._rows[chunk.row], self._start(chunk, plan)))
         for row, token_ids in fed:
             for token_id in token_ids:
                 self._write(row, token_id)
@@ -408,7 +492,7 @@ class FakeRunner:
         for position in range(row.length, end):
             self._put(row, position, _POISON)
 
-    def _start(self, chunk: Chunk) -> list[int]:
+    def _start(self, chunk: Chunk, plan: StepPlan) -> list[int]:
         """Checks a chunk against what the row knows and, for its first one, what it claims to be cached."""
         row = self._rows[chunk.row]
         setup, known = row.setup, row.known
@@ -422,10 +506,16 @@ class FakeRunner:
         assert chunk.start == row.length, f"{chunk} starts at {chunk.start}, the pages hold {row.length}"
         end = chunk.start + len(chunk.token_ids)
         if len(known) < setup.num_tokens:
-            known += chunk.token_ids
-        assert known[chunk.start : end] == [*chunk.token_ids], f"{chunk} differs from what is known: {known}"
+            known += row.seen(chunk.start, chunk.token_ids)
+        fed, size = list(chunk.token_ids), self._limits.encoder.page_size
+        for place in plan.pictures:
+            if place.row == chunk.row:
+                for at in range(max(chunk.start, place.start), min(end, place.start + place.length)):
+                    page, slot = divmod(at - place.start, size)
+                    fed[at - chunk.start] = self._embeddings[place.page_ids[page]][slot]
+        assert known[chunk.start : end] == fed, f"{chunk} feeds {fed}, which differs from what is known: {known}"
         assert chunk.sample == (end == setup.num_tokens and chunk.pool is None), f"{chunk} of {setup.num_tokens} tokens"
-        return list(chunk.token_ids)
+        return fed
 
     def _write(self, row: _Row, token_id: int) -> None:
         self._put(row, row.length, token_id)

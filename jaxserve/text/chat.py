@@ -145,10 +145,11 @@ def encode_chat(
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A plain copy of `messages`, each content one string.
+    """A plain copy of `messages`, each content one string, or parts where it has pictures.
 
     A message is {"role": str, "content": str or a list of {"type": "text", "text": str}} and whatever else the
-    template reads (name, tool_calls, tool_call_id, …). Text parts are joined by newlines, as vLLM does. Content may
+    template reads (name, tool_calls, tool_call_id, …). Text parts are joined by newlines, as vLLM does. Content with
+    {"type": "image"} among its parts, which stands for a picture, stays a list of parts of these two kinds. Content may
     be null beside tool_calls, whose `arguments` may be JSON text (OpenAI) and reach the template as the object. Text
     that is no JSON, such as that of a call which was cut by its length, reaches it as it is.
     """
@@ -169,12 +170,12 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             )
         if plain.get("tool_calls"):
             _parse_arguments(plain["tool_calls"], where)
-        plain["content"] = _content_text(plain, where)
+        plain["content"] = _checked_content(plain, where)
         checked.append(plain)
     return checked
 
 
-def _content_text(message: Mapping[str, Any], where: str) -> str:
+def _checked_content(message: Mapping[str, Any], where: str) -> str | list[dict[str, str]]:
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -182,14 +183,22 @@ def _content_text(message: Mapping[str, Any], where: str) -> str:
         return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} needs content, a string or a list of text parts, got {content!r}")
-    texts = []
+    parts: list[dict[str, str]] = []
     for part in content:
+        if part == {"type": "image"}:
+            parts.append({"type": "image"})
+            continue
         if isinstance(part, dict) and part.get("type") not in ("text", None):
-            raise UnsupportedOption(f"{where} has a part of type {part['type']!r}; this model takes 'text' only")
+            raise UnsupportedOption(
+                f"{where} has a part of type {part['type']!r:.80}; a chat is made of 'text', and of pictures "
+                "('image_url') where the model takes them"
+            )
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}: each part must be {{'type': 'text', 'text': ...}}, got {part!r}")
-        texts.append(part["text"])
-    return "\n".join(texts)
+            raise InvalidRequest(f"{where}: each part must be {{'type': 'text', 'text': ...}}, got {part!r:.80}")
+        parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _parse_arguments(tool_calls: Any, where: str) -> None:

@@ -9,7 +9,6 @@ beginning of a text and the prompt has no text, tokens that begin with a space m
 
 import collections
 import dataclasses
-import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +16,13 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.structured_output import StructuredOutput
+from jaxserve.structured_output import StructuredOutput, without_unique_items
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.trial import Trial
 
 _CACHED_GRAMMARS = 64
 # Without a bound a model at a high temperature can fill all its tokens with white space.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\n]{0,32}"}
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-_DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
 _ANY_OBJECT = '{"type":"object"}'
 _ANCHORS = ("\n", "a", ".")  # many tokenizers put a space before the first word, and none after one of these
 _LONGEST_PIECE = 128
@@ -287,32 +284,12 @@ class GrammarCompiler:
             return self._trial.check(kind, LLMatcher.grammar_from_lark(structured.grammar))
         schema = structured.json_schema or _ANY_OBJECT
         if '"uniqueItems"' in schema:
-            schema = _without_unique(schema)
+            schema = without_unique_items(schema)
         try:
             source = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
             raise InvalidRequest(f"the {kind} cannot be read: {error}") from error
         return source if structured.json_object else self._trial.check(kind, source)
-
-
-def _without_unique(schema: str) -> str:
-    """The schema without its `uniqueItems`, which no grammar can hold a list to. Raises InvalidRequest for no JSON."""
-    try:
-        root = json.loads(schema)
-        left = [(root, True)]
-        while left:
-            part, is_schema = left.pop()
-            if isinstance(part, list):
-                left += [(value, True) for value in part]
-            elif isinstance(part, dict):
-                if is_schema:
-                    part.pop("uniqueItems", None)
-                for key, value in part.items():
-                    if not (is_schema and key in _DATA):
-                        left.append((value, not (is_schema and key in _NAMED_SCHEMAS)))
-        return json.dumps(root)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the json_schema cannot be read: {error}") from error
 
 
 def _escaped(text: str) -> str:

@@ -208,10 +208,12 @@ def test_a_start_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
 def test_startup(tmp_path: Path) -> None:
     path = tmp_path / "startup.json"
     arguments = ["bench", "startup", "--cold", "1", "--warm", "1", "--json", str(path)]
     arguments += ["--set", "sched.max_rows=2", "--set", "sched.max_step_tokens=32", "--set", "cache.num_pages=32"]
+    arguments += ["--set", "runtime.row_buckets=[2]", "--set", "runtime.token_buckets=[32]"]
     assert main(arguments) == 0
     tree = json.loads(path.read_text())
     for kind in ("cold", "warm"):

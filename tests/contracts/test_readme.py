@@ -64,6 +64,22 @@ def test_blocks_in_a_row_are_one_script_and_some_lines_are_left_out() -> None:
     assert [block.text for block in check_readme.without_installing([first, script, last])] == [script.text, "ls\n"]
 
 
+def test_settings_are_counted_up_to_the_server(tmp_path: Path) -> None:
+    folder = tmp_path / "xla" / "executables"
+    folder.mkdir(parents=True)
+    for name in ("decode-1x1-aa", "mixed-16x1-aa", "decode-1x1-bb"):
+        (folder / name).touch()
+    (tmp_path / "xla" / "machine_code").mkdir()
+    names = sorted(check_readme.executables(tmp_path))
+    assert names == ["decode-1x1-aa", "decode-1x1-bb", "mixed-16x1-aa"]
+    texts = ("jaxserve run", "curl http://127.0.0.1:8000/v1/models", "jaxserve simulate")
+    blocks = [check_readme.Block(language="bash", text=text, line=1) for text in texts]
+    compiled = [names[:2], names[2:], ["decode-1x1-cc"]]
+    facts = {"line": 1, "language": "bash", "begins": "", "status": 0, "seconds": 1.0, "silent_s": 0.0, "output": ""}
+    outcomes = [check_readme.Outcome(compiled=found, **facts) for found in compiled]
+    assert check_readme.settings_until_served(outcomes, blocks) == 2, "the simulation comes after the server"
+
+
 def test_a_pasted_command_is_told_with_its_status_and_silence(tmp_path: Path) -> None:
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "TERM": "xterm"}
     shell = check_readme.Shell(tmp_path, environment)

@@ -1,5 +1,6 @@
 """The dashboard: every query names a metric that the server exports, with labels that it has."""
 
+import collections
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,11 @@ from serve_parts import IdleStore
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine, ModelInfo
-from jaxserve.sched import create_scheduler
-from jaxserve.sched.plan import HostSlots
+from jaxserve.sched import ContinuousScheduler, create_scheduler
+from jaxserve.sched.page_watch import PageWatcher
+from jaxserve.sched.plan import EncoderPool, HostSlots
 from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.handoff import HandoffCounts
 from jaxserve.serve.metrics import make_registry
 from jaxserve.testing import FakeRunner, make_limits
 
@@ -25,17 +28,26 @@ SELECTOR = re.compile(r"([a-z0-9_:]+)\{([^}]*)\}")
 def _counted() -> DoorCounts:
     """Each kind of count once, so that its labels are there."""
     counts = DoorCounts()
-    counts.note_http("GET", "/health", 200)
+    counts.note_http("GET", "/health", 200, 0.1)
     counts.note_grpc("Generate", "OK")
+    one = collections.Counter({"one": 1})
+    counts.read_handoff = lambda: HandoffCounts(prefills=one, leases=one, tokens=one, missed=one)
     return counts
 
 
 def _exported() -> dict[str, set[str]]:
-    """Every name that a scrape of a server with drafts, host slots and a store has, with its labels."""
-    limits = make_limits(shapes=((2, 1),), slots=HostSlots(num_slots=8, max_draining=8, max_loads=8))
+    """Every name that a scrape has, with its labels, of a server with drafts, tiers, handoffs and events of pages."""
+    slots = HostSlots(num_slots=8, max_draining=8, max_loads=8)
+    pool = EncoderPool(num_pages=4, max_patches=64, host_embeddings=64)
+    limits = make_limits(shapes=((2, 1),), slots=slots, encoder=pool)
+    scheduler = create_scheduler("fcfs", limits, store=IdleStore())
+    assert isinstance(scheduler, ContinuousScheduler)
+    watcher = PageWatcher()
+    watcher.passes_on = True
+    scheduler.watch_pages(watcher)
     engine = Engine(
         runner=FakeRunner(limits, accept=lambda request_id, index, position, count: count),
-        scheduler=create_scheduler("fcfs", limits, store=IdleStore()),
+        scheduler=scheduler,
         tokenizer=None,
         model=ModelInfo(name="m", vocab_size=256, max_model_len=64, eos_token_ids=(), drafter="ngram"),
     )
@@ -75,6 +87,8 @@ def test_nearly_everything_exported_is_shown() -> None:
     hidden = {n for n in _exported() if n.startswith("jaxserve:")} - shown
     # The gauges are the last steps' values of what the panels compute over their own interval, and one is for pickers.
     steps = {"jaxserve:host_share", "jaxserve:padding_waste"}
+    # The number of calls is that of http_requests.
+    steps.add("jaxserve:http_request_duration_seconds_count")
     assert hidden <= {*steps, "jaxserve:engine_accepting", "jaxserve:cache_config_info"}, hidden
 
 

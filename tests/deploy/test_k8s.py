@@ -38,7 +38,7 @@ def serving(found: list[Workload]) -> list[Workload]:
 
 def test_the_files_are_those_of_the_readme() -> None:
     readme = (ROOT / "deploy/README.md").read_text()
-    assert len(FILES) == 5
+    assert len(FILES) == 6
     assert all(f"k8s/{path.name}" in readme for path in FILES)
 
 
@@ -97,8 +97,6 @@ def test_probes_ask_the_served_port_for_names_that_exist(serving: list[Workload]
 
 def test_servers_have_the_http_door_and_say_where_their_metrics_are(serving: list[Workload]) -> None:
     for w in serving:
-        if w.name == "jaxserve-router":  # speaks gRPC alone
-            continue
         port = w.config.config.serve.http.port
         assert w.ports["http"] == port
         annotations = w.template["metadata"]["annotations"]
@@ -130,7 +128,8 @@ def test_followers_have_neither_probes_nor_a_grpc_port(tmp_path: Path) -> None:
 def test_pods_may_stay_for_as_long_as_a_drain_takes(serving: list[Workload]) -> None:
     for w in serving:
         leaving_s = w.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        ending_s = w.config.config.serve.drain_s + service._STOP_S + service._FAREWELL_S
+        settings = w.config.config.serve
+        ending_s = settings.drain_s + settings.export_s + service._TURN_S + service._STOP_S + service._FAREWELL_S
         assert w.pod["terminationGracePeriodSeconds"] > leaving_s + ending_s
 
 
@@ -279,3 +278,30 @@ def test_the_processes_of_several_hosts_know_each_other(tmp_path: Path) -> None:
     check_hosts(leader.config.config)
     (replicas,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
     assert not replicas["spec"]["selector"].items() <= worker.labels.items(), "only process 0 answers"
+
+
+def test_servers_with_roles_reach_each_other_and_others_do_not(tmp_path: Path) -> None:
+    path = ROOT / "deploy/k8s/apart-cuda.yaml"
+    found = workloads(path, tmp_path)
+    handoffs = {w.config.config.handoff.role: w.config.config.handoff for w in found}
+    assert set(handoffs) == {"prefill", "decode"}
+    assert handoffs["decode"] == handoffs["prefill"].model_copy(update={"role": "decode"}), "the same but for the role"
+    for w in found:
+        handoff, cache = w.config.config.handoff, w.config.config.cache
+        assert w.ports["pages"] == handoff.port and cache.host_bytes > 0
+        assert w.container["args"][-1] == f"handoff.address=$(POD_IP):{handoff.port}"
+        (volume,) = [v["secret"] for v in w.pod["volumes"] if "secret" in v]
+        (folder,) = [m["mountPath"] for m in w.container["volumeMounts"] if m["name"] == "handoff"]
+        files = [handoff.secret_file, handoff.tls_cert, handoff.tls_key, handoff.tls_ca]
+        header = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+        assert f"generic {volume['secretName']} --from-literal=secret=" in header
+        for name in files:
+            assert name is not None and name.startswith(f"{folder}/") and Path(name).name in header
+    (policy,) = [p["spec"] for p in of_kind(path, "NetworkPolicy")]
+    inside, outside = policy["ingress"]
+    assert all(_selects({"podSelector": policy["podSelector"]}, w.labels) for w in found)
+    assert all(_selects(peer, w.labels) for peer in inside["from"] for w in found) and "ports" not in inside
+    assert found[0].ports["pages"] not in [port["port"] for port in outside["ports"]]
+    shipped = load_config(ROOT / "deploy/../configs/llama3.1-8b-h200.yaml", environ={}).config
+    for w in found:
+        assert w.config.config.sched == shipped.sched and w.config.config.model.max_len == shipped.model.max_len

@@ -84,7 +84,7 @@ def test_the_deployment_drains_and_routes_as_the_config_says(monkeypatch: pytest
     resolved = load_config(options.config, {"route.policy": "least_load", "route.slack": 3, "serve.drain_s": 7})
     deployment = build_engine_deployment(options, resolved)
     config = deployment._deployment_config
-    assert config.graceful_shutdown_timeout_s > 7
+    assert config.graceful_shutdown_timeout_s > 7 + resolved.config.serve.export_s
     assert config.autoscaling_config is not None
     assert (config.autoscaling_config.min_replicas, config.autoscaling_config.max_replicas) == (2, 3)
     assert config.max_ongoing_requests > resolved.config.sched.max_waiting
@@ -129,8 +129,10 @@ def test_the_pods_of_the_rayservice_are_pods() -> None:
     assert float(asked["cpu"]) >= args["cpus_per_replica"], "a replica fits into a worker"
     assert worker["maxReplicas"] >= args["max_replicas"]
     assert front["spec"]["selector"] == worker["template"]["metadata"]["labels"]
-    drain_s = load_config(ROOT / "configs/ray-demo.yaml").config.serve.drain_s
-    assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s
+    from jaxserve.fleet.ray_app import _leaving_s
+
+    leaving_s = _leaving_s(load_config(ROOT / "configs/ray-demo.yaml").config)
+    assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > leaving_s
     assert cluster["headGroupSpec"]["rayStartParams"]["disable-usage-stats"] == "true"
     assert "RAY_USAGE_STATS_ENABLED=0" in (ROOT / "deploy/docker/cpu.Dockerfile").read_text()
 

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import openai
 import pydantic
 import pytest
@@ -84,7 +85,16 @@ def test_every_task_in_bfloat16() -> None:
     assert not _shortfall(evaluate(_llm("bfloat16"), 32, seed=12))
 
 
+@pytest.fixture
+def optimised(quick_engines: None) -> Iterator[None]:
+    """For a test whose many steps take longer than compiling does."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
     llm = _llm(sizes=STRESS)
     assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2), enough=15 / 16)

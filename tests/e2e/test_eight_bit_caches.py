@@ -81,18 +81,22 @@ def test_groups_of_pages(tmp_path: Path) -> None:
     assert bits(cut, asked) == bits(whole, asked)
 
 
-def test_without_scales_int8_is_refused_and_float8_warns(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_without_scales_int8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"int8, and \S*qwen3 has no scales .* `jaxserve calibrate-cache .* cache.scales"
     ):
         build(FIXTURES / "qwen3", **POOL, cache__dtype="int8")
+    file = ranges(tmp_path / "ranges.json", 5, 2)
+    with pytest.raises(ConfigError, match=r"cache.scales is \S*ranges.json, but a cache in auto has no scales"):
+        build("demo", cache__scales=file)
+
+
+@pytest.mark.slow
+def test_without_scales_float8_warns(caplog: pytest.LogCaptureFixture) -> None:
     quick = {"kernels__paged_attention": "xla", "kernels__matmul": "xla"}
     with caplog.at_level(logging.WARNING, "jaxserve"):
         build(FIXTURES / "qwen3", **POOL, **quick, cache__dtype="float8_e4m3fn")
     assert sum("without scales (1 for all heads)" in record.getMessage() for record in caplog.records) == 1
-    file = ranges(tmp_path / "ranges.json", 5, 2)
-    with pytest.raises(ConfigError, match=r"cache.scales is \S*ranges.json, but a cache in auto has no scales"):
-        build("demo", cache__scales=file)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models import load_model
 from jaxserve.models.decoder import CachePlace
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PATH = FIXTURES / "qwen3"
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 100, n)] for i, n in enumerate((1, 5, 33, 100, 100))]
 PROMPTS.append(PROMPTS[3])  # twice, so that a prefix could be found

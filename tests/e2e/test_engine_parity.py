@@ -11,8 +11,6 @@ from whole import FIXTURES, POOL, build, run, scheduler
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # Plain; a window; normalised queries and keys; angles that grow with the length.
 QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
 # Families that are no relatives of Llama. The model alone is cut over devices for most of them, by tests/models.
@@ -84,9 +82,8 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     assert scheduler(engine).memory.num_hit_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "page_size"), [("mistral_window", 128), pytest.param("llama", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # of the model alone, quick: tests/models/test_parity.py
+@pytest.mark.parametrize(("name", "page_size"), [("mistral_window", 128), ("llama", 1)])
 def test_other_page_sizes(name: str, page_size: int) -> None:
     engine = _engine(name, page_size)
     answers = _answers(name)

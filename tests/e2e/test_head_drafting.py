@@ -15,8 +15,6 @@ from jaxserve.api import SamplingParams
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import draft_files
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PROMPTS = [[5, 9, 13, 5, 9, 13, 5, 9], [3] * 20, [17, 4, 90] * 12, [60], [3] * 20 + [7, 8]]
 PLAIN = SamplingParams(max_tokens=40, detokenize=False, ignore_eos=True, temperature=0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,7 +63,7 @@ def expected() -> list[list[tuple]]:
     [
         pytest.param("eagle", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("mtp", {}, marks=pytest.mark.slow),
-        ("medusa", {"speculation__rounds": 3}),
+        pytest.param("medusa", {"speculation__rounds": 3}, marks=pytest.mark.slow),
         pytest.param("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
         ("llama", {}),
         pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),

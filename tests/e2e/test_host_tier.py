@@ -4,24 +4,24 @@ were computed again."""
 from typing import Any
 
 import pytest
-from whole import FIXTURES, POOL, always_loads, build, run, scheduler
+from whole import DEMO, FIXTURES, POOL, always_loads, build, narrow, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compile_events import CompileCounter
 
-PAGE = 16
+PAGE = DEMO["cache__page_size"]
 OPENING = "Once upon a time there was a little fox who lived near a river. Every morning the fox went to the river. "
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
 DRAWN = SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=24, ignore_eos=True, logprobs=1)
-DEMO = {
-    "model__max_len": 200,
-    "cache__page_size": PAGE,
-    "kernels__self_check": False,
+# Pages of one sequence of full length and few more, so that each takes the pages of the one before.
+FEW = 200 // PAGE + 4
+HOST: dict[str, Any] = {
+    "cache__host_bytes": 64 << 20,
+    "cache__host_admission": "always",
+    "sched__watermark": 0.0,
+    "sched__growth": 0.0,
 }
-# A pool that holds one sequence of full length and little more, so that each takes the pages of the one before.
-SMALL = {"cache__num_pages": 200 // PAGE + 4, "sched__watermark": 0.0, "sched__growth": 0.0}
-HOST: dict[str, Any] = {"cache__host_bytes": 64 << 20, "cache__host_admission": "always"}
 PROMPTS = [OPENING + "One day", "12 + 7 is", OPENING * 2 + "Then", "The bird sang. " + OPENING, "My name is"]
 ASKED: list[tuple[Any, SamplingParams]] = [
     *(({"prompt": prompt}, GREEDY) for prompt in PROMPTS),
@@ -42,8 +42,8 @@ def one_by_one(engine: Any, asked: Any) -> list[tuple]:
 def test_never_preempted_and_swapped_give_the_same_bits() -> None:
     """Computed again does, too: `test_independence`."""
     # Each request by itself on an engine that never runs short.
-    expected = one_by_one(build("demo", **DEMO, cache__num_pages=120), ASKED)
-    engine = build("demo", **DEMO, **SMALL, **HOST)
+    expected = one_by_one(build("demo", **DEMO), ASKED)
+    engine = narrow(build("demo", **DEMO, **HOST), FEW)
     always_loads(engine)
     compiles = CompileCounter()
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_never_preempted_and_swapped_give_the_same_bits() -> None:
 
 def test_a_chain_of_pages_on_the_device_in_slots_and_on_the_device_again() -> None:
     """Of a prompt that is an exact multiple of a page, too: its last token is always computed."""
-    engine = build("demo", **DEMO, **SMALL, **HOST)
+    engine = narrow(build("demo", **DEMO, **HOST), FEW)
     always_loads(engine)
     memory, sampling = scheduler(engine).memory, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     ids = [3 + i * 7 % 400 for i in range(6 * PAGE)]
@@ -80,7 +80,7 @@ def test_a_chain_of_pages_on_the_device_in_slots_and_on_the_device_again() -> No
     # Now the pages in the middle are the next to be evicted.
     middle = [entry.page_ids[0] for entry in entries[2:4]]
     for page_id in middle:
-        memory.pool._idle.move_to_end(page_id, last=False)
+        memory.pool._idle[0].move_to_end(page_id, last=False)
     free = len(memory.pool._free)
     ask([500 + i for i in range((free + 1) * PAGE)])
     assert [bool(entry.page_ids[0]) for entry in entries] == [True, True, False, False, True, True]
@@ -88,19 +88,13 @@ def test_a_chain_of_pages_on_the_device_in_slots_and_on_the_device_again() -> No
     assert memory.num_loaded_tokens == 5 * PAGE + 2 * PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {"cache__dtype": "int8", "parallel__tensor": 2, "parallel__pipeline": 2},
-        pytest.param({"parallel__tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallel__pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param({"cache__dtype": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"parallel__data": 2}, marks=pytest.mark.slow),
-    ],
+    "layout", [{"cache__dtype": "int8", "parallel__tensor": 2, "parallel__pipeline": 2}, {"parallel__data": 2}]
 )
 def test_shards_stages_and_scales(layout: Any) -> None:
-    engine = build("demo", **DEMO, **SMALL, **HOST, **layout)
-    inner = engine.replicas[0] if "parallel__data" in layout else engine
+    engine = build("demo", **DEMO, **HOST, **layout)
+    inner = narrow(engine.replicas[0] if "parallel__data" in layout else engine, FEW)
     always_loads(inner)
     whole = one_by_one(inner, ASKED)
     loaded = scheduler(inner).memory.tier.num_loaded
@@ -111,9 +105,9 @@ def test_shards_stages_and_scales(layout: Any) -> None:
 def test_groups_of_pages() -> None:
     """Layers with a window give pages back; the tier has pages of each group by itself."""
     asked = [([3 + (i * k) % 80 for i in range(70 + 16 * k)], GREEDY) for k in range(1, 5)]
-    settings = POOL | {"cache__num_pages": 40}
-    expected = one_by_one(build(FIXTURES / "gemma2", **(settings | {"cache__num_pages": 160})), asked)
-    engine = build(FIXTURES / "gemma2", **settings, **HOST)
+    settings = POOL | {"cache__num_pages": 160}
+    expected = one_by_one(build(FIXTURES / "gemma2", **settings), asked)
+    engine = narrow(build(FIXTURES / "gemma2", **settings, **HOST), 40)
     always_loads(engine)
     for _ in range(2):
         assert one_by_one(engine, asked) == expected

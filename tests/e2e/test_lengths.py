@@ -27,6 +27,7 @@ class Believing:
         return self._inner.dispatch(dataclasses.replace(plan, decode_positions=positions))
 
 
+# Both runs are of one engine, whose programs other tests compile like this, too.
 def test_positions_of_decode_rows_are_bounds() -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.7, seed=5, detokenize=False, logprobs=1, ignore_eos=True)
     asked = [([3 + i, 17, 5, 90][: 1 + i % 4] * (3 + 8 * i), sampling) for i in range(5)]

@@ -12,8 +12,6 @@ from jaxserve.errors import MissingBucket
 from jaxserve.sched.plan import Chunk, StepPlan
 from jaxserve.testing import ByteTokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 class CompileCounter:
     """Counts what JAX traces and compiles from now on."""

@@ -15,8 +15,6 @@ from whole import build, run
 from jaxserve.api import SamplingParams
 from jaxserve.engine import AnyEngine, Engine, EngineGroup
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 UNEVEN = {
     "architectures": ["Qwen2ForCausalLM"],  # has biases, which must be padded too
     "model_type": "qwen2",

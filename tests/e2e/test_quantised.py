@@ -6,6 +6,8 @@ from whole import FIXTURES, POOL, build, run, scheduler
 from jaxserve.api import SamplingParams
 from jaxserve.engine import AnyEngine
 
+pytestmark = pytest.mark.slow  # quick, without an engine: tests/models/test_quantised_models.py
+
 PROMPTS = ["What is 683+784?", 'Spell "wagon" backwards.', "Count from 7 to 19.", "Sort: 9 3 7 1.", "Say a word. " * 12]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 CUTS = {"tensor 8": {"parallel__tensor": 8}, "pipeline 3": {"parallel__pipeline": 3}}
@@ -24,9 +26,7 @@ def engine_of(scheme: str, **overrides: object) -> AnyEngine:
     )
 
 
-@pytest.mark.parametrize(
-    "scheme", ["int8-a8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4-a8", "fp8"))]
-)
+@pytest.mark.parametrize("scheme", ["int8-a8", "int4-a8", "fp8"])
 def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
     engine = engine_of(scheme)
     alone = [run(engine, [(prompt, GREEDY)])[0][0].token_ids for prompt in PROMPTS]
@@ -35,7 +35,6 @@ def test_a_crowd_is_what_its_requests_are_alone(scheme: str) -> None:
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.num_hit_tokens > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "cut"),  # fp8 has the scales of int8, and stages divide no weight
     [("int8", "tensor 8"), ("int4", "tensor 8"), ("int4-a8", "pipeline 3")],
@@ -46,7 +45,6 @@ def test_a_cut_model_gives_the_tokens_of_one_device(scheme: str, cut: str) -> No
     assert [result.token_ids for [result] in parts] == [result.token_ids for [result] in whole]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "cut"),
     [("int8-a8", {}), ("int8", {"parallel__tensor": 4, "parallel__expert": 2})],

@@ -31,8 +31,6 @@ from jaxserve.serve.http import chat, make_app
 PACKAGE = Path(jaxserve.__file__).parent
 README = (PACKAGE.parent / "README.md").read_text()
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # The compiled step, the sink and the send of the web server are stations beside these.
 STATIONS = (
     AsyncEngine.run,

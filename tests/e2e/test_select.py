@@ -61,6 +61,7 @@ def dense() -> list[tuple]:
     return one_by_one(build(MODEL, **ROOMY), ASKED)
 
 
+@pytest.mark.slow
 def test_all_pages_are_dense_attention_whole_in_chunks_hit_by_prefix_preempted_and_swapped(dense: list[tuple]) -> None:
     engine = build(MODEL, **ROOMY, **ALL)
     assert one_by_one(engine, ASKED) == dense

@@ -33,17 +33,12 @@ SETTINGS = {
 }
 
 
-CODES = [
-    {"cache.host_bytes": 1 << 24, "cache.host_admission": "always"},
-    *(
-        pytest.param(settings, marks=pytest.mark.slow, id="-".join(settings.values()))
-        for settings in (
-            {"model.quantization": "int8-a8"},
-            {"model.quantization": "int4", "cache.dtype": "int8"},
-            {"model.quantization": "int8", "cache.dtype": "float8_e4m3fn"},
-        )
-    ),
-]
+CODES = {
+    "host memory": {"cache.host_bytes": 1 << 24, "cache.host_admission": "always"},
+    "int8-a8": {"model.quantization": "int8-a8"},
+    "int4-int8": {"model.quantization": "int4", "cache.dtype": "int8"},
+    "int8-float8_e4m3fn": {"model.quantization": "int8", "cache.dtype": "float8_e4m3fn"},
+}
 
 
 def _write(path: Path, settings: dict[str, Any]) -> tuple[Engine, list[list[int]]]:
@@ -93,7 +88,8 @@ def _read(path: Path) -> list[StepRecord]:
         return records
 
 
-@pytest.mark.parametrize("settings", CODES)
+@pytest.mark.slow  # on a fake device, quick: tests/replay
+@pytest.mark.parametrize("settings", CODES.values(), ids=CODES)
 def test_a_replay_draws_the_same_tokens(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

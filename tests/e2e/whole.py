@@ -29,6 +29,13 @@ POOL = {
     "cache__page_size": 16,
     "cache__num_pages": 42,
 }
+# The same of the model inside the package. An engine that is to run short gives out fewer, see `narrow`.
+DEMO = {
+    "model__max_len": 200,
+    "cache__page_size": 16,
+    "cache__num_pages": 60,
+    "kernels__self_check": False,
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,6 +61,12 @@ def scheduler(engine: AnyEngine) -> ContinuousScheduler:
     found = engine._scheduler
     assert isinstance(found, ContinuousScheduler)
     return found
+
+
+def narrow(engine: AnyEngine, num_pages: int) -> AnyEngine:
+    """From now on it gives out so few pages: the steps of an engine that has no more would be compiled for it alone."""
+    scheduler(engine).resize_pool(num_pages, preempt=False)
+    return engine
 
 
 def always_loads(engine: AnyEngine) -> None:

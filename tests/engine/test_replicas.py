@@ -6,97 +6,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from group_parts import GREEDY, LONG, WAIT_S, FragileRunner, Group
 
 from jaxserve.api import FinishReason, RequestOptions, ResumeReason, SamplingParams
-from jaxserve.engine import AnyEngine, AsyncEngine, Engine, EngineGroup, ModelInfo, Update
-from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
-from jaxserve.routing import RouterOptions, create_router
-from jaxserve.sched import ContinuousScheduler, InFlight, StepPlan, StepResult, create_scheduler
-from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
-
-GREEDY = SamplingParams(
-    temperature=0.0, max_tokens=5, seed=3
-)  # the fake device takes the seed for a part of the prompt
-LONG = SamplingParams(temperature=0.0, max_tokens=40, seed=3)
-WAIT_S = 120.0
-
-
-class FragileRunner(FakeRunner):
-    """Raises at its next dispatch when `broken`; waits there while `held`."""
-
-    def __init__(self, *arguments, **options) -> None:
-        super().__init__(*arguments, **options)
-        self.broken = False
-        self.open = threading.Event()
-        self.open.set()
-
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        flight = super().dispatch(plan)
-
-        class Held:
-            def result(_) -> StepResult:
-                assert self.open.wait(WAIT_S), "the test forgot to release the runner"
-                if self.broken:
-                    raise RuntimeError("the device is lost")
-                return flight.result()
-
-        return Held()
-
-
-class Group:
-    """Engines of their own runners in one group, and what every request was told."""
-
-    def __init__(self, count: int = 2, *, policy: str = "least_load", max_waiting: int = 100, retries: int = 2) -> None:
-        self.runners = [FragileRunner(make_limits(), vocab_size=256, mode="context") for _ in range(count)]
-        self.schedulers = [create_scheduler("fcfs", runner.limits) for runner in self.runners]
-        self.engines = [
-            Engine(
-                runner=runner,
-                scheduler=scheduler,
-                tokenizer=ByteTokenizer(),
-                model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,)),
-                max_waiting=max_waiting,
-                seed=5,
-            )
-            for runner, scheduler in zip(self.runners, self.schedulers, strict=True)
-        ]
-        router = create_router(policy, RouterOptions(slack=2))
-        self.group: EngineGroup = EngineGroup(self.engines, router, retries=retries)
-        self.updates: dict[str, list[Update]] = {}
-
-    def submit(self, prompt="abc", sampling: SamplingParams = GREEDY, **options) -> str:
-        request = self.group.prepare(prompt, sampling, RequestOptions(**options))
-        self.group.submit(request, self.updates.setdefault(request.request_id, []).append)
-        return request.request_id
-
-    def end(self, request_id: str) -> Update:
-        ends = [u for u in self.updates[request_id] if u.last]
-        assert len(ends) == 1, f"{request_id} was told {len(ends)} times that it ended"
-        assert self.updates[request_id][-1] is ends[0]
-        return ends[0]
-
-    def texts(self, request_id: str) -> dict[int, str]:
-        updates = self.updates[request_id]
-        return {k: "".join(u.text for u in updates if u.index == k) for k in {u.index for u in updates}}
-
-    def tokens(self, request_id: str) -> list[tuple[int, int]]:
-        return sorted((u.index, i) for u in self.updates[request_id] for i in u.token_ids)
-
-    def check_idle(self) -> None:
-        assert self.group.num_live == self.group.num_unstarted == 0
-        assert not self.group._routed
-        assert [self.group._balancer.load(k) for k in range(len(self.engines))] == [0] * len(self.engines)
-        for engine, scheduler in zip(self.engines, self.schedulers, strict=True):
-            assert isinstance(scheduler, ContinuousScheduler)
-            if engine.failure is None:
-                scheduler.check()
-                assert scheduler.num_held_pages == 0
-
-    def wait_until_ended(self) -> None:
-        start_s = time.monotonic()
-        while not all(updates and updates[-1].last for updates in self.updates.values()):
-            assert time.monotonic() - start_s < WAIT_S, "requests do not end"
-            time.sleep(0.002)
+from jaxserve.engine import AnyEngine, AsyncEngine
+from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull
+from jaxserve.sched import InFlight, StepPlan
 
 
 @pytest.fixture
@@ -377,6 +292,35 @@ def test_a_drain_that_takes_too_long_says_so_and_stop_ends_the_rest(threaded: Gr
     stop.join(WAIT_S)
     threaded.wait_until_ended()
     assert {threaded.end(i).finish_reason for i in ids} <= {FinishReason.ABORT, FinishReason.LENGTH}
+
+
+def test_a_replica_that_is_stopped_hands_its_requests_over() -> None:
+    parts = Group(retries=0)
+    whole = parts.submit(sampling=LONG)
+    parts.group.run_until_idle()
+    ids = [parts.submit(sampling=LONG) for _ in range(4)]
+    for _ in range(6):
+        parts.group.step()
+    parts.engines[0].stop(hand_over=True)
+    parts.group.run_until_idle()
+    assert [parts.tokens(i) for i in ids] == [parts.tokens(whole)] * 4
+    assert parts.engines[1].stats[0].totals().resumed[ResumeReason.DRAINED] == 2
+    parts.group.stop(hand_over=True)
+    parts.check_idle()
+
+
+def test_a_group_that_is_stopped_tells_who_reads_to_go_on_elsewhere(threaded: Group) -> None:
+    for runner in threaded.runners:
+        runner.open.clear()
+    ids = [threaded.submit(sampling=LONG) for _ in range(3)]
+    stop = threading.Thread(target=lambda: threaded.group.stop(hand_over=True))
+    stop.start()
+    while not all(engine._stop_now.is_set() for engine in threaded.engines):  # else one may be done before
+        time.sleep(0.001)
+    for runner in threaded.runners:
+        runner.open.set()
+    stop.join(WAIT_S)
+    assert all(isinstance(threaded.end(i).error, Draining) for i in ids)
 
 
 def test_both_kinds_keep_the_protocol() -> None:

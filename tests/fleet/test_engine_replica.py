@@ -42,7 +42,12 @@ def runner() -> Breakable:
 
 
 @pytest.fixture
-def replica(runner: Breakable, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineReplica]:
+def settings() -> dict[str, object]:
+    return {}
+
+
+@pytest.fixture
+def replica(runner: Breakable, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineReplica]:
     def assemble(_: object) -> types.SimpleNamespace:
         model = ModelInfo(name="fake", vocab_size=259, max_model_len=256, eos_token_ids=(257,))
         scheduler = create_scheduler("fcfs", runner.limits)
@@ -53,7 +58,7 @@ def replica(runner: Breakable, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engi
     monkeypatch.setattr(ray_engine.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(ray_engine, "assemble", assemble)
     monkeypatch.setattr(ray_engine, "set_up_logging", lambda level: None)
-    made = EngineReplica(load_config())
+    made = EngineReplica(load_config(None, settings))
     try:
         yield made
     finally:
@@ -79,6 +84,13 @@ async def test_a_request_that_cannot_be_is_refused_as_a_value(replica: EngineRep
     assert isinstance(refusal, Refusal)
     assert refusal.status is Status.INVALID
     assert "raise model.max_len" in refusal.text
+
+
+@pytest.mark.parametrize("settings", [{"serve.tenants": {"default": {"concurrent_tokens": 20}}}])
+async def test_a_tenant_beyond_its_limits_is_refused_as_a_value(replica: EngineReplica) -> None:
+    assert not [item for item in await _items(replica, "a") if isinstance(item, Refusal)]
+    refusal = (await _items(replica, "a", SamplingParams(temperature=0.0, max_tokens=50)))[-1]
+    assert isinstance(refusal, Refusal) and "concurrent_tokens" in refusal.text
 
 
 async def test_a_client_that_leaves_frees_the_engine(replica: EngineReplica) -> None:

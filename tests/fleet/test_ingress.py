@@ -15,6 +15,7 @@ pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 
 from jaxserve.errors import Status
+from jaxserve.fleet import ray_ingress
 from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
 from jaxserve.fleet.ray_ingress import Ingress
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -152,6 +153,31 @@ async def test_a_death_after_a_message_is_not_seen(end: Any) -> None:
     assert second.sampling.seed == first.sampling.seed
     second.ClearField("resume")
     assert first == second
+
+
+async def test_a_replica_that_is_shut_down_has_not_failed() -> None:
+    gone = Refusal(status=Status.UNAVAILABLE, text="shut down", drained=True)
+    drains = [[Accepted(replica=name), gone] for name in "bcd"]
+    handle = Handle([Accepted(replica="a"), _text("one ", 1), gone], *drains, [Accepted(replica="e"), _text("two", 2)])
+    text, _, error = await _run(handle, max_attempts=1)
+    assert (text, error) == ("one two", None)
+    assert pb.GenerateRequest.FromString(handle.calls[1]["message"]).resume.reason == pb.RESUME_REASON_DRAINED
+    _, context, error = await _run(Handle(*[[Accepted(replica="a"), gone]] * 4), max_attempts=1)
+    assert error is not None and context.code is grpc.StatusCode.UNAVAILABLE, "the same one twice"
+
+
+async def test_attempts_after_the_second_failure_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(ray_ingress.asyncio, "sleep", sleep)
+    dead = [[Accepted(replica=name), ActorDiedError()] for name in "abcd"]
+    text, _, error = await _run(Handle(*dead, [_text("all")]), max_attempts=5)
+    assert (text, error) == ("all", None)
+    assert waits[0] == 0.0, "another one is likely well"
+    assert [0.5 * 2**k <= wait / 0.1 <= 2**k for k, wait in enumerate(waits[1:])] == [True] * 3
 
 
 async def test_deaths_without_a_new_token_are_told() -> None:

@@ -289,6 +289,7 @@ def test_a_long_message_ends_its_connection_before_it_is_taken() -> None:
     [
         (Frame(99), "frame 0 arrived with kind 99"),  # pyright: ignore[reportArgumentType]
         (Frame(Kind.PLAN), "kind PLAN arrived, which only process 0 sends"),
+        (Frame(Kind.REPORT, 7, b"digest"), "a digest of step 7 arrived, and 0 plans were sent"),
         (Frame(Kind.MEET, 0, b"\xff"), "kind MEET holds no JSON"),
         (make_frame(Kind.MEET, {"stage": [], "facts": {}, "numbers": {}}), "kind MEET has no 'stage' of type str"),
         (make_frame(Kind.MEET, {"stage": "join"}), "kind MEET has no 'facts'"),

@@ -22,6 +22,8 @@ from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage, decode_float4, 
 from tests.kernels.test_grouped_matmul import FLOAT32, SPLITS, WIDTH, multiply, product, rows
 from tests.kernels.tpu_interpreter import V5E
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 CPU, TPU, GPU = (Device(backend=backend, kind=backend) for backend in ("cpu", "tpu", "gpu"))
 BY_ROW, BY_32 = Storage(code="int8"), Storage(code="int4", group=32)
 FLOAT4 = Storage(code="float4_e2m1fn", group=32)

@@ -19,6 +19,8 @@ from jaxserve.kernels.pallas.tpu_matmul import GroupedCodes, make_matmul
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage, round_to_codes, scales_for
 from jaxserve.kernels.xla_matmul import XLA_MATMUL
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 V5E = Device(backend="tpu", kind="TPU v5 lite")
 CPU = Device(backend="cpu", kind="cpu")
 TPU = make_matmul(V5E, pltpu.InterpretParams())

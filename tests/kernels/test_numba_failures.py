@@ -2,8 +2,10 @@
 
 import ctypes
 import dataclasses
+import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ _NAMES = {17: "schedule", 18: "num_threads", 19: "create_future", 20: "set_avail
 _KEPT: list[Any] = []  # functions that XLA knows by address as long as the process lives
 
 
-@cfunc(types.intp(types.voidptr))
 def alone(frame_pointer):
     """One call as a kernel makes it: launches, then works until no item is free. Returns what the kernel would."""
     state = enter(frame_pointer)
@@ -47,7 +48,6 @@ def alone(frame_pointer):
     return error
 
 
-@cfunc(types.intp(types.intp))
 def late(state):
     """A worker of a call. Returns the items that it took."""
     worker, taken = join(state), 0
@@ -55,6 +55,12 @@ def late(state):
         taken += 1
     leave(state)
     return taken
+
+
+@functools.cache
+def compiled(function: Callable, argument: Any) -> Any:
+    """Compiled by the first test that calls it: every process of a run imports this file."""
+    return cfunc(types.intp(argument))(function).ctypes
 
 
 @dataclasses.dataclass
@@ -99,7 +105,7 @@ def call_with(refused: str = "") -> Call:
     for index, entry in functions.items():
         api[index] = ctypes.cast(entry, ctypes.c_void_p).value
     frame[2] = api.ctypes.data
-    error = alone.ctypes(frame.ctypes.data)
+    error = compiled(alone, types.voidptr)(frame.ctypes.data)
     return Call(int(frame[_TAKEN]), error, int(frame[_FUTURE]), called, states, reported)
 
 
@@ -123,7 +129,7 @@ def test_workers_that_start_late_delay_nothing() -> None:
     assert (found.taken, found.error, found.future) == (ITEMS, 0, 77)
     assert found.called == ["num_threads", "create_future", *["schedule"] * 3, "set_available"]
     assert len(found.states) == 3
-    assert [late.ctypes(state) for state in found.states] == [0, 0, 0]
+    assert [compiled(late, types.intp)(state) for state in found.states] == [0, 0, 0]
     assert found.called[-2:] == ["schedule", "set_available"], "and it is reported once"
 
 
@@ -132,13 +138,13 @@ def test_a_step_in_which_xla_refuses_fails_by_name(refused: str) -> None:
     """XLA itself runs it: the error comes out of the executable, and the next call is right."""
     if os.cpu_count() == 1 and refused != "num_threads":
         pytest.skip("a pool of one thread is asked for nothing else")
-    _, compiled = machine_code._register("matmul", "float32")
+    _, product = machine_code._register("matmul", "float32")
     kept: list[Any] = []
 
     def kernel(frame_address: int) -> int:
         frame = (ctypes.c_int64 * 22).from_address(frame_address)
         if frame[1]:  # XLA asks for the version
-            return compiled.ctypes(frame_address)
+            return product.ctypes(frame_address)
         whole = frame[2]
         api = (ctypes.c_int64 * 24)(*(ctypes.c_int64 * 24).from_address(whole))
         create = _C_FUNCTION(api[6])
@@ -155,7 +161,7 @@ def test_a_step_in_which_xla_refuses_fails_by_name(refused: str) -> None:
         api[index] = ctypes.cast(entry, ctypes.c_void_p).value or 0
         frame[2] = ctypes.addressof(api)
         try:
-            return compiled.ctypes(frame_address)
+            return product.ctypes(frame_address)
         finally:
             frame[2] = whole
 

@@ -1,7 +1,9 @@
 """Simulated runs as figures: definitions by hand, tables, data frames."""
 
 import builtins
+import dataclasses
 import io
+import json
 import math
 from typing import Any
 
@@ -17,7 +19,7 @@ from jaxserve.lab.simulation.simulate import FixedCost, SimulatedRequest, Simula
 from jaxserve.lab.workloads.arrivals import ArrivalOptions
 from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.lab.workloads.metrics import Goodput
-from jaxserve.sched import Bucket, Limits
+from jaxserve.sched import Bucket, Limits, SchedulerOptions
 from jaxserve.sched.draft_counts import DraftTotals
 
 LIMITS = Limits(
@@ -176,6 +178,58 @@ def test_steps_are_a_data_frame() -> None:
     assert frame["tokens"].sum() == simulation.tokens
     assert set(frame["bucket"]) == {"4x4", "32x4"}
     assert (frame["device_start_s"].diff().dropna() >= 0).all()
+
+
+def test_the_time_without_a_row_is_that_between_two_rows() -> None:
+    """Few pages, so that sequences lose their rows: what the plans say of rows adds up to the times of the requests."""
+    limits = dataclasses.replace(LIMITS, num_pages=24)
+    trace = Trace(
+        dataset=DatasetOptions(num_prompts=12, input_len=20, output_len=30), arrivals=ArrivalOptions(rate=200.0)
+    )
+    options = SchedulerOptions(watermark=0.0, growth=0.0)
+    run = simulate("fcfs", trace, COST, limits, options=options, keep_steps=True, keep_plans=True)
+    owners: dict[int, str] = {}
+    left_s: dict[str, float] = {}
+    expected_s = dict.fromkeys((request.request_id for request in run.requests), 0.0)
+    for plan, step in zip(run.plans, run.steps, strict=True):
+        for row in plan.freed_rows:
+            left_s[owners[row]] = step.start_s
+        for setup in plan.setups:
+            owners[setup.row] = setup.request_id
+            expected_s[setup.request_id] += step.start_s - left_s.pop(setup.request_id, step.start_s)
+    assert {request.request_id: request.preempted_s for request in run.requests} == expected_s
+    assert [request.preempted_s > 0 for request in run.requests] == [r.preemptions > 0 for r in run.requests]
+    assert 0 < sum(request.preemptions > 0 for request in run.requests) < 12, "some, and not all"
+    frame = LabResult.of("fcfs", run).to_frame()
+    assert frame["preempted_ms"].sum() == pytest.approx(1e3 * sum(expected_s.values()))
+
+
+def test_tenants_have_metrics_service_and_an_index() -> None:
+    first = ended(0, 0.0, 0.5, 0.7, 1.0, tenant="a")
+    second = ended(1, 1.0, 1.2, tenant="b", cached_tokens=0)
+    result = LabResult.of("fair", simulated(first, second), goodput=Goodput(ttft_ms=300.0))
+    assert {name: metrics.ttft_ms.mean for name, metrics in result.tenants.items()} == {
+        "a": pytest.approx(500.0),
+        "b": pytest.approx(200.0),
+    }
+    assert [metrics.request_goodput for metrics in result.tenants.values()] == [0.0, 0.5]
+    assert result.jain == pytest.approx((1 / 3 + 0.2) ** 2 / (2 * (1 / 9 + 0.04)))
+    # A prompt of 10 tokens, 4 of them cached, and three outputs of weight 2; a prompt of 10 and one output.
+    assert result.service_frame(0.6).to_dict("list") == {"a": [6.0 + 2.0, 2.0 + 2.0, 0.0], "b": [0.0, 0.0, 10.0 + 2.0]}
+    tokens = result.tokens_frame()
+    assert list(tokens["time_s"]) == [0.5, 0.7, 1.0, 1.2]
+    assert list(tokens["gap_ms"].fillna(-1)) == pytest.approx([-1, 200, 300, -1])
+    assert [line["token_times_s"] for line in result.requests_json()] == [[0.5, 0.7, 1.0], [1.2]]
+    assert json.loads(json.dumps(result.as_json()))["tenants"]["b"]["mean_ttft_ms"] == pytest.approx(200.0)
+    text = printed(result)
+    assert "fair, by tenant" in text and "Jain" in text
+    alone = LabResult.of("fair", simulated(first))
+    assert (alone.tenants, alone.jain) == ({}, None)
+    assert "by tenant" not in printed(alone)
+    with pytest.raises(ConfigError, match="keep_token_times"):
+        LabResult.of("light", simulated(_without_times(first))).service_frame()
+    with pytest.raises(ConfigError, match="window_s is 0"):
+        result.service_frame(0)
 
 
 def test_a_cluster_is_judged_as_a_whole() -> None:

@@ -1,6 +1,8 @@
 """`jaxserve simulate` as a user types it: tables, files, exit codes, complaints."""
 
+import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -72,12 +74,34 @@ def test_replicas_and_routers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fcfs, round_robin" in out
 
 
+def test_servers_that_are_unlike_and_that_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, json_path = tmp_path / "half.yaml", tmp_path / "run.json"
+    profile.write_text("{name: half-h200, memory_gib: 70, memory_gb_s: 2400, tflops: {bfloat16: 495}}")
+    arguments = ["--model", SHAPE, "--device", f"h200:1*2, {profile}:1", "--router", "round_robin", "--rate", "2"]
+    assert main([*SMALL, *arguments, "--json", str(json_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 x llama3.1-8b in bfloat16 on h200:1" in out and "1 x llama3.1-8b in bfloat16 on half-h200:1" in out
+    tree = json.loads(json_path.read_text())
+    assert [("half" in about) for about in tree["fleet"]] == [False, False, True]
+    tpot_ms = [
+        statistics.median(
+            1e3 * (one["last_token_s"] - one["first_token_s"]) / (one["output_tokens"] - 1)
+            for one in tree["runs"][0]["requests"]
+            if one["replica"] == number
+        )
+        for number in range(3)
+    ]
+    assert tpot_ms[2] == pytest.approx(2 * tpot_ms[0], rel=0.2)  # half of the bandwidth
+    assert main([*SMALL, "--rate", "50", "--autoscale", "1:3:2:0.1", "--router", "least_load"]) == 0
+    assert "fcfs, least_load" in capsys.readouterr().out
+
+
 def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--dataset", "agent", "--turns", "3", "--session-rate", "2", "--max-session-len", "900"]) == 0
     assert "of the input, cached" in capsys.readouterr().out
     arguments = ["--diurnal", "1:20:10", "--tenants", "3", "--priorities", "2", "--max-tokens", "50", "--light"]
     assert main([*SMALL, *arguments, "--policy", "fair"]) == 0
-    [itl] = [line for line in capsys.readouterr().out.splitlines() if "ITL" in line]
+    [itl] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("ITL (ms)")]
     assert set(itl.split()[2:]) == {"-"}
 
 
@@ -111,6 +135,12 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--device v5e:2x2 --set parallel.data=8", "tensor x parallel.data is 1 x 8, but v5e:2x2 has 4"),
         ("--device v5e:2x2 --set parallel.expert=2", "no model of this version is cut along"),
         ("--device v5e:2x2 --set parallel.data=2 --replicas 2", "leave one of the two out"),
+        ("--device h200:1*2 --replicas 3", "3 replicas were asked for, and 2 devices"),
+        ("--device h200:1*x", "write h200:1*2"),
+        ("--device none.yaml:1", "the profile none.yaml cannot be read"),
+        ("--device none.yaml", "write none.yaml:1"),
+        ("--autoscale 3", "write MIN:MAX:LOAD"),
+        ("--autoscale 1:2:4 --replicas 2 --prefill 1 --set cache.host_bytes=67108864", "without events and scaling"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +187,13 @@ def test_costs_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [run] = json.loads(json_path.read_text())["runs"]
     assert run["median_ttft_ms"] == pytest.approx(20.0, rel=0.1)
     assert run["median_tpot_ms"] == pytest.approx(2.0, rel=0.2)
+    other, unlike = tmp_path / "other.jsonl", tmp_path / "unlike.jsonl"
+    write_log(other, limits=dataclasses.replace(LIMITS, max_rows=2, buckets=(Bucket(2, 2, True), Bucket(32, 2, False))))
+    write_log(unlike, settings={"kernels.attention": "other"})
+    assert main([*arguments, "--step-log", str(other)]) == 0
+    assert "of 2 logs" in (out := capsys.readouterr().out) and "in a log left out, at worst" in " ".join(out.split())
+    assert main([*arguments, "--step-log", str(unlike)]) == 2
+    assert "kernels.attention None and other" in capsys.readouterr().err
 
 
 def test_an_iterator_cannot_be_simulated_twice() -> None:
@@ -228,3 +265,18 @@ def test_a_log_holds_for_its_own_layout(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3 replicas of toy as fitted" in capsys.readouterr().out
     assert main([*SMALL, "--step-log", str(log), "--set", "parallel.pipeline=4"]) == 2
     assert "the engine that wrote the step log had 2" in capsys.readouterr().err
+
+
+def test_together_and_apart_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = [*SMALL, "--replicas", "3", "--prefill", "0", "--prefill", "1"]
+    slots = ["--set", "cache.host_bytes=67108864", "--set", "route.prefill_above=16", "--set", "cache.page_size=16"]
+    assert main([*apart, *slots]) == 0
+    out, _ = capsys.readouterr()
+    assert "1 apart" in out and out.count("20        0") == 2, "both have answered all"
+    for arguments, wrong in (
+        (apart, "set cache.host_bytes"),
+        ([*SMALL, "--prefill", "1", *slots], "ask for 2 replicas or more"),
+        ([*SMALL, "--replicas", "2", "--prefill", "2", *slots], "none answers"),
+    ):
+        assert main(arguments) == 2
+        assert wrong in capsys.readouterr().err

@@ -26,17 +26,18 @@ from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.lab.training.answers import Example, count_answers, read_questions, split_examples
-from jaxserve.lab.training.attention import packed_attention, packed_batch
 from jaxserve.lab.training.batches import batches, fitting, pack_rows
 from jaxserve.lab.training.evaluate import walk
 from jaxserve.lab.training.heads import HeadOptions, default_taps, new_config, new_head
 from jaxserve.lab.training.losses import LossOptions, first_matches, make_guesses, starts_of
 from jaxserve.lab.training.pipeline import RunOptions, export, plot_log
-from jaxserve.lab.training.target import load_target, whole_graphdef
+from jaxserve.lab.training.target import load_target
 from jaxserve.lab.training.trainer import Trainer, TrainOptions
 from jaxserve.models import decoder_config, load_model, read_checkpoint
 from jaxserve.models.decoder import CachePlace
 from jaxserve.models.drafts.config import HeadKind
+from jaxserve.models.packed_attention import packed_attention, packed_batch
+from jaxserve.models.trainable import whole_graphdef
 from jaxserve.runtime.heads import find_head
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "compiled_quickly")
@@ -161,8 +162,13 @@ def test_targets_and_weights_of_guesses() -> None:
     places = [CachePlace(group=0, slot=layer) for layer in range(2)]
     caches = [XLA_ATTENTION.init_cache(8, 4, 2, 12, jnp.float32) for _ in range(2)]
     tokens = jnp.asarray([5, 6, 7, 8, 9, 10, 11])
-    hidden, _ = decoder(tokens, caches, (batch_of(0, 7),), places, XLA_ATTENTION)
-    logits = np.asarray(decoder.logits(hidden))
+
+    @jax.jit
+    def forward():
+        hidden, _ = decoder(tokens, caches, (batch_of(0, 7),), places, XLA_ATTENTION)
+        return decoder.logits(hidden)
+
+    logits = np.asarray(forward())
     # Place j of the draft behind token 3 guesses token 4 + j, which the target's logits of token 3 + j speak of.
     for place in range(3):
         assert np.abs(np.asarray(guesses.teacher[place][0]) - logits[3 + place]).max() < 1e-3

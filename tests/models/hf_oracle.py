@@ -21,7 +21,7 @@ from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import AttentionBatch, PagedAttention
 from jaxserve.models import LoadedModel, load_model
-from jaxserve.models.decoder import CachePlace
+from jaxserve.models.decoder import CachePlace, PictureInputs
 from jaxserve.models.layers import attention_use
 from jaxserve.models.sharding import TENSOR_PARALLEL, spec_for, specs_for
 from jaxserve.runtime.mesh import make_meshes, on_mesh
@@ -85,15 +85,49 @@ class Chunk:
     tokens: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowPictures:
+    """The pictures of a row's prompt.
+
+    Attributes:
+      pool: embeddings [M, D] of all rows.
+      slots: of each token of the prompt its line of `pool`, or -1.
+      positions: [3, S], and the number that is added to later ones; None: tokens are counted.
+    """
+
+    pool: np.ndarray
+    slots: np.ndarray
+    positions: tuple[np.ndarray, int] | None
+
+    def of(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and positions [3, length] of the tokens from `start` on, drawn ones among them."""
+        at = np.arange(start, start + length)
+        slots = np.append(self.slots, -1)[np.minimum(at, len(self.slots))]
+        if self.positions is None:
+            return slots, np.tile(at, (3, 1))
+        known, delta = self.positions
+        inside = at < known.shape[1]
+        return slots, np.where(inside, known[:, np.minimum(at, known.shape[1] - 1)], at + delta)
+
+
 class Driver:
     """Owns the caches of a few rows of at most `max_len` tokens; each row has its own scattered pages.
 
-    `cache_dtype`: the one that the model was loaded for; None: that of its weights.
+    `cache_dtype`: the one that the model was loaded for; None: that of its weights. `pictures`: of each row, for models
+    that take some.
     """
 
     def __init__(
-        self, model: LoadedModel, *, num_rows: int, max_len: int, page_size: int, cache_dtype: str | None = None
+        self,
+        model: LoadedModel,
+        *,
+        num_rows: int,
+        max_len: int,
+        page_size: int,
+        cache_dtype: str | None = None,
+        pictures: Sequence[RowPictures] | None = None,
     ) -> None:
+        self.pictures = pictures
         kept = model.dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.model, self.num_rows, self.page_size = model, num_rows, page_size
         pages = -(-max_len // page_size)
@@ -121,7 +155,7 @@ class Driver:
         step = on_mesh(
             partial(forward, model.graphdef, attention),
             model.mesh,
-            (specs_for(model.state), by_heads, P(), P(), P()),
+            (specs_for(model.state), by_heads, P(), P(), P(), P()),
             (P(), by_heads),
         )
         self._jitted = jax.jit(step, donate_argnums=1, compiler_options=options)
@@ -154,10 +188,24 @@ class Driver:
             decode_only=decode_only,
         )
         given = None if rope_lengths is None else jnp.asarray(lengths)
-        logits, self.caches = self._jitted(self.model.state, self.caches, jnp.asarray(tokens), batch, given)
+        logits, self.caches = self._jitted(
+            self.model.state, self.caches, jnp.asarray(tokens), batch, given, self._picture_inputs(order, num_tokens)
+        )
         logits = np.asarray(logits)
         by_chunk = {id(c): logits[q_starts[r] : q_starts[r + 1]] for r, c in enumerate(order)}
         return [by_chunk[id(c)] for c in chunks]
+
+    def _picture_inputs(self, order: Sequence[Chunk], num_tokens: int) -> PictureInputs | None:
+        if self.pictures is None:
+            return None
+        slots, positions = np.full(num_tokens, -1, np.int32), np.zeros((3, num_tokens), np.int32)
+        at = 0
+        for chunk in order:
+            end = at + len(chunk.tokens)
+            slots[at:end], positions[:, at:end] = self.pictures[chunk.row].of(chunk.start, len(chunk.tokens))
+            at = end
+        turns = jnp.asarray(positions) if self.model.config.has_sections else None
+        return PictureInputs(pool=jnp.asarray(self.pictures[0].pool), slots=jnp.asarray(slots), positions=turns)
 
     def prefill(
         self, prompts: Sequence[np.ndarray], cuts: Sequence[Sequence[int]], rope_lengths: Sequence[int] | None = None
@@ -189,11 +237,11 @@ class Driver:
         return out
 
 
-def forward(graphdef, attention: PagedAttention, state, caches, tokens, batch, rope_lengths):
+def forward(graphdef, attention: PagedAttention, state, caches, tokens, batch, rope_lengths, pictures):
     """The whole step: hidden states of the batch and logits of every token."""
     decoder = nnx.merge(graphdef, state)
     places = [CachePlace(group=0, slot=layer) for layer in range(len(decoder.layers))]
-    hidden, caches = decoder(tokens, caches, (batch,), places, attention, rope_lengths)
+    hidden, caches = decoder(tokens, caches, (batch,), places, attention, rope_lengths, pictures)
     return decoder.placement.shards.gather(decoder.logits(hidden))[:, : decoder.placement.num_tokens], caches
 
 

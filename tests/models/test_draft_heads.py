@@ -26,8 +26,6 @@ from jaxserve.models.rope import rope_table
 from jaxserve.models.sharding import MESH_AXES, specs_for
 from jaxserve.runtime.mesh import on_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "llama"
 PAGE = 4
 TOKENS = [5, 99, 7, 3, 120, 64, 11, 2, 45]  # the last has not gone through the target

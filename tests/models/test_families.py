@@ -23,6 +23,7 @@ from jaxserve.models.decoder_config import (
 )
 from jaxserve.models.family import FAMILIES, find_family
 from jaxserve.models.loading import decoder_config
+from jaxserve.models.vision_tower import TowerConfig
 
 BLOOM_560M = {
     "apply_residual_connection_post_layernorm": False,
@@ -755,10 +756,11 @@ def test_a_field_that_no_reader_knows_is_refused_by_name(name: str) -> None:
 
 
 def test_every_registered_family_loads_and_has_a_fixture() -> None:
-    seen = {read_checkpoint(hf_oracle.FIXTURES / name).config["architectures"][0] for name in hf_oracle.NAMES}
+    directories = [file.parent for file in hf_oracle.FIXTURES.glob("**/oracle.npz")]
+    seen = {read_checkpoint(directory).config["architectures"][0] for directory in directories}
     assert seen == set(FAMILIES.names())
-    for name in hf_oracle.NAMES:
-        family, _ = decoder_config(read_checkpoint(hf_oracle.FIXTURES / name))
+    for directory in directories:
+        family, _ = decoder_config(read_checkpoint(directory))
         assert FAMILIES.get(family.architecture) is family
 
 
@@ -770,7 +772,7 @@ def test_every_registered_family_loads_and_has_a_fixture() -> None:
         ("FalconMambaForCausalLM", "keep a state"),
         ("XLMRobertaModel", "is an encoder.*Qwen3-Embedding"),
         ("ModernBertForMaskedLM", "is an encoder"),
-        ("Qwen2_5_VLForConditionalGeneration", "takes pictures.*text model"),
+        ("Gemma3ForConditionalGeneration", "takes pictures.*text model"),
     ],
 )
 def test_what_is_known_not_to_run_is_refused_with_a_remedy(architecture: str, reason: str) -> None:
@@ -875,3 +877,162 @@ def test_gpt_oss() -> None:
 def test_experts_that_cannot_run_are_refused_by_name(base: dict, changes: dict, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         adapt(base, **changes)
+
+
+QWEN2_VL_2B = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "image_token_id": 151655,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2_vl",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "video_token_id": 151656,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 1536,
+        "in_chans": 3,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+    "vision_token_id": 151654,
+    "vocab_size": 151936,
+}
+QWEN2_5_VL_3B = QWEN2_VL_2B | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+}
+LLAVA_1_5_7B = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.36.0.dev0",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+
+
+def tower(base: dict, **changes: Any) -> TowerConfig:
+    config = base | changes
+    found = find_family(config, "config.json").tower_config(config, "config.json")
+    assert found is not None
+    return found
+
+
+def test_qwen2_vl_has_three_positions_and_full_attention() -> None:
+    decoder, found = adapt(QWEN2_VL_2B), tower(QWEN2_VL_2B)
+    assert decoder.tied_embeddings
+    assert decoder.layers[0].qkv_bias
+    assert decoder.ropes == (RopeConfig(theta=1e6, rotary_dim=128, sections=(16, 24, 24)),)
+    assert (found.width, found.num_layers, found.mlp.size, found.out_size) == (1280, 32, 5120, 1536)
+    assert found.mlp.activation == "quick_gelu"
+    assert found.window is None
+    yarn = adapt(QWEN2_VL_2B, rope_scaling={"type": "yarn", "mrope_section": [16, 24, 24], "factor": 4.0})
+    assert yarn.ropes[0].scaling is RopeScaling.YARN
+    assert yarn.ropes[0].sections == (16, 24, 24)
+
+
+def test_qwen2_5_vl_has_windows_but_for_some_layers() -> None:
+    found = tower(QWEN2_5_VL_3B)
+    assert (found.window, found.window_patches, found.full_layers) == (112, 64, (7, 15, 23, 31))
+    assert found.mlp == MlpSpec(size=3420, bias=True)
+    assert found.norm.kind is NormKind.RMS
+
+
+def test_llava_leaves_the_last_block_out() -> None:
+    decoder, found = adapt(LLAVA_1_5_7B), tower(LLAVA_1_5_7B)
+    assert (decoder.hidden_size, decoder.num_layers, decoder.vocab_size) == (4096, 32, 32064)
+    assert (found.num_layers, found.grid, found.out_size) == (23, (24, 24), 4096)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [
+        (QWEN2_VL_2B, {"rope_scaling": None}, "mrope_section is None"),
+        (QWEN2_VL_2B, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 23]}}, "add up to 64"),
+        (QWEN2_VL_2B, {"vision_config": None}, "'vision_config' is missing"),
+        (
+            QWEN2_VL_2B,
+            {"vision_config": QWEN2_VL_2B["vision_config"] | {"hidden_size": 768}},
+            "embeddings have 768 numbers, but hidden_size is 1536",
+        ),
+        (QWEN2_5_VL_3B, {"vision_config": QWEN2_5_VL_3B["vision_config"] | {"window_size": 100}}, "window_size 100"),
+        (LLAVA_1_5_7B, {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
+        (LLAVA_1_5_7B, {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
+        (LLAVA_1_5_7B, {"vision_config": {"model_type": "siglip_vision_model"}}, "only clip_vision_model"),
+        (LLAVA_1_5_7B, {"text_config": {"model_type": "mistral"}}, "only llama"),
+    ],
+)
+def test_vision_models_that_are_not_implemented_are_refused(base: dict, changes: dict, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        tower(base, **changes)

@@ -16,7 +16,7 @@ from jaxserve.kernels.matmul import Axes, Matmul, Weight
 from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.models import LoadedModel, load_model, plan_model
 from jaxserve.models.sharding import LAYER_AXES, WeightParameter, specs_for
-from jaxserve.runtime.convert_weights import converted
+from jaxserve.runtime.convert_weights import Forms, converted
 from jaxserve.runtime.executables import device_bytes
 from jaxserve.runtime.mesh import make_meshes
 
@@ -62,7 +62,7 @@ COLUMNS = Matmul(
 
 def load(name: str, devices: int) -> LoadedModel:
     mesh = make_meshes(ParallelConfig(tensor=devices), jax.devices())[0][0]
-    return converted(plan_model(hf_oracle.FIXTURES / name, dtype="float32", mesh=mesh), COLUMNS).load()
+    return converted(plan_model(hf_oracle.FIXTURES / name, dtype="float32", mesh=mesh), Forms(matmul=COLUMNS)).load()
 
 
 @pytest.mark.parametrize(

@@ -26,33 +26,38 @@ from jaxserve.serve.http.live import LiveFeed, Seen
 from jaxserve.serve.metrics import HISTOGRAMS, PREFIX, EngineCollector, shares_of
 from jaxserve.testing import FakeRunner, make_limits
 
-# vLLM's names, without the prefix: what a dashboard of vLLM asks for.
+# vLLM's names and types, without the prefix: what its dashboards ask for; and those of earlier versions.
 CONVENTIONAL = {
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_preemptions",
-    "prompt_tokens",
-    "generation_tokens",
-    "request_success",
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "iteration_tokens_total",
-    "spec_decode_num_drafts",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos",
+    **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), "gauge"),
+    **dict.fromkeys(("cache_config_info", "lora_requests_info"), "gauge"),
+    **dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits", "mm_cache_queries", "mm_cache_hits"), "counter"),
+    **dict.fromkeys(("num_preemptions", "prompt_tokens", "generation_tokens", "request_success"), "counter"),
+    **dict.fromkeys(("spec_decode_num_drafts", "spec_decode_num_draft_tokens"), "counter"),
+    **dict.fromkeys(("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"), "counter"),
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "request_inference_time_seconds": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_prefill_kv_computed_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+    "request_max_num_generation_tokens": "histogram",
+    "request_params_n": "histogram",
+    "request_params_max_tokens": "histogram",
+    "iteration_tokens_total": "histogram",
+}
+FORMER = {
+    "gpu_cache_usage_perc": "gauge",
+    "gpu_prefix_cache_queries": "counter",
+    "gpu_prefix_cache_hits": "counter",
+    "time_per_output_token_seconds": "histogram",
 }
 
+ITL = "inter_token_latency_seconds"
 PICKER = Path(__file__).parents[2] / "deploy/fleet/endpoint-picker.yaml"
 _READ = ("queuedRequests", "runningRequests", "kvUsage", "cacheInfo")
 
@@ -173,7 +178,7 @@ def test_every_conventional_name_is_there_and_histograms_are_whole() -> None:
         ask(parts)
         until_idle(parts)
         families = {f.name.removeprefix(PREFIX): f for f in parse_plain(http.get(f"{parts.http_url}/metrics").text)}
-    assert not CONVENTIONAL - set(families), CONVENTIONAL - set(families)
+    assert {name: families[name].type for name in CONVENTIONAL if name in families} == CONVENTIONAL
     for name in HISTOGRAMS:
         samples = families[name].samples
         buckets = [(float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket")]
@@ -181,6 +186,43 @@ def test_every_conventional_name_is_there_and_histograms_are_whole() -> None:
         assert [b for _, b in buckets] == sorted(b for _, b in buckets), f"{name} is not cumulative"
         assert next(s.value for s in samples if s.name.endswith("_count")) == buckets[-1][1]
     assert {f.documentation != "" for n, f in families.items() if not n.startswith("process")} == {True}
+
+
+def test_vllm_names_are_the_same_figures_and_come_by_the_setting() -> None:
+    with watched(vllm_metrics=True, drafts=True) as parts:
+        body = {"prompt": "abcdefghijklmnop", "max_tokens": 4, "n": 2, "ignore_eos": True}
+        for _ in range(2):
+            assert http.post(f"{parts.http_url}/v1/completions", json=body).status_code == 200
+            until_idle(parts)
+        assert http.get(f"{parts.http_url}/nowhere").status_code == 404
+        text = http.get(f"{parts.http_url}/metrics").text
+    families = {family.name: family for family in parse_plain(text)}
+    others = {name.removeprefix("vllm:"): one for name, one in families.items() if name.startswith("vllm:")}
+    assert {name: one.type for name, one in others.items()} == CONVENTIONAL | FORMER
+    former = {"gpu_cache_usage_perc": "kv_cache_usage_perc", "time_per_output_token_seconds": ITL}
+    for name, one in others.items():
+        ours = families[PREFIX + former.get(name, name.removeprefix("gpu_"))]
+        suffixes = [sample.name.removeprefix(one.name) for sample in one.samples]
+        assert suffixes == [sample.name.removeprefix(ours.name) for sample in ours.samples], name
+        assert [s[1:] for s in one.samples] == [s[1:] for s in ours.samples], name
+    found = _samples(text)
+    assert found["request_params_n_sum"] == 4 and found["request_params_n_count"] == 2
+    assert found["request_params_max_tokens_sum"] == 8
+    assert found["request_max_num_generation_tokens_sum"] == 8 and found["request_generation_tokens_sum"] == 16
+    assert found["request_prefill_kv_computed_tokens_sum"] == 17 + 1  # two pages were found
+    assert found["request_inference_time_seconds_count"] == 2
+    times = [found[f"request_{part}_time_seconds_sum"] for part in ("prefill", "decode", "inference")]
+    assert times[0] + times[1] == pytest.approx(times[2])
+    assert {name for name in others if name.startswith("spec")} and found["vllm:num_requests_running"] == 0
+
+    keys = ("method", "handler", "status")
+    calls = {tuple(s.labels[key] for key in keys): s.value for s in families["http_requests"].samples}
+    assert calls["POST", "/v1/completions", "2xx"] == 2 and calls["GET", "none", "4xx"] == 1
+    assert not [handler for _, handler, _ in calls if handler in ("/metrics", "/health", "/ping")]
+    durations = families["http_request_duration_seconds"].samples
+    counts = {(s.labels["method"], s.labels["handler"]): s.value for s in durations if s.name.endswith("_count")}
+    assert counts == {("POST", "/v1/completions"): 2, ("GET", "none"): 1}
+    assert all(s.value > 0 for s in durations if s.name.endswith("_sum"))
 
 
 def test_open_metrics_on_request() -> None:
@@ -214,7 +256,7 @@ def test_gauges_show_what_runs_and_waits() -> None:
         assert {key: info.labels[key] for key in ("block_size", "num_gpu_blocks")} == {
             "block_size": "8", "num_gpu_blocks": "256",
         }  # fmt: skip
-        assert engine["loraSpec"] == "" and not [name for name in gauges if "lora" in name], "no adapters are served"
+        assert engine["loraSpec"] == "" and gauges["jaxserve:lora_requests_info"] == [], "no adapters are served"
         parts.runner.release()
         until_idle(parts)
 

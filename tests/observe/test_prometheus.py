@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -20,11 +21,15 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from serve_parts import WAIT_S, Served
+from adapter_parts import byte_adapters
+from serve_parts import WAIT_S, IdleStore, Served
 from watched import http, until, until_idle, watched
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed
+from jaxserve.config.schema import EventsConfig
+from jaxserve.kv.page_events import PageEvents
+from jaxserve.sched.plan import HostSlots
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "jaxserve.json"
@@ -43,10 +48,10 @@ PROMETHEUS_3 = (
 )
 UNDERSCORES = PROMETHEUS_3.replace("allow-utf-8", "underscores")  # metric_name_escaping_scheme of Prometheus 3
 
-# Beginnings of metrics that this server does not have: it keeps nothing behind the device.
-ABSENT = ("kv_host_", "kv_load_", "kv_page_seconds", "kv_store_", "kv_tier_")
-
 NAME = re.compile(r"jaxserve:[a-z0-9_]+")
+# These begin the metrics of handoffs, for which servers exchange pages, and of pictures: this server is alone, and its
+# model takes text.
+ABSENT = ("jaxserve:handoff_", "jaxserve:mm_")
 
 
 def _names(accept: str | None) -> tuple[str, set[str]]:
@@ -138,8 +143,9 @@ def _queries() -> list[str]:
 
 
 def _load(parts: Served) -> None:
-    """Something of everything: answers and refusals, through both doors."""
+    """Something of everything: answers and refusals, through both doors, and pages that push others to the host."""
     url = parts.http_url
+    http.post(f"{url}/v1/completions", json={"prompt": secrets.token_hex(20), "max_tokens": 2})
     for body in ({"prompt": "abcdefgh", "max_tokens": 6, "n": 2}, {"prompt": "a", "max_tokens": 0}, {"prompt": 1}):
         http.post(f"{url}/v1/completions", json=body)
     http.get(f"{url}/nowhere")
@@ -150,21 +156,40 @@ def _load(parts: Served) -> None:
     until_idle(parts)
 
 
+@contextlib.contextmanager
+def _watching(parts: Served) -> Iterator[None]:
+    """Pages are told of, although nobody listens."""
+    events = PageEvents(EventsConfig(), port=0, replica=0)
+    parts.scheduler.watch_pages(events)
+    events.start(parts.runner.limits.page_size, parts.runner.limits.page_groups)
+    try:
+        yield
+    finally:
+        events.close()
+
+
 def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no Prometheus on this machine: apt-get install prometheus")
+    slots = HostSlots(num_slots=16, max_draining=8, max_loads=8)
     with (
-        watched(grpc=True, drafts=True) as parts,
+        watched(
+            grpc=True, drafts=True, num_pages=12, slots=slots, store=IdleStore(), adapters=byte_adapters(2)
+        ) as parts,
+        _watching(parts),
         _prometheus(tmp_path, parts.http_url.removeprefix("http://"), program) as found,
     ):
         until(lambda: found.ask("jaxserve:steps_total") == [0.0], "a first scrape, with the documented names")
         keda = [trigger["metadata"]["query"] for trigger in yaml.safe_load(KEDA.read_text())["spec"]["triggers"]]
         assert [found.ask(query) for query in keda] == [[0.0], [0.0]], "KEDA takes one number, without a request, too"
         left = dict.fromkeys(_queries(), "")
-        empty = {query for query in left if any(f"jaxserve:{name}" in query for name in ABSENT)}
+        left["jaxserve:kv_host_pages_total{event='saved'} > 0"] = left[
+            "jaxserve:kv_events_total{state='noted'} > 0"
+        ] = ""
         assert len(left) > 60
         deadline_s = time.monotonic() + 2 * WAIT_S
+        empty = {query for query in left if any(name in query for name in ABSENT)}
         while left.keys() - empty:
             _load(parts)
             for query in [*left]:
@@ -174,11 +199,15 @@ def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
                     del left[query]
             assert time.monotonic() < deadline_s, left
             time.sleep(0.5)
+        assert left.keys() == empty, "these have data, and are listed as empty"
         (waiting,), (ttft_s,) = (found.ask(query) for query in keda)
         assert waiting >= 0 and ttft_s > 0
-        assert left.keys() == empty, "these have data, and are listed as empty"
         for label in ("model_name", "engine"):
             assert found.get(f"label/{label}/values", **{"match[]": "jaxserve:steps_total"}), label
+        [adapters] = found.get("query", query="jaxserve:lora_requests_info")["result"]
+        assert adapters["metric"]["max_lora"] == "1" and float(adapters["value"][1]) == pytest.approx(
+            time.time(), abs=99
+        )
         refused = found.get("query", query="sum by (door) (jaxserve:refused_total) > 0")["result"]
         assert {one["metric"]["door"] for one in refused} == {"http", "grpc"}
         stored = set(found.get("label/__name__/values"))

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from serve_parts import WAIT_S, Served
 from watched import ask, http, until, until_idle, watched
 
 from jaxserve.serve import service
-from jaxserve.serve.http import observe
+from jaxserve.serve.http import observe, profile
 from jaxserve.serve.http.live import run_lengths
 
 JSON = {"content-type": "application/json"}
@@ -124,14 +125,28 @@ def test_views_that_are_opened_at_once_are_counted(monkeypatch: pytest.MonkeyPat
         assert sorted(asyncio.run(statuses())) == [200] * 3 + [429] * 9
 
 
-def test_no_page_of_another_site_can_start_a_profile(tmp_path) -> None:
+@contextlib.contextmanager
+def profiled(tmp_path: Path, name: str = "profiles") -> Iterator[Served]:
+    """A server whose operators may record profiles into a directory below `tmp_path`."""
+    tokens = tmp_path / "operators"
+    tokens.write_text("the-token")
+    with watched(profile_dir=str(tmp_path / name), admin_tokens_file=str(tokens)) as parts:
+        yield parts
+
+
+OPERATOR = {"authorization": "Bearer the-token"}
+
+
+def test_a_profile_needs_an_operator_and_no_page_of_another_site_can_start_one(tmp_path: Path) -> None:
     """What a form can send without being asked for permission."""
-    with watched(profile_dir=str(tmp_path)) as parts:
+    with profiled(tmp_path) as parts:
+        url = f"{parts.http_url}/debug/profile"
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-            answer = http.post(f"{parts.http_url}/debug/profile", headers={"content-type": kind})
-            assert answer.status_code == 415
-        assert http.post(f"{parts.http_url}/debug/profile").status_code == 415
-    assert not any(tmp_path.iterdir())
+            assert http.post(url, headers={**OPERATOR, "content-type": kind}).status_code == 415
+        assert http.post(url, headers=OPERATOR).status_code == 415
+        for headers in (JSON, {**JSON, "authorization": "Bearer another"}):
+            assert http.post(url, headers=headers).status_code == 401
+    assert not (tmp_path / "profiles").exists()
 
 
 def _is_taken(url: str) -> bool:
@@ -174,38 +189,52 @@ def test_the_page_can_be_left_out() -> None:
         assert http.get(f"{parts.http_url}/metrics").status_code == 200
 
 
-def test_profiles_are_off_by_default(shared: Served) -> None:
-    answer = http.post(f"{shared.http_url}/debug/profile", headers=JSON)
-    assert answer.status_code == 404
-    assert "serve.http.profile_dir" in answer.json()["error"]["message"]
-
-
-def test_profile_refuses_wrong_times(tmp_path) -> None:
-    with watched(profile_dir=str(tmp_path)) as parts:
+def test_profile_refuses_wrong_times(tmp_path: Path) -> None:
+    with profiled(tmp_path) as parts:
         for seconds in ("0", "-1", "61", "nan", "inf", "x"):
-            answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": seconds}, headers=JSON)
+            params = {"seconds": seconds}
+            answer = http.post(f"{parts.http_url}/debug/profile", params=params, headers=JSON | OPERATOR)
             assert answer.status_code == 400, seconds
             assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert not any(tmp_path.iterdir())
+    assert not (tmp_path / "profiles").exists()
 
 
-def test_a_profile_that_cannot_be_written_says_why(tmp_path) -> None:
+def test_a_profile_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with watched(profile_dir=str(tmp_path / "file")) as parts:
-        answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": 0.1}, headers=JSON)
+    with profiled(tmp_path, "file") as parts:
+        answer = http.post(f"{parts.http_url}/debug/profile", params={"seconds": 0.1}, headers=JSON | OPERATOR)
     assert answer.status_code == 500
     assert "serve.http.profile_dir" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow
-def test_one_profile_at_a_time(tmp_path) -> None:
-    with watched(profile_dir=str(tmp_path)) as parts, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        url = f"{parts.http_url}/debug/profile"
-        first = pool.submit(lambda: http.post(url, params={"seconds": 10}, headers=JSON))
-        until(lambda: any(tmp_path.iterdir()), "the first profile's directory")
-        second = http.post(url, params={"seconds": 1}, headers=JSON)
+def test_one_profile_at_a_time(tmp_path: Path) -> None:
+    with profiled(tmp_path) as parts, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        url, headers = f"{parts.http_url}/debug/profile", JSON | OPERATOR
+        first = pool.submit(lambda: http.post(url, params={"seconds": 10}, headers=headers))
+        until((tmp_path / "profiles").exists, "the first profile's directory")
+        second = http.post(url, params={"seconds": 1}, headers=headers)
         assert (second.status_code, first.result(WAIT_S).status_code) == (409, 200)
         reply = first.result().json()
         assert reply["directory"].startswith(str(tmp_path)) and reply["seconds"] == 10
         assert any(name.endswith(".xplane.pb") for name in reply["files"]), reply
-        assert http.post(url, params={"seconds": 0.1}, headers=JSON).status_code == 200
+        assert http.post(url, params={"seconds": 0.1}, headers=headers).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_profile_from_start_to_stop_and_one_that_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "MAX_OPEN_S", WAIT_S)
+    with profiled(tmp_path) as parts:
+        operator = httpx.Client(base_url=parts.http_url, headers=OPERATOR, timeout=WAIT_S)
+        # What `vllm bench serve --profile` sends: the body of a completion.
+        begun = operator.post("/start_profile", json={"prompt": "a", "max_tokens": 3}).json()["directory"]
+        assert operator.post("/start_profile").status_code == 409
+        assert operator.post("/stop_profile").json()["directory"] == begun
+        assert [path.suffix for path in Path(begun).rglob("*.pb")] == [".pb"]
+        assert operator.post("/stop_profile").status_code == 409
+        monkeypatch.setattr(profile, "MAX_OPEN_S", 0.1)
+        forgotten = Path(operator.post("/start_profile").json()["directory"])
+        until(lambda: any(forgotten.rglob("*.pb")), "the end of a profile that nobody ends")
+        operator.close()

@@ -11,6 +11,7 @@ from serve_parts import WAIT_S, Served, served
 
 from jaxserve.api import SamplingParams
 from jaxserve.config.schema import GrpcConfig, HttpConfig
+from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.sched.loading import SlotStore
 from jaxserve.sched.plan import NO_SLOTS, HostSlots
 from jaxserve.testing import ByteTokenizer
@@ -31,6 +32,8 @@ def watched(
     drafts: bool = False,
     slots: HostSlots = NO_SLOTS,
     store: SlotStore | None = None,
+    admin_tokens_file: str | None = None,
+    adapters: LoadedAdapters | None = None,
     **http: Any,
 ) -> Iterator[Served]:
     """A server whose engine answers in bytes. With `tmp_path` it wants one of KEYS.
@@ -48,6 +51,7 @@ def watched(
         shapes=((4, 1),) if drafts else (),
         slots=slots,
         store=store,
+        adapters=adapters,
         accept=(lambda *draft: min(2, draft[-1])) if drafts else None,
     )
     with served(
@@ -55,6 +59,7 @@ def watched(
         grpc_config=GrpcConfig(port=0 if grpc else None),
         http_config=HttpConfig(**{"port": 0, **http}),
         drain_s=drain_s,
+        admin_tokens_file=admin_tokens_file,
     ):
         yield parts
 

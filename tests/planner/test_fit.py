@@ -1,15 +1,22 @@
 """What fits, by arithmetic: nothing is compiled here."""
 
-import jax
-import pytest
-from plan_parts import shipped, small_config, write_shape
+import io
 
-from jaxserve.errors import CheckpointError, ConfigError
+import jax
+import numpy as np
+import pytest
+import rich.console
+from plan_parts import ROOT, SMALL, shipped, small_config, write_shape
+
+from jaxserve.errors import CapacityError, CheckpointError, ConfigError
 from jaxserve.kernels.packed_codes import packed_codes_shape
 from jaxserve.lab.planner import PlanOptions, make_plan
 from jaxserve.lab.planner.make import _number_bytes
-from jaxserve.models.loading import load_model
+from jaxserve.lab.planner.show import make_console, show_plan
+from jaxserve.models.checkpoint import read_checkpoint
+from jaxserve.models.loading import load_model, one_device_mesh
 from jaxserve.models.sharding import WeightParameter
+from jaxserve.models.tower_loading import plan_tower
 from jaxserve.runtime.mesh import make_meshes
 
 QUICK = PlanOptions(compile=False)
@@ -68,6 +75,25 @@ def test_every_shipped_config_fits_where_it_is_meant_to_run(name):
         return
     whole = plan.memory.weight_bytes * plan.tensor / (4 if plan.dtype == "float32" else 2) / 1e6
     assert whole == pytest.approx(size, rel=0.03 if "v5e-16" in name or "falcon" in name else 0.002)
+
+
+def test_slots_of_adapters_take_the_place_of_pages(tmp_path):
+    """A [r, in] and B [out, r] of each projection, in bfloat16: four slots and one of zeros."""
+    shape, rank, slots = write_shape(tmp_path), 16, 4
+    plain = make_plan(small_config(shape), "v5e:1", QUICK)
+    plan = make_plan(small_config(shape, **{"adapters.slots": slots, "adapters.max_rank": rank}), "v5e:1", QUICK)
+    hidden, ffn, heads = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_attention_heads"] * 128
+    kv = SMALL["num_key_value_heads"] * 128
+    downs, ups = 3 * hidden + heads + 2 * hidden + ffn, heads + 2 * kv + hidden + 2 * ffn + hidden
+    assert plan.memory.adapter_bytes == 8 * (slots + 1) * rank * (downs + ups) * 2
+    assert plan.memory.state_bytes == plain.memory.state_bytes and plain.memory.adapter_bytes == 0
+    spare = [one.memory.headroom_bytes + one.memory.kv_bytes for one in (plain, plan)]
+    assert spare[0] - spare[1] == plan.memory.adapter_bytes
+    shown = {one: io.StringIO() for one in ("plain", "plan")}
+    for one, text in zip((plain, plan), shown.values(), strict=True):
+        show_plan(one, rich.console.Console(file=text, width=120))
+    assert "4 + 1 slots of LoRA adapters" in shown["plan"].getvalue()
+    assert "slots of LoRA" not in shown["plain"].getvalue()
 
 
 def test_layers_with_windows_leave_room_for_more_tokens():
@@ -186,3 +212,35 @@ def test_a_number_in_panels_of_cpus_has_the_bits_of_its_code(code, size):
     panels = packed_codes_shape((64,), (256,), 128, 32, code=code, zeros=True)
     found = _number_bytes([WeightParameter(panels, logical_axes=("mlp", "embed"))])
     assert found == size + (4 + 2) / 128
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_tower_and_its_pool_take_room_on_every_device(tensor):
+    """The counts of a server: the tower that it loads, whole on each device; the pool's lines; and the activations."""
+    directory = ROOT / "tests" / "fixtures" / "vision" / "qwen2_vl"
+    settings = {"vision.max_pixels": 45 * 28 * 28, "vision.pool_tokens": 200, "model.dtype": "float32"}
+    config = small_config(directory, **settings, **{"parallel.tensor": tensor})
+    plan = make_plan(config, "cpu:4", QUICK)
+    checkpoint = read_checkpoint(str(directory))
+    mesh = one_device_mesh(jax.devices()[0])
+    tower = plan_tower(checkpoint, mean=(0.5,) * 3, std=(0.5,) * 3, dtype=np.dtype("float32"), mesh=mesh)
+    weights = load_model(directory, dtype="float32", mesh=make_meshes(config.parallel, jax.devices())[0][0]).num_bytes
+    assert plan.fits and plan.tower is not None
+    assert plan.tower.weight_bytes == tower.num_bytes == sum(array.nbytes for array in tower.fill(mesh))
+    assert plan.memory.weight_bytes >= weights // tensor + tower.num_bytes
+    assert plan.tower.pool_tokens == 256 and plan.tower.pool_bytes == (256 + 64) * 48 * 4
+    assert plan.memory.state_bytes > plan.tower.pool_bytes
+    smallest, largest = plan.tower.pictures[0], plan.tower.pictures[-1]
+    assert smallest.patches == 256 and largest.patches >= 4 * 45 and largest.tokens * 4 == largest.patches
+    assert largest.temporary_bytes == largest.patches * (8 * 32 + 3 * 64) * 4 <= plan.memory.temporary_bytes
+    assert largest.seconds >= smallest.seconds > 0
+    assert plan.as_json()["tower"]["pictures"][-1]["patches"] == largest.patches
+    less = make_plan(small_config(directory, **{**settings, "vision.pool_tokens": 100}), "cpu:4", QUICK)
+    assert less.memory.state_bytes < plan.memory.state_bytes
+    with pytest.raises(CapacityError, match=r"vision\.pool_tokens is 2"):
+        make_plan(small_config(directory, **{**settings, "vision.pool_tokens": 2}), "cpu:4", QUICK)
+    table = make_console()
+    with table.capture() as shown:
+        show_plan(plan, table)
+    words = " ".join(shown.get().split())
+    assert "Pictures: tower of" in words and "pool of 256 embeddings" in words

@@ -282,9 +282,9 @@ def test_quick_plans_need_no_compiler_and_no_device(no_compilers, capsys):
 def test_a_missing_compiler_costs_its_own_line_alone(no_compilers, monkeypatch, capsys):
     shipped_config = str(CONFIGS / "llama3.1-8b-v5e-4.yaml")
 
-    def plan(config, name, options, say):
+    def plan(config, name, options, say, progress):
         absent_devices(name) if name != "v5e:2x2" else None
-        return make_plan(config, name, dataclasses.replace(options, compile=False), say)
+        return make_plan(config, name, dataclasses.replace(options, compile=False), say, progress)
 
     monkeypatch.setattr("jaxserve.lab.planner.command.make_plan", plan)
     arguments = ["plan", "--config", shipped_config, "--compare", "--topology", "v5e:2x2", "--topology"]

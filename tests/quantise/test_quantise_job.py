@@ -271,6 +271,7 @@ def test_families_that_cannot_be(tmp_path: Path) -> None:
         run(model(tmp_path / "bloom", "bloom"), tmp_path / "out", data, cache_scales=True)
 
 
+@pytest.mark.slow
 def test_experts_of_one_tensor_stay_floats(tmp_path: Path) -> None:
     """gpt-oss has all experts of a layer in one tensor, which no format here has."""
     data = write_texts(tmp_path / "texts.jsonl", 96, count=2)

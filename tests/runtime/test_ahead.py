@@ -1,16 +1,26 @@
 """Whole steps compiled for TPUs that are not here, and what they move through memory."""
 
 import dataclasses
+import json
 
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import load_config
+from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.lab.compiled.ahead import compile_stage, place_ahead
+from jaxserve.lab.compiled.collectives import count_collectives
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
 from jaxserve.lab.compiled.traffic import memory_traffic
+from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import find_family
+from jaxserve.models.tower_loading import plan_tower
+from jaxserve.runtime.compile import compile_all
+from jaxserve.runtime.hlo import parse_hlo
+from jaxserve.runtime.mesh import make_meshes
+from jaxserve.runtime.tower_building import TowerPlan, tower_jobs
 
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,6 +130,42 @@ def test_decode_of_llama3_8b_moves_little_more_than_it_must():
 def test_topologies_that_do_not_exist_are_refused(name, message):
     with pytest.raises(ConfigError, match=message):
         absent_devices(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "most"), [("v5e:2x2", 1.2), ("h200:1", 2.3)])
+def test_a_vision_tower_moves_little_more_than_it_must(topology, most, tmp_path):
+    """Qwen2-VL-2B's tower, whole on each of the devices, for 1,024 patches in bfloat16: no collective, and per block at
+    most `most` times its weights, activations, and scores of attention in float32, written once and read once.
+
+    As above, two sizes tell what a block moves.
+    """
+    patches, heads, width, ffn = 1024, 16, 1280, 5120
+    devices = absent_devices(topology)
+    [mesh], *_ = make_meshes(ParallelConfig(tensor=len(devices)), devices)
+    totals = {}
+    for depth in (1, 2):
+        vision = {"depth": depth, "embed_dim": width, "num_heads": heads, "mlp_ratio": 4, "hidden_size": 1536}
+        text = {"num_hidden_layers": 1, "num_attention_heads": 12, "vocab_size": 512, "hidden_size": 1536}
+        rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+        config = {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": vision, "rope_scaling": rope}
+        (tmp_path / "config.json").write_text(json.dumps(config | text | {"intermediate_size": 8960}))
+        planned = plan_tower(
+            read_checkpoint(str(tmp_path)), mean=(0.5,) * 3, std=(0.25,) * 3, dtype=jnp.dtype("bfloat16"), mesh=mesh
+        )
+        assert planned is not None
+        tower = TowerPlan(planned=planned, max_patches=patches, max_tokens=patches // 4, positions=None)
+        jobs = [job for job in tower_jobs(tower, mesh, device_of_topology(topology).backend) if "1024" in job.name]
+        found = compile_all(jobs, 1, lambda *_: None, mesh)["tower 1024"].call
+        module = parse_hlo(found.as_text())
+        assert not count_collectives(module, len(devices))
+        totals[depth] = sum(memory_traffic(module).values())
+        assert found.memory_analysis().temp_size_in_bytes < tower.temporary_bytes(patches, 4) + 64 * 2**20
+    block = totals[2] - totals[1]
+    weights = 2 * (4 * width * width + 2 * width * ffn)
+    floor = weights + 2 * patches * (8 * width + 4 * ffn) + 2 * 4 * heads * patches**2
+    print(f"{topology}: {block / 2**20:.0f} MiB a block, {block / floor:.2f} of the floor")  # in docs/towers.md
+    assert 0.5 * floor < block <= most * floor, f"{block / GIGA:.3f} GB moved, {floor / GIGA:.3f} GB needed"
 
 
 def test_devices_of_topologies():

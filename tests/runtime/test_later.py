@@ -1,7 +1,13 @@
 """Step shapes that are built in the background: in order, handed over between steps, and loud when they fail."""
 
+import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,9 +58,12 @@ class Runner:
         return self.limits
 
 
-def _later(compiler: Compiler, runner: Runner, check=lambda compiled: None) -> BackgroundBuckets:
+def _later(
+    compiler: Compiler, runner: Runner, check=lambda compiled: None, *, shown: bool = False
+) -> BackgroundBuckets:
     jobs = {b: Job(name=str(b), fn=lambda: None, args=(), donate=(), options={}) for b in LATER}
-    return BackgroundBuckets(limits=runner.limits, jobs=jobs, compiler=compiler, check=check, admit=runner.admit)  # pyright: ignore[reportArgumentType]
+    given: Any = {"jobs": jobs, "compiler": compiler, "check": check, "admit": runner.admit}
+    return BackgroundBuckets(limits=runner.limits, shown=shown, **given)
 
 
 def test_buckets_arrive_when_the_loop_takes_them() -> None:
@@ -94,6 +103,21 @@ def test_one_that_fails_is_loud_and_the_others_come(
     assert str(LATER[1]) in said and ("7 bytes" if by_memory else "no such instruction") in said
 
 
+def test_no_thread_keeps_the_arrays_until_the_interpreter_ends() -> None:
+    """A daemon that freed them then would be killed inside of JAX, and the process with it."""
+    compiler, runner = Compiler(), Runner()
+    later = _later(compiler, runner, shown=True)
+    compiler.go.set()
+    later.start()
+    assert later.wait(WAIT_S)
+    assert later._thread is not None
+    later._thread.join(WAIT_S)
+    kept = weakref.ref(later)
+    del later
+    gc.collect()
+    assert kept() is None
+
+
 def test_after_close_nothing_is_begun() -> None:
     compiler, runner = Compiler(), Runner()
     later = _later(compiler, runner)
@@ -104,3 +128,35 @@ def test_after_close_nothing_is_begun() -> None:
     assert later.wait(WAIT_S)
     assert compiler.asked == [str(LATER[0])], "what is being compiled cannot be interrupted"
     assert later.counts == BucketCounts(3, 2, 0)
+
+
+# Two builds, one of which may speak. Both last until the main thread has ended and something was said.
+_ENDING = """
+import threading
+from jaxserve.runtime import later
+from test_later import Compiler, Runner, _later
+
+said = threading.Event()
+plain_lines = later.plain_lines
+later.plain_lines = lambda: said.set() or plain_lines()
+later._PATIENCE_S = 0.0
+
+class Slow(Compiler):
+    def build_one(self, job):
+        threading.main_thread().join()
+        assert said.wait(120), "nobody says why the program does not end"
+        self.go.set()
+        return super().build_one(job)
+
+for shown in (True, False):
+    _later(Slow(), Runner(), shown=shown).start()
+print("the main thread ends", flush=True)
+"""
+
+
+def test_a_program_that_ends_during_a_compile_says_so() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", _ENDING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0 and done.stdout == "the main thread ends\n", done.stderr
+    assert done.stderr.count("a compile cannot be interrupted") == 1, done.stderr

@@ -110,7 +110,8 @@ def test_weights_are_read_once_and_lie_on_the_devices_of_each() -> None:
         reads.append(True)
         return planned.fill()
 
-    loaded, _ = build._load_all([dataclasses.replace(planned, fill=fill)], [[mesh] for mesh in meshes[1:]])
+    found, _ = build._load_all([dataclasses.replace(planned, fill=fill)], [[mesh] for mesh in meshes[1:]], None)
+    loaded = [models for models, _ in found]
     assert len(reads) == 1 and len(loaded) == 3
     first = jax.tree.leaves(loaded[0][0].state)
     for mesh, [model] in zip(meshes, loaded, strict=True):

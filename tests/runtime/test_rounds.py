@@ -36,7 +36,7 @@ class TableModel:
 
     placement = SimpleNamespace(num_tokens=VOCAB)
 
-    def with_taps(self, tokens, caches, batches, places, attention, rope_lengths, taps):
+    def with_taps(self, tokens, caches, batches, places, attention, rope_lengths, taps, pictures):
         return jax.nn.one_hot(tokens, VOCAB), caches, None
 
     def logits(self, hidden):
@@ -97,7 +97,9 @@ def drawn(params: np.ndarray, coupled: bool) -> tuple[np.ndarray, float]:
         layout=layout, attention=XLA_ATTENTION, page_size=16, shards=WHOLE, groups=(PageGroup(),), places=(),
         drafter=FromTokens(TableDrafter(coupled)),
     )  # fmt: skip
-    run = jax.jit(lambda buffer, rows: step.run(TableModel(), buffer, jnp.zeros((ROWS + 1, 4), jnp.int32), rows)[0])
+    run = jax.jit(
+        lambda buffer, rows: step.run(TableModel(), buffer, jnp.zeros((ROWS + 1, 4), jnp.int32), rows, None)[0]
+    )
     found = [take(run, layout, part) for part in params.reshape(-1, ROWS, NUM_ROW_FIELDS)]
     return np.concatenate([tokens for tokens, _ in found]), float(np.mean([share for _, share in found]))
 

@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxserve.api import FinishReason, Request, SamplingParams
+from jaxserve.content import PlacedPicture
 from jaxserve.errors import UserError
 from jaxserve.sched import InFlight, Limits, Policy, SchedulerOptions, Sequence, StepPlan, create_scheduler
+from jaxserve.sched.base import MayWait
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.entry import PageEntry
-from jaxserve.sched.plan import HostSlots
+from jaxserve.sched.plan import EncoderPool, HostSlots
 from jaxserve.sched.state import sequence_seed
 from jaxserve.sched.tier_policy import TierOptions
-from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_request
+from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_picture, make_request, seen_tokens
 
 VOCAB = 7
+PLACEHOLDER = 6  # which the prompts without a picture hold, too
 # Admission that never looks ahead: for tests of what happens when the cache runs dry.
 BLIND = SchedulerOptions(watermark=0.0, growth=0.0)
 POLICIES = ("fcfs", "priority", "preemptive", "sjf", "fair", "slo")
@@ -45,10 +48,10 @@ def first_tokens(plan: StepPlan) -> tuple[int, ...]:
 
 def expected_output(request: Request, index: int, max_model_len: int) -> tuple[list[int], FinishReason]:
     """What FakeRunner's "context" mode yields for one sequence, computed without any scheduler."""
-    seed, sampling = sequence_seed(request, index), request.sampling
+    seed, sampling, prompt = sequence_seed(request, index), request.sampling, seen_tokens(request)
     tokens: list[int] = []
     while True:
-        token = hash((seed, *request.prompt_token_ids, *tokens)) % VOCAB
+        token = hash((seed, *prompt, *tokens)) % VOCAB
         while len(tokens) < sampling.min_tokens and token in request.stop_token_ids:
             token = (token + 1) % VOCAB
         tokens.append(token)
@@ -99,6 +102,16 @@ def random_limits(rng: random.Random) -> Limits:
         token_buckets=edges,
         mixed_rows={**mixed_rows, edges[-1]: max_rows},
         slots=random_slots(rng),
+        encoder=random_encoder(rng),
+    )
+
+
+def random_encoder(rng: random.Random) -> EncoderPool:
+    """None in half of the worlds, else one with room for few pictures or many, and any budget."""
+    if rng.random() < 0.5:
+        return EncoderPool()
+    return EncoderPool(
+        num_pages=rng.choice([1, 2, 3, 6, 20]), page_size=rng.choice([1, 2, 4]), max_patches=rng.choice([1, 12, 40])
     )
 
 
@@ -230,20 +243,24 @@ class World:
         plan = self.scheduler.schedule()
         if plan is None:
             if not self.flights and self.store is not None and self.scheduler.has_work():
-                assert self.scheduler.waits(), "work is left and nothing can ever run"
+                assert isinstance(self.scheduler, MayWait) and self.scheduler.waits(), (
+                    "work is left and nothing can ever run"
+                )
                 self.clock.advance(1.0)  # of a deadline
                 return
             assert self.flights or not self.scheduler.has_work(), "work is left and nothing can ever run"
             return
         if not self.chunked:
-            assert all(c.sample or self._has_outputs(c.row) for c in plan.chunks), "a prompt was cut"
+            assert all(c.sample or self._may_be_cut(c.row) for c in plan.chunks), "a prompt was cut"
         self.flights.append((plan, self.runner.dispatch(plan)))
         self.shapes[plan.width, plan.rounds] += 1
         self.num_waited += any(seq.loads for seq in self.scheduler._running)
         self.published.check()
 
-    def _has_outputs(self, row: int) -> bool:
-        return next(seq for seq in self.scheduler._running if seq.row == row).num_outputs > 0
+    def _may_be_cut(self, row: int) -> bool:
+        """Before a picture, or when it is computed again."""
+        seq = next(seq for seq in self.scheduler._running if seq.row == row)
+        return seq.num_outputs > 0 or len(seq.request.pictures) > 0
 
     def commit(self) -> None:
         if not self.flights:
@@ -301,6 +318,7 @@ def random_request(rng: random.Random, number: int, now_s: float) -> Request:
     """Prompts over a tiny vocabulary with common beginnings, so that prefixes meet often."""
     common = [[1, 2, 3, 4, 5, 6] * 5, [0] * 30, [1, 2, 3, 4, 6, 6] * 5]
     prompt = [*rng.choice(common)[: rng.randint(0, 12)], *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))]
+    pictures = random_pictures(rng, prompt) if rng.random() < 0.25 else []
     max_tokens = rng.choice([1, 3, 8, 15, 25])
     stop: Iterable[int] = rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1]))
     sampling = SamplingParams(
@@ -321,4 +339,18 @@ def random_request(rng: random.Random, number: int, now_s: float) -> Request:
         priority=rng.randint(-2, 2),
         salt=rng.choice(["", "", "", "tenant"]),
         tenant=rng.choice("abc"),
+        pictures=pictures,
     )
+
+
+def random_pictures(rng: random.Random, prompt: list[int]) -> list[PlacedPicture]:
+    """Up to three of few pictures, at the same few places of many prompts, adjacent or not."""
+    pictures, at = [], rng.choice([0, 1, 3])
+    for _ in range(rng.randint(1, 3)):
+        length = rng.choice([1, 2, 3, 5])
+        if at + length > len(prompt):
+            break
+        pictures.append(make_picture(at, length, rng.choice(["cat", "dog"])))
+        prompt[at : at + length] = [PLACEHOLDER] * length
+        at += length + rng.choice([0, 0, 1, 4])
+    return pictures

@@ -7,7 +7,9 @@ beginning.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 from sched_world import BLIND, PublishedPages
 
@@ -15,6 +17,7 @@ from jaxserve.api import FinishReason, Request
 from jaxserve.sched import (
     ContinuousScheduler,
     InFlight,
+    Limits,
     PageGroup,
     SchedulerOptions,
     SequenceState,
@@ -22,13 +25,19 @@ from jaxserve.sched import (
     create_scheduler,
 )
 from jaxserve.sched.draft import Draft
-from jaxserve.sched.plan import NO_SLOTS, HostSlots
+from jaxserve.sched.plan import NO_ENCODER, NO_SLOTS, EncoderPool, HostSlots
 from jaxserve.sched.policies import FairPolicy, SloPolicy
 from jaxserve.sched.tier_policies import Lru
 from jaxserve.testing import FakeRunner, ManualClock, make_limits, make_request, with_shapes
 
 STOP = 99  # outside of the vocabulary: drawn only where a move says so
-LIMITS = make_limits(max_rows=2, num_pages=6, page_size=1, max_model_len=5, token_buckets=(4,))
+
+
+def _limits(token_bucket: int) -> Limits:
+    return make_limits(max_rows=2, num_pages=6, page_size=1, max_model_len=5, token_buckets=(token_bucket,))
+
+
+LIMITS = _limits(4)
 OPTIONS = dataclasses.replace(BLIND, ageing_s=2.0, ttft_target_s=5.0, output_weight=1.0)
 TICK_S = 10.0
 MAX_DRAIN = 60  # steps in which any of these worlds must end
@@ -56,7 +65,40 @@ class Rules:
     windows: tuple[int | None, ...] = (None,)
     num_pages: int = LIMITS.num_pages
     slots: HostSlots = NO_SLOTS
+    encoder: EncoderPool = NO_ENCODER
+    token_bucket: int = 4
     requests: tuple[Request, ...] = REQUESTS
+
+
+@functools.cache  # a world is made for each path, of few rules
+def _limits_of(rules: Rules) -> Limits:
+    return dataclasses.replace(
+        with_shapes(_limits(rules.token_bucket), *rules.shapes),
+        page_groups=tuple(map(PageGroup, rules.windows)),
+        num_pages=rules.num_pages,
+        slots=rules.slots,
+        encoder=rules.encoder,
+    )
+
+
+class Drawing(NamedTuple):
+    """What a planned step can draw; it does not depend on what is drawn.
+
+    Attributes:
+      num_rows: that draw.
+      most: tokens of a row.
+      is_mixed: it has prompts, so only the last shape is its own.
+    """
+
+    num_rows: int
+    most: int
+    is_mixed: bool
+
+    def allows(self, bits: int, drawn_at_most: int, is_last_shape: bool) -> bool:
+        return not (bits >> self.num_rows or drawn_at_most > self.most or (self.is_mixed and not is_last_shape))
+
+
+NOTHING_TO_RUN = Drawing(0, 0, False)  # not even one token
 
 
 class SmallWorld:
@@ -65,12 +107,7 @@ class SmallWorld:
     def __init__(self, policy: str, rules: Rules, options: SchedulerOptions = OPTIONS) -> None:
         self.rules = rules
         self.clock = ManualClock()
-        limits = dataclasses.replace(
-            with_shapes(LIMITS, *rules.shapes),
-            page_groups=tuple(map(PageGroup, rules.windows)),
-            num_pages=rules.num_pages,
-            slots=rules.slots,
-        )
+        limits = _limits_of(rules)
         made = create_scheduler(policy, limits, options=options, clock=self.clock)
         assert isinstance(made, ContinuousScheduler)
         self.scheduler = made
@@ -84,6 +121,7 @@ class SmallWorld:
         )  # fmt: skip
         self.shapes = rules.shapes or ((1, 1),)
         self.shape = (1, 1)  # of the next step without prompts
+        self.drawing = NOTHING_TO_RUN  # of the last step that was planned, or was to be
         made.policy.speculate = lambda decoding, shapes: self.shape
         self.published = PublishedPages(made, self.runner)
         self.requests = rules.requests[: rules.num_requests]
@@ -135,11 +173,15 @@ class SmallWorld:
             self.commit()
         else:
             self.drains_late = kind == "late"
-            shape, drawn = divmod(arg >> LIMITS.max_rows, self.runner.limits.max_row_tokens)
-            if not self.run(arg & (1 << LIMITS.max_rows) - 1, 1 + drawn, self.shapes[shape]):
+            if not self.run(*self.parts(arg)):
                 return False
             return kind == "run" or len(self.flights[-1][0].saves) > 0  # without saves it is a `run`
         return True
+
+    def parts(self, arg: int) -> tuple[int, int, tuple[int, int]]:
+        """Of the number of a `run`: bits, how many tokens a row draws at most, and the shape."""
+        shape, drawn = divmod(arg >> LIMITS.max_rows, self.runner.limits.max_row_tokens)
+        return arg & (1 << LIMITS.max_rows) - 1, 1 + drawn, self.shapes[shape]
 
     def run(self, bits: int, drawn_at_most: int, shape: tuple[int, int]) -> bool:
         """Plans a step; the i-th drawing row begins with the stop id if bit i is set. False: as in `move`."""
@@ -147,11 +189,11 @@ class SmallWorld:
         plan = self.scheduler.schedule()
         if plan is None:
             assert self.flights or not self.scheduler.has_work(), "deadlock: work is left and nothing can ever run"
+            self.drawing = NOTHING_TO_RUN
             return False
         sampled = self.scheduler._flights[-1].sampled
-        if bits >> len(sampled):
-            return False
-        if drawn_at_most > max(plan.row_tokens, default=1) or (plan.chunks and shape != self.shapes[-1]):
+        self.drawing = Drawing(len(sampled), max(plan.row_tokens, default=1), bool(plan.chunks))
+        if not self.drawing.allows(bits, drawn_at_most, shape == self.shapes[-1]):
             return False
         self.drawn_at_most = drawn_at_most
         self.forced.clear()
@@ -212,7 +254,9 @@ class SmallWorld:
                 )
                 for s in seqs
             ),
-            tuple((name(p), prefix._by_page[p].content) for p in pool._idle),
+            # Whether steps in flight have drawn the stop id, which nobody else knows yet.
+            tuple(tuple(t == STOP for t in self.runner._rows[s.row].known[len(s.tokens) :]) for s in running),
+            tuple((name(p), prefix._by_page[p].content) for p in pool._idle[0]),
             tuple(sorted(e.content for e in prefix._by_key.values() if not any(e.page_ids))),
             tuple(s.request_id for s in running.prefilling), tuple(s.request_id for s in running.ending),
             tuple(s.request_id for s in running.decoding if s.state is SequenceState.RUNNING),
@@ -220,12 +264,14 @@ class SmallWorld:
             tuple(
                 (
                     p.decode_rows, p.decode_positions, p.chunks, p.sampled_rows, p.row_tokens,
-                    tuple(h._result.counts or ()), h._result.num_draining, len(p.saves), p.loads,
+                    tuple(cast(Any, h)._result.counts or ()), cast(Any, h)._result.num_draining, len(p.saves), p.loads,
                 )
                 for p, h in self.flights
             ),
             _policy_state(scheduler),
             _tier_state(scheduler),
+            tuple(scheduler.encoder._pages.items()), frozenset(scheduler.encoder._unread),
+            tuple(scheduler.encoder._free),
         )  # fmt: skip
 
 
@@ -233,10 +279,10 @@ def _tier_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
     tier = scheduler.memory.tier
     if tier is None:
         return ()
-    assert isinstance(tier._policy, Lru)
+    assert isinstance(tier._policies[0], Lru)
     return (
         tuple((slot, entry.content, at) for slot, (entry, at) in sorted(tier._owners.items())),
-        tuple(map(tier._slot_of.get, tier._policy._order)),
+        tuple(map(tier._slot_of.get, tier._policies[0]._order)),
         frozenset(tier._slots._filling), tuple(tier._slots._num_pins), tuple(tier._slots._free),
         tuple(save.slot for save in tier._saves), tier._num_draining,
     )  # fmt: skip
@@ -257,29 +303,55 @@ def _policy_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
 def explore(
     policy: str, rules: Rules, on_end: Callable[[SmallWorld], None] = lambda world: None
 ) -> tuple[int, int, int]:
-    """Makes every move in every world that can be reached; `on_end` gets each world that has ended.
+    """Makes every move in every world that can be reached; each that a path leads back to is drained once, and
+    then `on_end` gets it.
 
     Returns how many worlds there are, how many moves, and how many preemptions were seen that no move had asked for.
     """
     seen: set[int] = set()
+    drained: set[int] = set()
     num_moves = num_preempted = 0
+    # A step that was planned once, after a path, with a shape: most runs from there are none, which it tells at once.
+    drawings: dict[tuple[tuple[Move, ...], tuple[int, int]], Drawing] = {}
     todo: list[tuple[Move, ...]] = [()]
+    world = SmallWorld(policy, rules)
+
+    def is_none(path: tuple[Move, ...]) -> bool:
+        kind, arg = path[-1] if path else ("", 0)
+        if kind not in ("run", "late"):
+            return False
+        bits, drawn_at_most, shape = world.parts(arg)
+        known = drawings.get((path[:-1], shape))
+        return known is not None and not known.allows(bits, drawn_at_most, shape == world.shapes[-1])
+
+    def made(path: tuple[Move, ...]) -> bool:
+        """The last move of a path, by the world that the others have led to."""
+        kind, arg = path[-1]
+        is_new = world.move((kind, arg))
+        if kind in ("run", "late"):
+            drawings[path[:-1], world.parts(arg)[2]] = world.drawing
+        return is_new
+
     while todo:
         path = todo.pop()
+        if is_none(path):
+            continue
         world = SmallWorld(policy, rules)
-        is_new = all(world.move(move) for move in path)
+        is_new = all(world.move(move) for move in path[:-1]) and (not path or made(path))
         while is_new:  # goes on from here as long as something new comes, and leaves the other moves for later
             world.scheduler.check()
             state = hash(world.fingerprint())
             moves = list(world.moves()) if state not in seen else []
             seen.add(state)
             if not moves:
-                world.drain()
-                on_end(world)
-                num_preempted += world.scheduler.num_preemptions - world.num_made["preempt"]
+                if state not in drained:
+                    drained.add(state)
+                    world.drain()
+                    on_end(world)
+                    num_preempted += world.scheduler.num_preemptions - world.num_made["preempt"]
                 break
             todo.extend((*path, move) for move in moves[1:])
             path = (*path, moves[0])
             num_moves += len(moves)
-            is_new = world.move(moves[0])
+            is_new = made(path)
     return len(seen), num_moves, num_preempted

@@ -135,7 +135,7 @@ def test_slots_that_are_filled_written_or_loaded_are_free_once_that_has_ended(wh
 def test_a_store_that_is_off_is_asked_nothing_and_gets_nothing() -> None:
     engine = Engine(first_server())
     engine.scheduler.use_tiers(store=False)
-    assert engine.scheduler.cache_state[3:] == (True, False)
+    assert engine.scheduler.cache_state[3:5] == (True, False)
     engine.scheduler.add(make_request("b", LONG, 4))
     engine.run()
     assert not engine.store.writes and engine.scheduler.loader.num_filled == 0
@@ -183,3 +183,22 @@ def test_a_prefetch_that_is_refused_is_asked_again_when_something_has_ended() ->
     assert [len(keys) for keys, _ in engine.store.fills.values()] == [6]
     engine.run()
     assert engine.scheduler.memory.num_loaded_tokens == 12 and engine.store.settled == [6]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sequences_that_begin_anew(recompute: bool) -> None:
+    """What was computed before is found by nobody afterwards; who runs keeps it, or computes it again."""
+    engine = three_that_run()
+    engine.scheduler.add(make_request("later", [0, 7, 8], 2))
+    engine.scheduler.begin_anew("other weights", recompute=recompute)
+    engine.scheduler.check()
+    assert engine.scheduler.num_running == (0 if recompute else 3)
+    assert engine.scheduler.num_preemptions == (3 if recompute else 0)
+    while engine.scheduler.has_work():
+        engine.step()
+    assert engine.scheduler.memory.num_hit_tokens == 0
+    before = engine.scheduler.memory.num_hit_tokens
+    engine.scheduler.add(make_request("again", [0, 7, 8], 2))
+    while engine.scheduler.has_work():
+        engine.step()
+    assert engine.scheduler.memory.num_hit_tokens > before, "what came afterwards is found"

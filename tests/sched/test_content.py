@@ -1,6 +1,5 @@
 """Keys of pages: the same in every process, of all that a page holds, and computed once."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -8,10 +7,11 @@ import sys
 import pytest
 
 from jaxserve.api import Request, SamplingParams, check_request
-from jaxserve.content import Blocks, ContentSpan, block_key, root_key
+from jaxserve.content import Blocks, ContentSpan, Picture, PlacedPicture, block_key, root_key
 from jaxserve.errors import InvalidRequest
 from jaxserve.routing import key_of_tokens
 from jaxserve.sched import ContinuousScheduler, SchedulerOptions, create_scheduler
+from jaxserve.sched.plan import EncoderPool
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 PICTURE = 7  # the id of a placeholder
@@ -21,7 +21,7 @@ class World:
     """A scheduler on a fake device. `hashed`: what was hashed so far."""
 
     def __init__(self, namespace: str = "", *, sparse: bool = False) -> None:
-        limits = make_limits(page_size=4, token_buckets=(8,), max_rows=2)
+        limits = make_limits(page_size=4, token_buckets=(8,), max_rows=2, encoder=EncoderPool(8, 4, 1))
         options = SchedulerOptions(namespace=namespace, sparse=sparse)
         scheduler = create_scheduler("fcfs", limits, options=options)
         assert isinstance(scheduler, ContinuousScheduler)
@@ -49,20 +49,27 @@ class World:
         return list(self.prefix._by_key)
 
 
+def of_spans(*spans: ContentSpan) -> tuple[PlacedPicture, ...]:
+    return tuple(
+        PlacedPicture(Picture(digest=digest, grid=(1, 1, 1), num_tokens=length, pixels=b""), start)
+        for start, length, digest in spans
+    )
+
+
 def with_pictures(request_id: str, *spans: ContentSpan, length: int = 13) -> Request:
-    return dataclasses.replace(make_request(request_id, [PICTURE] * length, 1), content=spans)
+    return make_request(request_id, [PICTURE] * length, 1, pictures=of_spans(*spans))
 
 
 _PROGRAM = """
-from jaxserve.content import ContentSpan
+from jaxserve.content import Picture, PlacedPicture
 from jaxserve.routing import key_of_text, key_of_tokens
 from jaxserve.sched import SchedulerOptions, create_scheduler
+from jaxserve.sched.plan import EncoderPool
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
-import dataclasses
-limits = make_limits(page_size=4)
+limits = make_limits(page_size=4, encoder=EncoderPool(2))
 scheduler = create_scheduler("fcfs", limits, options=SchedulerOptions(namespace="a checkpoint"))
-request = make_request("r", range(9), 8, salt="s\\N{SNOWMAN}")
-request = dataclasses.replace(request, content=(ContentSpan(2, 5, b"picture"),))
+picture = PlacedPicture(Picture(digest=b"picture", grid=(1, 4, 5), num_tokens=5, pixels=b""), 2)
+request = make_request("r", range(9), 8, salt="s\\N{SNOWMAN}", pictures=[picture])
 drive(scheduler, FakeRunner(limits), [request])
 print([key.hex() for key in scheduler.memory.prefix._by_key])
 print([key.hex() for key in (*key_of_tokens(range(40), cache_salt="s"), *key_of_text("text " * 40))])
@@ -81,9 +88,8 @@ def test_two_processes_agree() -> None:
 
 def test_router_and_cache_have_the_same_keys() -> None:
     world = World("model")
-    request = dataclasses.replace(
-        make_request("r", [5, PICTURE, PICTURE, *range(9)], 1, salt="s"), content=(ContentSpan(1, 2, b"cat"),)
-    )
+    pictures = of_spans(ContentSpan(1, 2, b"cat"))
+    request = make_request("r", [5, PICTURE, PICTURE, *range(9)], 1, salt="s", pictures=pictures)
     world.ask(request)
     routed = key_of_tokens(
         request.prompt_token_ids, namespace="model", cache_salt="s", content=request.content, block_tokens=4
@@ -117,11 +123,19 @@ def test_pictures_behind_equal_placeholders_do_not_hit_each_other() -> None:
     assert world.ask(with_pictures("e")) == 4, "and the same ids are not a picture"
 
 
+def keys_of(*spans: ContentSpan) -> list[bytes]:
+    """Of three blocks of four placeholders each."""
+    blocks = Blocks(b"root", 4, [PICTURE] * 13, spans)
+    for _ in range(3):
+        blocks.extend()
+    return blocks.keys
+
+
 def test_a_page_knows_which_part_of_a_picture_it_holds() -> None:
-    world = World()
-    world.ask(with_pictures("a", ContentSpan(0, 12, b"cat")))
-    assert world.ask(with_pictures("b", ContentSpan(0, 8, b"cat"), ContentSpan(8, 4, b"cat"))) == 8
-    assert world.ask(with_pictures("c", ContentSpan(1, 12, b"cat"))) == 0
+    whole = keys_of(ContentSpan(0, 12, b"cat"))
+    again = keys_of(ContentSpan(0, 8, b"cat"), ContentSpan(8, 4, b"cat"))
+    assert again[:2] == whole[:2] and again[2] != whole[2]
+    assert not set(keys_of(ContentSpan(1, 12, b"cat"))) & set(whole)
 
 
 def test_what_is_verified_is_what_the_key_covers() -> None:
@@ -187,7 +201,7 @@ def test_a_known_block_stays_when_tokens_come() -> None:
     ],
 )
 def test_content_that_cannot_be_is_refused(spans: tuple[ContentSpan, ...]) -> None:
-    with pytest.raises(InvalidRequest, match="content"):
+    with pytest.raises(InvalidRequest, match="picture"):
         check_request(with_pictures("r", *spans, length=4), 100)
 
 

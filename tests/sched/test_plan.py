@@ -6,20 +6,25 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import SamplingParams, StructuredOutput
+from jaxserve.content import Adapter
 from jaxserve.hosts import frames
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.sched import StepPlan, create_scheduler
 from jaxserve.sched.plan import (
+    AdapterLoad,
     Bucket,
     Chunk,
+    Encode,
     PageCopy,
     PageGrant,
     PageLoad,
     PageSave,
     Parts,
+    PicturePlace,
     RowDraft,
     RowMask,
+    RowPicture,
     RowSetup,
 )
 from jaxserve.sched.record import StepRecord
@@ -88,9 +93,12 @@ SETUP = RowSetup(
     prompt_len=2,
     num_tokens=3,
     token_ids=(5, 6, 7),
-    sampling=SamplingParams(temperature=0.5, logit_bias={7: 1.5}, structured={"regex": "a+"}, frequency_penalty=1.0),
+    sampling=SamplingParams(
+        temperature=0.5, logit_bias={7: 1.5}, structured=StructuredOutput(regex="a+"), frequency_penalty=1.0
+    ),
     stop_token_ids=(1,),
     bad_word_ids=((1, 2),),
+    pictures=(RowPicture(7, 90, (1, 2, 3), "c0ffee"),),
 )
 WIDE = WiderPlan(
     step_id=3,
@@ -108,6 +116,9 @@ WIDE = WiderPlan(
     row_tokens=(3, 1),
     width=2,
     rounds=2,
+    encodes=(Encode(digest="c0ffee", grid=(1, 2, 3), num_tokens=90, page_ids=(4, 5), pixels=b"not written"),),
+    pictures=(PicturePlace(1, 7, 90, (4, 5)),),
+    adapters=(AdapterLoad.of(2, Adapter(digest=b"d" * 32, name="tuned", num_bytes=9, weights="not written")),),
     visits=(Visit(1, ("a", "b")), Visit(2, ())),
     weights=(0.5, 0.25),
     mood="calm",
@@ -130,6 +141,9 @@ def test_a_field_that_is_declared_arrives_everywhere() -> None:
     assert (first.visits, second.visits) == (WIDE.visits, ())
     assert (first.masks, second.masks) == (WIDE.masks, ())
     assert (first.weights, second.weights) == ((0.5,), (0.25,))
+    assert first.pictures == second.pictures == WIDE.pictures
+    assert (first.encodes, second.encodes) == (WIDE.encodes, ())
+    assert first.encodes[0].pixels and "not written" not in WIDE.to_json()
     assert first.mood == second.mood == "calm"
 
 

@@ -1,11 +1,12 @@
 """Order, ageing, and that a policy is a small class that somebody else can write."""
 
 import dataclasses
+import math
 
 import pytest
-from sched_world import BLIND
+from sched_world import BLIND, POLICIES
 
-from jaxserve.api import SamplingParams
+from jaxserve.api import Known, Resume, SamplingParams
 from jaxserve.engine import Engine, ModelInfo, Update
 from jaxserve.errors import ConfigError, PolicyError
 from jaxserve.sched import SCHEDULERS, ContinuousScheduler, Limits, Policy, SchedulerOptions, Sequence, create_scheduler
@@ -22,6 +23,19 @@ def order_of_setups(policy, requests, **limits) -> list[str]:
 def test_fcfs_is_by_arrival_then_by_order_of_adding():
     requests = [make_request(n, [1], 2, arrival_s=t) for n, t in [("late", 2), ("x", 1), ("y", 1), ("early", 0)]]
     assert order_of_setups("fcfs", requests) == ["early", "x", "y", "late"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stream_that_moves_here_keeps_its_place(policy: str):
+    known = Resume(sequences=(Known((5,)),), age_s=20.0)
+    moved = dataclasses.replace(make_request("moved", [1], 4, arrival_s=13.0), resume=known)
+    requests = [make_request(f"r{t}", [1], 4, arrival_s=t) for t in (10.0, 11.0)]
+    assert order_of_setups(policy, [*requests, moved]) == ["moved", "r10.0", "r11.0"]
+
+
+def test_nobody_waits_without_end_for_requests_that_say_they_are_old():
+    known = Resume(sequences=(Known((5,)),), age_s=math.inf)
+    assert dataclasses.replace(make_request("old", [1], arrival_s=700.0), resume=known).order_s == 100.0
 
 
 def test_fcfs_never_lets_a_small_one_overtake_a_large_one():

@@ -57,7 +57,7 @@ def run_world(seed: int) -> World:
 
 def test_random_operations_agree_with_the_naive_model():
     preempted = hits = ended = forks = several = fewer = saved = loaded = waited = skipped = 0
-    flushed = resized = 0
+    flushed = resized = encoded = found = evicted = 0
     shapes = collections.Counter[tuple[int, int]]()
     for seed in range(NUM_WORLDS):
         world = run_world(seed)
@@ -73,6 +73,9 @@ def test_random_operations_agree_with_the_naive_model():
         waited += world.num_waited
         flushed += world.num_flushed
         resized += world.num_resized
+        encoded += world.runner.num_encodes
+        found += world.scheduler.encoder.num_hits
+        evicted += world.scheduler.encoder.num_evicted
         if (tier := world.scheduler.memory.tier) is not None:
             skipped += tier.num_skipped
     # The worlds must really have been through what they are for.
@@ -84,7 +87,8 @@ def test_random_operations_agree_with_the_naive_model():
     assert ended > 5000, ended
     assert several > 2000, several
     assert fewer > 1000, fewer
-    assert saved > 5000 and loaded > 400 and waited > 10 and skipped > 1000, (saved, loaded, waited, skipped)
+    assert encoded > 500 and found > 200 and evicted > 200, (encoded, found, evicted)
+    assert saved > 5000 and loaded > 300 and waited > 10 and skipped > 1000, (saved, loaded, waited, skipped)
     wanted = {(1, 1)}.union(*SHAPES)
     assert min(shapes[shape] for shape in wanted) > 100, shapes
 
@@ -93,6 +97,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     """The same operations, chosen by Hypothesis."""
 
     world: World | None = None
+
+    @property
+    def made(self) -> World:
+        assert self.world is not None, "`start` makes it"
+        return self.world
 
     @initialize(
         seed=st.integers(0, 2**32),
@@ -116,27 +125,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32))
     def add(self, seed: int) -> None:
         self.number += 1
-        self.world.add(random_request(random.Random(seed), self.number, self.world.clock()))
+        self.made.add(random_request(random.Random(seed), self.number, self.made.clock()))
 
     @rule(choice=st.integers(0, 100), whole=st.booleans())
     def abort(self, choice: int, whole: bool) -> None:
-        live = self.world.live()
+        live = self.made.live()
         if live:
             request_id, index = live[choice % len(live)]
-            self.world.abort(request_id, None if whole else index)
+            self.made.abort(request_id, None if whole else index)
 
     @rule()
     def schedule(self) -> None:
-        self.world.schedule()
+        self.made.schedule()
 
     @rule()
     def commit(self) -> None:
-        self.world.commit()
+        self.made.commit()
 
     @invariant()
     def counts_hold(self) -> None:
-        assert self.world is not None
-        self.world.check()
+        self.made.check()
 
     def teardown(self) -> None:
         if self.world is not None:

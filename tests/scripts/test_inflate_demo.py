@@ -7,11 +7,14 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
 SIZES = {
     "sched.max_rows": 1,
     "runtime.background_buckets": False,
     "sched.max_step_tokens": 64,
+    "runtime.token_buckets": [64],
     "model.max_len": 128,
     "model.dtype": "float32",
 }

@@ -8,12 +8,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from serve_parts import WAIT_S, wait_until
 
 from jaxserve.client import Client
-from jaxserve.config.schema import Config, GrpcConfig, RouteConfig, ServeConfig
-from jaxserve.serve.route import route
+from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, RouteConfig, ServeConfig
+from jaxserve.serve.route import Routing, route
 from jaxserve.serve.route_pool import Resolve
 from jaxserve.serve.shutdown import Shutdown
 
@@ -22,7 +23,7 @@ class Routed:
     """A running router. `exit_code` is there once it has ended."""
 
     def __init__(self) -> None:
-        self.address = ""
+        self.address = self.http_url = ""
         self.exit_code: int | None = None
         self.shutdown: Shutdown
         self.loop: asyncio.AbstractEventLoop
@@ -50,12 +51,13 @@ def routed(
     wait_s: float = 0.5,
     resolve: Resolve | None = None,
     wait: bool = True,
-    access: Mapping[str, str] = {},
+    access: Mapping[str, Any] = {},
+    http: HttpConfig = HttpConfig(),  # noqa: B008
 ) -> Iterator[Routed]:
     """Routes until the block ends; `wait` until a replica is well. `access`: fields of RouteConfig."""
     router, ready = Routed(), threading.Event()
     config = Config(
-        serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0)),
+        serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0), http=http),
         route=RouteConfig(
             replicas=list(replicas),
             policy=policy,
@@ -73,8 +75,9 @@ def routed(
         router.shutdown = Shutdown()
         return await route(config, router.shutdown, on_ready, resolve=resolve)
 
-    def on_ready(address: str) -> None:
-        router.address = address
+    def on_ready(routing: Routing) -> None:
+        router.address = routing.grpc
+        router.http_url = f"http://{routing.http}"
         ready.set()
 
     def run() -> None:
@@ -104,16 +107,18 @@ from serve_parts import serve_slowly
 from jaxserve.config.schema import GrpcConfig, ServeConfig
 from jaxserve.serve.service import serve_forever
 parts = serve_slowly({delay_s}, max_rows={max_rows})
-sys.exit(serve_forever(parts.engine, ServeConfig(grpc=GrpcConfig(port={port}))))
+sys.exit(serve_forever(parts.engine, ServeConfig(drain_s={drain_s}, grpc=GrpcConfig(port={port}))))
 """
 
 
 @contextlib.contextmanager
 def fake_server(
-    *, delay_s: float = 0.0, port: int = 0, max_rows: int = 4, life_s: float = 4 * WAIT_S
+    *, delay_s: float = 0.0, port: int = 0, max_rows: int = 4, life_s: float = 4 * WAIT_S, drain_s: float = 30.0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server on the fake device in a process of its own, and its address. Killed when the block ends."""
-    code = _SERVER.format(tests=str(Path(__file__).parent), delay_s=delay_s, port=port, max_rows=max_rows)
+    code = _SERVER.format(
+        tests=str(Path(__file__).parent), delay_s=delay_s, port=port, max_rows=max_rows, drain_s=drain_s
+    )
     with server_process([sys.executable, "-c", code], life_s) as started:
         yield started
 

@@ -2,20 +2,29 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
-from jaxserve.api import SamplingParams
+import pytest
+
+from jaxserve.api import Request, SamplingParams
 from jaxserve.client import Client, Retries
-from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
-from jaxserve.engine import Engine, ModelInfo, Reranker
+from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig, TenantsConfig
+from jaxserve.engine import Engine, ModelInfo, PictureReader, Reranker
+from jaxserve.engine.adapters import LoadedAdapters
+from jaxserve.engine.degrading import DegradeOptions
+from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.kv.store import StoreUnavailable
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.loading import Filled, SlotStore, StoreCounts, StoreKey, Written
-from jaxserve.sched.plan import NO_SLOTS, HostSlots
+from jaxserve.sched.plan import NO_ENCODER, NO_SLOTS, EncoderPool, HostSlots
+from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.service import Addresses, Shutdown, serve
+from jaxserve.serve.weights import ChangesWeights
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 
 WAIT_S = 120.0  # for anything that must happen: it ends a hang, and is far more than a busy machine takes
@@ -121,7 +130,7 @@ class Parts:
     def __init__(
         self,
         *,
-        mode: str = "count",
+        mode: Literal["count", "context"] = "count",
         delay_s: float = 0.0,
         max_rows: int = 8,
         num_pages: int = 256,
@@ -137,16 +146,26 @@ class Parts:
         store: SlotStore | None = None,
         accept: Callable[[str, int, int, int], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        degrade: DegradeOptions | None = None,
+        deadline_s: float | None = None,
+        page_size: int = 8,
+        pictures: PictureReader | None = None,
+        max_picture_bytes: int = 2**30,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
+        """`adapters`: of which one step can have one."""
         limits = make_limits(
             max_rows=max_rows,
             num_pages=num_pages,
-            page_size=8,
+            page_size=page_size,
             max_model_len=max_model_len,
             token_buckets=(16, 64),
             shapes=shapes,
             slots=slots,
+            encoder=EncoderPool(num_pages=8, page_size=8, max_patches=64) if pictures is not None else NO_ENCODER,
         )
+        if adapters is not None:
+            limits = dataclasses.replace(limits, adapter_slots=1)
         self.runner = SteerableRunner(
             FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False, accept=accept),
             delay_s,
@@ -160,15 +179,20 @@ class Parts:
             tokenizer=tokenizer,
             model=ModelInfo(
                 name="fake",
-                vocab_size=259,
+                vocab_size=259 if tokenizer is None else tokenizer.vocab_size,
                 max_model_len=max_model_len,
                 eos_token_ids=(257,),
                 reranker=reranker,
                 drafter="ngram" if accept else "none",
+                pictures=pictures,
+                adapters=adapters,
             ),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
+            max_picture_bytes=max_picture_bytes,
             clock=clock,
+            degrade=degrade,
+            deadlines=None if deadline_s is None else StepDeadlines(deadline_s, 1.0),
         )
 
 
@@ -181,6 +205,10 @@ class Served(Parts):
     exit_code: int | None = None
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
+
+    def release(self) -> None:
+        """Lets what was held go on."""
+        self.runner.release()
 
     def request_shutdown(self) -> None:
         """What a signal does."""
@@ -196,25 +224,36 @@ class Served(Parts):
 def served(
     parts: Served,
     drain_s: float = WAIT_S,
-    stall_s: float = WAIT_S,
     grpc_config: GrpcConfig = GrpcConfig(port=0),  # noqa: B008
     http_config: HttpConfig = HttpConfig(),  # noqa: B008
     admin_tokens_file: str | None = None,
+    tenants: TenantsConfig = TenantsConfig(),  # noqa: B008
+    handoff: HandoffSetup | None = None,
+    weights: ChangesWeights | None = None,
+    adapters_dir: str | None = None,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
     config = ServeConfig(
         drain_s=drain_s,
-        stall_s=stall_s,
         grpc=grpc_config,
         http=http_config,
         admin_tokens_file=admin_tokens_file,
+        tenants=tenants,
     )
 
     async def main() -> int:
         parts.loop = asyncio.get_running_loop()
         parts.shutdown = Shutdown()
-        return await serve(parts.engine, config, parts.shutdown, on_ready)
+        return await serve(
+            parts.engine,
+            config,
+            parts.shutdown,
+            on_ready,
+            handoff=handoff,
+            weights=weights,
+            adapters_dir=adapters_dir,
+        )
 
     def on_ready(addresses: Addresses) -> None:
         parts.address = addresses.grpc or ""
@@ -233,31 +272,44 @@ def served(
         assert ready.wait(WAIT_S), "the server does not start"
         yield parts
     finally:
-        parts.runner.release()
+        parts.release()
         with contextlib.suppress(RuntimeError):  # serving may end, and its loop close, at any moment
             parts.request_shutdown()
             parts.request_shutdown()
         parts.wait_for_exit()
 
 
-def serve_bytes(**options: object) -> Served:
+def serve_bytes(**options: Any) -> Served:
     """A server for text, one id per byte; in mode "count" the text after "a" is "bcdef…"."""
     return Served(tokenizer=ByteTokenizer(), **options)
 
 
-def serve_slowly(delay_s: float = 0.005, **options: object) -> Served:
+def serve_slowly(delay_s: float = 0.005, **options: Any) -> Served:
     """`serve_bytes` whose `LONG` answers last: a test has time to act in the middle of one, even if it halts."""
     return serve_bytes(delay_s=delay_s, **{"max_model_len": 2**15, "num_pages": 2**14, **options})
 
 
-def stall(parts: Served, clock: ManualClock, stall_s: float = WAIT_S) -> None:
-    """The device answers no more, and on the engine's clock, which stands still otherwise, `stall_s` go by."""
+def stall(parts: Served, clock: ManualClock, until: Callable[[], bool]) -> None:
+    """The device answers no more, and time goes by on the engine's clock, which stands still otherwise."""
     parts.runner.hold()
     wait_until(lambda: parts.runner.is_held, "the loop waits in a step")
-    clock.advance(stall_s)
+    wait_until(lambda: clock.advance(0.5) or until(), "the watchdog has seen it")
 
 
 ONE_CALL = Retries(attempts=0)  # for a client of a test in which the server's end is the point
+
+
+def note_prepared(parts: Served, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that the engine prepares from now on, in order."""
+    prepared: list[Request] = []
+    prepare = parts.engine.prepare
+
+    def noted(*args: Any, **kwargs: Any) -> Request:
+        prepared.append(prepare(*args, **kwargs))
+        return prepared[-1]
+
+    monkeypatch.setattr(parts.engine, "prepare", noted)
+    return prepared
 
 
 def connect(parts: Served) -> Client:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from serve_parts import WAIT_S, IdleStore, Served, serve_bytes, served, wait_until
 
+from jaxserve import __version__
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.client import CallOptions, Client
 from jaxserve.config.schema import GrpcConfig, HttpConfig
@@ -40,20 +41,20 @@ class Operator:
         with pytest.raises(grpc.RpcError) as caught:
             self.call(method, request)
         assert caught.value.code() is code, caught.value
-        return caught.value.details()
+        return caught.value.details() or ""
 
     def close(self) -> None:
         self.http.close()
         self._channel.close()
 
 
-def _served(parts: Served, folder: Path, admin: bool = True) -> Any:
+def _served(parts: Served, folder: Path, admin: bool = True, **http: Any) -> Any:
     for name, secret in (("admins", ADMIN), ("keys", KEY)):
         (folder / name).write_text(secret)
     return served(
         parts,
         grpc_config=GrpcConfig(port=0, tokens_file=str(folder / "keys")),
-        http_config=HttpConfig(port=0, api_keys_file=str(folder / "keys")),
+        http_config=HttpConfig(port=0, api_keys_file=str(folder / "keys"), **http),
         admin_tokens_file=str(folder / "admins") if admin else None,
     )
 
@@ -115,7 +116,7 @@ def test_a_flush_that_leaves_pages_in_the_store_says_so(operator: Operator, stor
 
 
 def test_the_pool_shrinks_and_grows(server: Served, operator: Operator) -> None:
-    whole = {"pages": 64, "grantable": 64, "held": 0, "host": True, "store": True}
+    whole = {"pages": 64, "grantable": 64, "held": 0, "host": True, "store": True, "rung": "none"}
     assert operator.http.get("/admin/cache").json() == {"replicas": [whole]}
     assert cached(server, "a") == 0
     [state] = operator.call("ResizePool", pb.ResizePoolRequest(num_pages=4)).replicas
@@ -161,8 +162,9 @@ def test_a_shrink_below_what_runs_waits_or_preempts(preempt: bool) -> None:
             )
         parts.runner.hold(after=10)
         wait_until(lambda: parts.runner.is_held and not parts.runner._free, "ten steps have run")
-        refused = parts.engine.call(lambda scheduler: scheduler.resize_pool(13, preempt=preempt))
-        after = parts.engine.call(lambda s: (s.num_running, s.resize_pool(14, preempt=preempt), s.cache_state))
+        own = parts.scheduler
+        refused = parts.engine.call(lambda _: own.resize_pool(13, preempt=preempt))
+        after = parts.engine.call(lambda _: (own.num_running, own.resize_pool(14, preempt=preempt), own.cache_state))
         parts.runner.release()
         with pytest.raises(InvalidRequest, match="can need 14"):
             refused.result(WAIT_S)
@@ -208,7 +210,7 @@ def test_what_is_not_there_is_not_switched(tmp_path: Path) -> None:
 
 
 def test_each_kind_of_token_opens_its_own_calls(server: Served) -> None:
-    paths = {"/admin/cache": ADMIN, "/metrics": KEY, "/v1/models": KEY}
+    paths = {"/admin/cache": ADMIN, "/server_info": ADMIN, "/metrics": KEY, "/v1/models": KEY}
     for token in (ADMIN, KEY, "another"):
         caller = Operator(server, token)
         for path, wanted in paths.items():
@@ -223,9 +225,45 @@ def test_each_kind_of_token_opens_its_own_calls(server: Served) -> None:
 def test_without_tokens_there_are_no_such_calls(tmp_path: Path) -> None:
     with _served(serve_bytes(), tmp_path, admin=False) as parts:
         caller = Operator(parts, KEY)
-        assert caller.http.get("/admin/cache").status_code == 404
+        for path in ("/admin/cache", "/server_info"):
+            assert caller.http.get(path).status_code == 404
+        for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile", "/debug/profile"):
+            assert caller.http.post(path).status_code == 404
         caller.refused("GetCache", pb.GetCacheRequest(), grpc.StatusCode.UNIMPLEMENTED)
         caller.close()
+
+
+def test_server_info_has_every_setting(operator: Operator) -> None:
+    info = operator.http.get("/server_info").json()
+    assert info["model"] == {"name": "fake", "max_model_len": 512, "vocab_size": 259, "drafter": "none"}
+    assert info["replicas"] == 1 and info["version"] == __version__
+    assert info["config"]["serve"]["http"]["port"] == 0 and "python" in info["versions"]
+    assert ADMIN not in str(info) and KEY not in str(info), "of keys only the names of their files"
+
+
+def test_a_reset_leaves_the_store_unless_it_is_asked_for(server: Served, operator: Operator, store: IdleStore) -> None:
+    assert [cached(server, salt) for salt in ("a", "a", "")] == [0, 24, 0]
+    assert operator.http.post("/reset_prefix_cache").json() == {"pages": 6, "slots": 6}
+    assert store.flushed == [] and [cached(server, salt) for salt in ("a", "")] == [0, 0]
+    assert operator.http.post("/reset_prefix_cache", params={"reset_external": True}).json()["pages"] == 6
+    assert store.flushed == [None] and cached(server, "a") == 0
+    refusal = operator.http.post("/reset_prefix_cache", params={"reset_running_requests": True})
+    assert refusal.status_code == 400 and "keep their pages" in refusal.json()["error"]["message"]
+    server.scheduler.check()
+
+
+def test_profiles_that_cannot_be(operator: Operator, tmp_path: Path) -> None:
+    for path in ("/start_profile", "/stop_profile", "/debug/profile"):
+        off = operator.http.post(path, headers={"content-type": "application/json"})
+        assert off.status_code == 404 and "serve.http.profile_dir" in off.json()["error"]["message"]
+    (tmp_path / "file").write_text("in the way")
+    with _served(serve_bytes(), tmp_path, profile_dir=str(tmp_path / "file")) as parts:
+        other = Operator(parts)
+        none = other.http.post("/stop_profile")
+        assert none.status_code == 409 and "begin one with /start_profile" in none.json()["error"]["message"]
+        failed = other.http.post("/start_profile")
+        assert failed.status_code == 500 and "cannot be written to" in failed.json()["error"]["message"]
+        other.close()
 
 
 def test_an_engine_that_has_ended_and_a_scheduler_of_another_kind() -> None:

@@ -127,11 +127,23 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
 
 def test_every_option_of_a_call_is_sent() -> None:
     options = CallOptions(
-        request_id="r", priority=-3, cache_salt="s", tenant="t", echo=True, chunk_tokens=4, timeout_s=2.5
+        request_id="r",
+        priority=-3,
+        cache_salt="s",
+        tenant="t",
+        ttft_target_s=0.5,
+        tpot_target_s=0.25,
+        echo=True,
+        chunk_tokens=4,
+        timeout_s=2.5,
+        model="m",
     )
     message = request_to_proto("hi", SamplingParams(), options)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
+        if field.name == "pictures":
+            assert not message.pictures and not value  # tests of pictures send some
+            continue
         assert getattr(message, field.name) == value != field.default
 
 

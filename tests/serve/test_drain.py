@@ -15,7 +15,7 @@ from jaxserve.errors import Status
 from jaxserve.serve import route, service, shutdown
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
-from jaxserve.serve.grpc_server import LIVE_NAME
+from jaxserve.serve.service import HUNG
 from jaxserve.testing import ManualClock
 
 NUM_TOKENS = 8 * 400
@@ -97,20 +97,18 @@ def test_a_second_signal_ends_a_router_before_a_client_that_never_reads(monkeypa
 
 
 def test_a_device_that_stands_still_in_a_drain_is_told() -> None:
-    """Readiness is red already; the streams must not hang behind the light of `live`."""
+    """Readiness is red already; the streams must not hang, and the process ends."""
     clock = ManualClock()
-    with served(serve_slowly(clock=clock), drain_s=4 * WAIT_S, stall_s=30.0) as server, connect(server) as client:
+    with served(serve_slowly(clock=clock, deadline_s=3.0), drain_s=4 * WAIT_S) as server, connect(server) as client:
         running = client.generate("a", LONG, timeout_s=WAIT_S)
         next(running)
         server.request_shutdown()
         wait_until(lambda: not server.engine.accepting, "it drains")
-        stall(server, clock, 30.0)
-        with pytest.raises(RequestFailed, match=r"a step has not ended for 30 s") as caught:
+        stall(server, clock, lambda: server.engine.failure is not None)
+        with pytest.raises(RequestFailed, match="a step has not ended for") as caught:
             list(running)
         assert caught.value.status is Status.UNAVAILABLE
-        assert not client.is_serving(LIVE_NAME, timeout_s=WAIT_S)
-        server.runner.release()
-        assert server.wait_for_exit() == 0
+        assert server.wait_for_exit() == HUNG
 
 
 def test_an_engine_that_dies_in_a_drain_ends_its_streams_and_the_process() -> None:

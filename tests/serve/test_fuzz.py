@@ -14,6 +14,7 @@ from jaxserve.api import SamplingParams
 ANSWERS = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,  # of messages that name a model
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,  # of messages that set timeout_s to next to nothing
 }

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from serve_parts import WAIT_S, Served, connect, serve_bytes, served, wait_until
+from serve_parts import WAIT_S, Served, connect, note_prepared, serve_bytes, served, wait_until
 
 from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.client import AsyncClient, Client, RequestFailed
@@ -115,6 +115,13 @@ def test_null_max_tokens_fills_the_context(client: Client, server: Served) -> No
     assert completion.outputs[0].finish_reason is FinishReason.LENGTH
 
 
+def test_tenant_and_targets_arrive(client: Client, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = note_prepared(server, monkeypatch)
+    client.complete([1], GREEDY, CallOptions(tenant="t", ttft_target_s=0.5, tpot_target_s=0.25), timeout_s=WAIT_S)
+    client.complete([1], GREEDY, timeout_s=WAIT_S)
+    assert [(r.tenant, r.ttft_target_s, r.tpot_target_s) for r in prepared] == [("t", 0.5, 0.25), ("", None, None)]
+
+
 def test_a_cached_prompt_is_reported(client: Client) -> None:
     prompt = [(7 * i) % 120 for i in range(40)]
     first = client.complete(prompt, GREEDY, CallOptions(cache_salt="one"), timeout_s=WAIT_S)
@@ -142,6 +149,8 @@ def test_a_cached_prompt_is_reported(client: Client) -> None:
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logprobs=21)), "logprobs is 21"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={700: 1.0})), "700"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(seed=-1)), "seed is -1"),
+        (pb.GenerateRequest(text="a", ttft_target_s=0.0), "ttft_target_s is 0.0"),
+        (pb.GenerateRequest(text="a", tpot_target_s=float("nan")), "tpot_target_s is nan"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(server: Served, request_: pb.GenerateRequest, text: str | None):

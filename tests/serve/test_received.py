@@ -8,11 +8,12 @@ import pytest
 from jaxserve.api import ResumeReason, SamplingParams
 from jaxserve.client import RequestFailed
 from jaxserve.client.resuming import Attempts, Retries
-from jaxserve.errors import ConfigError, EngineStopped
+from jaxserve.errors import ConfigError, Draining, EngineStopped, QueueFull
 from jaxserve.serve.convert import request_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.received import Received
-from jaxserve.serve.retry_info import retry_metadata
+from jaxserve.serve.status_details import details_of, is_draining
+from jaxserve.testing import ManualClock
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -22,7 +23,14 @@ def received_of(n: int, *known: pb.KnownSequence) -> Received:
 
 
 def broken(code: grpc.StatusCode, text: str = "refused", retry_after_s: float = 0.0) -> grpc.aio.AioRpcError:
-    trailers = grpc.aio.Metadata(*(retry_metadata(code, text, retry_after_s) if retry_after_s else ()))
+    why = QueueFull(text, retry_after_s=retry_after_s or None)
+    return broken_by(why, code)
+
+
+def broken_by(why: Exception, code: grpc.StatusCode = UNAVAILABLE) -> grpc.aio.AioRpcError:
+    """The failed call of a client whose server raised `why`."""
+    text = str(why)
+    trailers = grpc.aio.Metadata(*details_of(why, code, text))
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=text)
 
 
@@ -45,6 +53,7 @@ def test_what_came_before_is_cut_off() -> None:
     assert not received.complete
     request = pb.GenerateRequest()
     received.go_on(request, ResumeReason.CLIENT)
+    request.resume.ClearField("age_s")
     assert request.resume == pb.Resume(
         sequences=[
             pb.KnownSequence(token_ids=[5, 6, 7], text_len=3),
@@ -99,6 +108,19 @@ def refused(calls: Attempts, error: grpc.aio.AioRpcError) -> str:
     return str(caught.value)
 
 
+def test_the_age_of_a_request_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr("jaxserve.serve.received.time.monotonic", clock)
+    request, ages = pb.GenerateRequest(), []
+    for wait_s in (0.0, 2.0):  # a router, and a client behind it that waits before it calls again
+        received = Received(request)
+        received.take(reply(0, [5], 0, "a"))
+        clock.advance(10.0)
+        received.go_on(request, ResumeReason.DIED, wait_s)
+        ages.append(request.resume.age_s)
+    assert ages == [10.0, 22.0]
+
+
 def test_waits_grow_until_a_token_comes_and_attempts_end() -> None:
     calls = attempts(attempts=3, first_wait_s=1.0, longest_wait_s=3.0)
     assert calls.message.request_id
@@ -111,7 +133,7 @@ def test_waits_grow_until_a_token_comes_and_attempts_end() -> None:
     for wait_s, longest_s in zip(waits, (1.0, 2.0, 3.0), strict=True):
         assert wait_s is not None
         assert longest_s / 2 <= wait_s <= longest_s
-    assert calls.message.resume == pb.Resume(sequences=[pb.KnownSequence(token_ids=[5], text_len=1)])
+    assert list(calls.message.resume.sequences) == [pb.KnownSequence(token_ids=[5], text_len=1)]
     calls.take(reply(1, [6], 1, "b"))
     assert calls.wait_after(broken(FULL, retry_after_s=7.0)) == 7.0, "a full server says when"
 
@@ -133,3 +155,14 @@ def test_calls_that_are_not_sent_again() -> None:
     assert begun.wait_after(broken(UNAVAILABLE)) is None, "all that was missing is the status"
     with pytest.raises(ConfigError):
         Retries(first_wait_s=9.0, longest_wait_s=1.0)
+
+
+def test_a_server_that_drains_says_so_beside_its_status() -> None:
+    assert is_draining(broken_by(Draining("it was shut down")))
+    assert not is_draining(broken_by(EngineStopped("it was shut down"))), "the text alone means nothing"
+    assert not is_draining(broken(FULL, retry_after_s=7.0))
+    for why, reason in ((Draining("gone"), pb.RESUME_REASON_DRAINED), (EngineStopped("gone"), pb.RESUME_REASON_CLIENT)):
+        calls = Attempts(request_to_proto("a", SamplingParams()), Retries(), None, threading.Event())
+        calls.take(reply(0, [5], 0, "a"))
+        assert calls.wait_after(broken_by(why)) is not None
+        assert calls.message.resume.reason == reason

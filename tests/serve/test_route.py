@@ -33,7 +33,7 @@ from jaxserve.client import CallOptions, Client, Completion, RequestFailed
 from jaxserve.config.schema import RouteConfig
 from jaxserve.engine import EngineGroup
 from jaxserve.errors import ConfigError, Status
-from jaxserve.routing import create_router
+from jaxserve.routing import PromptKey, create_router
 from jaxserve.serve import route_pool
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
@@ -106,7 +106,7 @@ def test_a_field_of_the_future_is_for_the_replica_to_refuse(router: Routed) -> N
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "no field 1000" in caught.value.details()
+    assert "no field 1000" in (caught.value.details() or "")
 
 
 def test_a_client_that_leaves_and_a_deadline_free_the_replica(pair: tuple[Served, Served], router: Routed) -> None:
@@ -190,7 +190,7 @@ def test_prompts_with_a_common_beginning_meet() -> None:
 
 
 def test_keys_of_messages() -> None:
-    def key(**fields) -> tuple[int, ...]:
+    def key(**fields) -> PromptKey:
         return key_of_request(pb.GenerateRequest(**fields))
 
     chat = [pb.ChatMessage(role="system", content="x" * 100), pb.ChatMessage(role="user", content="a" * 100)]
@@ -295,7 +295,7 @@ def test_a_replica_that_drains_gets_nothing_new_and_what_it_cuts_off_moves() -> 
     with (
         served(serve_bytes(max_rows=1), drain_s=0.3) as one,
         served(serve_bytes(max_rows=1)) as two,
-        routed(one.address, two.address) as router,
+        routed(one.address, two.address, retries=0) as router,  # a drain is no death
         Client(router.address) as client,
     ):
         wait_until(lambda: has_answered(router, one) and has_answered(router, two), "both are well")
@@ -318,6 +318,52 @@ def test_a_replica_that_drains_gets_nothing_new_and_what_it_cuts_off_moves() -> 
             thread.join(WAIT_S)
         assert answers == ["bcdef"] * 6, "two had not begun and one had, and all three moved"
         assert one.wait_for_exit() == 0
+        assert two.engine.stats[0].totals().resumed[ResumeReason.DRAINED] == 1
+
+
+def test_a_client_without_a_router_goes_on_at_another_server() -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, seed=7)
+    with served(serve_slowly(), drain_s=0.0) as one, served(serve_slowly()) as two:
+        with connect(two) as direct:
+            whole = direct.complete("a", sampling, timeout_s=WAIT_S)
+        with Client(f"ipv4:{one.address},{two.address}") as client:
+            one.runner.hold(after=10)
+            running = client.generate("a", sampling, timeout_s=WAIT_S)
+            replies = [next(running)]
+            one.request_shutdown()
+            wait_until(lambda: one.engine._stop_now.is_set(), "it is to stop")
+            one.runner.release()
+            replies += running
+        assert [i for r in replies for i in r.token_ids] == list(whole.outputs[0].token_ids)
+        assert two.engine.stats[0].totals().resumed[ResumeReason.DRAINED] == 1
+
+
+def test_an_abort_past_the_router_is_an_abort(pair: tuple[Served, Served], router: Routed) -> None:
+    with Client(router.address, retries=ONE_CALL) as client:
+        running = client.generate("a", LONG, CallOptions(request_id="mine"), timeout_s=WAIT_S)
+        next(running)
+        for server in pair:
+            server.engine.abort("mine")
+        assert list(running)[-1].finish_reason == pb.FINISH_REASON_ABORT
+    all_free(*pair)
+
+
+def test_an_abort_while_no_replica_is_well_says_where_the_stream_ends() -> None:
+    with (
+        fake_server(delay_s=0.01) as (doomed, address),
+        routed(address, wait_s=WAIT_S) as router,
+        Client(router.address, retries=ONE_CALL) as client,
+    ):
+        running = client.generate("a", LONG, CallOptions(request_id="mine"), timeout_s=WAIT_S)
+        replies = [next(running)]
+        doomed.kill()
+        wait_until(lambda: not router.is_healthy(), "none is well")
+        client.abort("mine")
+        replies += running
+        *before, last = replies
+        assert last.finish_reason == pb.FINISH_REASON_ABORT
+        assert last.token_offset == sum(len(r.token_ids) for r in before) > 0
+        assert last.text_offset == sum(len(r.text) for r in before)
 
 
 def test_retries_are_bounded() -> None:

@@ -8,14 +8,15 @@ import dataclasses
 # 64-bit words of a state: some that `call` uses, then a kernel's own, then of each worker how much of its share is
 # taken, whose share it takes from, and how many items it has taken.
 MAX_WORKERS = 64
-FIRST_WORD, SHARES, TURNS, TAKEN, WORDS = 20, *(64 + n * MAX_WORKERS for n in range(4))
+FIRST_WORD, SHARES, TURNS, TAKEN, WORDS = 20, *(80 + n * MAX_WORKERS for n in range(4))
 GATING = 56  # the first word of `gating`; a kernel that gates has those before
+LOW_RANK = 64  # the first word of `low_rank`, likewise
 
 BYTES = 0  # of a scratch array, before what attention keeps there
 RUN_BYTES = 3 * 8  # of the scratch array of the grouped product: expert, first row and rows of each expert hit
 
 EXPERT_RUN_WORDS = 4  # the same of experts in codes: also the first work item
-CALL_WORDS = 64  # of a state, before those that workers count in
+CALL_WORDS = 64  # of a state, before those of `low_rank` and those that workers count in
 
 BLOCK = 128  # inputs of a row that are rounded with one scale
 
@@ -104,6 +105,29 @@ class GatedRooms:
         """Rooms for panels of `width`. Of a single row, an item of work is two panels."""
         begin, workers = -(-begin // 64) * 64, min(workers, MAX_WORKERS)
         return cls(begin=begin, workers=workers, num_bytes=begin + workers * max(num_rows, 2) * width * 4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankScratch:
+    """Of a product with adapters. All are bytes; what A x gives, float32 [T, columns], is at the beginning.
+
+    Attributes:
+      tokens_begin: of the tokens that have an adapter, by their slots, int32 [T].
+      blocks_begin: of the slot, the first and the number of these tokens, of each block of them: int32 [blocks, 3].
+      num_bytes: size of the whole scratch array.
+    """
+
+    tokens_begin: int
+    blocks_begin: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, *, num_tokens: int, columns: int, num_slots: int, block: int) -> "LowRankScratch":
+        """Sizes for `num_tokens`, of which `block` at most make a block."""
+        tokens_begin = num_tokens * columns * 4
+        blocks_begin = tokens_begin + num_tokens * 4
+        blocks = num_tokens // block + min(num_tokens, num_slots)
+        return cls(tokens_begin=tokens_begin, blocks_begin=blocks_begin, num_bytes=blocks_begin + blocks * 12)
 
 
 def coded_experts_bytes(num_experts: int) -> int:

@@ -41,18 +41,19 @@ intrinsic: Any = _intrinsic  # its own types describe its arguments, not its res
 
 
 def block_product(
-    rows: int, vectors: int, lanes: int, *, fetches: bool = False, dot_bfloat16: bool = False
+    rows: int, vectors: int, lanes: int, *, fetches: bool = False, dot_bfloat16: bool = False, gathers: bool = False
 ) -> Callable[..., Any]:
     """A function for Numba: c[rows, W] = a[rows, depth] b[depth, W], or += where `add`; W is vectors * lanes.
 
-        product(a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, kind)
+        product(a, a_stride, b, b_stride, depth, c, c_stride, order, add, ahead, ahead_step, kind)
 
     Matrices are addresses with strides between rows in elements. They hold float32, and `b` what the type of `kind`
     says: float32, or uint16 for bfloat16. `depth` is at least 1. Each number of c is one chain of fused multiply-adds
     over the depth: its bits depend on nothing else. Where `kind` is uint32, an element of both matrices is a pair
     of bfloat16 numbers, of which the chain takes the second first, as x86's instruction does (`dot_bfloat16`). With
     `fetches`, each step asks for the lines of the cache at `ahead`, as many as a row of `b` has, and the next step
-    for those `ahead_step` bytes further.
+    for those `ahead_step` bytes further. With `gathers`, `order` is the address of int32 [rows]: which rows of a and of
+    c these are; without, it means nothing.
     """
     vector = ir.VectorType(FLOAT, lanes)
 
@@ -66,22 +67,27 @@ def block_product(
         depth: Any,
         c: Any,
         c_stride: Any,
+        order: Any,
         add: Any,
         ahead: Any,
         ahead_step: Any,
         kind: Any,
     ):
-        del context, a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step
-        signature = types.void(*[types.intp] * 7, types.boolean, types.intp, types.intp, kind)
+        del context, a, a_stride, b, b_stride, depth, c, c_stride, order, add, ahead, ahead_step
+        signature = types.void(*[types.intp] * 8, types.boolean, types.intp, types.intp, kind)
         pairs = kind == types.uint32
         size = size_of_kind(kind)
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             del signature
-            a, a_stride, b, b_stride, depth, c, c_stride, add, ahead, ahead_step, _ = args
+            a, a_stride, b, b_stride, depth, c, c_stride, order, add, ahead, ahead_step, _ = args
             fma = declare(builder, f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
-            a_rows = [element(builder, a, builder.mul(word(row), a_stride), 4) for row in range(rows)]
-            c_rows = [element(builder, c, builder.mul(word(row), c_stride), 4) for row in range(rows)]
+            numbers: list[Any] = [word(row) for row in range(rows)]
+            if gathers:
+                given = [load(builder, builder.add(order, word(4 * row)), LANE) for row in range(rows)]
+                numbers = [builder.sext(number, WORD) for number in given]
+            a_rows = [element(builder, a, builder.mul(number, a_stride), 4) for number in numbers]
+            c_rows = [element(builder, c, builder.mul(number, c_stride), 4) for number in numbers]
             places = [element(builder, start, word(column * lanes), 4) for start in c_rows for column in range(vectors)]
 
             before = builder.block
@@ -179,7 +185,7 @@ def rows_product(row_steps: Sequence[int], vectors: int, lanes: int) -> Callable
     def product(
         a: int, a_stride: int, b: int, b_stride: int, depth: int, c: int, c_stride: int, rows: int, add: bool, kind: Any
     ) -> None:
-        in_blocks(a, a_stride, b, b_stride, depth, c, c_stride, rows, add, 0, 0, kind)
+        in_blocks(a, a_stride, b, b_stride, depth, c, c_stride, 0, rows, add, 0, 0, kind)
 
     return product
 
@@ -209,9 +215,19 @@ def panel_product(target: Target) -> Callable[..., Any]:
         share, ahead = line // max((rows + size - 1) // size, 1), panel + depth * line
         if 2 * rows <= size:
             ahead = panel + _NEAR
-        in_blocks(a, a_stride, panel, width, depth, c, c_stride, rows, False, ahead, share, kind)
+        in_blocks(a, a_stride, panel, width, depth, c, c_stride, 0, rows, False, ahead, share, kind)
 
     return product
+
+
+def gathered_product(target: Target, vectors: int) -> Callable[..., Any]:
+    """A function for Numba: `block_product` that gathers and fetches, of `vectors`, for any number of rows.
+
+    product(a, a_stride, b, b_stride, depth, c, c_stride, order, rows, add, ahead, ahead_step, kind)
+    """
+    return _product_in_blocks(
+        target.row_steps, vectors, target.lanes, fetches=True, gathers=True, dot_bfloat16=target.dot_bfloat16
+    )
 
 
 def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, **options: bool) -> Callable[..., Any]:
@@ -224,6 +240,7 @@ def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, **opt
 
         return no_rows
     size, block = row_steps[0], block_product(row_steps[0], vectors, lanes, **options)
+    gathers = options.get("gathers", False)
     smaller = _product_in_blocks(row_steps[1:], vectors, lanes, **options)
 
     @njit
@@ -235,21 +252,25 @@ def _product_in_blocks(row_steps: Sequence[int], vectors: int, lanes: int, **opt
         depth: int,
         c: int,
         c_stride: int,
+        order: int,
         rows: int,
         add: bool,
         ahead: int,
         ahead_step: int,
         kind: Any,
     ) -> None:
-        row = 0
-        while row + size <= rows:
-            own_a, own_c = a + row * a_stride * 4, c + row * c_stride * 4
-            block(own_a, a_stride, b, b_stride, depth, own_c, c_stride, add, ahead, ahead_step, kind)
-            row += size
+        left = rows
+        while left >= size:
+            block(a, a_stride, b, b_stride, depth, c, c_stride, order, add, ahead, ahead_step, kind)
+            left -= size
             ahead += depth * ahead_step
-        if row < rows:
-            left_a, left_c, left = a + row * a_stride * 4, c + row * c_stride * 4, rows - row
-            smaller(left_a, a_stride, b, b_stride, depth, left_c, c_stride, left, add, ahead, ahead_step, kind)
+            if gathers:
+                order += 4 * size
+            else:
+                a += size * a_stride * 4
+                c += size * c_stride * 4
+        if left > 0:
+            smaller(a, a_stride, b, b_stride, depth, c, c_stride, order, left, add, ahead, ahead_step, kind)
 
     return product
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.chips import parse_topology
 from jaxserve.config.schema import Config
@@ -35,10 +36,13 @@ from jaxserve.runtime.resolve import (
     draft_uses,
     grouped_uses,
     matmul_uses,
+    resolve_adapters,
     resolve_selector,
     resolve_sizes,
 )
+from jaxserve.runtime.tower_building import TowerPlan, picture_sizes, tower_jobs
 
+PlanTower = Callable[[Mesh | AbstractMesh, np.dtype], TowerPlan | None]
 Keep = Callable[[Partition, str], Mapping[Path, Kept]]  # which parameters of a model cut so are codes on a backend
 
 
@@ -46,7 +50,7 @@ Keep = Callable[[Partition, str], Mapping[Path, Kept]]  # which parameters of a 
 class AbsentModel:
     """One replica of a model on devices that are not here: all that is known before anything is compiled.
 
-    `kept`: parameters that are codes, by their paths in the whole model.
+    `kept`: parameters that are codes, by their paths in the whole model. `tower`: of a model that takes pictures.
     """
 
     config: Config
@@ -57,6 +61,7 @@ class AbsentModel:
     grouped_matmul: GroupedMatmul | None
     kept: Mapping[Path, Kept]
     stages: tuple[AbstractStage, ...]
+    tower: TowerPlan | None = None
 
 
 def place_ahead(
@@ -67,12 +72,13 @@ def place_ahead(
     dtype: str = "bfloat16",
     to_compile: bool = True,
     keep: Keep = lambda partition, backend: {},
+    plan_tower: PlanTower = lambda mesh, dtype: None,
 ) -> AbsentModel:
     """The model that a server with `config` would put on the devices of `topology`; takes well under a second.
 
     `to_compile` False only counts, and needs no compiler for these devices. `keep` says which parameters are
-    codes. Raises ConfigError for a topology that
-    cannot be compiled for here, or has too few devices, and what resolving the config raises.
+    codes, `plan_tower` which tower is beside the model (`assemble.pictures.plan_pictures`). Raises ConfigError for a
+    topology that cannot be compiled for here, or has too few devices, and what resolving the config raises.
     """
     device = device_of_topology(topology)
     weights_dtype: np.dtype = jnp.dtype(dtype)
@@ -82,8 +88,13 @@ def place_ahead(
     else:
         meshes = abstract_meshes(config.parallel, parse_topology(topology).num_devices)
     sizes = resolve_sizes(config, model, weights_dtype, device.backend)
+    tower = plan_tower(meshes[0], weights_dtype)
+    if tower is not None:
+        pictures = picture_sizes(config, tower, has_sections=model.has_sections)
+        sizes = dataclasses.replace(sizes, pictures=pictures)
     model = with_cache(model, sizes.cache_dtype.name)  # scales have no place in plans but their bytes
     partition = Partition.of(model, config.parallel.tensor, config.parallel.expert)
+    sizes = dataclasses.replace(sizes, adapters=resolve_adapters(config, partition))
     selector, uses = resolve_selector(config, sizes.page_size), attention_uses(partition.local, sizes, weights_dtype)
     heads = () if selector is None else tuple(map(single_head, uses))
     attention = PAGED_ATTENTION.resolve(
@@ -114,6 +125,7 @@ def place_ahead(
         grouped_matmul=grouped,
         kept=kept,
         stages=stages,
+        tower=tower,
     )
 
 
@@ -146,6 +158,8 @@ def compile_stage(
 ) -> Mapping[str, Compiled]:
     """Every executable of one stage, by name; or those named in `only`."""
     jobs = make_jobs(absent.stages[stage], absent.sizes, absent.attention, num_pages)
+    if absent.tower is not None and stage == 0:
+        jobs += tower_jobs(absent.tower, absent.stages[0].devices, absent.device.backend)
     jobs = [job for job in jobs if only is None or job.name in only]
     # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
     threads = 1 if absent.device.backend == "tpu" else absent.config.runtime.compile_threads

@@ -9,7 +9,7 @@ import dataclasses
 from jaxserve.chips import Chip, Topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError
-from jaxserve.lab.compiled.ahead import AbsentModel, Keep, place_ahead
+from jaxserve.lab.compiled.ahead import AbsentModel, Keep, PlanTower, place_ahead
 from jaxserve.lab.planner.report import MemoryUse, Suggestion
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.runtime.build import plan_stage_memory
@@ -60,7 +60,9 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
         budget_bytes=fit.budget_bytes,
         weight_bytes=sized.weight_bytes,
         kv_bytes=kv_bytes,
-        state_bytes=sized.state_bytes,
+        state_bytes=sized.state_bytes - sized.adapter_bytes,
+        adapter_bytes=sized.adapter_bytes,
+        adapter_slots=sized.limits.adapter_slots,
         move_bytes=sized.move_bytes,
         temporary_bytes=temporaries,
         temporaries_compiled=temporary_bytes is not None,
@@ -75,12 +77,18 @@ def memory_use(fit: Fit, temporary_bytes: int | None) -> MemoryUse:
 
 
 def smallest_fitting(
-    config: Config, model: DecoderConfig, dtype: str, topology: Topology, weight_bytes: int, keep: Keep
+    config: Config,
+    model: DecoderConfig,
+    dtype: str,
+    topology: Topology,
+    weight_bytes: int,
+    keep: Keep,
+    plan_tower: PlanTower,
 ) -> Suggestion | None:
     """The smallest topology of the same chip, and the smallest parallel.tensor on it, that hold one replica.
 
-    `weight_bytes`: of the whole model; `keep`: see `place_ahead`. Sizes that could not even hold the weights are
-    skipped.
+    `weight_bytes`: of the whole model; `keep`, `plan_tower`: see `place_ahead`. Sizes that could not even hold the
+    weights are skipped.
     """
     chip = topology.chip
     budget = _total_bytes(config, chip) * memory_share(config.cache, chip.backend).fraction
@@ -91,7 +99,15 @@ def smallest_fitting(
         while tensor <= candidate.num_devices:
             if tensor > tried and weight_bytes / tensor < budget:
                 changed = with_settings(config, "parallel", tensor=tensor, data=1, pipeline=1)
-                absent = place_ahead(changed, model, topology=candidate.name, dtype=dtype, to_compile=False, keep=keep)
+                absent = place_ahead(
+                    changed,
+                    model,
+                    topology=candidate.name,
+                    dtype=dtype,
+                    to_compile=False,
+                    keep=keep,
+                    plan_tower=plan_tower,
+                )
                 if fit_memory(absent, candidate).plan is not None:
                     return Suggestion(topology=candidate.name, tensor=tensor)
             tensor *= 2
@@ -110,4 +126,4 @@ def _total_bytes(config: Config, chip: Chip) -> int:
 
 
 def _size(config: Config, absent: AbsentModel, total_bytes: int) -> MemoryPlan:
-    return plan_stage_memory(config, absent.sizes, absent.stages, absent.attention, total_bytes)
+    return plan_stage_memory(config, absent.sizes, absent.stages, absent.attention, total_bytes, absent.tower)

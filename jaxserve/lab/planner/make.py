@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.assemble.pictures import plan_pictures
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
@@ -19,9 +21,10 @@ from jaxserve.lab.ledger import counting_process
 from jaxserve.lab.planner.count import StepCounter
 from jaxserve.lab.planner.fit import Fit, fit_memory, memory_use, smallest_fitting, with_settings
 from jaxserve.lab.planner.predict import Roofline
-from jaxserve.lab.planner.report import Plan, Prediction, StepFacts
+from jaxserve.lab.planner.report import PictureUse, Plan, Prediction, StepFacts, TowerUse
 from jaxserve.lab.planner.steps import choose_buckets, compile_steps
 from jaxserve.lab.roofline import Assumptions, Work
+from jaxserve.lab.tower_work import TowerWork
 from jaxserve.models.checkpoint import configured_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import choose_dtype, decoder_config, describe_rounding, plan_kept
@@ -29,6 +32,7 @@ from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept, configured_quantisation, describe_quantisation
 from jaxserve.models.sharding import WeightParameter
 from jaxserve.models.weights import Path
+from jaxserve.progress import Progress, Quiet
 from jaxserve.runtime.memory import MemoryPlan, longest_sequence
 from jaxserve.sched.plan import Limits
 
@@ -62,10 +66,12 @@ def make_plan(
     topology_name: str,
     options: PlanOptions = PlanOptions(),
     say: Callable[[str], None] = lambda _: None,
+    progress: Progress = Quiet(),  # noqa: B008 (immutable)
 ) -> Plan:
     """Plans `config` for a topology such as 'v5e:2x4'. Needs the config.json under `model.path` and no weights.
 
-    `say` gets a line before anything that takes long. A model that is too large is a plan with `fits` false.
+    `say` gets what there is to note about the checkpoint, `progress` what takes long. A model that is too large is a
+    plan with `fits` false.
 
     Raises ConfigError for topologies and settings that cannot be, CheckpointError for an unreadable config.json.
     """
@@ -82,7 +88,16 @@ def make_plan(
     def keep(partition: Partition, backend: str) -> Mapping[Path, Kept]:
         return plan_kept(checkpoint, family, partition, wanted, backend)
 
-    absent = place_ahead(config, model, topology=topology.name, dtype=dtype, to_compile=options.compile, keep=keep)
+    plan_tower = functools.partial(plan_pictures, config)
+    absent = place_ahead(
+        config,
+        model,
+        topology=topology.name,
+        dtype=dtype,
+        to_compile=options.compile,
+        keep=keep,
+        plan_tower=plan_tower,
+    )
     for line in describe_quantisation(checkpoint, chosen, absent.kept):
         say(line)
     fit = fit_memory(absent, topology)
@@ -90,11 +105,15 @@ def make_plan(
     work = step_work(absent)
     problem, suggestion, steps, uncounted = fit.problem, None, (), None
     if problem is None and options.compile:
-        steps, problem, uncounted = _compile(absent, model, topology, fit, options, context, work, say)
+        steps, problem, uncounted = _compile(absent, model, topology, fit, options, context, work, progress)
     if problem is not None:
-        whole = fit.needs.weight_bytes * config.parallel.tensor
-        suggestion = smallest_fitting(config, model, dtype, topology, whole, keep)
+        of_tower = 0 if absent.tower is None else absent.tower.planned.num_bytes  # whole on each device
+        whole = (fit.needs.weight_bytes - of_tower) * config.parallel.tensor
+        suggestion = smallest_fitting(config, model, dtype, topology, whole, keep, plan_tower)
+    tower = _tower_use(absent, topology, dtype, options)
     temporaries = max((step.temporary_bytes for step in steps), default=None)
+    if tower is not None and temporaries is not None:
+        temporaries = max(temporaries, tower.pictures[-1].temporary_bytes)
     memory = memory_use(fit, temporaries)
     predictions = ()
     if problem is None:
@@ -123,6 +142,31 @@ def make_plan(
         else (),
         notes=tuple(_notes(config, topology, absent, model, fit, steps, uncounted, predictions)),
         seconds=time.perf_counter() - start,
+        tower=tower,
+    )
+
+
+def _tower_use(absent: AbsentModel, topology: Topology, dtype: str, options: PlanOptions) -> TowerUse | None:
+    """What pictures take; the tower itself is not compiled here."""
+    tower, sizes = absent.tower, absent.sizes.pictures
+    if tower is None or sizes is None:
+        return None
+    work = TowerWork.of(tower.planned)
+    pictures = [
+        PictureUse(
+            patches=patches,
+            tokens=tower.num_lines(patches),
+            temporary_bytes=tower.temporary_bytes(patches, 4),
+            seconds=work.seconds(patches, topology, options.assumptions, dtype),
+        )
+        for patches in tower.buckets
+    ]
+    stage = absent.stages[0]
+    return TowerUse(
+        weight_bytes=tower.planned.num_bytes,
+        pool_bytes=sizes.pool_lines * stage.partition.model.hidden_size * stage.dtype.itemsize,
+        pool_tokens=sizes.pool.num_pages * sizes.pool.page_size,
+        pictures=tuple(pictures),
     )
 
 
@@ -189,7 +233,7 @@ def _compile(
     options: PlanOptions,
     context: int,
     work: Work,
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> tuple[tuple[StepFacts, ...], str | None, str | None]:
     """The facts of the compiled steps, the reason if they do not fit, by the rule of a starting server, and the reason
     if their times are not guessed.
@@ -220,14 +264,17 @@ def _compile(
                 num_pages=fit.plan.num_pages,
                 exact=exact,
                 counter=counter,
-                say=say,
+                progress=progress,
             )
         except CapacityError as error:
             return (), str(error), uncounted
         if counter is not None:
             uncounted = counter.failure
+    largest = [step.temporary_bytes for step in steps]
+    if (tower := absent.tower) is not None:
+        largest.append(tower.temporary_bytes(tower.buckets[-1], 4))
     try:
-        fit.plan.check_temporaries(max(step.temporary_bytes for step in steps))
+        fit.plan.check_temporaries(max(largest))
     except CapacityError as error:
         return steps, str(error), uncounted
     return steps, None, uncounted

@@ -19,6 +19,7 @@ class MemoryUse:
       total_bytes: memory that JAX's allocator offers on it.
       budget_bytes: the share of it that may be used.
       state_bytes: block tables, masks and counts of the rows.
+      adapter_bytes: the slots of LoRA adapters, of which there are `adapter_slots` and one of zeros; 0 without them.
       move_bytes: pages on their way to and from host memory, packed; 0 without `cache.host_bytes`.
       temporary_bytes: the most that a compiled step needs; an estimate where `temporaries_compiled` is false.
       headroom_bytes: unused bytes; negative: bytes that are missing before the first pages fit.
@@ -33,6 +34,8 @@ class MemoryUse:
     weight_bytes: int
     kv_bytes: int
     state_bytes: int
+    adapter_bytes: int
+    adapter_slots: int
     move_bytes: int
     temporary_bytes: int
     temporaries_compiled: bool
@@ -43,6 +46,38 @@ class MemoryUse:
     kv_tokens: int
     page_groups: str
     chosen_by: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PictureUse:
+    """A picture of a size that the tower is compiled for.
+
+    Attributes:
+      patches, tokens: of the largest that is padded to it.
+      temporary_bytes: estimate of the tower's activations, on each device.
+      seconds: of the tower, by the roofline; added to the step before which the picture is encoded.
+    """
+
+    patches: int
+    tokens: int
+    temporary_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TowerUse:
+    """The tower of a model that takes pictures, which each device has whole; parts of `MemoryUse`.
+
+    Attributes:
+      weight_bytes: part of the weights.
+      pool_bytes: of embeddings, part of the state; `pool_tokens` fit.
+      pictures: by size, ascending.
+    """
+
+    weight_bytes: int
+    pool_bytes: int
+    pool_tokens: int
+    pictures: tuple[PictureUse, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +221,7 @@ class Plan:
       weights: the types that weights are kept in.
       notes: further facts for an operator.
       seconds: that planning took.
+      tower: None for a model that takes no pictures.
     """
 
     topology: str
@@ -206,6 +242,7 @@ class Plan:
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    tower: TowerUse | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, names as above."""

@@ -8,7 +8,7 @@ import rich.table
 import rich.text
 
 from jaxserve.lab.ledger import PARTS
-from jaxserve.lab.planner.report import Plan, Prediction
+from jaxserve.lab.planner.report import Plan, Prediction, TowerUse
 
 _GIB = 2**30
 _WIDTH = 112
@@ -22,6 +22,8 @@ def show_plan(plan: Plan, console: rich.console.Console) -> None:
         console.print(rich.text.Text(plan.problem))
         console.print(rich.text.Text(_advice(plan)))
     console.print(_memory_table(plan))
+    if plan.tower is not None:
+        console.print(_pictures_table(plan.tower))
     if plan.steps:
         console.print(_steps_table(plan))
         for line in _kernel_lines(plan):
@@ -158,6 +160,7 @@ def _memory_table(plan: Plan) -> rich.table.Table:
         ),
         *([("page groups", None, memory.page_groups)] if memory.page_groups else []),
         ("row state", memory.state_bytes, "block tables, masks and counts of the rows"),
+        *([("adapters", memory.adapter_bytes, _slots(memory.adapter_slots))] if memory.adapter_slots else []),
         *([("page moves", memory.move_bytes, "on their way to and from host memory")] if memory.move_bytes else []),
         ("temporaries", memory.temporary_bytes, "XLA's figure" if memory.temporaries_compiled else "estimate"),
         (
@@ -168,6 +171,24 @@ def _memory_table(plan: Plan) -> rich.table.Table:
     )
     for what, size, how in rows:
         table.add_row(what, "" if size is None else f"{size / _GIB:.3f}", how)
+    return table
+
+
+def _slots(number: int) -> str:
+    return f"{number} + 1 slots of LoRA adapters (adapters.slots, adapters.max_rank)"
+
+
+def _pictures_table(tower: TowerUse) -> rich.table.Table:
+    table = _table(
+        f"Pictures: tower of {tower.weight_bytes / _GIB:.3f} GiB among the weights, pool of {tower.pool_tokens} "
+        f"embeddings ({tower.pool_bytes / _GIB:.3f} GiB) in the state"
+    )
+    for name in ("patches", "tokens", "activations (estimate)", "encoded in (predicted)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in tower.pictures:
+        table.add_row(
+            str(one.patches), str(one.tokens), f"{one.temporary_bytes / 2**20:.0f} MiB", f"{1e3 * one.seconds:.2f} ms"
+        )
     return table
 
 

@@ -25,6 +25,7 @@ from jaxserve.lab.planner.report import CountedStep, StepFacts
 from jaxserve.models.decoder_config import DecoderConfig, LayerSpec
 from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
+from jaxserve.progress import Progress
 from jaxserve.runtime.build import plan_stage_memory
 from jaxserve.runtime.compile import Compiled
 from jaxserve.runtime.executables import bucket_layouts, step_name
@@ -60,7 +61,7 @@ def compile_steps(
     num_pages: int,
     exact: bool,
     counter: StepCounter | None,
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> tuple[StepFacts, ...]:
     """Compiles the steps of `buckets`, whole or (not `exact`) with few layers; `counter` guesses their times.
 
@@ -70,8 +71,9 @@ def compile_steps(
     facts = []
     for program in programs:
         placed = absent if program is model else _placed(absent, program, topology)
-        say(f"compiling {', '.join(map(step_name, buckets))} for {topology} with {program.num_layers} layers")
-        facts.append(_compile(placed, topology, buckets, num_pages, counter))
+        steps = ", ".join(map(step_name, buckets))
+        progress.begin(f"compiling {steps} for {topology} with {program.num_layers} layers")
+        facts.append(_compile(placed, topology, buckets, num_pages, counter, progress))
     if len(programs) == 1:
         return tuple(facts[0])
     extra = [model.layers.count(kind) - _FEW for kind in dict.fromkeys(model.layers)]
@@ -96,7 +98,14 @@ def _placed(absent: AbsentModel, program: DecoderConfig, topology: str) -> Absen
     """A program of few layers, with the block tables of all."""
     kept = _kept_of(absent, program)
     dtype = absent.stages[0].dtype.name
-    placed = place_ahead(absent.config, program, topology=topology, dtype=dtype, keep=lambda *_: kept)
+    placed = place_ahead(
+        absent.config,
+        program,
+        topology=topology,
+        dtype=dtype,
+        keep=lambda *_: kept,
+        plan_tower=lambda *_: absent.tower,
+    )
     groups = absent.sizes.page_groups.of_layers(program.windows)
     return dataclasses.replace(placed, sizes=dataclasses.replace(placed.sizes, page_groups=groups))
 
@@ -118,7 +127,12 @@ def _kept_of(absent: AbsentModel, program: DecoderConfig) -> dict[Path, Kept]:
 
 
 def _compile(
-    absent: AbsentModel, topology: str, buckets: Sequence[Bucket], num_pages: int, counter: StepCounter | None
+    absent: AbsentModel,
+    topology: str,
+    buckets: Sequence[Bucket],
+    num_pages: int,
+    counter: StepCounter | None,
+    progress: Progress,
 ) -> list[StepFacts]:
     names = [step_name(bucket) for bucket in buckets]
     try:
@@ -132,6 +146,7 @@ def _compile(
             "cache.memory_fraction or sched.max_step_tokens"
         ) from error
     predicted = _argument_bytes(absent, num_pages)
+    progress.begin("reading the compiled steps" + ("" if counter is None else ", and counting their kernels"))
     return [_read(compiled[step_name(b)], b, absent, predicted[step_name(b)], counter) for b in buckets]
 
 

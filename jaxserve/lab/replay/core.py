@@ -107,6 +107,16 @@ class _Replay:
                 f"step {record.plan.step_id} loads host slot {min(foreign)}, which no step of the log has filled: its "
                 "page came from a store (store.kind), and a log does not have its bytes; record without a store"
             )
+        if record.plan.adapters:
+            raise StepLogError(
+                f"step {record.plan.step_id} loads the adapter {record.plan.adapters[0].name!r}, and a log does not "
+                "hold its weights; replay a log of requests without adapters"
+            )
+        if record.plan.encodes:
+            raise StepLogError(
+                f"step {record.plan.step_id} encodes the picture {record.plan.encodes[0].digest}, and a log does not "
+                "have its pixels; nothing from there on can be replayed"
+            )
         launched = _Launched(record, self._runner.dispatch(record.plan))
         previous, self._launched = self._launched, launched
         self._compare(previous)

@@ -14,12 +14,13 @@ from jaxserve.console import complain
 from jaxserve.errors import ConfigError
 from jaxserve.lab.bench.about import about_machine
 from jaxserve.lab.bench.report import check_writable, write_json
+from jaxserve.lab.simulation.cluster_values import Apart, Autoscale
 from jaxserve.lab.simulation.compare import compare_policies
 from jaxserve.lab.simulation.plots import plot_overview
 from jaxserve.lab.simulation.requests import ClientOptions, Trace
 from jaxserve.lab.simulation.results import LabResult, show_results
 from jaxserve.lab.simulation.store import StoreLink
-from jaxserve.lab.simulation.world import World, world_of_device, world_of_log
+from jaxserve.lab.simulation.world import World, about_fleet, world_of_log, worlds_of_devices
 from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.lab.workloads.flags import (
@@ -59,14 +60,21 @@ PolicyOption = Annotated[
     typer.Option("--policy", help="Name, entry point or package.module:Class; default: sched.policy. Repeatable."),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="Of one server, by published peaks: v5e:2x2, h200:1, … Default: cpu:1.")
+    str | None,
+    typer.Option(
+        "--device",
+        help="Of a server, by published peaks: v5e:2x2, FILE.yaml:1, …; of several: h200:1*2,a100:1. Default: cpu:1.",
+    ),
 ]
 TensorOption = Annotated[
     int | None,
     typer.Option("--tensor", min=1, help="Default: parallel.tensor; where that is 1, the devices of a replica."),
 ]
 StepLogOption = Annotated[
-    Path | None, typer.Option("--step-log", help="In place of --device: learn costs from steps that an engine ran.")
+    list[Path] | None,
+    typer.Option(
+        "--step-log", help="In place of --device: learn costs from steps that an engine ran. Repeatable: several runs."
+    ),
 ]
 AcceptanceOption = Annotated[
     str | None,
@@ -80,8 +88,23 @@ StoreLatencyOption = Annotated[
 StoreBandwidthOption = Annotated[
     float | None, typer.Option("--store-bandwidth", help="Of store.kind in each direction, GB/s; with the latency.")
 ]
+PrefillOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--prefill", min=0, help="Of --replicas, those that compute prompts for the others; 0: all do both. Repeatable."
+    ),
+]
+HandoffBandwidthOption = Annotated[
+    float, typer.Option("--handoff-bandwidth", help="Of pages from one such server, GB/s; gRPC has about 0.5.")
+]
 ReplicasOption = Annotated[
     int, typer.Option("--replicas", min=1, help="Servers behind one router; parallel.data: inside one.")
+]
+AutoscaleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--autoscale", help="MIN:MAX:LOAD[:SECONDS]: servers with LOAD requests each; a new one needs SECONDS (60)."
+    ),
 ]
 RouterOption = Annotated[
     list[str] | None,
@@ -97,6 +120,16 @@ MaxTokensOption = Annotated[
 ]
 TenantsOption = Annotated[int, typer.Option("--tenants", help="Tenants, the first with the largest share of requests.")]
 PrioritiesOption = Annotated[int, typer.Option("--priorities", help="Levels of priority, drawn evenly.")]
+ClientsOption = Annotated[
+    int | None,
+    typer.Option("--clients", min=1, help="A closed loop: each client sends its next request after its last answer."),
+]
+ClientThinkOption = Annotated[
+    float, typer.Option("--client-think", help="--clients: seconds between answer and next request, on average.")
+]
+TurnsWaitOption = Annotated[
+    bool, typer.Option("--turns-wait", help="agent: turns arrive after the real answer, not after an assumed one.")
+]
 LightOption = Annotated[
     bool, typer.Option("--light", help="Keep no times of single tokens and steps, no requests in --json: for millions.")
 ]
@@ -114,7 +147,10 @@ def simulate_command(
     store_latency_ms: StoreLatencyOption = None,
     store_bandwidth: StoreBandwidthOption = None,
     replicas: ReplicasOption = 1,
+    autoscale: AutoscaleOption = None,
     router: RouterOption = None,
+    prefill: PrefillOption = None,
+    handoff_bandwidth: HandoffBandwidthOption = 0.5,
     dataset: DatasetOption = "random",
     dataset_path: PathOption = None,
     num_prompts: NumPromptsOption = None,
@@ -137,6 +173,9 @@ def simulate_command(
     max_tokens: MaxTokensOption = None,
     tenants: TenantsOption = 1,
     priorities: PrioritiesOption = 1,
+    clients: ClientsOption = None,
+    client_think: ClientThinkOption = 0.0,
+    turns_wait: TurnsWaitOption = False,
     goodput: GoodputOption = None,
     percentiles: PercentilesOption = "90,95,99",
     seed: SeedOption = 0,
@@ -170,18 +209,28 @@ def simulate_command(
             ramp=None if ramp is None else Ramp.parse(ramp),
             diurnal=None if diurnal is None else Diurnal.parse(diurnal),
         ),
-        clients=ClientOptions(max_tokens=max_tokens, tenants=tenants, priorities=priorities),
+        clients=ClientOptions(
+            max_tokens=max_tokens,
+            tenants=tenants,
+            priorities=priorities,
+            clients=clients,
+            client_think_s=client_think,
+            turns_wait=turns_wait,
+        ),
     )
     resolved = load_config(config, with_model(set_, model)).config
     options = _Options(
         policies=tuple(policy or (resolved.sched.policy,)),
         device=device,
         tensor=tensor,
-        step_log=step_log,
+        step_log=tuple(step_log or ()),
         acceptance=tuple(parse_numbers(acceptance, "--acceptance")),
         store_link=_link(store_latency_ms, store_bandwidth),
         replicas=replicas,
+        autoscale=None if autoscale is None else Autoscale.parse(autoscale),
         routers=tuple(router or ()),
+        prefill=tuple(prefill or ()),
+        handoff_bandwidth=handoff_bandwidth * 1e9,
         goodput=Goodput.parse(goodput or ()),
         percentiles=tuple(parse_numbers(percentiles, "--percentiles")),
         light=light,
@@ -198,11 +247,14 @@ class _Options:
     policies: Sequence[str]
     device: str | None
     tensor: int | None
-    step_log: Path | None
+    step_log: Sequence[Path]
     acceptance: Sequence[float]
     store_link: StoreLink | None
     replicas: int
+    autoscale: Autoscale | None
     routers: Sequence[str]
+    prefill: Sequence[int]
+    handoff_bandwidth: float
     goodput: Goodput | None
     percentiles: Sequence[float]
     light: bool
@@ -217,7 +269,7 @@ class _Options:
             check_plot("lab")
         if self.plot is not None and self.light:
             raise ConfigError("--plot draws the steps that --light does not keep: leave one of them out")
-        if self.step_log is not None and (self.device is not None or self.tensor is not None):
+        if self.step_log and (self.device is not None or self.tensor is not None):
             raise ConfigError("--step-log takes the place of --device and --tensor: leave them out")
 
 
@@ -230,26 +282,21 @@ def _link(latency_ms: float | None, bandwidth: float | None) -> StoreLink | None
 
 
 def _simulate(options: _Options, config: Config, trace: Trace) -> int:
-    if options.routers and options.replicas == config.parallel.data == 1:
-        raise ConfigError("--router chooses between replicas: give --replicas 2 or more, too, or parallel.data")
     with show_progress(write=complain) as progress:
         progress.begin("reading the costs of steps")
-        if options.step_log is not None:
-            world = world_of_log(options.step_log, config, acceptance=options.acceptance, store_link=options.store_link)
-        else:
-            world = world_of_device(
-                config,
-                options.device or _DEFAULT_DEVICE,
-                options.tensor,
-                acceptance=options.acceptance,
-                store_link=options.store_link,
-            )
+        worlds = _worlds(options, config)
+        world = worlds[0]
+        one = len(worlds) == options.replicas == config.parallel.data == 1
+        if options.routers and one and options.autoscale is None:
+            raise ConfigError("--router chooses between replicas: give --replicas 2 or more, too, or parallel.data")
         results = compare_policies(
             options.policies,
             trace,
-            world,
+            worlds,
             replicas=options.replicas,
+            autoscale=options.autoscale,
             routers=options.routers or (config.route.policy,),
+            apart=[_apart(count, options, config, world) for count in options.prefill or (0,)],
             goodput=options.goodput,
             percentiles=options.percentiles,
             keep_steps=options.plot is not None,
@@ -258,17 +305,46 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
             progress=progress,
         )
     console = make_console()
-    title = world.about if options.replicas == 1 else f"{options.replicas} replicas of {world.about}"
+    title = about_fleet(worlds) if options.replicas == 1 else f"{options.replicas} replicas of {world.about}"
     console.print(make_title(title))
     show_results(results, console)
     if options.json is not None:
-        write_json(options.json, _as_json(results, world, trace, with_requests=not options.light))
+        write_json(options.json, _as_json(results, worlds, trace, options))
     if options.plot is not None:
         save_figure(plot_overview(results, title), options.plot)
     return 0 if any(result.metrics.completed for result in results) else ALL_FAILED
 
 
-def _as_json(results: Sequence[LabResult], world: World, trace: Trace, *, with_requests: bool) -> dict[str, Any]:
+def _worlds(options: _Options, config: Config) -> list[World]:
+    """One for each server of a fleet; one alone where all are alike."""
+    if options.step_log:
+        logs = list(options.step_log)
+        return [world_of_log(logs, config, acceptance=options.acceptance, store_link=options.store_link)]
+    return worlds_of_devices(
+        config,
+        options.device or _DEFAULT_DEVICE,
+        options.tensor,
+        acceptance=options.acceptance,
+        store_link=options.store_link,
+    )
+
+
+def _apart(count: int, options: _Options, config: Config, world: World) -> Apart | None:
+    if not count:
+        return None
+    if not world.limits.slots.num_slots:
+        raise ConfigError("--prefill: pages arrive in slots of host memory; set cache.host_bytes")
+    return Apart(
+        prefill=count,
+        above=config.route.prefill_above,
+        bandwidth=options.handoff_bandwidth,
+        token_bytes=world.limits.slots.page_bytes / world.limits.page_size,
+    )
+
+
+def _as_json(results: Sequence[LabResult], worlds: Sequence[World], trace: Trace, options: _Options) -> dict[str, Any]:
+    """`world` has the figures of the first server; `fleet` says what each of several is."""
+    world = worlds[0]
     limits = dataclasses.asdict(world.limits)
     return {
         "about": about_machine(),
@@ -279,12 +355,15 @@ def _as_json(results: Sequence[LabResult], world: World, trace: Trace, *, with_r
             "store": None if world.store is None else dataclasses.asdict(world.store),
             "acceptance": None if world.drafts is None else list(world.drafts.rates),
         },
+        "fleet": [one.about for one in worlds],
+        "autoscale": None if options.autoscale is None else dataclasses.asdict(options.autoscale),
+        "apart": {"prefill": list(options.prefill), "bandwidth": options.handoff_bandwidth},
         "load": {
             **trace.dataset.as_json(),
             **trace.arrivals.as_json(),
             **trace.clients.as_json(),
         },
         "runs": [
-            result.as_json() | ({"requests": result.requests_json()} if with_requests else {}) for result in results
+            result.as_json() | ({"requests": result.requests_json()} if not options.light else {}) for result in results
         ],
     }

@@ -1,6 +1,6 @@
 """Several policies, of schedulers and of routers, on one trace and one world: the experiment that is run most.
 
-Failures and scaling are not part of it: call `simulate_cluster` for those.
+Failures and scaling at given times are not part of it: call `simulate_cluster` for those.
 """
 
 import itertools
@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab.simulation.cluster import simulate_cluster
-from jaxserve.lab.simulation.cluster_values import ClusterResult
+from jaxserve.lab.simulation.arriving import Chains
+from jaxserve.lab.simulation.cluster_values import Apart, Autoscale
+from jaxserve.lab.simulation.fleet import Fleet
+from jaxserve.lab.simulation.requests import Trace
 from jaxserve.lab.simulation.results import LabResult
-from jaxserve.lab.simulation.simulate import SimRequest, SimulationResult, simulate
+from jaxserve.lab.simulation.simulate import SimRequest
 from jaxserve.lab.simulation.world import World
 from jaxserve.lab.workloads.metrics import Goodput
 from jaxserve.progress import Progress, Quiet
@@ -21,11 +23,13 @@ from jaxserve.sched import Policy
 
 def compare_policies(
     policies: Sequence[str | type[Policy]],
-    trace: Iterable[SimRequest],
-    world: World,
+    trace: Iterable[SimRequest] | Chains,
+    world: World | Sequence[World],
     *,
     replicas: int | None = None,
     routers: Sequence[str | type[Router]] = ("prefix",),
+    apart: Sequence[Apart | None] = (None,),
+    autoscale: Autoscale | None = None,
     goodput: Goodput | None = None,
     percentiles: Sequence[float] = (90, 95, 99),
     keep_steps: bool = True,
@@ -33,58 +37,38 @@ def compare_policies(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = Quiet(),  # noqa: B008 (stateless)
 ) -> list[LabResult]:
-    """Simulates the trace once for each policy, and with 2 replicas or more for each router, by name or class.
+    """Simulates the trace once for each policy, and with 2 replicas or more for each router, by name or class, and for
+    each way of `apart` (see `simulate_cluster`).
 
     Args:
-      replicas: worlds behind one router; None: the replicas that the world itself has.
+      world: of one replica; or one for each, which may be unlike (see `Fleet`).
+      replicas: worlds behind one router; None: the replicas that the world itself has, or as many as there are worlds.
+      autoscale: scaling by load, which begins with these replicas.
       trace: must give the same requests each time.
-      keep_token_times: for ITLs; a cluster never keeps them.
+      keep_token_times: for ITLs.
       say: gets a line after each run.
       progress: called before each run.
 
     Raises ConfigError as `simulate`, `simulate_cluster` and `LabResult.of`, or for a trace that can be read only once.
     """
-    if len(policies) * len(routers) > 1 and iter(trace) is trace:
+    if len(policies) * len(routers) * len(apart) > 1 and not isinstance(trace, Chains) and iter(trace) is trace:
         raise ConfigError("an iterator can be read once, and each policy needs all of it: give a Trace or a list")
-    if replicas is not None and replicas > 1 and world.replicas > 1:
-        raise ConfigError(
-            f"{replicas} replicas of a server that has {world.replicas} itself (parallel.data) were asked for, and one "
-            "router is simulated, not two behind each other; leave one of the two out"
-        )
-    replicas = world.replicas if replicas in (None, 1) else replicas
+    fleet = Fleet.of(world, replicas, autoscale)
+    load = trace.load() if isinstance(trace, Trace) else trace
+    if any(apart) and not fleet.has_router:
+        raise ConfigError("one replica cannot compute prompts for another; ask for 2 replicas or more")
     results = []
-    for policy, router in itertools.product(policies, routers if replicas > 1 else routers[:1]):
-        label = _name(policy) if replicas == 1 else f"{_name(policy)}, {_name(router)}"
+    ways = itertools.product(policies, routers if fleet.has_router else routers[:1], apart)
+    for policy, router, way in ways:
+        label = f"{_name(policy)}, {_name(router)}" if fleet.has_router else _name(policy)
+        if way is not None:
+            label += f", {way.prefill} apart"
         progress.begin(f"simulating {label}")
         start_s = time.perf_counter()
-        run: SimulationResult | ClusterResult
-        if replicas == 1:
-            run = simulate(
-                policy,
-                trace,
-                world.cost_model,
-                world.limits,
-                options=world.options,
-                accept=world.drafts,
-                store=world.store,
-                keep_steps=keep_steps,
-                keep_token_times=keep_token_times,
-            )
-        else:
-            run = simulate_cluster(
-                policy,
-                trace,
-                world.cost_model,
-                world.limits,
-                replicas=replicas,
-                router=router,
-                router_options=world.router_options,
-                options=world.options,
-                accept=world.drafts,
-                store=world.store,
-                keep_steps=keep_steps,
-            )
-        result = LabResult.of(label, run, goodput=goodput, percentiles=percentiles, num_pages=world.limits.num_pages)
+        run = fleet.run(
+            policy, load, router=router, apart=way, keep_steps=keep_steps, keep_token_times=keep_token_times
+        )
+        result = LabResult.of(label, run, goodput=goodput, percentiles=percentiles, num_pages=fleet.num_pages)
         results.append(result)
         num_requests = len(result.simulation.requests)
         say(f"{label}: {num_requests} requests simulated in {time.perf_counter() - start_s:.1f} s")

@@ -30,6 +30,7 @@ from jaxserve.lab.simulation.values import (
 from jaxserve.sched.base import MayWait, Scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.draft_counts import DraftCounts, sum_drafts
+from jaxserve.sched.page_exchange import PageExchange
 from jaxserve.sched.plan import Bucket, Drafted, Limits, RowSetup, StepPlan, StepResult
 from jaxserve.sched.record import rounds_run
 
@@ -82,6 +83,11 @@ class TokenSource:
         own_id = _FIRST_OWN_ID + self._num_requests * _IDS_PER_REQUEST
         self._num_requests += 1
         self._requests[request.request.request_id] = (request, own_id)
+
+    def owner_of(self, row: int) -> tuple[str, int]:
+        """Request and index of the sequence whose row it is."""
+        owner = self._rows[row]
+        return owner.request_id, owner.index
 
     def remove(self, request_id: str) -> None:
         """The request has ended; a row that it still has is freed by a later plan."""
@@ -203,7 +209,17 @@ class _Launched(NamedTuple):
 class _Live:
     """A request that has not ended. Mutated only by `SimulatedEngine`."""
 
-    __slots__ = ("admitted_s", "cached_tokens", "first_token_s", "num_setups", "num_unfinished", "request", "times_s")
+    __slots__ = (
+        "admitted_s",
+        "cached_tokens",
+        "first_token_s",
+        "left_row_s",
+        "num_setups",
+        "num_unfinished",
+        "preempted_s",
+        "request",
+        "times_s",
+    )
 
     def __init__(self, request: SimRequest) -> None:
         self.request = request
@@ -211,6 +227,8 @@ class _Live:
         self.first_token_s: float | None = None
         self.cached_tokens = 0
         self.num_setups = 0
+        self.left_row_s: dict[int, float] = {}  # by sequence; one that is at its limit leaves its row for good
+        self.preempted_s = 0.0
         self.num_unfinished = request.request.sampling.n
         self.times_s: list[float] = []
 
@@ -229,8 +247,8 @@ class SimulatedEngine:
       number: of its replica.
       next_turn_s: when its next turn begins; infinity while it sleeps.
       slowness: multiplies the seconds of every step that is planned from now on.
-      num_steps, device_s, tokens, padded_tokens, row_steps, row_tokens, drafts, saved_pages, loaded_pages: so far, see
-        `SimulationResult`.
+      num_steps, device_s, tokens, padded_tokens, row_steps, row_tokens, drafts, saved_pages, loaded_pages, encodes,
+        encoded_patches: so far, see `SimulationResult`.
 
     Raises ConfigError for steps with drafts and no `accept`.
     """
@@ -265,6 +283,7 @@ class SimulatedEngine:
         self.row_steps = self.row_tokens = 0
         self.drafts = DraftCounts()
         self.saved_pages = self.loaded_pages = 0
+        self.encodes = self.encoded_patches = 0
         self.steps: list[SimulatedStep] = []
         self.plans: list[StepPlan] = []
         self._scheduler = scheduler
@@ -296,6 +315,25 @@ class SimulatedEngine:
     def num_live(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._live) + len(self._inbox)
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time of its last turn."""
+        return self._clock.now_s
+
+    @property
+    def exchange(self) -> PageExchange | None:
+        """Of its scheduler, where that has one."""
+        return None if self._mechanism is None else self._mechanism.exchange
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request that was submitted has not been admitted."""
+        live = self._live.get(request_id)
+        return (
+            live.admitted_s is None
+            if live is not None
+            else any(one.request.request_id == request_id for one in self._inbox)
+        )
 
     def submit(self, request: SimRequest, now_s: float) -> None:
         """Takes an arrived request. Wakes an engine that sleeps."""
@@ -332,10 +370,10 @@ class SimulatedEngine:
         self.next_turn_s = math.inf
         return lost
 
-    def started(self, request_id: str) -> tuple[float | None, float | None]:
-        """When a live request was admitted and had its first token, if it was and had."""
+    def started(self, request_id: str) -> tuple[float | None, float | None, tuple[float, ...]]:
+        """When a live request was admitted and had its first token, if it was and had, and its kept token times."""
         live = self._live.get(request_id)
-        return (None, None) if live is None else (live.admitted_s, live.first_token_s)
+        return (None, None, ()) if live is None else (live.admitted_s, live.first_token_s, tuple(live.times_s))
 
     def _end_of_wait(self, now_s: float) -> float:
         """When the scheduler, whose work all waits, is to look again."""
@@ -387,6 +425,10 @@ class SimulatedEngine:
             bucket = self._limits.bucket_of(plan)
             assert bucket is not None, f"no bucket for {num_tokens} tokens of {num_rows} rows"
             self._buckets[shape] = bucket
+        for row in plan.freed_rows:
+            request_id, index = self._source.owner_of(row)
+            if (live := self._live.get(request_id)) is not None:
+                live.left_row_s[index] = now_s
         result = self._source.execute(plan)
         as_run = plan if plan.rounds == 1 else dataclasses.replace(plan, rounds=rounds_run(result))
         host_s, device_s, commit_s = self._cost_model.step_seconds(as_run, bucket)
@@ -400,6 +442,8 @@ class SimulatedEngine:
             live.num_setups += 1
             if live.admitted_s is None:
                 live.admitted_s = now_s
+            if live.left_row_s:
+                live.preempted_s += now_s - live.left_row_s.pop(setup.index, now_s)
         launched_s = now_s + host_s
         device_start_s = max(launched_s, self._device_free_s)
         self._device_free_s = device_start_s + device_s
@@ -408,6 +452,8 @@ class SimulatedEngine:
             self._saves_done_s.append(max(before_s, device_start_s) + self.slowness * self._slots.save_ms / 1000)
         self.saved_pages += len(plan.saves)
         self.loaded_pages += len(plan.loads)
+        self.encodes += sum(not encode.load for encode in plan.encodes)
+        self.encoded_patches += sum(encode.num_patches for encode in plan.encodes)
         self._launched = _Launched(plan, result, self._device_free_s, commit_s)
         self.num_steps += 1
         self.device_s += device_s
@@ -499,6 +545,7 @@ class SimulatedEngine:
                 token_times_s=tuple(live.times_s),
                 replica=self.number,
                 admitted_s=live.admitted_s,
+                preempted_s=live.preempted_s,
             )
         )
 
@@ -519,4 +566,6 @@ def summarise(engines: list[SimulatedEngine], ended: list[SimulatedRequest], dur
         drafts=sum_drafts(engine.drafts.totals() for engine in engines),
         saved_pages=sum(engine.saved_pages for engine in engines),
         loaded_pages=sum(engine.loaded_pages for engine in engines),
+        encodes=sum(engine.encodes for engine in engines),
+        encoded_patches=sum(engine.encoded_patches for engine in engines),
     )

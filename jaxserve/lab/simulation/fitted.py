@@ -10,7 +10,8 @@ Hanson, 1974, chapter 23), each step weighted by one over its predicted seconds:
 stays right.
 
 The error is that of a fit to four fifths of the steps, on the fifth that it has not seen. The model itself is then
-fitted to all.
+fitted to all. Steps that were not seen are still steps of the same shapes and loads; how far the prices carry to other
+ones is told by several logs, each of which is predicted from the others.
 """
 
 import dataclasses
@@ -35,10 +36,13 @@ _KINDS = ("decode", "wide", "mixed")
 
 
 def device_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
-    """Rounds, and for each of them padded tokens, padded rows, context tokens read; chunk tokens x their context."""
+    """Rounds, and for each of them padded tokens, padded rows, context tokens read; chunk tokens x their context;
+    pictures that are encoded before the step, and their patches."""
     products = sum(len(chunk.token_ids) * (chunk.start + (len(chunk.token_ids) + 1) / 2) for chunk in plan.chunks)
     rounds = plan.rounds
-    return (rounds, rounds * bucket.tokens, rounds * bucket.rows, rounds * context_tokens(plan), products)
+    patches = [encode.num_patches for encode in plan.encodes if not encode.load]
+    own = (rounds, rounds * bucket.tokens, rounds * bucket.rows, rounds * context_tokens(plan), products)
+    return (*own, len(patches), sum(patches))
 
 
 def host_features(plan: StepPlan, bucket: Bucket) -> tuple[float, ...]:
@@ -106,47 +110,72 @@ class _Kind:
     commit: _Prices
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Taking:
+    """The samples of one log: kind -> part -> samples; kind -> device times of steps that nobody waited for; and how
+    many steps had pictures to encode."""
+
+    samples: dict[str, dict[str, list[_Sample]]]
+    late: dict[str, list[_Sample]]
+    num_records: int
+    num_encoding: int
+
+    @classmethod
+    def of(cls, records: Iterable[StepRecord], skip: int, load_ms: float, drafts: DraftCounts) -> "_Taking":
+        samples: dict[str, dict[str, list[_Sample]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
+        late: dict[str, list[_Sample]] = {kind: [] for kind in _KINDS}
+        count = num_encoding = 0
+        for number, record in enumerate(records):
+            if number >= skip:
+                count += 1
+                num_encoding += any(not encode.load for encode in record.plan.encodes)
+                kind = _kind(record.plan)
+                _take(record, samples[kind], late[kind], load_ms)
+                for rounds in _full_rounds(record):
+                    drafts.add(rounds)
+        return cls(samples=samples, late=late, num_records=count, num_encoding=num_encoding)
+
+
 class Fitted:
     """A `CostModel`. Immutable after the fit.
 
     Args:
-      records: of real steps, in any order; `jaxserve.sched.record.read_records` reads them from a log.
-      skip: number of records left out at the beginning, while caches are cold.
-      load_ms: of a page from a host slot; the time of loads is no part of what is fitted (see `CostModel`).
+      logs: records of real steps, in any order; `jaxserve.sched.record.read_records` reads them from a log. Several are
+        of one model on the same devices, with other loads, or servers of other shapes.
+      skip: number of records left out at the beginning of each, while caches are cold.
+      load_ms: of a page from a host slot, in each log; the time of loads is no part of what is fitted (see
+        `CostModel`). Empty: 0.
 
     Attributes:
       errors: 'device', 'host', 'commit' -> 'decode', 'wide' or 'mixed' -> `FitError`.
+      left_out: for each log kind -> `FitError` of the device's time, by prices of the other logs alone; a kind that
+        these hardly have is not there. Empty with one log.
       num_records: number of records used.
       drafts: what became of drafts in all of them; a place with room for a draft and none counts as a wrong one.
 
     Raises ConfigError when there are fewer than 10 records of every kind.
     """
 
-    def __init__(self, records: Iterable[StepRecord], *, skip: int = 0, load_ms: float = 0.0) -> None:
-        samples: dict[str, dict[str, list[_Sample]]] = {kind: {part: [] for part in _PARTS} for kind in _KINDS}
-        late: dict[str, list[_Sample]] = {kind: [] for kind in _KINDS}
-        self.num_records = 0
+    def __init__(self, *logs: Iterable[StepRecord], skip: int = 0, load_ms: Sequence[float] = ()) -> None:
         drafts = DraftCounts()
-        for number, record in enumerate(records):
-            if number >= skip:
-                self.num_records += 1
-                kind = _kind(record.plan)
-                _take(record, samples[kind], late[kind], load_ms)
-                for rounds in _full_rounds(record):
-                    drafts.add(rounds)
+        takings = [
+            _Taking.of(log, skip, load, drafts) for log, load in zip(logs, load_ms or (0.0,) * len(logs), strict=True)
+        ]
+        self.num_records = sum(taking.num_records for taking in takings)
+        self._num_encoding = sum(taking.num_encoding for taking in takings)
         self.drafts = drafts.totals()
         self.errors: dict[str, dict[str, FitError]] = {part: {} for part in _PARTS}
-        self._counts = {kind: len(samples[kind]["host"]) for kind in _KINDS}
+        self._counts = {kind: sum(len(taking.samples[kind]["host"]) for taking in takings) for kind in _KINDS}
         self._kinds: dict[str, _Kind] = {}
-        for kind, parts in samples.items():
+        for kind in _KINDS:
             if self._counts[kind] < _FEWEST:
                 continue
-            if len(parts["device"]) < _FEWEST:
-                parts["device"] += late[kind]
+            parts = _parts(takings, kind)
             self._kinds[kind] = _Kind(**{part: _Prices(parts[part]) for part in _PARTS})
             for part in _PARTS:
                 trained = _Prices([sample for i, sample in enumerate(parts[part]) if i % _HELD_OUT])
                 self.errors[part][kind] = _error(trained, parts[part][::_HELD_OUT])
+        self.left_out = [_left_out(takings, number) for number in range(len(takings))] if len(takings) > 1 else []
         if not self._kinds:
             raise ConfigError(
                 f"{self.num_records} step records are too few to learn from: a kind of step needs {_FEWEST}; "
@@ -167,6 +196,11 @@ class Fitted:
             raise ConfigError(
                 f"the step log has {self._counts[name]} {name} steps, and {_FEWEST} are needed to say what one takes; "
                 "record a run that has them"
+            )
+        if self._num_encoding < _FEWEST and any(not encode.load for encode in plan.encodes):
+            raise ConfigError(
+                f"the step log has {self._num_encoding} steps that encode pictures, and {_FEWEST} are needed to say "
+                "what a picture takes; record a run that has them"
             )
         of_host = host_features(plan, bucket)
         return StepCost(
@@ -227,6 +261,25 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
                 break
         x = trial
     return x / scale
+
+
+def _parts(takings: Sequence[_Taking], kind: str) -> dict[str, list[_Sample]]:
+    """The samples of all logs, by part. Times that nobody waited for count where there are hardly any others."""
+    parts = {part: [sample for taking in takings for sample in taking.samples[kind][part]] for part in _PARTS}
+    if len(parts["device"]) < _FEWEST:
+        parts["device"] += [sample for taking in takings for sample in taking.late[kind]]
+    return parts
+
+
+def _left_out(takings: Sequence[_Taking], number: int) -> dict[str, FitError]:
+    """By kind: the error on one log of prices that were fitted to the others."""
+    others = [taking for place, taking in enumerate(takings) if place != number]
+    errors = {}
+    for kind in _KINDS:
+        trained, own = (_parts(some, kind)["device"] for some in (others, [takings[number]]))
+        if len(trained) >= _FEWEST and own:
+            errors[kind] = _error(_Prices(trained), own)
+    return errors
 
 
 def _kind(plan: StepPlan) -> str:

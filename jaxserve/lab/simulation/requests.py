@@ -6,6 +6,7 @@ time that it is iterated, one request at a time: every policy gets the same one,
 """
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import zlib
@@ -15,17 +16,21 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api import Request, SamplingParams
+from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.arriving import Chains
 from jaxserve.lab.simulation.simulate import SimRequest
 from jaxserve.lab.workloads.arrivals import ArrivalOptions, time_shapes
 from jaxserve.lab.workloads.custom import read_custom
 from jaxserve.lab.workloads.datasets import DatasetOptions, check_dataset, iter_shapes
 from jaxserve.lab.workloads.samples import Part, Prompt, Sample, Shape
+from jaxserve.lab.workloads.sessions import SessionOptions
 
 # An odd number near 2**32 over the golden ratio: keys below 2**32 get beginnings that are distinct and far apart.
 _SPREAD = 2_654_435_769
 _ID_BITS = 0xFFFF_FFFF
 _STOP_ID = 2**39  # above all ids of prompts
+_PLACEHOLDER = -1  # below them
 _TRACES = ("mooncake", "burstgpt", "azure")  # a file may have fewer requests
 
 
@@ -40,6 +45,11 @@ class ClientOptions:
       tenant_skew: tenant k sends a share in proportion to 1 / (k + 1) ** skew; 0: equal shares.
       priorities: levels 0, 1, …, drawn evenly.
       deadline_s: seconds after its arrival at which a request ends, finished or not.
+      clients: a closed loop of so many clients, each of which sends its next request when its last one has ended. None:
+        an open loop, whose requests arrive at their times.
+      client_think_s: seconds between the two, mean of an exponential distribution.
+      turns_wait: turns of the dataset `agent` arrive when the answer before them has come and the user has thought.
+        False: at the times that follow from an assumed pace of answers.
     """
 
     max_tokens: int | None = None
@@ -47,14 +57,19 @@ class ClientOptions:
     tenant_skew: float = 1.0
     priorities: int = 1
     deadline_s: float = math.inf
+    clients: int | None = None
+    client_think_s: float = 0.0
+    turns_wait: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "tenants", "priorities"):
+        for name in ("max_tokens", "tenants", "priorities", "clients"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, but must be 1 or more")
         if not 0 <= self.tenant_skew < math.inf:
             raise ConfigError(f"tenant_skew is {self.tenant_skew}, but must be 0 or more")
+        if not 0 <= self.client_think_s < math.inf or (self.client_think_s and self.clients is None):
+            raise ConfigError(f"client_think_s is {self.client_think_s}; give 0 or more, and the number of clients")
         if not self.deadline_s > 0:
             raise ConfigError(f"deadline_s is {self.deadline_s}, but must be more than 0")
 
@@ -82,42 +97,87 @@ class Trace:
                 "--session-rate says how many sessions begin in a second"
             )
 
+        if self.clients.clients is not None and (self.dataset.name == "agent" or not self.arrivals.recorded):
+            raise ConfigError(
+                "clients in a closed loop send when they have their answers: leave out --rate, --ramp and --diurnal, "
+                "and take another dataset than agent, whose sessions wait with --turns-wait"
+            )
+        if self.clients.turns_wait and self.dataset.name != "agent":
+            raise ConfigError(
+                f"turns_wait is for the dataset agent, and {self.dataset.name} has no turns; leave it out"
+            )
+
+    def load(self) -> "Trace | Chains":
+        """For `simulate`: chains where requests wait for answers, else the trace itself. Raises as iterating."""
+        clients = self.clients
+        if clients.clients is None and not clients.turns_wait:
+            return self
+        chains: dict[int, list[SimRequest]] = {}
+        if clients.clients is not None:
+            rng = np.random.default_rng((self.dataset.seed, 2))
+            for number, request in enumerate(self):
+                chain = chains.setdefault(number % clients.clients, [])
+                chain.append(_wait(request, float(rng.exponential(clients.client_think_s)) if chain else 0.0))
+        else:
+            free_s: dict[int, float] = {}  # by session: the assumed end of its last answer
+            for shape, request in zip(self._shapes()[0], self, strict=True):
+                assert shape.session is not None, "the dataset agent has sessions"
+                wait_s = request.arrival_s - free_s.get(shape.session, 0.0)
+                chains.setdefault(shape.session, []).append(_wait(request, max(0.0, wait_s)))
+                free_s[shape.session] = request.arrival_s + request.output_len / SessionOptions().output_pace
+        return Chains(chains=tuple(map(tuple, chains.values())))
+
     def __iter__(self) -> Iterator[SimRequest]:
+        shapes, samples = self._shapes()
+        return sim_requests(shapes, self.clients, self.dataset.seed, samples)
+
+    def _shapes(self) -> tuple[Iterable[Shape], Iterable[Sample | None]]:
+        """Shapes with times, and the samples whose prompts take the place of their ids."""
         dataset = self.dataset
         if dataset.name == "custom":
             assert dataset.path is not None, "checked before"
             samples = read_custom(dataset.path, dataset.output_len, dataset.num_prompts)
             shapes: Iterable[Shape] = (_as_shape(number, sample) for number, sample in enumerate(samples))
-            prompts: Iterable[Prompt | None] = (sample.prompt for sample in samples)
+            given: Iterable[Sample | None] = samples
             count = len(samples)
         else:
-            shapes, prompts = iter_shapes(dataset), itertools.repeat(None)
+            shapes, given = iter_shapes(dataset), itertools.repeat(None)
             count = None if dataset.name in _TRACES else dataset.num_prompts
-        timed = time_shapes(shapes, self.arrivals, dataset.seed, count)
-        return sim_requests(timed, self.clients, dataset.seed, prompts)
+        return time_shapes(shapes, self.arrivals, dataset.seed, count), given
+
+
+def _wait(request: SimRequest, wait_s: float) -> SimRequest:
+    """The request with a wait for its arrival, as `Chains` take it."""
+    asked = request.request
+    deadline_s = asked.deadline_s - asked.arrival_s + wait_s
+    moved = dataclasses.replace(asked, arrival_s=wait_s, deadline_s=deadline_s)
+    return dataclasses.replace(request, request=moved, arrival_s=wait_s)
 
 
 def sim_requests(
     shapes: Iterable[Shape],
     clients: ClientOptions = ClientOptions(),
     seed: int = 0,
-    prompts: Iterable[Prompt | None] = itertools.repeat(None),
+    samples: Iterable[Sample | None] = itertools.repeat(None),
 ) -> Iterator[SimRequest]:
-    """The requests of shapes that have times. A prompt that is not None takes the place of the ids of its shape."""
+    """The requests of shapes that have times. A sample that is not None has the prompt that takes the place of the ids
+    of its shape, and the pictures in it."""
     sampling = SamplingParams(temperature=0.0, max_tokens=None, detokenize=False)  # checked once, for all
     rng = np.random.default_rng((seed, 1))
     shares = np.arange(1, clients.tenants + 1) ** -clients.tenant_skew
     edges = np.cumsum(shares / shares.sum())
-    for number, (shape, prompt) in enumerate(zip(shapes, prompts, strict=False)):
+    for number, (shape, sample) in enumerate(zip(shapes, samples, strict=False)):
         assert shape.arrival_s is not None, "time_shapes gives each its time"
         tenant = 0
         if clients.tenants > 1:
             chosen = rng.random() if shape.session is None else np.random.default_rng((seed, shape.session)).random()
             tenant = min(int(np.searchsorted(edges, chosen)), clients.tenants - 1)
         max_tokens = shape.output_len if clients.max_tokens is None else clients.max_tokens
+        token_ids, pictures = (spell(shape.parts), ()) if sample is None else _prompt_of(sample)
         request = Request(
             request_id=str(number),
-            prompt_token_ids=spell(shape.parts) if prompt is None else _ids_of(prompt),
+            prompt_token_ids=token_ids,
+            pictures=pictures,
             sampling=sampling,
             max_tokens=max_tokens,
             seed=0,
@@ -151,6 +211,19 @@ def _first_id(key: int) -> int:
 def _as_shape(number: int, sample: Sample) -> Shape:
     parts = (Part(number, sample.prompt_len),)
     return Shape(parts=parts, output_len=sample.output_len, arrival_s=sample.arrival_s)
+
+
+def _prompt_of(sample: Sample) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+    """Ids with a placeholder for each token of a picture, and the pictures, which have no pixels."""
+    text, ids, placed, done = _ids_of(sample.prompt), [], [], 0
+    for one in sample.pictures:
+        ids += text[done : one.at]
+        done = one.at
+        digest = hashlib.sha256(one.id.encode()).digest()
+        picture = Picture(digest=digest, grid=(1, 1, one.patches), num_tokens=one.tokens, pixels=b"")
+        placed.append(PlacedPicture(picture, len(ids)))
+        ids += [_PLACEHOLDER] * one.tokens
+    return (*ids, *text[done:]), tuple(placed)
 
 
 def _ids_of(prompt: Prompt) -> tuple[int, ...]:

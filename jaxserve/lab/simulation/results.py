@@ -6,7 +6,7 @@ extra `lab`.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rich.console
@@ -14,6 +14,7 @@ import rich.console
 from jaxserve.api import FinishReason
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.cluster_values import ClusterResult
+from jaxserve.lab.simulation.fairness import fairness, service_over_time
 from jaxserve.lab.simulation.simulate import SimulatedRequest, SimulatedStep, SimulationResult
 from jaxserve.lab.workloads.metrics import Goodput, Metrics, compute_metrics
 from jaxserve.lab.workloads.outcome import Outcome
@@ -44,6 +45,7 @@ class LabResult:
       replica_s: seconds that engines existed, summed over engines.
       lanes: the steps of each engine, in order; empty unless kept.
       num_pages: of each engine; 0 where it is not known.
+      tenants: the metrics of each tenant's requests, by name; empty with one tenant.
     """
 
     label: str
@@ -53,6 +55,7 @@ class LabResult:
     replica_s: float
     lanes: tuple[tuple[SimulatedStep, ...], ...]
     num_pages: int = 0
+    tenants: Mapping[str, Metrics] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -77,21 +80,32 @@ class LabResult:
             simulation, lanes, num_replicas, replica_s = run, (run.steps,), 1, run.duration_s
         if not simulation.requests:
             raise ConfigError(f"{label}: the simulated trace had no requests; nothing can be measured")
-        metrics = compute_metrics(
-            [outcome_of(request) for request in simulation.requests],
-            max(simulation.duration_s, _LEAST_S),
-            goodput=goodput,
-            percentiles=percentiles,
-            every_output=any(request.token_times_s for request in simulation.requests),
-        )
+        every_output = any(request.token_times_s for request in simulation.requests)
+
+        def metrics_of(requests: Sequence[SimulatedRequest]) -> Metrics:
+            return compute_metrics(
+                [outcome_of(request) for request in requests],
+                max(simulation.duration_s, _LEAST_S),
+                goodput=goodput,
+                percentiles=percentiles,
+                every_output=every_output,
+            )
+
+        by_tenant: dict[str, list[SimulatedRequest]] = {
+            name: [] for name in sorted({r.tenant for r in simulation.requests})
+        }
+        for request in simulation.requests:
+            by_tenant[request.tenant].append(request)
+        several = len(by_tenant) > 1
         return cls(
             label=label,
-            metrics=metrics,
+            metrics=metrics_of(simulation.requests),
             simulation=simulation,
             num_replicas=num_replicas,
             replica_s=replica_s,
             lanes=lanes,
             num_pages=num_pages,
+            tenants={name: metrics_of(requests) for name, requests in by_tenant.items()} if several else {},
         )
 
     @property
@@ -119,10 +133,16 @@ class LabResult:
     def num_preemptions(self) -> int:
         return sum(request.preemptions for request in self.simulation.requests)
 
+    @property
+    def jain(self) -> float | None:
+        """Jain's index over tenants of the mean time for each output token; None with one tenant."""
+        return fairness(self.simulation.requests)
+
     def to_frame(self) -> "pandas.DataFrame":
         """A line for each request, in the order of their ends: fields of `SimulatedRequest`, and its times in ms.
 
         `queue_ms` is from its arrival to its first row, `prefill_ms` from there to its first token: TTFT in two parts.
+        `preempted_ms` is the time between the rows that it lost and those that it got again, in either part or later.
 
         Raises ConfigError without pandas.
         """
@@ -134,6 +154,7 @@ class LabResult:
         first_s, last_s = frame["first_token_s"].astype(float), frame["last_token_s"].astype(float)
         admitted_s = frame["admitted_s"].astype(float)
         frame["queue_ms"] = (admitted_s - frame["arrival_s"]) * 1e3
+        frame["preempted_ms"] = frame["preempted_s"] * 1e3
         frame["prefill_ms"] = (first_s - admitted_s) * 1e3
         frame["ttft_ms"] = (first_s - frame["arrival_s"]) * 1e3
         frame["e2el_ms"] = (last_s - frame["arrival_s"]) * 1e3
@@ -149,10 +170,38 @@ class LabResult:
         frame["bucket"] = [f"{step.bucket.tokens}x{step.bucket.rows}" for step in self.simulation.steps]
         return frame
 
+    def tokens_frame(self) -> "pandas.DataFrame":
+        """A line for each token: `request_id`, `tenant`, `number` from 0, `time_s`, and `gap_ms` from the one before.
+
+        Raises ConfigError without pandas, or when the times of tokens were not kept.
+        """
+        if not any(request.token_times_s for request in self.simulation.requests):
+            raise ConfigError(f"{self.label} has no times of tokens: simulate with keep_token_times=True")
+        lines = [
+            (request.request_id, request.tenant, number, time_s)
+            for request in self.simulation.requests
+            for number, time_s in enumerate(request.token_times_s)
+        ]
+        frame = _import_pandas().DataFrame(lines, columns=["request_id", "tenant", "number", "time_s"])
+        frame["gap_ms"] = frame["time_s"].diff().where(frame["number"] > 0) * 1e3
+        return frame
+
+    def service_frame(self, window_s: float = 1.0) -> "pandas.DataFrame":
+        """A line for each window, by its begin in seconds, and a column for each tenant: see `service_over_time`.
+
+        Raises ConfigError as that, and without pandas.
+        """
+        service = service_over_time(self.simulation.requests, window_s)
+        frame = _import_pandas().DataFrame(service)
+        frame.index = frame.index * window_s
+        frame.index.name = "time_s"
+        return frame
+
     def requests_json(self) -> list[dict[str, Any]]:
         """Each request as plain values: the fields of `SimulatedRequest`, in the order of their ends."""
         return [
-            {name: getattr(request, name) for name in _REQUEST_FIELDS} | {"finish_reason": request.finish_reason.value}
+            {name: getattr(request, name) for name in _REQUEST_FIELDS}
+            | {"finish_reason": request.finish_reason.value, "token_times_s": list(request.token_times_s)}
             for request in self.simulation.requests
         ]
 
@@ -169,6 +218,10 @@ class LabResult:
             "padded_share": self.padded_share,
             "tokens_per_step": self.tokens_per_step,
             "drafts": self.simulation.drafts._asdict(),
+            "encodes": self.simulation.encodes,
+            "encoded_patches": self.simulation.encoded_patches,
+            "jain": self.jain,
+            "tenants": {name: metrics.as_json() for name, metrics in self.tenants.items()},
         }
 
 
@@ -194,7 +247,7 @@ def outcome_of(request: SimulatedRequest) -> Outcome:
 
 def compare_frame(results: Sequence[LabResult]) -> "pandas.DataFrame":
     """A line for each run, by label, with every figure of `LabResult.as_json`. Raises ConfigError without pandas."""
-    left_out = ("failures", "drafts")
+    left_out = ("failures", "drafts", "tenants")
     rows = [{name: value for name, value in result.as_json().items() if name not in left_out} for result in results]
     return _import_pandas().DataFrame(rows).set_index("label")
 
@@ -216,6 +269,9 @@ def show_results(results: Sequence[LabResult], console: rich.console.Console | N
         console.print(compare_rates(runs, {name: [row.get(name, "") for row in more] for name in names}))
         console.print(make_title("times in ms"), compare_times(runs))
     for result in results:
+        if result.tenants:
+            runs = list(result.tenants.items())
+            console.print(make_title(f"{result.label}, by tenant"), compare_rates(runs), compare_times(runs))
         _print_failures(result, console)
 
 
@@ -224,10 +280,14 @@ def _more(result: LabResult) -> dict[str, str]:
         "preempted": str(result.num_preemptions),
         "busy": f"{result.busy_share:.0%}",
     }
+    if result.jain is not None:
+        more["Jain"] = f"{result.jain:.3f}"
     if result.simulation.row_tokens > result.simulation.row_steps:
         more["tokens a step"] = f"{result.tokens_per_step:.2f}"
     if result.simulation.drafts.drafted:
         more["accepted"] = f"{result.simulation.drafts.rate:.0%}"
+    if result.simulation.encodes:
+        more["encodes"] = str(result.simulation.encodes)
     return more
 
 

@@ -10,15 +10,18 @@ step for the same device, before you believe an absolute figure; differences bet
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.roofline import Assumptions, MlpShape, ModelShape, Seconds, Work, roofline_seconds
 from jaxserve.lab.simulation.values import StepCost
+from jaxserve.lab.tower_work import TowerWork
 from jaxserve.sched.plan import Bucket, Limits, StepPlan
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
+RESERVED_BYTES = 2**30  # of a device, for what a step needs
 _ALL = 2**30  # tokens that read every expert
 _SUMS_PER_LAYER = 2  # behind attention and behind the feed-forward block, of all hidden states
 
@@ -132,6 +135,8 @@ class Roofline:
       dtype: of weights and matrix products; bfloat16, or float32 on a CPU, when empty. `cache_dtype`: of keys and
         values, the same when empty.
       assumed, host: assumptions that are in no data sheet.
+      tower, patch_buckets: of a model that takes pictures: its tower, and the sizes that a picture is padded to. A step
+        takes as much longer as the pictures take that are encoded before it.
 
     Raises ConfigError for a topology or a type that does not exist, or more devices than there are.
     """
@@ -146,12 +151,20 @@ class Roofline:
         cache_dtype: str = "",
         assumed: Assumptions | None = None,
         host: HostCost | None = None,
+        tower: TowerWork | None = None,
+        patch_buckets: Sequence[int] = (),
     ) -> None:
         self.topology = parse_topology(topology) if isinstance(topology, str) else topology
         self.tensor = self.topology.num_devices if tensor is None else tensor
         self.dtype = dtype = _checked_dtype(self.topology, dtype)
         self.assumed = assumed or Assumptions()
         self.host = host or HostCost()
+        self.tower = tower
+        self.hidden_size = model.hidden_size
+        self.encode_s: dict[int, float] = {}  # by bucket of patches
+        if tower is not None:
+            peaks = (self.topology, self.assumed, dtype)
+            self.encode_s = {patches: tower.seconds(patches, *peaks) for patches in sorted(patch_buckets)}
         cache_dtype = cache_dtype or dtype
         if cache_dtype not in _ITEM_BYTES:
             raise ConfigError(f"no numbers of type {cache_dtype!r} are known; there are {', '.join(_ITEM_BYTES)}")
@@ -193,7 +206,23 @@ class Roofline:
             memory_s += self._of_context_s * context
         host = self.host
         device_s = ((memory_s if memory_s > compute_s else compute_s) + collective_s) * plan.rounds
+        for encode in plan.encodes:
+            if encode.load:
+                num_bytes = encode.num_tokens * self.hidden_size * self.work.activation_bytes
+                device_s += num_bytes / self.assumed.host_bandwidth
+            else:
+                device_s += self._encode_seconds(encode.picture.num_patches)
         return StepCost(host.step_s + host.row_s * num_rows, device_s, host.commit_row_s * num_rows)
+
+    def _encode_seconds(self, patches: int) -> float:
+        for bucket, seconds in self.encode_s.items():
+            if patches <= bucket:
+                return seconds
+        largest = max(self.encode_s, default=0)
+        raise ConfigError(
+            f"a picture of {patches} patches was asked for, but the simulated server encodes up to {largest}; make it "
+            "smaller, as a server would, or raise vision.max_pixels"
+        )
 
     def step_ms(self, limits: Limits) -> Limits:
         """The limits with the time of a round of each decode bucket, without context, as a device measures them."""
@@ -207,14 +236,17 @@ class Roofline:
         page_layers: int | None = None,
         memory_fraction: float = 0.9,
         cache_fraction: float = 1.0,
-        reserved_bytes: int = 2**30,
+        reserved_bytes: int = RESERVED_BYTES,
     ) -> int:
         """Pages that fit beside the weights on each device, `reserved_bytes` left for what a step needs.
 
-        A page holds tokens of `page_layers` layers; None: of all. They take no more than `cache_fraction` of the
-        device. An estimate; `jaxserve plan` asks the compiler. Raises CapacityError when not one does.
+        A page holds tokens of `page_layers` layers; None: of all. The weights of a tower count. Pages take no more than
+        `cache_fraction` of the device. An estimate; `jaxserve plan` asks the compiler. Raises CapacityError when not
+        one does.
         """
         m = self.work.model
+        if self.tower is not None:
+            reserved_bytes += self.tower.num_bytes
         embeddings = 2 * m.vocab_size * m.hidden_size
         weights = int(self.work.weight_size * (self.work.read_params(_ALL) + embeddings))
         page = self.page_bytes(page_size, page_layers or m.num_layers)

@@ -7,10 +7,10 @@ test compares the plans of both.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from jaxserve.engine.interpreter import collector_paused
-from jaxserve.errors import InvalidRequest
+from jaxserve.lab.simulation.arriving import Arrivals, Chains
 from jaxserve.lab.simulation.engine import AcceptDrafts, SimulatedEngine, summarise
 from jaxserve.lab.simulation.store import SimulatedStore, StoreModel
 from jaxserve.lab.simulation.values import (
@@ -38,14 +38,13 @@ __all__ = [
     "SimulationResult",
     "StepCost",
     "VirtualClock",
-    "in_order",
     "simulate",
 ]
 
 
 def simulate(
     scheduler: str | type[Policy] | Policy | SchedulerFactory | Scheduler,
-    trace: Iterable[SimRequest],
+    trace: Iterable[SimRequest] | Chains,
     cost_model: CostModel,
     limits: Limits,
     *,
@@ -62,7 +61,8 @@ def simulate(
     Args:
       scheduler: as for `create_scheduler`: a name, a policy, a scheduler. A finished scheduler must have been made with
         `clock`.
-      trace: in the order of arrival; read as time goes on, so it may be a generator of any length.
+      trace: in the order of arrival; read as time goes on, so it may be a generator of any length. `Chains` are
+        requests that arrive when others have ended.
       cost_model: seconds of each step.
       limits: of the device.
       options: of the scheduler that is made here.
@@ -75,39 +75,30 @@ def simulate(
     """
     clock = VirtualClock() if clock is None else clock
     ended: list[SimulatedRequest] = []
+    arrivals = Arrivals(trace)
+
+    def end(outcome: SimulatedRequest) -> None:
+        ended.append(outcome)
+        arrivals.ended(outcome.request_id, clock.now_s)
+
     pages = None if store is None else SimulatedStore(store, clock)
     engine = SimulatedEngine(
         create_scheduler(scheduler, limits, options=options, clock=clock, store=pages),
         cost_model,
         limits,
         clock,
-        ended.append,
+        end,
         accept=accept,
         store=pages,
         keep_steps=keep_steps,
         keep_plans=keep_plans,
         keep_token_times=keep_token_times,
     )
-    arrivals = in_order(trace)
     with collector_paused():
-        upcoming = next(arrivals, None)
         while True:
-            while upcoming is not None and upcoming.arrival_s <= engine.next_turn_s:
-                engine.submit(upcoming, upcoming.arrival_s)
-                upcoming = next(arrivals, None)
+            while arrivals.next_s < math.inf and arrivals.next_s <= engine.next_turn_s:
+                arriving = arrivals.take()
+                engine.submit(arriving, arriving.arrival_s)
             if engine.next_turn_s == math.inf:
                 return summarise([engine], ended, clock.now_s)
             engine.turn()
-
-
-def in_order(trace: Iterable[SimRequest]) -> Iterator[SimRequest]:
-    """The requests of a trace. Raises InvalidRequest at one that arrives before the one before it, or before 0."""
-    last_s = 0.0
-    for request in trace:
-        if not last_s <= request.arrival_s < math.inf:
-            raise InvalidRequest(
-                f"request {request.request.request_id!r} arrives at {request.arrival_s} s, after one at {last_s} s; "
-                "sort the trace by arrival, from 0 on"
-            )
-        last_s = request.arrival_s
-        yield request

@@ -113,6 +113,8 @@ class SimulatedRequest:
       first_token_s, last_token_s: when the turn that committed it ended; None where there was none.
       output_tokens: of all its sequences.
       preemptions: how often one of its sequences lost its row.
+      preempted_s: from each of these losses to the next row, summed over its sequences: time in the queue that
+        `admitted_s` does not show.
       cached_tokens: of the prompt, found in the prefix cache by its first sequence when it was first admitted.
       finish_reason: of the sequence that ended last; ERROR when it was refused, late, or lost with its replica.
       error: the reason, in that case.
@@ -138,6 +140,7 @@ class SimulatedRequest:
     replica: int = 0
     restarts: int = 0
     admitted_s: float | None = None
+    preempted_s: float = 0.0
 
 
 class SimulatedStep(NamedTuple):
@@ -180,6 +183,8 @@ class SimulationResult:
       row_steps, row_tokens: rows that decoded in a step, over all steps, and tokens that they drew.
       drafts: what became of drafts.
       saved_pages, loaded_pages: to and from host slots.
+      encodes, encoded_patches: pictures that the tower encoded, and their patches. Prompts came to more of them where
+        some had their embeddings, or lay in a prefix that was found.
     """
 
     requests: tuple[SimulatedRequest, ...]
@@ -195,3 +200,5 @@ class SimulationResult:
     drafts: DraftTotals
     saved_pages: int = 0
     loaded_pages: int = 0
+    encodes: int = 0
+    encoded_patches: int = 0

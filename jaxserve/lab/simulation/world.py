@@ -4,19 +4,24 @@ Sizes that a config leaves open are those of the server, from the same functions
 estimate, since nothing is compiled.
 """
 
+import collections
+import contextlib
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.chips import Topology, parse_topology
-from jaxserve.config.schema import Config
+from jaxserve.config.schema import Config, ParallelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.chip_profile import topology_of
 from jaxserve.lab.simulation.drafts import SimulatedDrafts
 from jaxserve.lab.simulation.fitted import Fitted
-from jaxserve.lab.simulation.roofline import Roofline
+from jaxserve.lab.simulation.roofline import RESERVED_BYTES, Roofline
 from jaxserve.lab.simulation.simulate import CostModel
 from jaxserve.lab.simulation.store import StoreLink, StoreModel, model_of_store
+from jaxserve.lab.tower_work import TowerWork
 from jaxserve.routing import RouterOptions
 from jaxserve.sched import Limits, SchedulerOptions, SpeculationOptions
 from jaxserve.sched.plan import HostSlots
@@ -24,6 +29,8 @@ from jaxserve.sched.record import LogHeader, StepLog
 
 if TYPE_CHECKING:
     from jaxserve.runtime.executables import Sizes
+
+_UNPRICED = ("model.seed", "model.random_weights", "checkpoint")  # settings that change tokens, and no time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +57,7 @@ class World:
 
 def world_of_device(
     config: Config,
-    topology_name: str,
+    device: Topology | str,
     tensor: int | None = None,
     *,
     acceptance: Sequence[float] = (),
@@ -58,32 +65,46 @@ def world_of_device(
 ) -> World:
     """The model of a config on devices such as 'v5e:2x2', by published peaks. Weights need not be there.
 
+    `device`: a name as `chips.parse_topology` takes it, or a topology of a `Chip` of your own.
     `tensor` None takes parallel.tensor where that is more than 1, else all devices that a replica of parallel.data has.
     `acceptance` has the `rates` of `SimulatedDrafts`, where speculation.method makes drafts: nothing here knows them.
     `store_link`: of the store that the config names; see `model_of_store`.
-    Loads JAX, and starts no device. Raises ConfigError, also for stages of a pipeline, CheckpointError for a
-    config.json that cannot be read, CapacityError when nothing fits.
+    A model that takes pictures has its tower and pool, which a config.json alone does not describe: its directory also
+    has the preprocessor_config.json. Loads JAX, and starts no device.
+    Raises ConfigError, also for stages of a pipeline, CheckpointError for a file of the model that is missing or cannot
+    be read, CapacityError when nothing fits.
     """
     import jax.numpy as jnp  # seconds; a world of a step log needs none of this
 
     from jaxserve.assemble import router_options, scheduler_options
+    from jaxserve.assemble.pictures import plan_pictures
     from jaxserve.models.checkpoint import configured_checkpoint
     from jaxserve.models.loading import choose_dtype, decoder_config
     from jaxserve.runtime.memory import enough_pages, memory_share, reserved_share
+    from jaxserve.runtime.mesh import abstract_meshes
     from jaxserve.runtime.resolve import resolve_sizes
+    from jaxserve.runtime.tower_building import picture_sizes
 
-    topology = parse_topology(topology_name)
+    topology = parse_topology(device) if isinstance(device, str) else device
     tensor = _tensor(config, topology, tensor)
     checkpoint = configured_checkpoint(config.model)
     model = decoder_config(checkpoint)[1]
     dtype = choose_dtype(config.model.dtype, topology.chip.backend, checkpoint)
     sizes = resolve_sizes(config, model, jnp.dtype(dtype), topology.chip.backend)
+    tower = plan_pictures(config, abstract_meshes(ParallelConfig(), 1)[0], jnp.dtype(dtype))
+    pool_bytes = 0
+    if tower is not None:
+        pictures = picture_sizes(config, tower, has_sections=model.has_sections)
+        sizes = dataclasses.replace(sizes, pictures=pictures)
+        pool_bytes = pictures.pool_lines * model.hidden_size * dtype.itemsize
     roofline = Roofline(
         topology,
         model,
         tensor=tensor,
         dtype=dtype.name,
         cache_dtype="float8" if sizes.cache_dtype.name.startswith("float8") else sizes.cache_dtype.name,
+        tower=None if tower is None else TowerWork.of(tower.planned),
+        patch_buckets=() if tower is None else tower.buckets,
     )
     pages = config.cache.num_pages
     if config.cache.memory_bytes is not None and pages is None:
@@ -99,6 +120,7 @@ def world_of_device(
             page_layers=sizes.page_groups.num_slots(range(model.num_layers)),
             memory_fraction=reserved * share.fraction,
             cache_fraction=reserved * share.cache,
+            reserved_bytes=RESERVED_BYTES + pool_bytes,
         )
         pages = min(fitting, enough_pages(sizes.limits(fitting)))  # as a server takes no more
     limits = dataclasses.replace(sizes.limits(pages), slots=_slots(config, roofline, sizes, model.num_layers, tensor))
@@ -119,34 +141,77 @@ def world_of_device(
     )
 
 
+def worlds_of_devices(
+    config: Config,
+    devices: str,
+    tensor: int | None = None,
+    *,
+    acceptance: Sequence[float] = (),
+    store_link: StoreLink | None = None,
+) -> list[World]:
+    """A world for each server of a fleet: 'h200:1' is one, 'h200:1*2,a100:1*4' are six of two kinds.
+
+    A device may be a file, as 'my-chip.yaml:1' (`chip_profile`). Servers of one kind share their world. The rest is
+    that of `world_of_device`. Raises ConfigError.
+    """
+    worlds: list[World] = []
+    for part in devices.split(","):
+        name, _, count = part.strip().partition("*")
+        if count and not re.fullmatch(r"[1-9]\d{0,5}", count):
+            raise ConfigError(f"{part.strip()!r} is no device and number of servers; write h200:1*2")
+        one = world_of_device(config, topology_of(name), tensor, acceptance=acceptance, store_link=store_link)
+        worlds += [one] * int(count or 1)
+    return worlds
+
+
+def about_fleet(worlds: Sequence[World]) -> str:
+    """A few words about all servers, for titles."""
+    counts = collections.Counter(one.about for one in worlds)
+    if len(worlds) == 1:
+        return worlds[0].about
+    return "\n".join(f"{count} x {about}" for about, count in counts.items())
+
+
 def world_of_log(
-    path: Path, config: Config, *, acceptance: Sequence[float] = (), store_link: StoreLink | None = None
+    path: Path | Sequence[Path],
+    config: Config,
+    *,
+    acceptance: Sequence[float] = (),
+    store_link: StoreLink | None = None,
 ) -> World:
     """The device that wrote a step log, by its own times; scheduler options are those of the config.
+
+    Several logs are of one model on equal devices, at other loads or with other shapes: the costs are fitted to all,
+    the server has the limits of the first. `Fitted.left_out` then says how well each is predicted from the others.
 
     Steps of several tokens a row are those of the log, as far as it has enough of them, and no more than
     `speculation` asks for, where the config has it. `acceptance` replaces the rates at which the log's drafts were
     right. The store, if any, is that of the config.
 
-    Raises StepLogError for a log that cannot be read, ConfigError for one that is too short, for a layout over
-    devices other than that of the engine that wrote it, or for speculation that it lacks.
+    Raises StepLogError for a log that cannot be read, ConfigError for one that is too short, for logs of unlike
+    engines, for a layout over devices other than that of the engine that wrote it, or for speculation that it lacks.
     """
     from jaxserve.assemble import router_options, scheduler_options
 
-    with StepLog(path) as log:
-        header = log.header
+    paths = [path] if isinstance(path, Path) else list(path)
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(StepLog(one)) for one in paths]
+        header = logs[0].header
         _check_layout(config, header)
-        fitted = Fitted(log, load_ms=header.limits.slots.load_ms)
+        for other, log in zip(paths[1:], logs[1:], strict=True):
+            _check_alike(header, paths[0], log.header, other)
+        fitted = Fitted(*logs, load_ms=[log.header.limits.slots.load_ms for log in logs])
     limits, options = _shapes_of_log(config, header, fitted)
     replicas = config.parallel.data
     name = header.model if replicas == 1 else f"{replicas} replicas of {header.model}"
+    of = paths[0].name if len(paths) == 1 else f"{len(paths)} logs"
     return World(
         limits=limits,
         drafts=_drafts(limits, acceptance or fitted.drafts.rates),
         cost_model=fitted,
         options=dataclasses.replace(scheduler_options(config), speculation=options),
         router_options=router_options(config),
-        about=f"{name} as fitted to {fitted.num_records} steps of {path.name} ({_off(fitted)})",
+        about=f"{name} as fitted to {fitted.num_records} steps of {of} ({_off(fitted)})",
         replicas=replicas,
         store=model_of_store(config.store, limits.slots.page_bytes, store_link),
     )
@@ -251,7 +316,26 @@ def _check_layout(config: Config, header: LogHeader) -> None:
             )
 
 
+def _check_alike(header: LogHeader, path: Path, other: LogHeader, other_path: Path) -> None:
+    """Raises ConfigError for engines whose steps have no common price."""
+    facts = [
+        {"model": one.model} | {name: value for name, value in one.settings.items() if not name.startswith(_UNPRICED)}
+        for one in (header, other)
+    ]
+    unlike = sorted(name for name in {*facts[0], *facts[1]} if facts[0].get(name) != facts[1].get(name))
+    if unlike:
+        values = ", ".join(f"{name} {facts[0].get(name)} and {facts[1].get(name)}" for name in unlike[:4])
+        raise ConfigError(
+            f"{path.name} and {other_path.name} are of unlike engines ({values}), whose steps have no common cost; "
+            "give logs of one model on equal devices"
+        )
+
+
 def _off(fitted: Fitted) -> str:
     errors = fitted.errors["device"]
     parts = [f"{error.median:.0%} for {kind} steps" for kind, error in errors.items()]
-    return f"device time off by {' and '.join(parts)} at the median"
+    text = f"device time off by {' and '.join(parts)} at the median"
+    if fitted.left_out:
+        worst = max((error.median for log in fitted.left_out for error in log.values()), default=None)
+        text += ", by no log that others predict" if worst is None else f", by {worst:.0%} in a log left out, at worst"
+    return text

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxserve.lab.training.answers import Example
 from jaxserve.lab.training.batches import Rows, fitting, pack_rows
 from jaxserve.lab.training.losses import LossOptions, first_matches
-from jaxserve.lab.training.target import whole_graphdef
 from jaxserve.models.loading import LoadedModel
+from jaxserve.models.trainable import whole_graphdef
 
 _ROWS = 4
 

@@ -16,7 +16,6 @@ from flax import nnx
 
 from jaxserve.errors import ConfigError
 from jaxserve.lab.training.answers import Example
-from jaxserve.lab.training.target import whole_graphdef, whole_placement
 from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, NormSpec, RopeConfig
 from jaxserve.models.drafts.config import EagleConfig, HeadConfig, HeadKind, MedusaConfig
 from jaxserve.models.drafts.eagle import EagleHead
@@ -24,6 +23,7 @@ from jaxserve.models.drafts.loading import IDS_PATH
 from jaxserve.models.drafts.medusa import MedusaHead
 from jaxserve.models.loading import LoadedModel
 from jaxserve.models.sharding import arrays_of, with_leaves
+from jaxserve.models.trainable import whole_graphdef, whole_placement
 from jaxserve.models.weights import Path
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.lab.training.attention import Drafting, packed_attention, packed_batch
 from jaxserve.lab.training.batches import Rows
 from jaxserve.models.decoder import CachePlace, Decoder
 from jaxserve.models.drafts.eagle import EagleHead
 from jaxserve.models.drafts.medusa import MedusaHead
+from jaxserve.models.packed_attention import Drafting, packed_attention, packed_batch
 
 Head = EagleHead | MedusaHead
 

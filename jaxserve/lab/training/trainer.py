@@ -22,10 +22,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.training.answers import Example
 from jaxserve.lab.training.batches import Rows, batches, fitting
 from jaxserve.lab.training.losses import LossOptions, draft_loss, make_guesses, starts_of
-from jaxserve.lab.training.target import whole_graphdef
 from jaxserve.models.drafts.loading import IDS_PATH
 from jaxserve.models.loading import LoadedModel
 from jaxserve.models.sharding import MESH_AXES
+from jaxserve.models.trainable import whole_graphdef
 
 if TYPE_CHECKING:
     import optax

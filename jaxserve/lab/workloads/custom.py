@@ -1,7 +1,8 @@
 """The reader of a user's own prompts in a JSONL file.
 
 Each line is one object with "prompt" (text or token ids) or "messages" (chat), and, if wanted, "max_tokens" and
-"arrival_s". Other names are errors, so that a misspelt one is found before a load is sent.
+"arrival_s". Beside a prompt, "pictures" are those of a simulation: objects of `TracePicture`. Other names are errors,
+so that a misspelt one is found before a load is sent.
 """
 
 import json
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.lab.workloads.samples import Prompt, Sample
+from jaxserve.lab.workloads.samples import Prompt, Sample, TracePicture
 
-_KNOWN = ("prompt", "messages", "max_tokens", "arrival_s")
+_KNOWN = ("prompt", "messages", "max_tokens", "arrival_s", "pictures")
 
 
 def read_custom(path: Path, output_len: int, limit: int | None) -> list[Sample]:
@@ -45,6 +46,7 @@ def _sample(line: str, place: str, output_len: int) -> Sample:
     if ("prompt" in fields) == ("messages" in fields):
         raise ConfigError(f"{place}: give 'prompt' or 'messages'")
     prompt, prompt_len = _prompt(fields, place)
+    pictures = _pictures(fields, prompt_len, place)
     max_tokens, arrival_s = fields.get("max_tokens", output_len), fields.get("arrival_s")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise ConfigError(f"{place}: max_tokens is {max_tokens!r}, but must be a number from 1")
@@ -52,7 +54,33 @@ def _sample(line: str, place: str, output_len: int) -> Sample:
         isinstance(arrival_s, bool) or not isinstance(arrival_s, int | float) or not 0 <= arrival_s < float("inf")
     ):
         raise ConfigError(f"{place}: arrival_s is {arrival_s!r}, but must be seconds from 0")
-    return Sample(prompt=prompt, prompt_len=prompt_len, output_len=max_tokens, arrival_s=arrival_s)
+    prompt_len += sum(picture.tokens for picture in pictures)
+    return Sample(
+        prompt=prompt, prompt_len=prompt_len, output_len=max_tokens, arrival_s=arrival_s, pictures=tuple(pictures)
+    )
+
+
+def _pictures(fields: dict[str, Any], prompt_len: int, place: str) -> list[TracePicture]:
+    given = fields.get("pictures", [])
+    if not isinstance(given, list) or (given and "prompt" not in fields):
+        raise ConfigError(f"{place}: pictures must be a list, beside 'prompt'")
+    pictures: list[TracePicture] = []
+    for number, one in enumerate(given):
+        names = set(TracePicture._fields)
+        if not isinstance(one, dict) or set(one) != names or not isinstance(one["id"], str) or not one["id"]:
+            raise ConfigError(f"{place}: pictures[{number}] must have {', '.join(sorted(names))}, the id a text")
+        least = {"at": pictures[-1].at if pictures else 0, "patches": 1, "tokens": 1}
+        for name, first in least.items():
+            if isinstance(one[name], bool) or not isinstance(one[name], int) or one[name] < first:
+                raise ConfigError(
+                    f"{place}: pictures[{number}].{name} is {one[name]!r:.40}, but must be a number from {first}"
+                )
+        if one["at"] > prompt_len:
+            raise ConfigError(
+                f"{place}: pictures[{number}].at is {one['at']}, behind the prompt of {prompt_len} tokens"
+            )
+        pictures.append(TracePicture(**one))
+    return pictures
 
 
 def _prompt(fields: dict[str, Any], place: str) -> tuple[Prompt, int]:

@@ -79,6 +79,11 @@ def make_samples(options: DatasetOptions, maker: PromptMaker) -> list[Sample]:
     if options.name == "custom":
         assert options.path is not None, "checked above"
         samples = read_custom(options.path, options.output_len, options.num_prompts)
+        if any(sample.pictures for sample in samples):
+            raise ConfigError(
+                f"{options.path} has pictures without pixels, which can only be simulated (jaxserve simulate); leave "
+                "them out to send its prompts to a server"
+            )
     else:
         samples = [make_sample(shape, maker) for shape in make_shapes(options)]
     if not samples:

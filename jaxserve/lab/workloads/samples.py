@@ -21,6 +21,21 @@ class Part(NamedTuple):
     answer: bool = False
 
 
+class TracePicture(NamedTuple):
+    """A picture of a request that is only simulated: it has no pixels.
+
+    Attributes:
+      id: equal for equal pictures.
+      at: tokens of the text before it.
+      patches, tokens: of it.
+    """
+
+    id: str
+    at: int
+    patches: int
+    tokens: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """A request without its tokens.
@@ -47,12 +62,14 @@ class Sample:
     """A request ready to be sent.
 
     Attributes:
-      prompt_len: tokens as counted here; the server's count takes its place.
+      prompt_len: tokens as counted here, those of pictures too; the server's count takes its place.
       output_len: tokens to ask for.
       arrival_s: seconds after the first request of its trace.
+      pictures: in the order of `at`.
     """
 
     prompt: Prompt
     prompt_len: int
     output_len: int
     arrival_s: float | None = None
+    pictures: tuple[TracePicture, ...] = ()

@@ -59,7 +59,10 @@ def _attached(
     def fill() -> nnx.State:
         return attach(shapes.graphdef, planned.fill(), head_graphdef, fill_head())[1]
 
-    return PlannedModel(shapes=both, fill=fill)
+    def place(params: Mapping[str, jax.Array]) -> nnx.State:
+        return attach(shapes.graphdef, planned.place(params), head_graphdef, fill_head())[1]
+
+    return PlannedModel(shapes=both, fill=fill, place=place)
 
 
 def target_name(model: LoadedModel) -> str:

@@ -63,7 +63,7 @@ class WideLayer(DecoderLayer):
             attended, cache = self.attention(inputs, tables, cache, batch, attention)
             x = x + total((attended,), x.dtype, self.shards)
         with jax.named_scope("mlp"):
-            fed = self._feed_forward(self.mlp_norm(x), batch)
+            fed = self._feed_forward(self.mlp_norm(x), batch, adapters=None)
             return x + total((fed,), x.dtype, self.shards), cache
 
 

@@ -24,27 +24,55 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejaxserve/serve/gen/admin.proto\x12\x0bjaxserve.v1\"0\n\x0c\x46lushRequest\x12\x13\n\x0b\x63\x61\x63he_salts\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"-\n\rFlushResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x04\"7\n\x11ResizePoolRequest\x12\x11\n\tnum_pages\x18\x01 \x01(\x04\x12\x0f\n\x07preempt\x18\x02 \x01(\x08\"K\n\x0fSetTiersRequest\x12\x11\n\x04host\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05store\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_hostB\x08\n\x06_store\"\x11\n\x0fGetCacheRequest\":\n\rCacheResponse\x12)\n\x08replicas\x18\x01 \x03(\x0b\x32\x17.jaxserve.v1.CacheState\"v\n\nCacheState\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\x11\n\tgrantable\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x11\n\x04host\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05store\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_hostB\x08\n\x06_store2\x9d\x02\n\x05\x41\x64min\x12>\n\x05\x46lush\x12\x19.jaxserve.v1.FlushRequest\x1a\x1a.jaxserve.v1.FlushResponse\x12H\n\nResizePool\x12\x1e.jaxserve.v1.ResizePoolRequest\x1a\x1a.jaxserve.v1.CacheResponse\x12\x44\n\x08SetTiers\x12\x1c.jaxserve.v1.SetTiersRequest\x1a\x1a.jaxserve.v1.CacheResponse\x12\x44\n\x08GetCache\x12\x1c.jaxserve.v1.GetCacheRequest\x1a\x1a.jaxserve.v1.CacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejaxserve/serve/gen/admin.proto\x12\x0bjaxserve.v1\"6\n\x16ListQuarantinedRequest\x12\x12\n\x05limit\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\"Z\n\x17ListQuarantinedResponse\x12\x30\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1f.jaxserve.v1.QuarantinedContent\x12\r\n\x05total\x18\x02 \x01(\r\"{\n\x12QuarantinedContent\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0f\n\x07since_s\x18\x04 \x01(\x01\x12\x0e\n\x06left_s\x18\x05 \x01(\x01\x12\x13\n\x0bnum_refused\x18\x06 \x01(\x04\"*\n\x18RemoveQuarantinedRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x1b\n\x19RemoveQuarantinedResponse\"0\n\x0c\x46lushRequest\x12\x13\n\x0b\x63\x61\x63he_salts\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"-\n\rFlushResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x04\"7\n\x11ResizePoolRequest\x12\x11\n\tnum_pages\x18\x01 \x01(\x04\x12\x0f\n\x07preempt\x18\x02 \x01(\x08\"K\n\x0fSetTiersRequest\x12\x11\n\x04host\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05store\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_hostB\x08\n\x06_store\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"!\n\rDrainResponse\x12\x10\n\x08num_live\x18\x01 \x01(\x04\"\x11\n\x0fGetCacheRequest\":\n\rCacheResponse\x12)\n\x08replicas\x18\x01 \x03(\x0b\x32\x17.jaxserve.v1.CacheState\"\x84\x01\n\nCacheState\x12\r\n\x05pages\x18\x01 \x01(\x04\x12\x11\n\tgrantable\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x11\n\x04host\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05store\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x0c\n\x04rung\x18\x06 \x01(\tB\x07\n\x05_hostB\x08\n\x06_store\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"B\n\x14ListAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.jaxserve.v1.AdapterInfo\"^\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x10\n\x08loaded_s\x18\x04 \x01(\x01\x12\x11\n\tin_memory\x18\x05 \x01(\x08\x32\xd4\x04\n\x05\x41\x64min\x12>\n\x05\x46lush\x12\x19.jaxserve.v1.FlushRequest\x1a\x1a.jaxserve.v1.FlushResponse\x12H\n\nResizePool\x12\x1e.jaxserve.v1.ResizePoolRequest\x1a\x1a.jaxserve.v1.CacheResponse\x12\x44\n\x08SetTiers\x12\x1c.jaxserve.v1.SetTiersRequest\x1a\x1a.jaxserve.v1.CacheResponse\x12>\n\x05\x44rain\x12\x19.jaxserve.v1.DrainRequest\x1a\x1a.jaxserve.v1.DrainResponse\x12\x44\n\x08GetCache\x12\x1c.jaxserve.v1.GetCacheRequest\x1a\x1a.jaxserve.v1.CacheResponse\x12H\n\x0bLoadAdapter\x12\x1f.jaxserve.v1.LoadAdapterRequest\x1a\x18.jaxserve.v1.AdapterInfo\x12V\n\rUnloadAdapter\x12!.jaxserve.v1.UnloadAdapterRequest\x1a\".jaxserve.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .jaxserve.v1.ListAdaptersRequest\x1a!.jaxserve.v1.ListAdaptersResponse2\xcf\x01\n\x0bRouterAdmin\x12\\\n\x0fListQuarantined\x12#.jaxserve.v1.ListQuarantinedRequest\x1a$.jaxserve.v1.ListQuarantinedResponse\x12\x62\n\x11RemoveQuarantined\x12%.jaxserve.v1.RemoveQuarantinedRequest\x1a&.jaxserve.v1.RemoveQuarantinedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxserve.serve.gen.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FLUSHREQUEST']._serialized_start=47
-  _globals['_FLUSHREQUEST']._serialized_end=95
-  _globals['_FLUSHRESPONSE']._serialized_start=97
-  _globals['_FLUSHRESPONSE']._serialized_end=142
-  _globals['_RESIZEPOOLREQUEST']._serialized_start=144
-  _globals['_RESIZEPOOLREQUEST']._serialized_end=199
-  _globals['_SETTIERSREQUEST']._serialized_start=201
-  _globals['_SETTIERSREQUEST']._serialized_end=276
-  _globals['_GETCACHEREQUEST']._serialized_start=278
-  _globals['_GETCACHEREQUEST']._serialized_end=295
-  _globals['_CACHERESPONSE']._serialized_start=297
-  _globals['_CACHERESPONSE']._serialized_end=355
-  _globals['_CACHESTATE']._serialized_start=357
-  _globals['_CACHESTATE']._serialized_end=475
-  _globals['_ADMIN']._serialized_start=478
-  _globals['_ADMIN']._serialized_end=763
+  _globals['_LISTQUARANTINEDREQUEST']._serialized_start=47
+  _globals['_LISTQUARANTINEDREQUEST']._serialized_end=101
+  _globals['_LISTQUARANTINEDRESPONSE']._serialized_start=103
+  _globals['_LISTQUARANTINEDRESPONSE']._serialized_end=193
+  _globals['_QUARANTINEDCONTENT']._serialized_start=195
+  _globals['_QUARANTINEDCONTENT']._serialized_end=318
+  _globals['_REMOVEQUARANTINEDREQUEST']._serialized_start=320
+  _globals['_REMOVEQUARANTINEDREQUEST']._serialized_end=362
+  _globals['_REMOVEQUARANTINEDRESPONSE']._serialized_start=364
+  _globals['_REMOVEQUARANTINEDRESPONSE']._serialized_end=391
+  _globals['_FLUSHREQUEST']._serialized_start=393
+  _globals['_FLUSHREQUEST']._serialized_end=441
+  _globals['_FLUSHRESPONSE']._serialized_start=443
+  _globals['_FLUSHRESPONSE']._serialized_end=488
+  _globals['_RESIZEPOOLREQUEST']._serialized_start=490
+  _globals['_RESIZEPOOLREQUEST']._serialized_end=545
+  _globals['_SETTIERSREQUEST']._serialized_start=547
+  _globals['_SETTIERSREQUEST']._serialized_end=622
+  _globals['_DRAINREQUEST']._serialized_start=624
+  _globals['_DRAINREQUEST']._serialized_end=676
+  _globals['_DRAINRESPONSE']._serialized_start=678
+  _globals['_DRAINRESPONSE']._serialized_end=711
+  _globals['_GETCACHEREQUEST']._serialized_start=713
+  _globals['_GETCACHEREQUEST']._serialized_end=730
+  _globals['_CACHERESPONSE']._serialized_start=732
+  _globals['_CACHERESPONSE']._serialized_end=790
+  _globals['_CACHESTATE']._serialized_start=793
+  _globals['_CACHESTATE']._serialized_end=925
+  _globals['_LOADADAPTERREQUEST']._serialized_start=927
+  _globals['_LOADADAPTERREQUEST']._serialized_end=992
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=994
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1030
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1032
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1055
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1057
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1078
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1080
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1146
+  _globals['_ADAPTERINFO']._serialized_start=1148
+  _globals['_ADAPTERINFO']._serialized_end=1242
+  _globals['_ADMIN']._serialized_start=1245
+  _globals['_ADMIN']._serialized_end=1841
+  _globals['_ROUTERADMIN']._serialized_start=1844
+  _globals['_ROUTERADMIN']._serialized_end=2051
 # @@protoc_insertion_point(module_scope)

@@ -49,10 +49,30 @@ class AdminStub(object):
                 request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.SetTiersRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.CacheResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/jaxserve.v1.Admin/Drain',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.GetCache = channel.unary_unary(
                 '/jaxserve.v1.Admin/GetCache',
                 request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.GetCacheRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.CacheResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/jaxserve.v1.Admin/LoadAdapter',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.AdapterInfo.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/jaxserve.v1.Admin/UnloadAdapter',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/jaxserve.v1.Admin/ListAdapters',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
 
 
@@ -82,8 +102,38 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Shuts the server down, as SIGTERM does: it takes no new request, and running ones get their time. What has not ended
+        then ends with UNAVAILABLE, and goes on at another server. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCache(self, request, context):
-        """What the calls above change.
+        """What the calls for caches change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter from a directory below adapters.directory; requests may name it as their model from now on.
+        RESOURCE_EXHAUSTED: one of this name is being loaded, or running requests need all the memory for adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """No request may name the adapter any more; those that run end with it. NOT_FOUND: there is none of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters that requests may name, in the order in which they were loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,10 +157,30 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.SetTiersRequest.FromString,
                     response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.CacheResponse.SerializeToString,
             ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
             'GetCache': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCache,
                     request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.GetCacheRequest.FromString,
                     response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.CacheResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.AdapterInfo.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -205,6 +275,33 @@ class Admin(object):
             _registered_method=True)
 
     @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Admin/Drain',
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.DrainRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetCache(request,
             target,
             options=(),
@@ -221,6 +318,207 @@ class Admin(object):
             '/jaxserve.v1.Admin/GetCache',
             jaxserve_dot_serve_dot_gen_dot_admin__pb2.GetCacheRequest.SerializeToString,
             jaxserve_dot_serve_dot_gen_dot_admin__pb2.CacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Admin/LoadAdapter',
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.AdapterInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Admin/UnloadAdapter',
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Admin/ListAdapters',
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class RouterAdminStub(object):
+    """What an operator may do to a router, with a token as above.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListQuarantined = channel.unary_unary(
+                '/jaxserve.v1.RouterAdmin/ListQuarantined',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListQuarantinedRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListQuarantinedResponse.FromString,
+                _registered_method=True)
+        self.RemoveQuarantined = channel.unary_unary(
+                '/jaxserve.v1.RouterAdmin/RemoveQuarantined',
+                request_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.RemoveQuarantinedRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.RemoveQuarantinedResponse.FromString,
+                _registered_method=True)
+
+
+class RouterAdminServicer(object):
+    """What an operator may do to a router, with a token as above.
+    """
+
+    def ListQuarantined(self, request, context):
+        """Contents of requests that the router refuses since replicas died of them (docs/replicas.md).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveQuarantined(self, request, context):
+        """Takes requests of one content again, before its time is over. INVALID_ARGUMENT: it is not on the list.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RouterAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListQuarantined': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantined,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListQuarantinedRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListQuarantinedResponse.SerializeToString,
+            ),
+            'RemoveQuarantined': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveQuarantined,
+                    request_deserializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.RemoveQuarantinedRequest.FromString,
+                    response_serializer=jaxserve_dot_serve_dot_gen_dot_admin__pb2.RemoveQuarantinedResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'jaxserve.v1.RouterAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('jaxserve.v1.RouterAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RouterAdmin(object):
+    """What an operator may do to a router, with a token as above.
+    """
+
+    @staticmethod
+    def ListQuarantined(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.RouterAdmin/ListQuarantined',
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListQuarantinedRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.ListQuarantinedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveQuarantined(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.RouterAdmin/RemoveQuarantined',
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.RemoveQuarantinedRequest.SerializeToString,
+            jaxserve_dot_serve_dot_gen_dot_admin__pb2.RemoveQuarantinedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,7 +28,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "priority", "cache_salt", "tenant", "echo", "chunk_tokens", "timeout_s", "resume")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "priority", "cache_salt", "tenant", "echo", "chunk_tokens", "timeout_s", "resume", "ticket", "pictures", "ttft_target_s", "tpot_target_s", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,11 @@ class GenerateRequest(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -53,15 +58,22 @@ class GenerateRequest(_message.Message):
     chunk_tokens: int
     timeout_s: float
     resume: Resume
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., echo: bool = ..., chunk_tokens: _Optional[int] = ..., timeout_s: _Optional[float] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    pictures: _containers.RepeatedScalarFieldContainer[bytes]
+    ttft_target_s: float
+    tpot_target_s: float
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., echo: bool = ..., chunk_tokens: _Optional[int] = ..., timeout_s: _Optional[float] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ticket: _Optional[bytes] = ..., pictures: _Optional[_Iterable[bytes]] = ..., ttft_target_s: _Optional[float] = ..., tpot_target_s: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("sequences", "reason")
+    __slots__ = ("sequences", "reason", "age_s")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[KnownSequence]
     reason: ResumeReason
-    def __init__(self, sequences: _Optional[_Iterable[_Union[KnownSequence, _Mapping]]] = ..., reason: _Optional[_Union[ResumeReason, str]] = ...) -> None: ...
+    age_s: float
+    def __init__(self, sequences: _Optional[_Iterable[_Union[KnownSequence, _Mapping]]] = ..., reason: _Optional[_Union[ResumeReason, str]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class KnownSequence(_message.Message):
     __slots__ = ("token_ids", "text_len", "finished")
@@ -86,12 +98,14 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "pictures")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    pictures: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., pictures: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens", "no_max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "logprobs", "prompt_logprobs", "skip_special_tokens", "detokenize", "truncate_prompt_tokens", "structured")

@@ -1,4 +1,4 @@
-"""Routes for operators: flush, resize and switch the caches of the running engine, see `CacheControl`.
+"""Routes for operators: caches of the running engine, see `CacheControl`, and the end of the server, see `Drain`.
 
 They exist only with `serve.admin_tokens_file`. The application checks the tokens, before a body is read.
 """
@@ -10,12 +10,13 @@ from typing import Annotated
 import pydantic
 from fastapi import APIRouter
 
-from jaxserve.engine import CacheControl
 from jaxserve.engine.cache_control import MAX_SALTS
 from jaxserve.errors import InvalidRequest
 from jaxserve.sched.base import CacheState
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.keys import ADMIN_FOLDER
+from jaxserve.serve.http.requests import InRange
+from jaxserve.serve.orders import Orders
 
 
 class _Body(pydantic.BaseModel):
@@ -43,6 +44,18 @@ class TiersBody(_Body):
     store: bool | None = None
 
 
+class DrainBody(_Body):
+    """`timeout_s`: seconds that running requests get, at most `serve.drain_s`, which is the default."""
+
+    timeout_s: Annotated[float, InRange(0)] | None = None
+
+
+class DrainReply(pydantic.BaseModel):
+    """`num_live`: requests that have not ended."""
+
+    num_live: int
+
+
 class FlushReply(pydantic.BaseModel):
     """Pages of the device and slots of host memory that were forgotten; pages of a store are not counted."""
 
@@ -51,20 +64,23 @@ class FlushReply(pydantic.BaseModel):
 
 
 class ReplicaCache(pydantic.BaseModel):
-    """`pages` of the device, of which `grantable` may be held and `held` are. `host`, `store`: on; null: none there."""
+    """`pages` of the device, of which `grantable` may be held and `held` are. `host`, `store`: on; null: none there.
+    `rung`: of the ladder of degradation."""
 
     pages: int
     grantable: int
     held: int
     host: bool | None
     store: bool | None
+    rung: str
 
 
 class CacheReply(pydantic.BaseModel):
     replicas: list[ReplicaCache]
 
 
-def admin_router(control: CacheControl) -> APIRouter:
+def admin_router(orders: Orders) -> APIRouter:
+    control = orders.cache
     routes = APIRouter(prefix=ADMIN_FOLDER.rstrip("/"), route_class=JsonRoute, responses=REFUSALS, tags=["Operators"])
 
     @routes.get("/cache")
@@ -88,6 +104,11 @@ def admin_router(control: CacheControl) -> APIRouter:
     async def tiers(body: TiersBody) -> CacheReply:
         """Switches host memory and the store off and on."""
         return _reply(await asyncio.to_thread(control.use_tiers, host=body.host, store=body.store))
+
+    @routes.post("/drain")
+    async def drain(body: DrainBody) -> DrainReply:
+        """Shuts the server down, as SIGTERM does: requests that have not ended in time go on at another server."""
+        return DrainReply(num_live=orders.drain.begin(body.timeout_s))
 
     return routes
 

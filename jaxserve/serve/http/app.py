@@ -5,6 +5,9 @@ carries no key; keys, before anything of a body is read; limits and the watch fo
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,18 +17,22 @@ from starlette.types import ASGIApp
 from jaxserve.config.schema import ServeConfig
 from jaxserve.engine import AsyncEngine
 from jaxserve.serve.counts import DoorCounts
+from jaxserve.serve.http.batches.routes import FILES
 from jaxserve.serve.http.chat import chat_router
 from jaxserve.serve.http.completions import completions_router
 from jaxserve.serve.http.counted import Counted
 from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import ErrorResponse, add_handlers
+from jaxserve.serve.http.formats import choose_thinking_format, choose_tool_format
 from jaxserve.serve.http.guard import Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
 from jaxserve.serve.http.keys import ApiKeys
+from jaxserve.serve.http.messages import messages_router
 from jaxserve.serve.http.probes import probes_router
+from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
 from jaxserve.serve.http.rerank import rerank_router
+from jaxserve.serve.http.responses_api import responses_router
 from jaxserve.serve.http.tokens import tokens_router
-from jaxserve.serve.http.tool_parsers import choose_parser
 from jaxserve.serve.keys import KnownKeys, read_keys
 
 
@@ -47,50 +54,98 @@ def make_app(
 ) -> HttpApp:
     """`more`: further routers. `admins`: the keys of routes for operators, if there are such routes.
 
-    Raises ConfigError for keys that cannot be read.
+    Raises ConfigError for keys that cannot be read, and for names of formats that do not exist.
     """
     http = config.http
     tokenizer = engine.engine.tokenizer
-    parser = choose_parser(http.tool_parser, None if tokenizer is None else tokenizer.chat_template)
-    door = Door(engine=engine, config=http, tool_parser=parser)
+    template = None if tokenizer is None else tokenizer.chat_template
+    door = Door(
+        engine=engine,
+        config=http,
+        tool_format=choose_tool_format(http.tool_parser, template),
+        thinking_format=choose_thinking_format(http.reasoning_parser, template),
+    )
     # The pages of documentation load scripts from foreign hosts; the document itself stays.
     api = FastAPI(title="jaxserve", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
     routers = (
         completions_router(door),
         chat_router(door),
+        responses_router(door),
+        messages_router(door),
         tokens_router(door),
         rerank_router(door),
-        probes_router(door, config.stall_s),
+        probes_router(door, counts),
         *more,
     )
     for router in routers:
         api.include_router(router)
-    add_handlers(api)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]
+    layers = surround(
+        api, routes, config, counts, admins, larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")}
+    )
+    _complete_document(api, layers.keys, config.max_n)
+    return HttpApp(asgi=layers.asgi, guard=layers.guard, api=api)
+
+
+class Layers(NamedTuple):
+    """`asgi`: all layers around an application. `keys` None: nothing asks for one."""
+
+    asgi: ASGIApp
+    guard: Guard
+    keys: ApiKeys | None
+
+
+def surround(
+    api: FastAPI,
+    routes: Sequence[Route],
+    config: ServeConfig,
+    counts: DoorCounts,
+    admins: KnownKeys | None = None,
+    larger: Mapping[str, tuple[int, str]] = MappingProxyType({}),
+) -> Layers:
+    """`routes`: all of `api`. `larger`: see `Guard`. Raises ConfigError for keys that cannot be read."""
+    http = config.http
+    add_handlers(api, routes)
     guard = Guard(
         api,
         max_body_bytes=http.max_body_bytes,
+        max_bodies_bytes=http.max_bodies_bytes,
         body_timeout_s=http.body_timeout_s,
         request_timeout_s=http.request_timeout_s,
+        larger=larger,
     )
     asgi: ASGIApp = guard
-    known = None
+    known = keys = None
     if http.api_keys_file is not None:
         known = KnownKeys(read_keys(http.api_keys_file, "serve.http.api_keys_file"))
     if known is not None or admins is not None:
-        keys = ApiKeys(asgi, known, admins)
-        _declare_keys(api, keys)
-        asgi = keys
+        asgi = keys = ApiKeys(asgi, known, admins)
     if http.cors_origins:
         asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if (names := allowed_names(http, config.host)) is not None:
         asgi = KnownHosts(asgi, names)
-    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
+    return Layers(Counted(asgi, counts, routes), guard, keys)
 
 
-def _declare_keys(api: FastAPI, keys: ApiKeys) -> None:
-    """Declares in the OpenAPI document which routes need a key, and their answer without one."""
-    document = api.openapi()
+def _complete_document(api: FastAPI, keys: ApiKeys | None, max_n: int) -> None:
+    """Adds to the OpenAPI document what only the settings say. It is made when it is first asked for."""
+    make = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            document = make()
+            if keys is not None:
+                _declare_keys(document, keys)
+            for body in (CompletionRequest, ChatRequest):
+                document["components"]["schemas"][body.__name__]["properties"]["n"]["anyOf"][0]["maximum"] = max_n
+        assert api.openapi_schema is not None, "made above"
+        return api.openapi_schema
+
+    api.openapi = openapi
+
+
+def _declare_keys(document: dict[str, Any], keys: ApiKeys) -> None:
+    """Declares which routes need a key, and their answer without one."""
     components = document.setdefault("components", {})
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorResponse.__name__}"}}}

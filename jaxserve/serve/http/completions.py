@@ -16,12 +16,12 @@ from jaxserve.engine import Prompt, Update
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, prepare, trace_of
-from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.errors import error_event, json_response
 from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, join_logprobs, prompt_logprobs
 from jaxserve.serve.http.requests import CompletionRequest
-from jaxserve.serve.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from jaxserve.serve.http.sampling import completion_sampling, resume_of
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, event, is_known, usage_at_end, usage_in_all
+from jaxserve.serve.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, drawn_by
+from jaxserve.serve.http.sampling import caller_of, completion_sampling, resume_of
+from jaxserve.serve.http.streaming import DONE, EventStream, UsageCounter, event, is_known, usage_at_end, usage_in_all
 
 
 def completions_router(door: Door) -> APIRouter:
@@ -35,10 +35,11 @@ def completions_router(door: Door) -> APIRouter:
         door.check_model(body.model)
         sampling = completion_sampling(body)
         answer_id = new_id(body.request_id, call)
-        requests = await prepare(door, _makers(door, body, sampling, answer_id, trace_of(call)), sampling.n)
+        makers = _makers(door, body, sampling, answer_id, trace_of(call))
+        requests = await prepare(door, makers, sampling.n, tenant=caller_of(body))
         answer = _Answer(door, body, sampling, requests, answer_id)
         if body.stream:
-            return EventStream(door, requests, answer, answer_id)
+            return EventStream(door, requests, answer, answer_id, resumable=True)
         return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
 
     return router
@@ -71,9 +72,12 @@ def _makers(
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 tenant=body.user or "",
+                ttft_target_s=body.ttft_target_s,
+                tpot_target_s=body.tpot_target_s,
                 add_special_tokens=body.add_special_tokens is not False,
                 traceparent=traceparent,
                 echo=bool(body.echo),
+                adapter=body.model,
                 resume=resume_of(body),
             ),
         )
@@ -117,7 +121,7 @@ class _Answer:
                 self._begun.add(index)
         self._id = f"cmpl-{answer_id}"
         self._created_s = int(time.time())
-        self._model = door.model_name
+        self._model = body.model or door.model_name
 
     async def whole(self, door: Door) -> CompletionResponse:
         pieces: list[list[CompletionChoice]] = [[] for _ in self._logprobs]
@@ -133,8 +137,10 @@ class _Answer:
             return ""
         return event(self._response([self._piece(update)], usage=usage_in_all(self._body.stream_options)))
 
-    def last_events(self) -> str:
-        return event(self._response([], usage=True)) if usage_at_end(self._body.stream_options) else ""
+    def last_events(self, error: Exception | None) -> str:
+        if error is not None:
+            return error_event(error) + DONE
+        return (event(self._response([], usage=True)) if usage_at_end(self._body.stream_options) else "") + DONE
 
     def _response(self, choices: list[CompletionChoice], *, usage: bool) -> CompletionResponse:
         response = CompletionResponse(
@@ -162,6 +168,8 @@ class _Answer:
         if update.finish_reason is not None:
             choice.finish_reason = update.finish_reason.value  # pyright: ignore[reportAttributeAccessIssue]
             choice.stop_reason = update.stop_reason
+            if update.weights:
+                choice.weights = drawn_by(update.weights)
         if self._body.logprobs is not None:
             choice.logprobs = self._build_logprobs(index, number, update)
         if update.prompt is not None and update.prompt.logprobs is not None and self._body.prompt_logprobs is not None:
@@ -194,6 +202,8 @@ def _join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
     )
+    if last.weights is not None:
+        joined.weights = last.weights
     parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     if parts:
         joined.logprobs = join_logprobs(parts)

@@ -4,6 +4,7 @@ The reason of a refusal is part of the answer itself, see `errors.ErrorAnswer`.
 """
 
 import re
+import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,6 +35,7 @@ class Counted:
             await self._app(scope, receive, send)
             return
         status, caller = _CLIENT_LEFT, caller_id(Headers(scope=scope))
+        begin_s = time.monotonic()
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -47,7 +49,7 @@ class Counted:
             await self._app(scope, receive, watched_send)
         finally:
             method = scope["method"] if scope["method"] in _METHODS else OTHER
-            self._counts.note_http(method, self._label(scope), status)
+            self._counts.note_http(method, self._label(scope), status, time.monotonic() - begin_s)
             if REASON in scope:
                 self._counts.note_refusal(HTTP, scope[REASON])
 

@@ -14,11 +14,11 @@ from starlette.requests import Request as HttpRequest
 from jaxserve.api import FinishReason, Request, RequestOptions
 from jaxserve.config.schema import HttpConfig
 from jaxserve.engine import AsyncEngine, EmbeddingForm, Prompt, Update, embedding_of, pooling_params
-from jaxserve.errors import EngineStopped
+from jaxserve.errors import EngineStopped, UnknownModel
 from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
+from jaxserve.serve.http.formats import ThinkingFormat, ToolFormat
 from jaxserve.serve.http.guard import time_is_up
-from jaxserve.serve.http.tool_parsers import ToolParser
 from jaxserve.text import Tokenizer
 
 _CALLER_CHARS = 200  # of an id that becomes part of another
@@ -26,22 +26,29 @@ _CALLER_CHARS = 200  # of an id that becomes part of another
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Handed to every router. `tool_parser` is how this model writes tool calls."""
+    """Handed to every router. The two formats are those in which this model writes tool calls and thoughts."""
 
     engine: AsyncEngine
     config: HttpConfig
-    tool_parser: ToolParser
+    tool_format: ToolFormat
+    thinking_format: ThinkingFormat | None
     started_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
     def model_name(self) -> str:
         return self.engine.engine.model.name
 
-    def check_model(self, name: str | None) -> None:
-        """Raises HttpRefusal with 404 for a model that is not served. None is the one that is."""
-        if name is not None and name != self.model_name:
-            text = f"the model {name!r:.200} is not served here; there is {self.model_name!r}"
-            raise HttpRefusal(404, text, param="model", kind="model_not_found")
+    def check_model(self, name: str | None, *, adapters: bool = True) -> str:
+        """The name of the model for the answer: that of an adapter, too, where `adapters`. None is the model itself.
+
+        Raises UnknownModel for one that is not served.
+        """
+        if name is None or name == self.model_name:
+            return self.model_name
+        loaded = self.engine.engine.model.adapters
+        if loaded is None or not adapters:
+            raise UnknownModel(f"the model {name!r:.200} is not served here; there is {self.model_name!r}")
+        return loaded.check(name, self.model_name).name
 
     def need_tokenizer(self) -> Tokenizer:
         """Raises HttpRefusal when the engine has none."""
@@ -92,12 +99,14 @@ async def follow(door: Door, requests: Sequence[Request]) -> AsyncIterator[Async
 def check_answered(update: Update) -> None:
     """Raises EngineStopped for a request that was ended from elsewhere: what its client has got is no answer."""
     if update.finish_reason is FinishReason.ABORT:
-        raise EngineStopped("the request was ended before its answer was complete: the server is shutting down")
+        raise EngineStopped("the request was aborted from elsewhere before its answer was complete; send it again")
 
 
-async def prepare(door: Door, makers: Sequence[Callable[[], Request]], n: int = 1) -> list[Request]:
+async def prepare(
+    door: Door, makers: Sequence[Callable[[], Request]], n: int = 1, *, tenant: str | None
+) -> list[Request]:
     """Encodes and checks all prompts, off the event loop; each has `n` sequences. Raises as `AsyncEngine.run` does."""
-    return await door.engine.run(lambda: [make() for make in makers], prompts=len(makers), n=n)
+    return await door.engine.run(lambda: [make() for make in makers], prompts=len(makers), n=n, tenant=tenant)
 
 
 class Vector(NamedTuple):
@@ -115,12 +124,13 @@ async def embed_prompts(
     *,
     tenant: str,
     traceparent: str,
+    adapter: str | None,
 ) -> list[Vector]:
     """One vector in that form for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
     sampling = pooling_params(truncate_prompt_tokens)
-    options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True)
+    options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter)
     make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
-    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts])
+    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant)
     found: dict[str, list[float]] = {}
     async with follow(door, requests) as updates:
         async for update in updates:

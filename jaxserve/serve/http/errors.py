@@ -1,6 +1,7 @@
 """The answers to an HTTP client when a request is refused or fails: the error object of the OpenAI API.
 
 Every exception is turned into it here: routes raise typed errors, and the table in `serve.status` gives them codes.
+Below `/v1/messages` the same error has the shape of Anthropic's API.
 Once a stream has begun its status cannot change any more, so an error there is the last event, in the same shape.
 """
 
@@ -9,16 +10,17 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError, QueueFull, Status, UserError
+from jaxserve.errors import JaxserveError, PromptTooLong, QueueFull, Status, UnknownModel, UserError
 from jaxserve.serve.counts import HTTP_REASONS, reason_of
 from jaxserve.serve.status import HTTP_CODES, public_message, status_of
 
@@ -33,6 +35,17 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+}
+MESSAGES = "/v1/messages"
+_MESSAGES_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 _RETRY_S = 1.0  # when the engine does not know better
 _MEMBERS = frozenset({"str", "NamedTool"})  # of unions, as pydantic writes them
@@ -65,6 +78,24 @@ class ErrorResponse(pydantic.BaseModel):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(pydantic.BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(pydantic.BaseModel):
+    """The same in the shape of Anthropic's API."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+def messages_error(code: int, body: ErrorResponse) -> MessagesErrorResponse:
+    """An error as clients of `/v1/messages` read it."""
+    kind = _MESSAGES_TYPES.get(code, "invalid_request_error" if code < 500 else "api_error")
+    return MessagesErrorResponse(type="error", error=MessagesErrorDetail(type=kind, message=body.error.message))
+
+
 def describe(error: Exception) -> tuple[int, ErrorResponse]:
     """Status and body for an exception. A defect is logged, and the client is only told where to look."""
     status = status_of(error)
@@ -73,6 +104,10 @@ def describe(error: Exception) -> tuple[int, ErrorResponse]:
     if status is Status.INTERNAL:
         logger.error("a request failed, %s", reference, exc_info=error)
     param, kind = (error.param, error.kind) if isinstance(error, HttpRefusal) else (None, None)
+    if isinstance(error, UnknownModel):
+        param, kind = "model", "model_not_found"
+    if isinstance(error, PromptTooLong):
+        kind = "context_length_exceeded"  # clients that shorten a conversation look for it
     return code, _body(code, public_message(error, reference), param, kind)
 
 
@@ -83,10 +118,14 @@ class ErrorAnswer(Response):
 
     def __init__(self, code: int, body: ErrorResponse, headers: Mapping[str, str] | None, reason: str) -> None:
         super().__init__(body.model_dump_json(exclude_unset=True), code, headers)
+        self._error = body
         self._reason = reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[REASON] = self._reason
+        if scope["path"].startswith(MESSAGES):
+            self.body = messages_error(self.status_code, self._error).model_dump_json().encode()
+            self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
@@ -115,8 +154,8 @@ def json_response(body: pydantic.BaseModel, code: int = 200, headers: Mapping[st
     return Response(content, code, headers, media_type="application/json")
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Every exception of `app` leaves in OpenAI's shape."""
+def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Every exception of `app` leaves in the shape of its API. `routes`: all that it has."""
 
     async def on_any(request: Request, error: Exception) -> Response:
         return error_response(error)
@@ -130,7 +169,11 @@ def add_handlers(app: FastAPI) -> None:
         text = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not possible here"}
         body = _body(error.status_code, text.get(error.status_code, str(error.detail)), None, None)
         reason = HTTP_REASONS.get(error.status_code, HTTP_REASONS[400])
-        return ErrorAnswer(error.status_code, body, error.headers, reason)
+        headers = error.headers
+        if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
+            here = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+            headers = {"allow": ", ".join(sorted({method for route in here for method in route.methods or ()}))}
+        return ErrorAnswer(error.status_code, body, headers, reason)
 
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)

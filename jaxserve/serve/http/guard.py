@@ -7,6 +7,7 @@ the engine's stream, which aborts the request within a step.
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,11 +20,24 @@ _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not rea
 
 
 class Guard:
-    """Middleware. `max_body_bytes`, `body_timeout_s` and `request_timeout_s` as in the config."""
+    """Middleware. `max_body_bytes`, `max_bodies_bytes`, `body_timeout_s` and `request_timeout_s` as in the config;
+    `larger`: of some paths the most bytes of a body, and the setting that says so."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        max_bodies_bytes: int,
+        body_timeout_s: float,
+        request_timeout_s: float,
+        larger: Mapping[str, tuple[int, str]],
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_bodies_bytes = max_bodies_bytes
+        self._num_bytes = 0  # of the bodies of all requests that have not ended
+        self._larger = larger
         self._body_timeout_s = body_timeout_s
         self._request_timeout_s = request_timeout_s
         self._num_live = 0
@@ -57,6 +71,12 @@ class Guard:
             return
         if body is None:
             return
+        try:
+            await self._answer_body(body, scope, receive, send)
+        finally:
+            self._num_bytes -= len(body)
+
+    async def _answer_body(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
         async def watched_send(message: Message) -> None:
@@ -104,13 +124,14 @@ class Guard:
         await send({"type": "http.response.body", "body": b""})
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None when the client left before its end. Raises HttpRefusal."""
-        limit = self._max_body_bytes
+        """The whole body, which counts until its request ends; None when the client left before its end. Raises
+        HttpRefusal."""
+        limit, setting = self._larger.get(scope["path"], (self._max_body_bytes, "serve.http.max_body_bytes"))
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if declared.isdigit() and int(declared) > limit:
-            raise _too_large(int(declared), limit)
+            raise _too_large(int(declared), limit, setting)
         parts: list[bytes] = []
-        size = 0
+        size, whole = 0, False
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 while True:
@@ -119,14 +140,21 @@ class Guard:
                         return None
                     part = message.get("body", b"")
                     size += len(part)
+                    self._num_bytes += len(part)
                     if size > limit:
-                        raise _too_large(size, limit)
+                        raise _too_large(size, limit, setting)
+                    if self._num_bytes > self._max_bodies_bytes and self._num_bytes > size:
+                        raise _too_many(self._max_bodies_bytes)
                     parts.append(part)
                     if not message.get("more_body", False):
+                        whole = True
                         return b"".join(parts)
         except TimeoutError as error:
             text = f"the body did not arrive within {self._body_timeout_s:g} s (serve.http.body_timeout_s); send faster"
             raise HttpRefusal(408, text) from error
+        finally:
+            if not whole:
+                self._num_bytes -= size
 
 
 def time_is_up(limit_s: float) -> DeadlineExceeded:
@@ -136,9 +164,14 @@ def time_is_up(limit_s: float) -> DeadlineExceeded:
     )
 
 
-def _too_large(size: int, limit: int) -> HttpRefusal:
-    text = f"the body has {size} bytes or more; at most {limit} are taken (serve.http.max_body_bytes); send less"
+def _too_large(size: int, limit: int, setting: str) -> HttpRefusal:
+    text = f"the body has {size} bytes or more; at most {limit} are taken ({setting}); send less"
     return HttpRefusal(413, text)
+
+
+def _too_many(limit: int) -> HttpRefusal:
+    text = f"the bodies of all requests have more than {limit} bytes (serve.http.max_bodies_bytes); try again later"
+    return HttpRefusal(503, text)
 
 
 def _replay(body: bytes) -> Receive:

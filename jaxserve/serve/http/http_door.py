@@ -5,17 +5,25 @@ Health is not kept here: probes read it from the engine when they are asked.
 
 import asyncio
 
+from fastapi import APIRouter
+
 from jaxserve.config.schema import ServeConfig
-from jaxserve.engine import AsyncEngine, CacheControl
+from jaxserve.engine import AsyncEngine
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.descriptors import current_limit, room_for_connections
 from jaxserve.serve.http import observe
+from jaxserve.serve.http.adapters import adapters_router
 from jaxserve.serve.http.admin import admin_router
 from jaxserve.serve.http.app import make_app
+from jaxserve.serve.http.batches import BatchRunner, BatchStore, batches_routers
+from jaxserve.serve.http.profile import ProfileCapture
 from jaxserve.serve.http.server import HttpServer
+from jaxserve.serve.http.vllm_admin import vllm_admin_router
+from jaxserve.serve.http.weights import weights_routers
 from jaxserve.serve.keys import KnownKeys
+from jaxserve.serve.orders import Orders
 from jaxserve.serve.ports import HeldPort
-from jaxserve.serve.tls import read_tls
+from jaxserve.serve.tls import Certificates
 
 _POLL_S = 0.01
 
@@ -32,19 +40,29 @@ class HttpDoor:
         counts: DoorCounts,
         port: HeldPort | None = None,
         *,
-        control: CacheControl | None = None,
+        orders: Orders | None = None,
         admins: KnownKeys | None = None,
     ) -> None:
-        """`port` None: it is taken at the start. `control` is for those with a token of `admins`.
+        """`port` None: it is taken at the start. `orders` are for those with a token of `admins`.
 
-        Raises ConfigError for keys, certificates or limits that cannot be used.
+        Raises ConfigError for keys, certificates, limits or a directory that cannot be used.
         """
         assert config.http.port is not None, "no port, no service"
-        tls = read_tls(config.http, "serve.http")
-        views = observe.router(
-            engine.engine, counts, web_page=config.http.web_page, profile_dir=config.http.profile_dir
-        )
-        more = (views,) if control is None else (views, admin_router(control))
+        certificates = Certificates.of(config.http, "serve.http")
+        profiles = ProfileCapture(config.http.profile_dir)
+        more: tuple[APIRouter, ...] = (observe.router(engine.engine, counts, config.http),)
+        if orders is not None:
+            more += (admin_router(orders), vllm_admin_router(engine.engine, orders, profiles))
+            more += (observe.profile_router(profiles),)
+            if orders.weights is not None:
+                more += weights_routers(orders.weights)
+            if orders.adapters is not None:
+                more += (adapters_router(orders.adapters),)
+        self._batches: BatchRunner | None = None
+        if config.http.batch_dir is not None:
+            store = BatchStore(config.http.batch_dir, config.http.batch_dir_bytes)
+            self._batches = BatchRunner(store, config.http.batch_lines)
+            more += batches_routers(store, self._batches)
         self._app = make_app(engine, config, counts, more, admins)
         self._server = HttpServer(
             self._app.asgi,
@@ -53,12 +71,15 @@ class HttpDoor:
             header_timeout_s=config.http.header_timeout_s,
             max_connections=room_for_connections(config.http.max_connections, current_limit()),
             counts=counts,
-            tls=None if tls is None else tls.context,
+            tls=None if certificates is None else certificates.context(),
         )
 
     async def start(self) -> int:
         """Listens; returns the port. Raises ConfigError."""
-        return await self._server.start()
+        port = await self._server.start()
+        if self._batches is not None:
+            self._batches.start(self._app.api)
+        return port
 
     async def report(self, healthy: bool) -> None:
         """Nothing to do: see the head of this file."""
@@ -67,12 +88,14 @@ class HttpDoor:
         """The same."""
 
     async def report_not_serving(self) -> None:
-        """The same."""
+        """No further line of a batch is begun. For the rest see the head of this file."""
+        if self._batches is not None:
+            self._batches.hold()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until every POST has been answered."""
+        """Waits until every POST has been answered, and every line of a batch that was begun."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while self._app.guard.num_live:
+        while self._app.guard.num_live or (self._batches is not None and self._batches.num_running):
             if asyncio.get_running_loop().time() >= deadline_s:
                 return False
             await asyncio.sleep(_POLL_S)
@@ -80,4 +103,6 @@ class HttpDoor:
 
     async def stop(self, grace_s: float) -> None:
         """Closes the port. Open connections get `grace_s`, such as a probe that should read the end of the service."""
+        if self._batches is not None:
+            await self._batches.stop()
         await self._server.stop(grace_s)

@@ -1,5 +1,7 @@
 """API keys on HTTP routes: the choice of the routes that need one. `serve.keys` compares keys, for every door."""
 
+import hashlib
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -8,14 +10,24 @@ from jaxserve.serve.http.errors import error_response
 from jaxserve.serve.keys import KnownKeys
 
 # Balancers have no key, and the page at / asks its user for one: it holds nothing itself.
-PROBES = frozenset({"/health", "/live", "/ready"})
+PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
 OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
 ADMIN_FOLDER = "/admin/"
+SLEEP, WAKE_UP, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SERVER_INFO, RESET_PREFIX_CACHE = "/server_info", "/reset_prefix_cache"
+START_PROFILE, STOP_PROFILE, DEBUG_PROFILE = "/start_profile", "/stop_profile", "/debug/profile"
+_ADMIN_PATHS = frozenset(
+    {
+        *(SLEEP, WAKE_UP, IS_SLEEPING, SERVER_INFO, RESET_PREFIX_CACHE, START_PROFILE, STOP_PROFILE),
+        *(LOAD_ADAPTER, UNLOAD_ADAPTER, DEBUG_PROFILE),
+    }
+)  # beside those below ADMIN_FOLDER; most have the paths that tools of vLLM know
 
 
 class ApiKeys:
-    """Middleware: `Authorization: Bearer KEY` with a known key on every route but the open ones."""
+    """Middleware: a known key on every route but the open ones, as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."""
 
     def __init__(self, app: ASGIApp, known: KnownKeys | None, admins: KnownKeys | None = None) -> None:
         """`known` None: all routes are open but those for operators, for which `admins` have the keys."""
@@ -25,7 +37,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = self.needed_for(scope["path"]) if scope["type"] == "http" else None
-        if known is None or known.accept(Headers(scope=scope).get("authorization", "")):
+        if known is None or known.accept(_authorization(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return
         error = Unauthenticated("this server needs a key that it knows; send the header 'Authorization: Bearer KEY'")
@@ -35,6 +47,19 @@ class ApiKeys:
         """The keys of which a call of this path must have one; None: it needs none."""
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return None
-        if self._admins is not None and path.startswith(ADMIN_FOLDER):
+        if self._admins is not None and (path.startswith(ADMIN_FOLDER) or path in _ADMIN_PATHS):
             return self._admins
         return self._known
+
+
+def owner_of(headers: Headers) -> bytes:
+    """Whose call this is: a digest of its key, which is not kept itself. All calls without a key have one owner."""
+    return hashlib.sha256(_authorization(headers).encode()).digest()
+
+
+def _authorization(headers: Headers) -> str:
+    """The key in OpenAI's way. Anthropic's clients send it in a header of their own, some of them in both."""
+    given = headers.get("authorization")
+    if given is None and "x-api-key" in headers:
+        return f"Bearer {headers['x-api-key']}"
+    return given or ""

@@ -71,6 +71,7 @@ class LiveFeed:
         return {
             "t": _ms(stats.clock_s),
             "alive": stats.alive,
+            "rung": stats.degraded[0].label,
             "counts": None if counts is None else counts._asdict(),
             "prompt_tokens": totals.prompt_tokens,
             "new_tokens": totals.new_tokens,

@@ -15,19 +15,27 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.config.schema import HttpConfig
 from jaxserve.engine import AnyEngine
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http.bodies import JsonRoute
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, error_response
+from jaxserve.serve.http.keys import DEBUG_PROFILE
 from jaxserve.serve.http.live import MAX_VIEWERS, LiveFeed
 from jaxserve.serve.http.profile import MAX_SECONDS, ProfileCapture
 from jaxserve.serve.metrics import exposition, make_registry
 
-_MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".html": "text/html"}
+_MEDIA_TYPES = {
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".html": "text/html",
+    ".txt": "text/plain",  # the licence of a library
+}
 _PAGE_HEADERS: Mapping[str, str] = {
     "cache-control": "no-cache",
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "referrer-policy": "no-referrer",
@@ -43,14 +51,11 @@ class ProfileReply(pydantic.BaseModel):
     files: list[str]
 
 
-def router(
-    engine: AnyEngine, counts: DoorCounts, *, web_page: bool = True, profile_dir: str | None = None
-) -> APIRouter:
-    """/metrics, POST /debug/profile and, with `web_page`, /, /static/NAME and /events."""
-    routes = APIRouter(route_class=JsonRoute)  # or any page could start profiles of a server without keys
-    _add_metrics(routes, make_registry(engine, counts))
-    _add_profile(routes, ProfileCapture(profile_dir))
-    if web_page:
+def router(engine: AnyEngine, counts: DoorCounts, config: HttpConfig) -> APIRouter:
+    """/metrics and, with `config.web_page`, /, /static/NAME and /events."""
+    routes = APIRouter()
+    _add_metrics(routes, make_registry(engine, counts, vllm_names=config.vllm_metrics))
+    if config.web_page:
         _add_page(routes)
         _add_events(routes, LiveFeed(engine))
     return routes
@@ -65,10 +70,12 @@ def _add_metrics(routes: APIRouter, registry: CollectorRegistry) -> None:
         return Response(shown.content, headers={"content-type": shown.content_type})
 
 
-def _add_profile(routes: APIRouter, profiles: ProfileCapture) -> None:
+def profile_router(profiles: ProfileCapture) -> APIRouter:
+    """POST /debug/profile, for operators."""
+    routes = APIRouter(route_class=JsonRoute)
     refusals: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (400, 404, 409, 500)}
 
-    @routes.post("/debug/profile", responses=refusals)
+    @routes.post(DEBUG_PROFILE, responses=refusals)
     async def profile(
         seconds: Annotated[float, Query(gt=0, le=MAX_SECONDS, description="How long to record.")] = 3.0,
     ) -> ProfileReply:
@@ -76,6 +83,8 @@ def _add_profile(routes: APIRouter, profiles: ProfileCapture) -> None:
         target = await profiles.capture(seconds)
         files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
         return ProfileReply(directory=str(target), seconds=seconds, files=files)
+
+    return routes
 
 
 def _add_page(routes: APIRouter) -> None:

@@ -1,17 +1,20 @@
 """The bodies that clients send: OpenAI's fields, and vLLM's further sampling options beside them.
 
 Names and types are declared here. Ranges and combinations of fields are checked by `SamplingParams`, so that each error
-has one wording. An unknown field is refused by name, since a client that believes it had been obeyed is worse off than
-one that is told. Fields of either API that this server does not have are known for the values that change nothing
-(`Only`): clients send them unasked. Null is the same as absent everywhere.
+has one wording; the document has them, too (`InRange`). An unknown field is refused by name, since a client that
+believes it had been obeyed is worse off than one that is told. Fields of either API that this server does not have are
+known for the values that change nothing (`Only`): clients send them unasked. Null is the same as absent everywhere.
 """
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import pydantic_core
+
+from jaxserve.api import sampling_ranges
 
 T = TypeVar("T")
 
@@ -36,9 +39,30 @@ class _Bounded:
         return document
 
 
+class InRange:
+    """On a number: the range for the document. Another part of the engine checks it."""
+
+    def __init__(self, low: float, high: float | None = None) -> None:
+        self._limits = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(core_schema), **self._limits}
+
+
+_RANGES = {name: InRange(*limits) for name, limits in sampling_ranges().items()}
+Temperature = Annotated[float, _RANGES["temperature"]]
+TopP = Annotated[float, _RANGES["top_p"]]
+TopK = Annotated[int, _RANGES["top_k"]]
+Penalty = Annotated[float, _RANGES["presence_penalty"]]
+MaxTokens = Annotated[int, _RANGES["max_tokens"]]
+MaxPromptTokens = Annotated[int, _RANGES["truncate_prompt_tokens"]]
+NumLogprobs = Annotated[int, _RANGES["logprobs"]]
+Priority = Annotated[int, InRange(-(2**31), 2**31 - 1)]
+TargetSeconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+
 _MOST_ITEMS = 2**14  # items that cost more than a number
 _MOST_FIELDS = 100
-Ids = Annotated[list[int], _Bounded()]
+Ids = Annotated[list[Annotated[int, InRange(0)]], _Bounded()]
 Many = Annotated[list[T], _Bounded(_MOST_ITEMS)]
 
 
@@ -49,7 +73,8 @@ def _bounded(given: Any, most: int) -> Any:
     return given
 
 
-Biases = Annotated[dict[str, float], pydantic.BeforeValidator(lambda given: _bounded(given, _MOST_ITEMS))]
+Bias = Annotated[float, InRange(-100, 100)]
+Biases = Annotated[dict[str, Bias], pydantic.BeforeValidator(lambda given: _bounded(given, _MOST_ITEMS))]
 
 
 class Only:
@@ -181,36 +206,38 @@ class SamplingFields(NeutralFields):
     """The fields that completions and chats share. Absent, as null, is the default of `SamplingParams`."""
 
     model: str | None = None
-    frequency_penalty: float | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
+    n: Annotated[int, _RANGES["n"]] | None = None
+    presence_penalty: Penalty | None = None
+    seed: Annotated[int, _RANGES["seed"]] | None = None
     stop: str | Many[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, _RANGES["min_p"]] | None = None
+    repetition_penalty: Annotated[float, _RANGES["repetition_penalty"]] | None = None
     stop_token_ids: Ids | None = None
     allowed_token_ids: Ids | None = None
     bad_words: Many[str] | None = None
-    min_tokens: int | None = None
+    min_tokens: Annotated[int, _RANGES["min_tokens"]] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: MaxPromptTokens | None = None
+    prompt_logprobs: NumLogprobs | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     resume: Many[ResumedChoice] | None = None
-    priority: int | None = None
+    priority: Priority | None = None
+    ttft_target_s: TargetSeconds | None = None
+    tpot_target_s: TargetSeconds | None = None
     cache_salt: str | None = None
     request_id: str | None = pydantic.Field(default=None, pattern=r"^[!-~]{1,256}$")  # is sent back in a header
 
@@ -220,8 +247,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | Many[str] | Ids | Many[Ids]
     echo: bool | None = None
-    logprobs: int | None = None
-    max_tokens: int | None = None
+    logprobs: NumLogprobs | None = None
+    max_tokens: Annotated[int, InRange(0, 2**31 - 1)] | None = None  # 0: see above
     add_special_tokens: bool | None = None
     best_of: int | None = None
     suffix: Annotated[Any, Only("")] = None
@@ -232,6 +259,41 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class ImageUrl(Body):
+    """`url` is a data: URL; see docs/pictures.md. `detail` other than auto would change the size of the picture."""
+
+    url: str
+    detail: Annotated[Any, Only("auto")] = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+    _where: str = ""
+
+    @classmethod
+    def at(cls, where: str, url: str) -> "ImagePart":
+        """The picture of a request of another API, which has it at `where`."""
+        part = cls(type="image_url", image_url=ImageUrl(url=url))
+        part._where = where
+        return part
+
+    @property
+    def where(self) -> str:
+        """Its place in the request, for errors; empty: that of this part."""
+        return self._where
+
+
+Part = Annotated[TextPart | ImagePart, pydantic.Field(discriminator="type")]
+
+
+def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[TextPart | ImagePart]:
+    """The content of a message: text alone is one text, as most templates want it."""
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
 
 
 class FunctionCall(Body):
@@ -262,7 +324,7 @@ class Message(Body):
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | Many[TextPart] | None = None
+    content: str | Many[Part] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -302,6 +364,18 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class ToolSet(Body):
+    mode: Literal["auto", "required"]
+    tools: Many[NamedTool]
+
+
+class AllowedTools(Body):
+    """Only these of the tools exist for this answer: the others are not shown to the model either."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSet
+
+
 class TemplateFields(Body):
     """Fields of a chat's prompt beside its messages. By default it ends with the opening of the answer."""
 
@@ -325,20 +399,24 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     messages: Many[Message] = pydantic.Field(min_length=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-    max_tokens: int | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    top_logprobs: NumLogprobs | None = None
+    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedTools, pydantic.Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
     add_special_tokens: Annotated[Any, Only(False)] = None
     audio: Null = None
     echo: Annotated[Any, Only(False)] = None
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None  # there are no functions
-    include_reasoning: Annotated[Any, Only(True)] = None
     modalities: Annotated[Any, Only(["text"])] = None
     verbosity: Annotated[Any, Only("medium")] = None
     web_search_options: Null = None
@@ -350,9 +428,9 @@ class EmbeddingRequest(NeutralFields):
     model: str | None = None
     input: str | Many[str] | Ids | Many[Ids]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int, InRange(1)] | None = None
     user: str | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: MaxPromptTokens | None = None
     normalize: bool | None = None
 
     add_special_tokens: Annotated[Any, Only(True)] = None
@@ -366,9 +444,9 @@ class DocumentFields(NeutralFields):
 
     model: str | None = None
     instruction: str | None = None
-    max_tokens_per_doc: int | None = None
+    max_tokens_per_doc: Annotated[int, InRange(1)] | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Priority | None = None
 
     truncate_prompt_tokens: Null = None  # would cut the template
     mm_processor_kwargs: Annotated[Any, Only({})] = None

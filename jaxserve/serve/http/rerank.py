@@ -87,7 +87,7 @@ async def _judge_all(
     documents: Mapping[str, Sequence[str]],
 ) -> list[Judgement]:
     """The model's answers about all documents. Both lists come under their names, for errors that say what is wrong."""
-    door.check_model(body.model)
+    door.check_model(body.model, adapters=False)
     engine = door.engine.engine
     reranker, tokenizer = need_reranker(engine.model.reranker), door.need_tokenizer()
     [(query_name, query_texts)], [(name, texts)] = queries.items(), documents.items()
@@ -111,7 +111,7 @@ async def _judge_all(
         request_id=answer_id, priority=body.priority or 0, tenant=body.user or "", traceparent=trace_of(call)
     )
     async with in_time(door):
-        judgements = await door.engine.run(encode, prompts=len(pairs))
+        judgements = await door.engine.run(encode, prompts=len(pairs), tenant=options.tenant)
         await door.engine.judge(judgements, options)
     return judgements
 

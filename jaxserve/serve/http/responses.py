@@ -4,9 +4,12 @@ Their names and types make the OpenAPI document, which is why even a field that 
 fill the values; a field that was not set is not sent.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pydantic
+
+from jaxserve.engine import DrawnBy
 
 FinishWord = Literal["stop", "length", "tool_calls"]
 
@@ -15,21 +18,26 @@ class CachedTokens(pydantic.BaseModel):
     cached_tokens: int
 
 
-class PredictedTokens(pydantic.BaseModel):
-    """Drafts: tokens of the outputs that were drafted before the model drew them, and drafts that it did not draw."""
+class CompletionTokensDetails(pydantic.BaseModel):
+    """Tokens of the outputs.
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    `reasoning_tokens`: of thoughts. Of drafts: those that the model drew after they had been drafted, and those that it
+    did not draw.
+    """
+
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(pydantic.BaseModel):
-    """Tokens of all prompts and of all outputs. `completion_tokens_details` only where there were drafts."""
+    """Tokens of all prompts and of all outputs. The details of outputs only where there were thoughts or drafts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
-    completion_tokens_details: PredictedTokens | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(pydantic.BaseModel):
@@ -47,14 +55,27 @@ class PromptLogprob(pydantic.BaseModel):
     decoded_token: str
 
 
+class DrawnByPart(pydantic.BaseModel):
+    """`version` of the weights that drew the tokens from number `first_token` on."""
+
+    first_token: int
+    version: str
+
+
+def drawn_by(parts: Sequence[DrawnBy]) -> list[DrawnByPart]:
+    return [DrawnByPart(first_token=part.first_token, version=part.version) for part in parts]
+
+
 class CompletionChoice(pydantic.BaseModel):
-    """`stop_reason`: the stop string or token id that ended it. Lists of ids only when asked for."""
+    """`stop_reason`: the stop string or token id that ended it. Lists of ids only when asked for. `weights`: with the
+    end of a choice; only where the engine has been given other weights than those of its start."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishWord | None = None
     stop_reason: str | int | None = None
+    weights: list[DrawnByPart] | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -109,6 +130,7 @@ class ChatMessage(pydantic.BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
     tool_calls: list[ToolCallPart] | None = None
 
@@ -119,6 +141,7 @@ class ChatChoice(pydantic.BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord
     stop_reason: str | int | None = None
+    weights: list[DrawnByPart] | None = None
     token_ids: list[int] | None = None
 
 
@@ -139,6 +162,7 @@ class ChatChunkChoice(pydantic.BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord | None = None
     stop_reason: str | int | None = None
+    weights: list[DrawnByPart] | None = None
     token_ids: list[int] | None = None
 
 
@@ -206,11 +230,15 @@ class ScoreResponse(pydantic.BaseModel):
 
 
 class ModelCard(pydantic.BaseModel):
+    """`root`: the directory of an adapter; `parent`: the model that it changes."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
     max_model_len: int
+    root: str | None = None
+    parent: str | None = None
 
 
 class ModelList(pydantic.BaseModel):
@@ -225,6 +253,17 @@ class TokenizeResponse(pydantic.BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(pydantic.BaseModel):
+    """Special tokens by their text, the template in Jinja; null where the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int
+
+
 class DetokenizeResponse(pydantic.BaseModel):
     prompt: str
 
@@ -232,7 +271,7 @@ class DetokenizeResponse(pydantic.BaseModel):
 class ProbeResponse(pydantic.BaseModel):
     """`reason` says why it is not "ok"."""
 
-    status: Literal["ok", "unavailable"]
+    status: Literal["ok", "degraded", "unavailable"]
     reason: str | None = None
 
 

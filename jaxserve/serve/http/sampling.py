@@ -54,15 +54,16 @@ def completion_sampling(body: CompletionRequest) -> SamplingParams:
         options["max_tokens"] = 1  # the prompt is scored by a step that cannot but sample; the token is left out
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
-        if body.echo:  # the log-probabilities of an echoed prompt are part of the answer
-            options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        # The log-probabilities of an echoed prompt are part of the answer.
+        if body.echo and 0 <= (body.prompt_logprobs or 0) < body.logprobs:
+            options["prompt_logprobs"] = body.logprobs
     return SamplingParams(**options, structured=structured(body))
 
 
 def chat_sampling(
-    body: ChatRequest, forced: StructuredOutput | None = None, *, keep_special_tokens: bool = False
+    body: ChatRequest, constraint: StructuredOutput | None, *, keep_special_tokens: bool = False
 ) -> SamplingParams:
-    """`forced`: the form that the choice of a tool demands. `keep_special_tokens`: tool calls are written with them.
+    """`constraint`: the form of the output. `keep_special_tokens`: tags are special tokens, and must be in the text.
 
     Raises InvalidRequest or UnsupportedOption.
     """
@@ -79,10 +80,7 @@ def chat_sampling(
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, but logprobs is not true; set it")
     if keep_special_tokens:
         options["skip_special_tokens"] = False
-    constraint = structured(body)
-    if forced is not None and constraint is not None:
-        raise InvalidRequest("tool_choice demands a call, and response_format another text; give one of them")
-    return SamplingParams(**options, structured=forced or constraint)
+    return SamplingParams(**options, structured=constraint)
 
 
 def structured(body: SamplingFields) -> StructuredOutput | None:
@@ -101,6 +99,11 @@ def structured(body: SamplingFields) -> StructuredOutput | None:
     if len(found) > 1:
         raise InvalidRequest("response_format and structured_outputs both constrain the output; give one of them")
     return found[0] if found else None
+
+
+def caller_of(body: SamplingFields) -> str | None:
+    """The tenant whose limits a call must keep; None for one that goes on with a stream that was accepted before."""
+    return None if body.resume else body.user or ""
 
 
 def resume_of(body: SamplingFields) -> Resume | None:

@@ -255,8 +255,6 @@ class HttpServer:
         """
         self._host = host
         self._port = port
-        if tls is not None:
-            tls.set_alpn_protocols(["http/1.1"])  # a client that speaks only HTTP/2 fails in the handshake
         config = uvicorn.Config(
             app,
             http=TimedProtocol,

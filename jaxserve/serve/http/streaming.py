@@ -1,5 +1,6 @@
 """Server-sent events, and `Usage`, the counting of tokens that every answer ends with."""
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,15 +11,20 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.api import Request
 from jaxserve.engine import Update
 from jaxserve.serve.http.door import Door, check_answered, follow
-from jaxserve.serve.http.errors import REASON, error_event, http_reason
+from jaxserve.serve.http.errors import REASON, http_reason
 from jaxserve.serve.http.requests import StreamOptions
-from jaxserve.serve.http.responses import CachedTokens, PredictedTokens, Usage
+from jaxserve.serve.http.responses import CachedTokens, CompletionTokensDetails, Usage
 
 DONE = "data: [DONE]\n\n"
 
 
 def event(body: pydantic.BaseModel) -> str:
     return f"data: {body.model_dump_json(exclude_unset=True)}\n\n"
+
+
+def named_event(kind: str, **fields: object) -> str:
+    """An event that names its kind twice, as the streams of typed events do."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
 
 
 def usage_in_all(options: StreamOptions | None) -> bool:
@@ -43,15 +49,16 @@ class Answer(Protocol):
         """What an update tells the client: one event or several, or "" when there is nothing to tell yet."""
         ...
 
-    def last_events(self) -> str:
-        """What follows the last update: the usage, where it was asked for."""
+    def last_events(self, error: Exception | None) -> str:
+        """What follows the last update, or the error after which none comes."""
         ...
 
 
 class EventStream(Response):
-    """Runs requests and sends what their updates tell as it comes, then [DONE].
+    """Runs requests and sends what their updates tell as it comes, then the last events of their answer.
 
-    The last event of an update has an id, CHOICE:TOKENS: how many tokens of that choice the client has by then.
+    With `resumable` the last event of an update has an id, CHOICE:TOKENS: how many tokens of that choice the client
+    has by then.
 
     The status leaves with the first update, so a refusal still has a status of its own; a later exception becomes an
     event. When the client has left, the guard cancels the call, which ends the requests.
@@ -59,7 +66,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, door: Door, requests: Sequence[Request], answer: Answer, answer_id: str) -> None:
+    def __init__(
+        self, door: Door, requests: Sequence[Request], answer: Answer, answer_id: str, *, resumable: bool = False
+    ) -> None:
         # Proxies must pass each event on at once; the two headers tell the common ones.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-request-id": answer_id}
         super().__init__(headers=headers)
@@ -67,6 +76,7 @@ class EventStream(Response):
         self._door = door
         self._requests = requests
         self._answer = answer
+        self._resumable = resumable
         self._firsts = {one.request_id: one.sampling.n * number for number, one in enumerate(requests)}
         self._counts = [len(one.known(index).token_ids) for one in requests for index in range(one.sampling.n)]
 
@@ -79,19 +89,24 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    choice = self._firsts[update.request_id] + update.index
-                    self._counts[choice] += len(update.token_ids)
-                    text = self._answer.events(update)
+                    text = self._events(update)
                     if text:
-                        text = _with_id(text, f"{choice}:{self._counts[choice]}")
                         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            rest = self._answer.last_events()
+            rest = self._answer.last_events(None)
         except Exception as error:
             if not begun:
                 raise
             scope[REASON] = http_reason(error)
-            rest = error_event(error)
-        await send({"type": "http.response.body", "body": (rest + DONE).encode(), "more_body": False})
+            rest = self._answer.last_events(error)
+        await send({"type": "http.response.body", "body": rest.encode(), "more_body": False})
+
+    def _events(self, update: Update) -> str:
+        text = self._answer.events(update)
+        if not self._resumable:
+            return text
+        choice = self._firsts[update.request_id] + update.index
+        self._counts[choice] += len(update.token_ids)
+        return _with_id(text, f"{choice}:{self._counts[choice]}") if text else ""
 
 
 def _with_id(events: str, event_id: str) -> str:
@@ -101,7 +116,11 @@ def _with_id(events: str, event_id: str) -> str:
 
 
 class UsageCounter:
-    """Adds up what requests have used. Mutated by one answer's stream."""
+    """Adds up what requests have used. Mutated by one answer's stream.
+
+    Attributes:
+      num_thought_tokens: counted by the answer, which knows what is a thought.
+    """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
@@ -109,6 +128,7 @@ class UsageCounter:
         self._num_generated_tokens = sum(
             len(known.token_ids) for request in requests if request.resume for known in request.resume.sequences
         )
+        self.num_thought_tokens = 0
         self._drafts: list[tuple[int, int]] = []  # of each sequence that had any: all, and accepted ones
 
     def take(self, update: Update) -> None:
@@ -122,16 +142,18 @@ class UsageCounter:
     @property
     def usage(self) -> Usage:
         prompt, generated = self._num_prompt_tokens, self._num_generated_tokens
-        details = CachedTokens(cached_tokens=self._num_cached_tokens)
         usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=generated,
             total_tokens=prompt + generated,
-            prompt_tokens_details=details,
+            prompt_tokens_details=CachedTokens(cached_tokens=self._num_cached_tokens),
         )
+        details = CompletionTokensDetails()
+        if self.num_thought_tokens:
+            details.reasoning_tokens = self.num_thought_tokens
         if self._drafts:
             drafted, accepted = map(sum, zip(*self._drafts, strict=True))
-            usage.completion_tokens_details = PredictedTokens(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
-            )
+            details.accepted_prediction_tokens, details.rejected_prediction_tokens = accepted, drafted - accepted
+        if details.model_fields_set:
+            usage.completion_tokens_details = details
         return usage

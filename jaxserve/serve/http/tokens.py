@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, embeddings, and text to ids and back.
+"""The routes that generate nothing: models, embeddings, the tokenizer, and text to ids and back.
 
 Work on text runs on the engine's threads, as for every other route.
 """
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from jaxserve.engine import check_token_ids
+from jaxserve.engine import check_token_ids, with_pictures
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
-from jaxserve.serve.http.chat import render_chat, shown_tools
 from jaxserve.serve.http.completions import list_prompts
+from jaxserve.serve.http.conversation import render_chat, shown_tools
 from jaxserve.serve.http.door import Door, embed_prompts, trace_of
 from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
@@ -25,6 +25,7 @@ from jaxserve.serve.http.responses import (
     ModelCard,
     ModelList,
     TokenizeResponse,
+    TokenizerInfo,
     Usage,
 )
 
@@ -34,19 +35,19 @@ def tokens_router(door: Door) -> APIRouter:
 
     @router.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> ModelList:
-        """The one model that is served."""
-        return ModelList(object="list", data=[_card(door)])
+        """The model that is served, and the adapters that are loaded beside it."""
+        return ModelList(object="list", data=_cards(door))
 
     @router.get("/v1/models/{model:path}", tags=["OpenAI"])
     async def retrieve_model(model: str) -> ModelCard:
-        """The served model, by name."""
-        door.check_model(model)
-        return _card(door)
+        """The served model or an adapter, by name."""
+        name = door.check_model(model)
+        return next((card for card in _cards(door) if card.id == name), _card(door))
 
     @router.post("/v1/embeddings", response_model=EmbeddingResponse, tags=["OpenAI"])
     async def create_embeddings(body: EmbeddingRequest, call: Request) -> Response:
         """A vector for each input, pooled as the model's files say."""
-        door.check_model(body.model)
+        name = door.check_model(body.model)
         vectors = await embed_prompts(
             door,
             list_prompts(body.input, "input"),
@@ -54,6 +55,7 @@ def tokens_router(door: Door) -> APIRouter:
             body.truncate_prompt_tokens,
             tenant=body.user or "",
             traceparent=trace_of(call),
+            adapter=name,
         )
         data = []
         for index, vector in enumerate(vectors):
@@ -62,7 +64,7 @@ def tokens_router(door: Door) -> APIRouter:
             data.append(Embedding(object="embedding", index=index, embedding=packed))
         num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
         usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
-        return json_response(EmbeddingResponse(object="list", data=data, model=door.model_name, usage=usage))
+        return json_response(EmbeddingResponse(object="list", data=data, model=name, usage=usage))
 
     @router.post("/tokenize", response_model=TokenizeResponse, tags=["Text"])
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -75,6 +77,23 @@ def tokens_router(door: Door) -> APIRouter:
         """The text of ids, special tokens spelled out."""
         door.check_model(body.model)
         return json_response(await door.engine.run(functools.partial(_detokenize, door, body)))
+
+    @router.get("/tokenizer_info", tags=["Text"])
+    async def tokenizer_info() -> TokenizerInfo:
+        """What a client needs to know who uses the routes above instead of a tokenizer of its own."""
+        tokenizer = door.need_tokenizer()
+
+        def spelled(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_text(token_id)
+
+        return TokenizerInfo(
+            bos_token=spelled(tokenizer.bos_token_id),
+            eos_token=spelled(tokenizer.eos_token_id),
+            pad_token=None,  # nothing is padded with a token here
+            chat_template=tokenizer.chat_template,
+            model_max_length=door.engine.engine.model.max_model_len,
+            vocab_size=tokenizer.vocab_size,
+        )
 
     return router
 
@@ -90,6 +109,25 @@ def _card(door: Door) -> ModelCard:
     )
 
 
+def _cards(door: Door) -> list[ModelCard]:
+    card, loaded = _card(door), door.engine.engine.model.adapters
+    adapters = [] if loaded is None else loaded.all
+    return [
+        card,
+        *(
+            card.model_copy(
+                update={
+                    "id": info.name,
+                    "created": int(info.loaded_s),
+                    "root": info.path,
+                    "parent": card.id,
+                }
+            )
+            for info in adapters
+        ),
+    ]
+
+
 def _base64(values: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
@@ -102,14 +140,15 @@ def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         assert body.messages is not None
-        text = render_chat(
+        text, sources = render_chat(
             door,
             body.messages,
+            body,
             tools=shown_tools(body.tools),
             variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
         )
         ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = list(with_pictures(door.engine.engine.model.pictures, ids, sources)[0])
     response = TokenizeResponse(count=len(ids), max_model_len=door.engine.engine.model.max_model_len, tokens=ids)
     if body.return_token_strs:
         response.token_strs = [tokenizer.token_text(token_id) for token_id in ids]

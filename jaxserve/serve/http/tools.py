@@ -1,31 +1,32 @@
 """The meaning of `tools` and `tool_choice` in a chat: the tools in the template, the grammar of the output, its parser.
 
-The formats of calls are in `tool_parsers`. A combination that could not work is refused, since a tool that is dropped
+The formats of calls are in `formats`. A combination that could not work is refused, since a tool that is dropped
 in silence looks to a client like a model that will not call it.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.api import StructuredOutput
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.serve.http.requests import ChatRequest, NamedTool, Tool
-from jaxserve.serve.http.responses import as_fields
-from jaxserve.serve.http.sampling import schema_output, structured
-from jaxserve.serve.http.tool_parsers import (
-    TAGS,
-    ListParser,
-    NamedParser,
-    NoCalls,
-    ParserMaker,
-    ToolParser,
-    make_parser,
+from jaxserve.serve.http.formats import ListParser, NamedParser, NoCalls, ParserMaker, ToolFormat
+from jaxserve.serve.http.requests import (
+    AllowedTools,
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedTool,
+    Tool,
 )
+from jaxserve.serve.http.responses import as_fields
+from jaxserve.serve.http.sampling import schema_output
+from jaxserve.structured_output import StructuredOutput, without_unique_items
 from jaxserve.text import ChatTemplate, Tokenizer
 
 # Models write a blank after a comma and a colon, or none. Left free, one can fill an answer with white space.
 _COMPACT: dict[str, Any] = {"whitespace_pattern": "", "item_separator": ", ?", "key_separator": ": ?"}
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -37,57 +38,112 @@ class ToolUse:
       shown: tools for the template; None: no tools.
       forced: the form to which the output is constrained.
       make: a parser for each sequence.
+      is_free: the output is text in which there may be thoughts and calls; else all of it is constrained.
       keep_special_tokens: the tags of calls are special tokens of this vocabulary.
     """
 
     shown: Sequence[Mapping[str, Any]] | None
     forced: StructuredOutput | None
     make: ParserMaker
+    is_free: bool = True
     keep_special_tokens: bool = False
 
 
-_NONE = ToolUse(shown=None, forced=None, make=NoCalls)
-
-
-def plan_tools(body: ChatRequest, parser: ToolParser, template: ChatTemplate, tokenizer: Tokenizer) -> ToolUse:
+def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplate, tokenizer: Tokenizer) -> ToolUse:
     """Raises InvalidRequest for a contradictory choice, UnsupportedOption where this model cannot follow it."""
+    specials = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids}
+    has_special_tags = not specials.isdisjoint(tool_format.tags)
+    if tool_format.has_channels:
+        none = ToolUse(shown=None, forced=None, make=lambda: tool_format.make({}), keep_special_tokens=has_special_tags)
+    else:
+        none = ToolUse(shown=None, forced=None, make=NoCalls)
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice demands a call, but tools is empty; give the tools")
-        return _NONE
-    names = [tool.function.name for tool in body.tools]
+        return none
+    tools: Sequence[Tool] = body.tools
+    names = [tool.function.name for tool in tools]
     if len(set(names)) != len(names):
         raise InvalidRequest("tools has two functions of one name; give each a name of its own")
+    if isinstance(choice, AllowedTools):
+        allowed = [_known(tool.function.name, names) for tool in choice.allowed_tools.tools]
+        if not allowed:
+            raise InvalidRequest("tool_choice allows no tool; name one, or set it to none")
+        tools = [tool for tool in tools if tool.function.name in allowed]
+        names = [tool.function.name for tool in tools]
+        choice = choice.allowed_tools.mode
     if choice == "none":
-        return _NONE
+        return none
     if not template.reads("tools"):
         raise UnsupportedOption(
             "this model's chat template has no place for tools, so the model would never see them; leave tools out, "
             "or set tool_choice to none"
         )
-    shown = [as_fields(tool) for tool in body.tools]
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        if name not in names:
-            raise InvalidRequest(f"tool_choice names {name!r}, but tools has {', '.join(names)}")
-        tool = body.tools[names.index(name)]
-        return ToolUse(shown=shown, forced=_compact(_parameters(tool)), make=lambda: NamedParser(name))
-    if choice == "required":
-        schema = _list_schema(body.tools, 1 if body.parallel_tool_calls is False else None)
-        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(names))
-    if structured(body) is not None:
+    if body.structured_outputs is not None:
         raise InvalidRequest(
-            "the output is constrained by response_format or structured_outputs, so that no tool can be called; set "
-            "tool_choice to none, or leave the constraint out"
+            "the output is constrained by structured_outputs, so that no tool can be called; set tool_choice to none, "
+            "or leave the constraint out"
         )
-    specials = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids}
+    shown = [as_fields(tool) for tool in tools]
+    if isinstance(choice, NamedTool):
+        name = _known(choice.function.name, names)
+        tool = tools[names.index(name)]
+        return ToolUse(shown=shown, forced=_compact(_parameters(tool)), make=lambda: NamedParser(name), is_free=False)
+    if choice == "required":
+        schema = _list_schema(tools, 1 if body.parallel_tool_calls is False else None)
+        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(names), is_free=False)
+    answer = _answer_schema(body)
+    if answer is not None and (tool_format.grammar is None or has_special_tags):
+        raise UnsupportedOption(
+            "response_format constrains the answer, and this model's format of calls cannot be part of the constraint; "
+            "demand a call by tool_choice, set it to none, or leave the constraint out"
+        )
+    functions = {tool.function.name: _parameters(tool) for tool in tools}
     return ToolUse(
         shown=shown,
-        forced=None,
-        make=lambda: make_parser(parser, names),
-        keep_special_tokens=not specials.isdisjoint(TAGS[parser]),
+        forced=None if has_special_tags else _grammar(tools, tool_format, answer),
+        make=lambda: tool_format.make(functions),
+        is_free=answer is None,
+        keep_special_tokens=has_special_tags,
     )
+
+
+def _answer_schema(body: ChatRequest) -> dict[str, Any] | None:
+    """The schema of an answer that is no call; None: it is free."""
+    if isinstance(body.response_format, JsonObjectFormat):
+        return {"type": "object"}
+    return body.response_format.json_schema.schema_ if isinstance(body.response_format, JsonSchemaFormat) else None
+
+
+def _grammar(
+    tools: Sequence[Tool], tool_format: ToolFormat, answer: Mapping[str, Any] | None
+) -> StructuredOutput | None:
+    """Answers in which the arguments of strict functions fit their schema, and what is no call fits `answer`.
+
+    None: there is nothing to enforce, or no grammar is known. A grammar is of text, and tags of calls have to be text.
+    """
+    is_strict = any(tool.function.strict for tool in tools)
+    if tool_format.grammar is None or (answer is None and not is_strict):
+        return None
+    schemas = {
+        tool.function.name: _enforceable(
+            {"x-guidance": _COMPACT, **(_parameters(tool) if tool.function.strict else _ANY_ARGUMENTS)}
+        )
+        for tool in tools
+    }
+    return StructuredOutput(grammar=tool_format.grammar(schemas, None if answer is None else _enforceable(answer)))
+
+
+def _enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(without_unique_items(json.dumps(schema)))
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    """The name itself. Raises InvalidRequest for one that is not that of a tool."""
+    if name not in names:
+        raise InvalidRequest(f"tool_choice names {name!r:.80}, but tools has {', '.join(names)}")
+    return name
 
 
 def _compact(schema: dict[str, Any]) -> StructuredOutput:

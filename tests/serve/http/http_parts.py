@@ -26,10 +26,12 @@ class ToolTokenizer(ByteTokenizer):
 
 
 @contextlib.contextmanager
-def http_served(parts: Served, *, drain_s: float = WAIT_S, stall_s: float = WAIT_S, **http: Any) -> Iterator[Served]:
+def http_served(
+    parts: Served, *, drain_s: float = WAIT_S, admin_tokens_file: str | None = None, **http: Any
+) -> Iterator[Served]:
     """`served` with an HTTP port and no other. Its limits of time are those of a test that hangs."""
     config = HttpConfig(**{"port": 0, "header_timeout_s": WAIT_S, "body_timeout_s": WAIT_S, **http})
-    with served(parts, drain_s, stall_s, grpc_config=NO_GRPC, http_config=config):
+    with served(parts, drain_s, grpc_config=NO_GRPC, http_config=config, admin_tokens_file=admin_tokens_file):
         yield parts
 
 
@@ -47,5 +49,24 @@ def openai_client(parts: Served, key: str = "none") -> Iterator[openai.OpenAI]:
 
 def say(request_id: str, text: str, index: int = 0) -> dict[tuple[str, int], dict[int, int]]:
     """Makes the fake runner write `text` and end, for one sequence of one request."""
-    tokens = [*text.encode(), 257]
-    return {(request_id, index): dict(enumerate(tokens))}
+    return {(request_id, index): _tokens(text)}
+
+
+class Script(dict[tuple[str, int], dict[int, int]]):
+    """Makes the fake runner write the next of `texts` for each request that it sees, whatever its id is.
+
+    Without texts the runner writes as it would by itself. For clients that give their requests no names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def get(self, key: tuple[str, int], default: Any = None) -> Any:
+        if key not in self and self.texts:
+            self[key] = _tokens(self.texts.pop(0))
+        return super().get(key, default)
+
+
+def _tokens(text: str) -> dict[int, int]:
+    return dict(enumerate([*text.encode(), 257]))

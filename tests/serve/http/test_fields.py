@@ -13,7 +13,7 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.chat.parsed_function_tool_call import ParsedFunction, ParsedFunctionToolCall
 from openai.types.shared_params import FunctionDefinition
-from serve_parts import Served
+from serve_parts import Served, note_prepared
 
 from jaxserve.serve.http import requests
 
@@ -225,3 +225,17 @@ def test_a_template_sees_what_the_model_said_and_no_more(client: httpx.Client) -
     plain = {"role": "assistant", "content": "a"}
     shown = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert json.loads(bytes(answer["prompt_token_ids"])) == [plain, plain, {**plain, "tool_calls": [shown]}]
+
+
+def test_tenant_and_targets_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"ttft_target_s": 0.5, "tpot_target_s": 2}
+    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259)) as parts, browse(parts) as client:
+        prepared = note_prepared(parts, monkeypatch)
+        for ours in (requests.ChatRequest, requests.CompletionRequest):
+            assert post(client, ours, user="t", **targets).status_code == 200
+            assert post(client, ours).status_code == 200
+            refused = post(client, ours, ttft_target_s=0)
+            assert refused.status_code == 400
+            assert "ttft_target_s" in refused.json()["error"]["message"]
+    found = [(r.tenant, r.ttft_target_s, r.tpot_target_s) for r in prepared]
+    assert found == [("t", 0.5, 2), ("", None, None)] * 2

@@ -12,7 +12,9 @@ from serve_parts import WAIT_S, Served
 
 from jaxserve.config.schema import HttpConfig
 from jaxserve.engine import Reranker
+from jaxserve.serve.http.messages_bodies import MessagesRequest
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from jaxserve.serve.http.responses_api_bodies import ResponsesRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +30,10 @@ def commands() -> list[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     judges = Reranker(template="{query} {document}", instruction="", yes_id=ord("y"), no_id=ord("n"))
-    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259, reranker=judges)) as parts:
+    tokens = tmp_path_factory.mktemp("secrets") / "operators"
+    tokens.write_text("the-token")
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259, reranker=judges)
+    with http_served(parts, admin_tokens_file=str(tokens)):
         yield parts
 
 
@@ -61,9 +66,17 @@ def test_there_are_commands_for_the_main_routes() -> None:
 
 def test_every_setting_and_field_is_in_the_documentation() -> None:
     text = (ROOT / "docs/http.md").read_text()
-    elsewhere = {"port", "web_page", "profile_dir"}
+    elsewhere = {"port", "web_page", "profile_dir", "vllm_metrics"}
     missing = [name for name in HttpConfig.model_fields if name not in elsewhere and f"serve.http.{name}" not in text]
-    bodies = (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest)
+    bodies = (
+        ChatRequest,
+        CompletionRequest,
+        EmbeddingRequest,
+        RerankRequest,
+        ScoreRequest,
+        MessagesRequest,
+        ResponsesRequest,
+    )
     fields = {name for body in bodies for name in body.model_fields}
     missing += [name for name in sorted(fields) if f"`{name}`" not in text and f'"{name}"' not in text]
     assert not missing

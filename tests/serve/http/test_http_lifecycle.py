@@ -28,13 +28,12 @@ from serve_parts import (
     wait_until,
 )
 
-from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, ServeConfig
+from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve import shutdown
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http.server import HttpServer
-from jaxserve.serve.route import route
-from jaxserve.serve.service import Shutdown, check_serve_config, serve
+from jaxserve.serve.service import HUNG, Shutdown, check_serve_config, serve
 from jaxserve.testing import ManualClock
 
 LONG = {"prompt": "a", "max_tokens": LONG_TOKENS}
@@ -161,40 +160,31 @@ def test_a_dead_engine_ends_streams_and_turns_health_red(server: Served) -> None
     assert server.wait_for_exit() == 1
 
 
-def test_a_stalled_engine_ends_streams_and_turns_health_red() -> None:
-    clock = ManualClock()
-    with http_served(serve_slowly(clock=clock), stall_s=30.0) as server, browse(server) as client:
-        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-            lines = response.iter_lines()
-            next(lines)
-            stall(server, clock, 30.0)
-            error = last_error(list(lines))  # ends although the device does not
-            assert error["type"] == "service_unavailable_error"
-            assert "device may be stuck" in error["message"]
-        for path in ("/health", "/live", "/ready"):
-            response = client.get(path)
-            assert response.status_code == 503
-            assert "step has not ended" in response.json()["reason"]
-        assert client.post("/v1/completions", json=SHORT).status_code == 503, "who comes now does not hang either"
-        server.runner.release()
-        wait_until(lambda: client.get("/health").status_code == 200, "it has come round again")
-        assert client.get("/live").status_code == 200
-        assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == "bcdef"
-
-
-def test_both_doors_end_the_streams_of_a_stalled_engine() -> None:
+def test_a_stalled_engine_is_not_ready_and_then_ends() -> None:
+    """Through both doors: at the deadline readiness turns red, at twice the deadline streams end, and the process."""
     http, clock = HttpConfig(port=0), ManualClock()
-    with served(serve_slowly(clock=clock), stall_s=30.0, http_config=http) as server, connect(server) as client:
-        replies = client.generate("a", GRPC_LONG, timeout_s=WAIT_S)
+    with (
+        served(serve_slowly(clock=clock, deadline_s=3.0), http_config=http) as server,
+        connect(server) as client,
+        browse(server) as browser,
+        browser.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+    ):
+        replies, lines = client.generate("a", GRPC_LONG, timeout_s=WAIT_S), response.iter_lines()
         next(replies)
-        assert client.is_serving(timeout_s=WAIT_S)
-        stall(server, clock, 30.0)
+        next(lines)
+        stall(server, clock, lambda: server.engine.red)
+        with browse(server) as other:
+            assert [other.get(path).status_code for path in ("/ready", "/health", "/live")] == [503, 503, 200]
+            assert "step has not ended" in other.get("/ready").json()["reason"]
+        wait_until(lambda: not client.is_serving(timeout_s=WAIT_S), "readiness turns red there, too")
+        assert client.is_serving("live", timeout_s=WAIT_S)
+        stall(server, clock, lambda: server.engine.failure is not None)
+        error = last_error(list(lines))  # ends although the device does not
+        assert error["type"] == "service_unavailable_error"
+        assert "device may be stuck" in error["message"]
         with pytest.raises(Exception, match="device may be stuck"):
             list(replies)
-        assert not client.is_serving(timeout_s=WAIT_S)
-        assert not client.is_serving("live", timeout_s=WAIT_S)
-        server.runner.release()
-        wait_until(lambda: all(client.is_serving(name, timeout_s=WAIT_S) for name in ("", "live")), "it goes on")
+    assert server.wait_for_exit() == HUNG
 
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
@@ -228,7 +218,7 @@ def test_the_second_request_to_stop_cuts_off_and_tells(monkeypatch: pytest.Monke
             next(lines)
             server.request_shutdown()
             server.request_shutdown()
-            assert "shutting down" in last_error(list(lines))["message"]
+            assert "shut down before the end" in last_error(list(lines))["message"]
         assert server.wait_for_exit() == 0
         assert_all_free(server)
 
@@ -271,7 +261,7 @@ def test_sigterm_ends_both_doors(signals: int) -> None:
             assert rest[-1] == "data: [DONE]"
             assert ("error" in json.loads(rest[-2].removeprefix("data: "))) == (signals == 2)
             out, err = process.communicate(timeout=WAIT_S)
-            assert (process.returncode, out, err) == (0, "", "" if signals == 1 else "1 requests are cut off\n")
+            assert (process.returncode, out, err) == (0, "", "" if signals == 1 else "1 requests are handed over\n")
         finally:
             process.kill()
 
@@ -312,9 +302,3 @@ def test_a_port_in_use_is_a_config_error(server: Served) -> None:
 def test_no_door_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"serve\.grpc\.port or serve\.http\.port"):
         check_serve_config(ServeConfig(grpc=NO_GRPC))
-
-
-def test_a_router_has_no_http() -> None:
-    config = Config(serve=ServeConfig(grpc=GrpcConfig(port=0), http=HttpConfig(port=0)))
-    with pytest.raises(ConfigError, match=r"a router forwards gRPC alone"):
-        asyncio.run(route(config, Shutdown()))

@@ -202,3 +202,29 @@ def test_top_says_whom_it_trusts(server: Served, authority: Authority, capsys: p
     assert "fake" in capsys.readouterr().out
     assert cli.main(["top", url, "--once"]) == 2
     assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err
+
+
+def test_certificates_are_renewed_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the server, and of the authority whose clients may connect; a connection that is open goes on."""
+    first, second = (Authority(tmp_path, name) for name in ("first", "second"))
+    ours, mine = first.issue("server"), first.issue("client")
+    next_ours, next_mine = second.issue("next-server"), second.issue("next-client")
+    ca = tmp_path / "clients.pem"
+    ca.write_bytes(Path(first.path).read_bytes())
+    with (
+        http_served(serve_bytes(), tls_cert=ours.certificate, tls_key=ours.key, tls_client_ca=str(ca)) as server,
+        browse(server, first, mine) as before,
+    ):
+        assert before.get("/health").status_code == 200
+        with pytest.raises(httpx.TransportError):
+            ask(server, first, next_mine)
+        Path(ours.certificate).write_bytes(Path(next_ours.certificate).read_bytes())
+        assert ask(server, first, mine) == ask(server, first, mine) == "bcd"
+        assert caplog.text.count("the last certificates stay in use") == 1, "the key is still the old one"
+        Path(ours.key).write_bytes(Path(next_ours.key).read_bytes())
+        ca.write_bytes(Path(second.path).read_bytes())
+        assert ask(server, second, next_mine) == "bcd"
+        for trusted, shown in ((first, next_mine), (second, mine)):
+            with pytest.raises(httpx.TransportError):
+                ask(server, trusted, shown)
+        assert before.get("/health").status_code == 200

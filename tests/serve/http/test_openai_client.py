@@ -138,7 +138,9 @@ def test_logprobs_beyond_ascii(client: openai.OpenAI) -> None:
     assert logprobs.tokens == ["<s>", *parts, "!", '"', "#"]
     assert logprobs.text_offset == [0, 0, 0, 1, 1, 1, 2, 3, 4]
     assert logprobs.top_logprobs is not None
+    assert logprobs.tokens is not None
     for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
+        assert top is not None
         assert len(top) == 5
         assert token in top
     ids = client.completions.create(
@@ -295,8 +297,9 @@ def test_called_and_cut_tools_come_back(client: openai.OpenAI) -> None:
                 pass
             streamed = stream.current_completion_snapshot.choices[0].message
         for message in (whole, streamed):
-            (call,) = message.tool_calls or ()
-            assert call.function.arguments == arguments  # pyright: ignore[reportAttributeAccessIssue]
+            assert message.tool_calls is not None
+            call: Any = message.tool_calls[0]
+            assert call.function.arguments == arguments
             result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
             messages: Any = [*MESSAGES, message.model_dump(), result]
             answer: Any = client.chat.completions.create(
@@ -426,8 +429,7 @@ def test_a_demanded_call_is_constrained(client: openai.OpenAI, choice: Any, stre
         ({"tool_choice": "required"}, "tools is empty"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice names 'f'"),
         ({"tools": [WEATHER, WEATHER]}, "two functions of one name"),
-        ({"tools": [WEATHER], "response_format": SCHEMA}, "no tool can be called"),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": SCHEMA}, "give one of them"),
+        ({"tools": [WEATHER], "extra_body": {"structured_outputs": {"regex": "a"}}}, "no tool can be called"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "function.name: String should match"),
         ({"top_logprobs": 2}, "logprobs is not true"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "two names of one limit"),
@@ -462,6 +464,9 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     assert unknown.value.param == "use_beans"
     with pytest.raises(openai.BadRequestError, match="temperature is -1"):
         client.completions.create(model="fake", prompt="a", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="a sequence holds 512") as too_long:
+        client.completions.create(model="fake", prompt="a" * 600)
+    assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="exceed the 512 tokens"):
         client.completions.create(model="fake", prompt="a" * 500, max_tokens=100)
 

@@ -106,7 +106,7 @@ def test_known_keys_and_open_routes(guarded: Served) -> None:
             assert client.post("/v1/completions", json=ASK).status_code == 200
             assert client.get("/v1/models").status_code == 200
     with browse(guarded) as client:
-        assert [client.get(path).status_code for path in ("/health", "/live", "/ready")] == [200, 200, 200]
+        assert [client.get(path).status_code for path in ("/health", "/live", "/ready", "/ping")] == [200] * 4
 
 
 def test_every_route_but_the_open_ones_asks_for_a_key(guarded: Served) -> None:
@@ -116,7 +116,7 @@ def test_every_route_but_the_open_ones_asks_for_a_key(guarded: Served) -> None:
     with browse(guarded) as client:
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
-                is_open = path in ("/health", "/live", "/ready", "/") or path.startswith("/static/")
+                is_open = path in ("/health", "/live", "/ready", "/ping", "/") or path.startswith("/static/")
                 assert ("security" in operation) != is_open, path
                 if not is_open:
                     assert client.request(method, path).status_code == 401, path

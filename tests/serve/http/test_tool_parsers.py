@@ -5,30 +5,28 @@ import random
 
 import pytest
 
-from jaxserve.serve.http.tool_parsers import (
-    CallParser,
-    HermesParser,
+from jaxserve.serve.http.formats import (
+    TOOL_FORMATS,
+    AnswerParser,
     ListParser,
-    Llama3Parser,
     NamedParser,
     NoCalls,
     ParserMaker,
-    ToolParser,
-    choose_parser,
+    choose_tool_format,
 )
 
-NAMES = ("f", "get_weather")
+NAMES = {"f": {}, "get_weather": {}}
 
 
-def hermes() -> CallParser:
-    return HermesParser(NAMES)
+def hermes() -> AnswerParser:
+    return TOOL_FORMATS.get("hermes").make(NAMES)
 
 
-def llama3() -> CallParser:
-    return Llama3Parser(NAMES)
+def llama3() -> AnswerParser:
+    return TOOL_FORMATS.get("llama3").make(NAMES)
 
 
-def listed() -> CallParser:
+def listed() -> AnswerParser:
     return ListParser(NAMES)
 
 
@@ -130,15 +128,21 @@ def test_long_arguments_come_whole_out_of_small_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "template", "parser"),
+    ("wanted", "template", "name"),
     [
-        ("auto", None, ToolParser.HERMES),
-        ("auto", "{{ '<tool_call>' }} {\"parameters\": 1}", ToolParser.HERMES),
-        ("auto", 'respond with {"name": function name, "parameters": ...}', ToolParser.LLAMA3),
-        ("auto", "<|python_tag|>", ToolParser.LLAMA3),
-        ("llama3", "<tool_call>", ToolParser.LLAMA3),
-        ("hermes", "<|python_tag|>", ToolParser.HERMES),
+        ("auto", None, "hermes"),
+        ("auto", "{{ '<tool_call>' }} {\"parameters\": 1}", "hermes"),
+        ("auto", 'respond with {"name": function name, "parameters": ...}', "llama3"),
+        ("auto", "<|python_tag|>", "llama3"),
+        ("auto", "<tool_call>\n<function=example_function_name>", "qwen3_coder"),
+        ("auto", "{{- '[TOOL_CALLS]' }}", "mistral"),
+        ("auto", "{{- '<|start|>assistant<|channel|>final<|message|>' }}", "gpt_oss"),
+        ("auto", "<start_function_call>call:", "gemma"),
+        ("auto", "<|channel>thought <|tool_call>call:", "gemma"),
+        ("auto", "[func_name1(params_name1=params_value1, ...)]", "pythonic"),
+        ("llama3", "<tool_call>", "llama3"),
+        ("hermes", "<|python_tag|>", "hermes"),
     ],
 )
-def test_the_format_is_read_off_the_template(wanted: str, template: str | None, parser: ToolParser) -> None:
-    assert choose_parser(wanted, template) is parser  # pyright: ignore[reportArgumentType]
+def test_the_format_is_read_off_the_template(wanted: str, template: str | None, name: str) -> None:
+    assert choose_tool_format(wanted, template) is TOOL_FORMATS.get(name)

@@ -1,159 +1,226 @@
-// The playground: one conversation, streamed. Text of the model is only ever set as text, never as HTML.
+// The chat that is shown: what is asked, the answer as it comes, and what goes wrong. An answer goes on while another chat is
+// shown.
 
-import { events } from "./sse.js";
+import { stream } from "./answer.js";
+import { Attachments } from "./attachments.js";
+import { Library } from "./library.js";
+import { MessageList, toSend } from "./messages.js";
+import { Settings } from "./settings.js";
+
+const SAVE_MS = 2000; // while an answer comes: as much may be lost when the page is closed
+const TOO_LONG = "context_length_exceeded";
 
 const by = (id) => document.getElementById(id);
-const history = []; // of {role, content}
-let abort = null;
 
-function add(role, text) {
-  by("empty")?.remove();
-  const item = document.createElement("li");
-  item.className = role;
-  const span = document.createElement("span");
-  span.className = "text";
-  span.textContent = text;
-  item.append(span);
-  by("messages").append(item);
-  item.scrollIntoView({ block: "end" });
-  return item;
-}
-
-function body(model) {
-  const number = (id) => (by(id).value === "" ? undefined : Number(by(id).value));
-  const system = by("system").value.trim();
-  return {
-    model: model || undefined, // not known yet: the server has only one
-    messages: system ? [{ role: "system", content: system }, ...history] : history,
-    stream: true,
-    stream_options: { include_usage: true },
-    temperature: number("temperature"),
-    top_p: number("top_p"),
-    max_tokens: number("max_tokens"),
-    seed: number("seed"),
-  };
-}
-
-// Asks for an answer to `history` and writes it into `item` as it comes.
-async function answer(model, maxLen, item) {
-  const text = item.querySelector(".text");
-  const started = performance.now();
-  let first = null, usage = null, reason = null, content = "", whole = false;
-  const list = by("messages");
-  for await (const data of events("v1/chat/completions", { body: body(model), signal: abort.signal })) {
-    whole = data === "[DONE]";
-    if (whole) continue; // to the end of the stream: leaving it before would cost the connection
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Error(chunk.error.message);
-    usage = chunk.usage ?? usage;
-    const choice = chunk.choices[0];
-    if (!choice) continue;
-    reason = choice.finish_reason ?? reason;
-    if (!choice.delta.content) continue;
-    first ??= performance.now();
-    content += choice.delta.content;
-    const follow = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-    text.textContent = content;
-    if (follow) list.scrollTop = list.scrollHeight;
+export class Chat {
+  // `getModel` and `getMaxLen` tell the model's name and its context in tokens, "" and 0 while they are not known.
+  constructor(getModel, getMaxLen) {
+    this.getModel = getModel;
+    this.getMaxLen = getMaxLen;
+    this.running = new Map(); // id of a chat -> {chat, controller}
+    this.remedy = null; // of the error that is shown: what its button does
+    this.list = new MessageList(by("messages"), by("empty"), {
+      retry: (id) => this.retry(id),
+      edit: (id, text) => this.edit(id, text),
+      show: (id) => this.showVersion(id),
+    });
+    this.attachments = new Attachments({
+      form: by("chat-form"), field: by("prompt"), list: by("attachments"), chooser: by("chooser"), button: by("attach"),
+      complain: (text) => this.complain(text),
+    });
+    this.settings = new Settings(() => {
+      if (this.chat.title) this.library.save(this.chat, this.settings.values);
+    });
+    this.library = new Library(this.running, (chat) => this.show(chat));
+    this.listen();
+    this.library.start();
   }
-  if (!whole) throw new Error("the connection ended before the answer did");
-  history.push({ role: "assistant", content });
-  showContext(usage?.total_tokens ?? 0, maxLen);
-  addFacts(item, { started, first, ended: performance.now(), usage, reason });
-}
 
-// How much of what the model can take in this conversation is. Nothing where it is not known.
-function showContext(used, most) {
-  by("context").hidden = !used || !most;
-  if (!used || !most) return;
-  by("context-meter").max = most;
-  by("context-meter").high = 0.75 * most;
-  by("context-meter").value = used;
-  by("context-text").textContent = `${used} of ${most} tokens`;
-}
+  get chat() {
+    return this.library.chat;
+  }
 
-function addFacts(item, { started, first, ended, usage, reason }) {
-  const facts = [];
-  if (first !== null) facts.push(`first text after ${Math.round(first - started)} ms`);
-  const tokens = usage?.completion_tokens ?? 0;
-  if (tokens) facts.push(`${tokens} tokens`);
-  if (tokens >= 20 && ended > first) facts.push(`${((tokens - 1) / ((ended - first) / 1000)).toFixed(1)} tokens/s`);
-  const cut = by("max_tokens").value === "" ? "cut: the context is full" : "cut at max_tokens";
-  if (reason) facts.push(reason === "length" ? cut : reason);
-  const line = document.createElement("span");
-  line.className = "facts";
-  line.textContent = facts.join(" · ");
-  item.append(line);
-  item.scrollIntoView({ block: "end" });
-}
+  get isBusy() {
+    return this.running.has(this.chat.id);
+  }
 
-// Whoever pressed one button by keyboard stands on the other one then, not at the top of the page.
-function setBusy(busy) {
-  const [send, stop] = [by("send"), by("stop")];
-  const follow = document.activeElement === (busy ? send : stop);
-  send.disabled = busy;
-  stop.hidden = !busy;
-  if (follow) (busy ? stop : send).focus();
-}
-
-export function startChat(getModel, getMaxLen) {
-  by("chat-form").addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const prompt = by("prompt").value.trim();
-    if (!prompt || abort) return;
-    by("chat-error").hidden = true;
-    history.push({ role: "user", content: prompt });
-    const asked = add("user", prompt);
-    by("prompt").value = "";
-    const item = add("assistant", "");
-    item.classList.add("writing");
-    item.setAttribute("aria-busy", "true"); // so that a screen reader speaks once, not at every token
-    const mine = (abort = new AbortController());
-    setBusy(true);
-    try {
-      await answer(getModel(), getMaxLen(), item);
-    } catch (error) {
-      if (mine !== abort) return; // another chat has begun meanwhile
-      const text = item.querySelector(".text").textContent;
-      if (text) { // half an answer is worth keeping, whatever ended it
-        history.push({ role: "assistant", content: text });
-      } else { // nothing was said: the question may be changed and asked again
-        history.pop();
-        item.remove();
-        asked.remove();
-        by("prompt").value = prompt;
-      }
-      if (error.name !== "AbortError") {
-        by("chat-error").textContent = error instanceof TypeError ? "the server does not answer" : error.message;
-        by("chat-error").hidden = false;
-      }
-    } finally {
-      item.classList.remove("writing");
-      item.removeAttribute("aria-busy");
-      if (mine === abort) {
-        abort = null;
-        setBusy(false);
-      }
-    }
-  });
-  // A field that is hidden cannot say what is wrong with it.
-  by("chat-form").addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
-  by("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  listen() {
+    const [form, prompt] = [by("chat-form"), by("prompt")];
+    form.addEventListener("submit", (event) => {
       event.preventDefault();
+      this.send();
+    });
+    // A field that is hidden cannot say what is wrong with it.
+    form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
+    prompt.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        form.requestSubmit();
+      }
+    });
+    by("stop").addEventListener("click", () => this.stop());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !by("dialog").open) this.stop();
+    });
+    by("leave-out").addEventListener("click", () => this.remedy?.());
+  }
+
+  // Another chat, or this one with other messages.
+  show(chat) {
+    if (chat.settings) this.settings.set(chat.settings);
+    this.complain(null);
+    this.showMessages();
+    this.list.toEnd();
+    this.showBusy();
+  }
+
+  showMessages() {
+    const { follows } = this.list;
+    this.list.show(this.chat.conversation, this.isBusy);
+    if (follows) this.list.toEnd();
+    this.showContext();
+  }
+
+  // How much of what the model can take in this conversation is. Nothing where it is not known.
+  showContext() {
+    const used = this.chat.conversation.path.findLast(({ tokens }) => tokens)?.tokens ?? 0, most = this.getMaxLen();
+    by("context").hidden = !used || !most;
+    if (!used || !most) return;
+    by("context-meter").max = most;
+    by("context-meter").high = 0.75 * most;
+    by("context-meter").value = used;
+    by("context-text").textContent = `${used} of ${most} tokens`;
+  }
+
+  // Whoever pressed one button by keyboard stands on the other one then, not at the top of the page.
+  showBusy() {
+    const [send, stop] = [by("send"), by("stop")];
+    const follow = document.activeElement === (this.isBusy ? send : stop);
+    send.disabled = this.isBusy;
+    stop.hidden = !this.isBusy;
+    if (follow) (this.isBusy ? stop : send).focus();
+  }
+
+  // `remedy`, where there is one, leaves out the oldest messages and asks again.
+  complain(text, remedy = null) {
+    by("chat-error-text").textContent = text ?? "";
+    by("chat-error").hidden = !text;
+    by("leave-out").hidden = !remedy;
+    this.remedy = remedy;
+  }
+
+  send() {
+    const { chat } = this, { conversation } = chat;
+    const text = by("prompt").value.trim();
+    if (!text || this.isBusy) return;
+    const attached = this.attachments.take(), isFirst = conversation.numQuestions === 0;
+    conversation.add({ role: "user", text, ...attached });
+    by("prompt").value = "";
+    const undo = () => {
+      conversation.dropLast();
+      by("prompt").value = text;
+      this.attachments.set(attached);
+    };
+    const shorter = () => {
+      conversation.leaveOutOldest(true);
       by("chat-form").requestSubmit();
+    };
+    this.answer({ undo, shorter: isFirst ? null : shorter });
+  }
+
+  // Another answer beside one that there is.
+  retry(id) {
+    const { conversation } = this.chat, { end } = conversation;
+    if (this.isBusy) return;
+    conversation.cutBefore(id);
+    const undo = () => (conversation.end = end);
+    const shorter = () => {
+      conversation.cutBefore(id);
+      conversation.leaveOutOldest();
+      ask();
+    };
+    const ask = () => this.answer({ undo, shorter: conversation.numQuestions > 1 ? shorter : null });
+    ask();
+  }
+
+  // Another question beside one that there is. Without an answer it stays all the same, and its answer can be retried.
+  edit(id, text) {
+    const { conversation } = this.chat, { pictures, files } = conversation.messages[id];
+    if (this.isBusy) return;
+    conversation.cutBefore(id);
+    conversation.add({ role: "user", text, pictures, files });
+    const shorter = () => {
+      conversation.leaveOutOldest();
+      this.retry(conversation.end);
+    };
+    this.answer({ shorter: conversation.numQuestions > 1 ? shorter : null });
+  }
+
+  showVersion(id) {
+    if (this.isBusy) return;
+    this.chat.conversation.show(id);
+    this.showMessages();
+    this.library.save(this.chat, this.settings.values);
+    this.list.focus(id);
+  }
+
+  stop() {
+    this.running.get(this.chat.id)?.controller.abort();
+  }
+
+  request(conversation) {
+    const { system, sampling } = this.settings;
+    return {
+      model: this.getModel() || undefined, // not known yet: the server has only one
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...toSend(conversation.sent)],
+      stream: true,
+      stream_options: { include_usage: true },
+      ...sampling,
+    };
+  }
+
+  // Asks for an answer to the end of the conversation. `undo` takes the question back if nothing was said at all, so that
+  // it may be changed and asked again; `shorter` asks again for less, where the conversation exceeds the context.
+  async answer({ undo, shorter }) {
+    const { chat } = this, { conversation } = chat, settings = this.settings.values;
+    const body = this.request(conversation);
+    const message = conversation.add({ role: "assistant", text: "", thoughts: "", facts: "" });
+    const controller = new AbortController();
+    this.running.set(chat.id, { chat, controller });
+    this.complain(null);
+    this.showMessages();
+    this.list.toEnd();
+    this.showBusy();
+    if (document.activeElement === document.body) by("stop").focus(); // the button that was pressed has gone
+    this.library.save(chat, settings);
+    let saved = performance.now(), failure = null;
+    const onGrowth = () => {
+      if (chat === this.chat) this.list.growLast();
+      if (performance.now() - saved < SAVE_MS) return;
+      saved = performance.now();
+      this.library.save(chat, settings);
+    };
+    try {
+      await stream(body, message, { signal: controller.signal, onGrowth });
+    } catch (error) {
+      failure = error;
     }
-  });
-  by("stop").addEventListener("click", () => abort?.abort());
-  by("clear").addEventListener("click", () => {
-    const running = abort;
-    abort = null;
-    running?.abort();
-    setBusy(false);
-    history.length = 0;
-    by("messages").replaceChildren();
-    showContext(0, 0);
-    by("chat-error").hidden = true;
-    by("prompt").focus();
-  });
+    this.running.delete(chat.id);
+    const isShown = chat === this.chat, isStopped = failure?.name === "AbortError";
+    if (isStopped) message.facts = "stopped";
+    if (failure && undo && isShown && !message.text && !message.thoughts) {
+      conversation.dropLast();
+      undo();
+    }
+    if (isShown) {
+      this.showMessages();
+      this.showBusy();
+      if (failure && !isStopped) {
+        const text = failure instanceof TypeError ? "the server does not answer" : failure.message;
+        this.complain(text, failure.code === TOO_LONG ? shorter : null);
+      }
+    }
+    if (conversation.messages.length) await this.library.save(chat, settings);
+    else await this.library.forget(chat);
+  }
 }

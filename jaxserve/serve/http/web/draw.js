@@ -1,10 +1,12 @@
 // Canvas drawings of the live view. Colours come from the style sheet, so both themes are one set of names.
 
 let colours = {};
+let unit = 1; // CSS pixels of what is 1 at a font size of 15: on large screens the page's text is larger
 
-export function readColours() {
+export function readStyle() {
   const style = getComputedStyle(document.documentElement);
   const names = ["free", "cached", "used", "shared", "withheld", "decode", "prefill", "dots", "line", "muted", "ink"];
+  unit = parseFloat(style.fontSize) / 15;
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
@@ -19,7 +21,7 @@ function open(canvas) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
-  context.font = "11px system-ui, sans-serif";
+  context.font = `${11 * unit}px system-ui, sans-serif`;
   return { context, width, height };
 }
 
@@ -35,7 +37,7 @@ export function expand(runs) {
 
 // How many cells fit, how large each is, and how many pages one of them stands for.
 export function layout(width, height, pages) {
-  let side = 28;
+  let side = Math.round(28 * unit);
   const fits = (n) => Math.floor(width / n) * Math.floor(height / n);
   while (side > 3 && fits(side) < pages) side -= 1;
   const each = Math.max(1, Math.ceil(pages / fits(side)));
@@ -46,7 +48,7 @@ export function layout(width, height, pages) {
 export function drawPool(canvas, states) {
   const { context, width, height } = open(canvas);
   const { side, columns, each } = layout(width, height, states.length);
-  const cells = { f: [], c: [], u: [], s: [] };
+  const cells = { w: [], f: [], c: [], u: [], s: [] };
   for (let cell = 0; cell * each < states.length; cell += 1) {
     let state = states[cell * each];
     for (let page = cell * each + 1; page < Math.min(states.length, (cell + 1) * each); page += 1) {
@@ -73,10 +75,11 @@ export function ceiling(value) {
   return [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= value * 0.9999);
 }
 
-const LEFT = 60, TOP = 8;
+const TOP = 8;
+const left = () => 60 * unit; // room for the numbers of an axis
 
 // Lines at 0, half and `top`; `bottom` is left free below. Returns the height of a value.
-function axis({ context, width, height }, top, format, bottom = 4) {
+function axis({ context, width, height }, top, format, bottom = 4 * unit) {
   const y = (value) => TOP + (height - TOP - bottom) * (1 - value / top);
   context.strokeStyle = colours.line;
   context.fillStyle = colours.muted;
@@ -86,21 +89,21 @@ function axis({ context, width, height }, top, format, bottom = 4) {
   for (const value of [0, top / 2, top]) {
     const at = Math.round(y(value)) + 0.5;
     context.beginPath();
-    context.moveTo(LEFT, at);
+    context.moveTo(left(), at);
     context.lineTo(width, at);
     context.stroke();
-    context.fillText(format(value), LEFT - 6, Math.min(at, height - 6));
+    context.fillText(format(value), left() - 6 * unit, Math.min(at, height - 6 * unit));
   }
   return y;
 }
 
-const BAR = 4;
+const bar = () => Math.round(4 * unit); // pixels of a step, gap included
 
 // Stacked bars, the newest step at the right. `steps`: rows by {decode, prefill}.
 export function drawSteps(canvas, steps) {
   const frame = open(canvas);
   const { context, width } = frame;
-  const shown = steps.slice(-Math.floor((width - LEFT) / BAR));
+  const shown = steps.slice(-Math.floor((width - left()) / bar()));
   const most = Math.max(1, ...shown.map((s) => s.decode + s.prefill));
   const top = 2 * (most <= 20 ? Math.ceil(most / 2) : ceiling(most / 2)); // half of it is a number of rows, too
   const y = axis(frame, top, short);
@@ -110,8 +113,8 @@ export function drawSteps(canvas, steps) {
     shown.forEach((step, i) => {
       const base = name === "prefill" ? step.decode : 0;
       if (step[name] <= 0) return;
-      const x = width - (shown.length - i) * BAR;
-      context.rect(x, y(base + step[name]), BAR - 1, y(base) - y(base + step[name]));
+      const x = width - (shown.length - i) * bar();
+      context.rect(x, y(base + step[name]), bar() - 1, y(base) - y(base + step[name]));
     });
     context.fill();
   }
@@ -138,20 +141,20 @@ export function drawTimes(canvas, points, now, span) {
   const frame = open(canvas);
   const { context, width } = frame;
   const { top, cut } = reach(points);
-  const scale = axis(frame, top, (ms) => (cut && ms === top ? `≥ ${duration(ms)}` : duration(ms)), 18);
+  const scale = axis(frame, top, (ms) => (cut && ms === top ? `≥ ${duration(ms)}` : duration(ms)), 18 * unit);
   const y = (value) => scale(Math.min(value, top));
   context.textBaseline = "bottom";
   context.textAlign = "left";
-  context.fillText(`${span / 1000} s ago`, LEFT, frame.height);
+  context.fillText(`${span / 1000} s ago`, left(), frame.height);
   context.textAlign = "right";
   context.fillText("now", width, frame.height);
-  const x = (t) => LEFT + (width - LEFT - 3) * (1 - (now - t) / span);
+  const x = (t) => left() + (width - left() - 3) * (1 - (now - t) / span);
   context.fillStyle = colours.dots;
   context.beginPath();
   if (points.length <= 400) {
     for (const [t, value] of points) {
-      context.moveTo(x(t) + 2, y(value));
-      context.arc(x(t), y(value), 2, 0, 7);
+      context.moveTo(x(t) + 2 * unit, y(value));
+      context.arc(x(t), y(value), 2 * unit, 0, 7);
     }
   } else {
     const columns = new Map();

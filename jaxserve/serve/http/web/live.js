@@ -1,7 +1,7 @@
 // The live view: takes the server's events, keeps a minute of them, draws.
 
-import { drawPool, drawSteps, drawTimes, duration, expand, readColours, short } from "./draw.js";
-import { events } from "./sse.js";
+import { drawPool, drawSteps, drawTimes, duration, expand, readStyle, short } from "./draw.js";
+import { events, getKey } from "./sse.js";
 
 const SPAN_MS = 60000;
 const KEPT_STEPS = 600;
@@ -17,6 +17,7 @@ let paused = false;
 let compiles = 0;
 let wake = () => {};
 let reading = null;
+let onNews = () => {};
 
 export const getModel = () => model;
 export const getMaxLen = () => maxLen; // 0: not known yet
@@ -146,7 +147,7 @@ function showTiers(counts) {
 
 function draw() {
   const kept = replicas[chosen];
-  if (!kept) return;
+  if (!kept || by("live").hidden) return;
   const { news, steps, firsts, itls } = kept;
   showTiles(tiles(kept));
   showPool(news.counts, news.pages);
@@ -175,12 +176,15 @@ function take(message) {
   menu.options.length = replicas.length;
   message.replicas.forEach(({ alive }, k) => (menu.options[k].text = alive ? `${k}` : `${k}, dead`));
   const dead = message.replicas.filter(({ alive }) => !alive).length;
+  const rung = message.replicas.map(({ rung }) => rung).find((one) => one !== "none");
   if (!message.accepting) setState("warn", "draining: no new requests");
   else if (message.stalled_s > 5) setState("bad", `no step for ${message.stalled_s.toFixed(0)} s`);
   else if (dead) setState("warn", `${dead} of ${replicas.length} replicas dead`);
+  else if (rung) setState("warn", `degraded: ${rung}`);
   else setState("live", "live");
   compiles = message.compiles;
   if (!paused) draw();
+  onNews();
 }
 
 async function follow() {
@@ -210,10 +214,7 @@ async function follow() {
     } catch (error) {
       if (silent) setState("bad", "the server has fallen silent");
       else if (error.name === "AbortError") continue; // a new key: at once
-      else if (error.status === 401) {
-        by("key-form").hidden = false;
-        setState("warn", "an API key is needed");
-      }
+      else if (error.status === 401) setState("warn", getKey() ? "the API key is not accepted" : "an API key is needed");
       else setState("bad", error.status ? error.message : "the server does not answer");
     } finally {
       clearTimeout(alarm);
@@ -233,13 +234,26 @@ export function reconnect() {
   wake();
 }
 
-export function startLive() {
-  readColours();
+// The meanings of the tiles as a list: a title shows itself to a pointer alone.
+function listMeanings() {
+  by("meanings").replaceChildren(...Object.entries(MEANINGS).flatMap(([name, meaning]) => {
+    const term = document.createElement("dt"), description = document.createElement("dd");
+    term.textContent = name;
+    description.textContent = meaning;
+    return [term, description];
+  }));
+}
+
+// `toTell` is called after each message of the server.
+export function startLive(toTell) {
+  onNews = toTell;
+  readStyle();
+  listMeanings();
   const redraw = () => {
-    readColours();
+    readStyle();
     draw();
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  document.addEventListener("themechange", redraw);
   new ResizeObserver(redraw).observe(by("pool").parentElement);
   by("replica").addEventListener("change", () => {
     chosen = by("replica").selectedIndex;

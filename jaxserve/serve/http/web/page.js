@@ -1,16 +1,44 @@
 // Puts the page together.
 
-import { startChat } from "./chat.js";
+import { Chat } from "./chat.js";
+import { keep, recall } from "./kept.js";
 import { getMaxLen, getModel, reconnect, startLive } from "./live.js";
 import { getKey, setKey } from "./sse.js";
 
-const field = document.getElementById("key");
-field.value = getKey();
-document.getElementById("key-form").hidden = field.value === ""; // until the server asks for one
-document.getElementById("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  setKey(field.value);
-  reconnect();
+const by = (id) => document.getElementById(id);
+
+// The field for the key is there once the server has asked for one.
+function startKey() {
+  const form = by("key-form"), field = by("key");
+  field.value = getKey();
+  form.hidden = field.value === "";
+  document.addEventListener("keywanted", () => (form.hidden = false));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    setKey(field.value);
+    reconnect();
+  });
+}
+
+// A button that opens and closes a part of the page. It stays as the reader left it.
+function startToggle(button, part, isOpenAtFirst) {
+  const set = (isOpen) => {
+    part.hidden = !isOpen;
+    button.setAttribute("aria-expanded", String(isOpen));
+  };
+  set(recall(part.id, isOpenAtFirst));
+  button.addEventListener("click", () => {
+    set(part.hidden);
+    keep(part.id, !part.hidden);
+  });
+}
+
+startKey();
+startToggle(by("chats-toggle"), by("chats"), matchMedia("(min-width: 60rem)").matches);
+startToggle(by("live-toggle"), by("live"), true);
+by("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names the chat
+  by("prompt").focus();
 });
-startChat(getModel, getMaxLen);
-startLive();
+const chat = new Chat(getModel, getMaxLen);
+startLive(() => chat.showContext());

@@ -12,9 +12,11 @@ export function getKey() {
 }
 
 export class Refused extends Error {
-  constructor(status, message) {
+  // `code`: the word of the API for what is wrong, where it has one.
+  constructor(status, message, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -24,11 +26,13 @@ function headers(body) {
 }
 
 async function explain(response) {
-  let text = `${response.status} ${response.statusText}`;
+  if (response.status === 401) document.dispatchEvent(new Event("keywanted"));
   try {
-    text = (await response.json()).error.message;
-  } catch { /* not our error object: a proxy's page, say */ }
-  return new Refused(response.status, text);
+    const { message, code } = (await response.json()).error;
+    return new Refused(response.status, message, code);
+  } catch { // not our error object: a proxy's page, say
+    return new Refused(response.status, `${response.status} ${response.statusText}`);
+  }
 }
 
 // The data of each event of the answer. Throws Refused for an answer that is not 2xx.

@@ -1,0 +1,225 @@
+"""`LiveWeights`: other weights for an engine that runs, and its device given back for a while. For every door.
+
+New weights are made beside the old ones, on the thread of the caller: read, checked, cut over the devices, brought into
+the form of the steps. So what does not fit changes nothing, and the loop stops only for the exchange of arrays, once no
+step is in flight. Nothing is compiled for the steps, and the copies of arrays once. Both sets of weights are in memory
+at that moment.
+
+Methods wait for the loops: they are for threads that may wait, or drive the loops themselves. One runs at a time.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import enum
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxserve.engine import AnyEngine, Engine
+from jaxserve.engine.base import reason_of
+from jaxserve.errors import ChangeUnderWay, EngineStopped, InvalidRequest
+from jaxserve.sched.base import Operable, Renewable, Runner, Scheduler
+
+if TYPE_CHECKING:
+    from jaxserve.assemble import Device
+
+WeightSource = Mapping[str, jax.Array] | str | os.PathLike[str]
+Work = Callable[[Runner, Scheduler], None]
+Wait = Callable[[Sequence["concurrent.futures.Future[float]"]], None]
+
+_THEN = ", then weights "
+
+
+def wait_for(changes: Sequence["concurrent.futures.Future[float]"]) -> None:
+    """For engines whose loops have threads of their own."""
+    concurrent.futures.wait(changes)
+
+
+class Policy(enum.StrEnum):
+    """What becomes of sequences that run when the weights change.
+
+    Attributes:
+      FINISH: they end on the old weights; requests that come after the call wait until they have.
+      RECOMPUTE: they go on with the tokens that they have, whose keys and values the new weights compute anew.
+      KEEP: they go on with the keys and values that they have; no other sequence ever finds these.
+    """
+
+    FINISH = "finish"
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
+class LiveWeights:
+    """Used by any thread but those of the loops. A call that meets another one raises ChangeUnderWay.
+
+    Attributes:
+      version: of the weights, as the last update named them; empty: those of the start.
+      asleep: the device has been given back.
+    """
+
+    def __init__(self, engine: AnyEngine, devices: list["Device"]) -> None:
+        """`devices`: of the replicas; one that is built again has another in its place."""
+        self.version = ""
+        self.asleep = False
+        self._engine = engine
+        self._devices = devices
+        self._weights_kept = False  # on the host, while it sleeps
+        self._changing = threading.Lock()
+
+    def update(self, source: WeightSource, version: str, policy: str, wait: Wait = wait_for) -> float:
+        """Gives every replica other weights. Returns the longest pause of a loop, in seconds.
+
+        Args:
+          source: arrays by the names of `jaxserve.models.load_trainable`, in the checkpoint's sizes, which stay the
+            caller's; or a directory with a checkpoint of the same shapes.
+          version: a name for answers to tell; not that of the weights before.
+          policy: of sequences that run, see `Policy`.
+          wait: returns when all of these are done; the default is for loops on threads of their own.
+
+        Raises InvalidRequest, CheckpointError or ConfigError for what does not fit: nothing has changed then; and
+        EngineStopped when a replica dies meanwhile: the others have the weights, and the same call gives them to it.
+        """
+        with self._alone():
+            return self._update(source, version, policy, wait)
+
+    def _update(self, source: WeightSource, version: str, policy: str, wait: Wait) -> float:
+        if self.asleep:
+            raise InvalidRequest("the engine sleeps; give the weights to `wake_up`")
+        known = [one.value for one in Policy]
+        if policy not in known:
+            raise InvalidRequest(f"policy is {policy!r}; there are {', '.join(known)}")
+        self._check_version(version)
+        made = self._make(source)
+
+        def use(number: int, weights: Any) -> Work:
+            def work(runner: Runner, scheduler: Scheduler) -> None:
+                assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
+                runner.use_weights(weights)
+                scheduler.begin_anew(self._rename(number, version), recompute=policy == Policy.RECOMPUTE)
+
+            return work
+
+        works = [use(number, weights) for number, weights in enumerate(made)]
+        pause_s = self._change(works, wait, after_running=policy == Policy.FINISH, version=version)
+        self.version = version
+        return pause_s
+
+    def sleep(self, wait: Wait = wait_for, *, keep_weights: bool) -> None:
+        """Gives back the device's memory once the running requests have ended; new ones are refused from now on.
+
+        `keep_weights`: they go to the host's memory, for `wake_up`. Raises InvalidRequest when it sleeps already.
+        """
+        with self._alone():
+            self._sleep(wait, keep_weights=keep_weights)
+
+    def _sleep(self, wait: Wait, *, keep_weights: bool) -> None:
+        if self.asleep:
+            raise InvalidRequest("the engine sleeps already; wake it up")
+        self._check_renewable()
+        for replica, _ in self._parts:
+            replica.set_asleep(True)
+        self.asleep = True
+
+        def fall_asleep(number: int) -> Work:
+            def work(runner: Runner, scheduler: Scheduler) -> None:
+                assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
+                scheduler.begin_anew(self._rename(number, self.version), recompute=False)
+                runner.sleep(keep_weights=keep_weights)
+
+            return work
+
+        self._change(
+            [fall_asleep(number) for number in range(len(self._devices))], wait, after_running=True, version=None
+        )
+        self._weights_kept = keep_weights
+
+    def wake_up(self, source: WeightSource | None, version: str, wait: Wait = wait_for) -> None:
+        """Takes the device again, with an empty cache.
+
+        `source` and `version` as in `update`; None and empty: the weights that were kept. Raises InvalidRequest when
+        there are none or it does not sleep, and as `update`; it sleeps on then.
+        """
+        with self._alone():
+            self._wake_up(source, version, wait)
+
+    def _wake_up(self, source: WeightSource | None, version: str, wait: Wait) -> None:
+        if not self.asleep:
+            raise InvalidRequest("the engine does not sleep")
+        if source is None and not self._weights_kept:
+            raise InvalidRequest("the weights were dropped; give `wake_up` others, with a version")
+        if source is not None:
+            self._check_version(version)
+        made = [None] * len(self._devices) if source is None else self._make(source)
+
+        def rise(weights: Any) -> Work:
+            def work(runner: Runner, scheduler: Scheduler) -> None:
+                assert isinstance(runner, Renewable)
+                runner.wake_up(weights)
+
+            return work
+
+        told = None if source is None else version
+        self._change([rise(weights) for weights in made], wait, after_running=False, version=told)
+        self.version = version if source is not None else self.version
+        self.asleep = False
+        for replica, _ in self._parts:
+            replica.set_asleep(False)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._changing.acquire(blocking=False):
+            raise ChangeUnderWay(
+                "the weights are being changed, or the engine falls asleep or wakes up; call again when that has ended"
+            )
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+    @property
+    def _parts(self) -> list[tuple[Engine, "Device"]]:
+        return list(zip(self._engine.replicas, self._devices, strict=True))
+
+    def _make(self, source: WeightSource) -> list[Any]:
+        """The weights of each replica. Whatever is wrong with them is found here."""
+        self._check_renewable()
+        return [device.new_weights(source) for _, device in self._parts if device.new_weights is not None]
+
+    def _rename(self, number: int, version: str) -> str:
+        """The name of what a replica computes from now on: of one update alone, for versions may come again."""
+        device = self._devices[number]
+        first = device.namespace.split(_THEN)[0]
+        namespace = f"{first}{_THEN}{version!r} of update {uuid.uuid4().hex}"
+        self._devices[number] = dataclasses.replace(device, namespace=namespace)
+        return namespace
+
+    def _check_version(self, version: str) -> None:
+        if not version or version == self.version:
+            raise InvalidRequest(
+                f"version is {version!r}, and that of the weights before {self.version!r}; give another one: answers "
+                "say which weights drew their tokens"
+            )
+
+    def _check_renewable(self) -> None:
+        for replica, device in self._parts:
+            if replica.failure is not None:
+                raise EngineStopped(f"a replica has died: {reason_of(replica.failure)}")
+            if device.new_weights is None:
+                raise InvalidRequest(
+                    "this engine keeps the weights that it has: it is one of several processes, its model takes "
+                    "pictures, or its device is not jaxserve's own"
+                )
+
+    def _change(self, works: Sequence["Work"], wait: Wait, *, after_running: bool, version: str | None) -> float:
+        """Each replica does its own; the longest pause of a loop in seconds."""
+        done = [
+            replica.change(work, after_running=after_running, version=version)
+            for (replica, _), work in zip(self._parts, works, strict=True)
+        ]
+        wait(done)
+        return max(one.result() for one in done)

@@ -1,0 +1,8 @@
+"""Grids of simulations with repeated seeds, from one file to tables and pictures: `jaxserve study`.
+
+spec      the file, and the points of its grid
+point     one point with one seed: a world, a trace, its figures; or the highest rate that meets the targets
+figures   what the figures of a run are: warm-up left out, fairness, quality of experience, intervals
+run       all points over processes; what an earlier call has finished is not run again
+report    the frame of runs, the table of points, the pictures
+"""

@@ -1,0 +1,48 @@
+"""Pictures in files: those that the command line names, and those that a file of prompts names, under one directory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.engine import OpenUrl, refuse_url
+from jaxserve.errors import ConfigError, InvalidRequest
+
+MAX_FILE_BYTES = 64 * 2**20
+
+
+def read_pictures(paths: Sequence[Path]) -> tuple[bytes, ...]:
+    """The files of `--picture`. Raises ConfigError for one that cannot be read, or has more than MAX_FILE_BYTES."""
+    try:
+        for path in paths:
+            if (size := path.stat().st_size) > MAX_FILE_BYTES:
+                raise ConfigError(f"--picture {path} has {size} bytes; at most {MAX_FILE_BYTES} are read")
+        return tuple(path.read_bytes() for path in paths)
+    except OSError as error:
+        raise ConfigError(f"--picture {error.filename} cannot be read: {error.strerror}; name a file") from error
+
+
+def open_under(directory: Path) -> OpenUrl:
+    """Reads pictures of the URL `file:NAME`, whose names are relative to `directory`.
+
+    A name that leads out of it, by `..` or through a link, is refused. Raises ConfigError for what is no directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"--pictures {directory} is no directory; name the one that the files of pictures are in")
+    root = directory.resolve()
+
+    def open_url(url: str) -> bytes:
+        if not url.startswith("file:"):
+            return refuse_url(url)
+        name = url.removeprefix("file:")
+        try:
+            path = (root / name).resolve()
+            if not path.is_relative_to(root):
+                raise InvalidRequest(f"the picture {name!r:.200} is not under --pictures {directory}")
+            if not path.is_file():
+                raise InvalidRequest(f"the picture {name!r:.200} is no file under --pictures {directory}")
+            if (size := path.stat().st_size) > MAX_FILE_BYTES:
+                raise InvalidRequest(f"the picture {name!r:.200} has {size} bytes; at most {MAX_FILE_BYTES} are read")
+            return path.read_bytes()
+        except (OSError, ValueError) as error:  # also a name with a zero in it
+            raise InvalidRequest(f"the picture {name!r:.200} cannot be read: {error}") from error
+
+    return open_url

@@ -1,0 +1,134 @@
+"""`/v1/files` and `/v1/batches`. There are such routes only with `serve.http.batch_dir`."""
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, File, Form, Query, Request, UploadFile
+from starlette.responses import FileResponse
+
+from jaxserve.serve.http.batches.bodies import (
+    ENDED,
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+    RequestCounts,
+)
+from jaxserve.serve.http.batches.runner import BatchRunner
+from jaxserve.serve.http.batches.store import BatchStore, new_batch_id
+from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
+from jaxserve.serve.http.errors import HttpRefusal
+from jaxserve.serve.http.keys import owner_of
+
+FILES = "/v1/files"
+_WINDOW_S = 24 * 3600
+
+
+def batches_routers(store: BatchStore, runner: BatchRunner) -> tuple[APIRouter, APIRouter]:
+    """Two, since a file is a form, and the body of every other route JSON."""
+    return _files_router(store), _batches_router(store, runner)
+
+
+def _files_router(store: BatchStore) -> APIRouter:
+    router = APIRouter(responses=REFUSALS, tags=["Batches"])
+
+    @router.post(FILES)
+    async def upload_file(
+        call: Request, file: Annotated[UploadFile, File()], purpose: Annotated[Literal["batch"], Form()]
+    ) -> FileObject:
+        """Keeps a file of requests, one JSON object a line."""
+        # A page of any origin may send a form to any server, but no header of this name with it.
+        if "authorization" not in call.headers:
+            text = "a file needs the header 'Authorization: Bearer KEY', with any key where the server has none"
+            raise HttpRefusal(400, text)
+        return await asyncio.to_thread(store.add_file, owner_of(call.headers), file.filename or "", file.file)
+
+    @router.get(FILES)
+    async def list_files(call: Request) -> FileList:
+        """The files of this key, the newest first."""
+        return FileList(data=store.files(owner_of(call.headers)))
+
+    @router.get(f"{FILES}/{{file_id}}")
+    async def retrieve_file(file_id: str, call: Request) -> FileObject:
+        """The description of a file."""
+        return store.file(owner_of(call.headers), file_id)
+
+    @router.get(f"{FILES}/{{file_id}}/content", response_class=FileResponse)
+    async def file_content(file_id: str, call: Request) -> FileResponse:
+        """What is in a file."""
+        store.file(owner_of(call.headers), file_id)
+        return FileResponse(store.content_path(file_id), media_type="application/jsonl")
+
+    @router.delete(f"{FILES}/{{file_id}}")
+    async def delete_file(file_id: str, call: Request) -> DeletedFile:
+        """Forgets a file."""
+        store.remove_file(owner_of(call.headers), file_id)
+        return DeletedFile(id=file_id)
+
+    return router
+
+
+def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute, responses=REFUSALS, tags=["Batches"])
+
+    @router.post("/v1/batches")
+    async def create_batch(body: BatchRequest, call: Request) -> BatchObject:
+        """Begins to answer the requests of a file."""
+        owner = owner_of(call.headers)
+        store.file(owner, body.input_file_id)
+        now_s = int(time.time())
+        batch = BatchObject(
+            id=new_batch_id(),
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            status="validating",
+            created_at=now_s,
+            expires_at=now_s + _WINDOW_S,
+            request_counts=RequestCounts(),
+            metadata=body.metadata,
+        )
+        store.add_batch(owner, batch)
+        runner.wake()
+        return batch
+
+    @router.get("/v1/batches")
+    async def list_batches(
+        call: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    ) -> BatchList:
+        """The batches of this key, the newest first; `after`: those behind this one."""
+        found = store.batches(owner_of(call.headers))
+        if after is not None:
+            store.batch(owner_of(call.headers), after)
+            found = found[[batch.id for batch in found].index(after) + 1 :]
+        shown = [_shown(batch) for batch in found[:limit]]
+        ids = [batch.id for batch in shown] or [None]
+        return BatchList(data=shown, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
+
+    @router.get("/v1/batches/{batch_id}")
+    async def retrieve_batch(batch_id: str, call: Request) -> BatchObject:
+        """How far a batch is."""
+        return _shown(store.batch(owner_of(call.headers), batch_id))
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(batch_id: str, call: Request) -> BatchObject:
+        """Begins no further line; what is answered stays."""
+        owner = owner_of(call.headers)
+        batch = store.batch(owner, batch_id)
+        if batch.status in ENDED:
+            raise HttpRefusal(409, f"the batch {batch_id} is {batch.status} already")
+        batch.status, batch.cancelling_at = "cancelling", int(time.time())
+        store.put_batch(owner, batch)
+        return _shown(batch)
+
+    return router
+
+
+def _shown(batch: BatchObject) -> BatchObject:
+    """Files of results are shown when they are complete."""
+    if batch.status in ENDED:
+        return batch
+    return batch.model_copy(update={"output_file_id": None, "error_file_id": None})

@@ -1,0 +1,360 @@
+"""The runner of batches: one after another, some of its lines at a time, each a call of the application itself.
+
+So a line is checked, refused and answered exactly as the same request on its own. It passes neither keys nor limits of
+bodies: the key of the batch was checked when it was made, and a line is part of a file that was accepted.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pydantic_core
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Scope
+
+from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
+from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
+
+logger = logging.getLogger(__name__)
+
+MAX_LINES = 50_000  # of a batch, as OpenAI has it
+_MAX_PROBLEMS = 50  # that a batch names
+_PAUSE_S = 0.5  # before a line is tried again that found no room, or no engine
+_NOTE_S = 0.5
+_LATER = (429, 503)  # no room; or the engine ends, or is being built again
+
+
+class _Stopping(Exception):
+    """The server ends: the batch goes on after the next start."""
+
+
+class BatchRunner:
+    """Runs what is in a store. Used on one event loop, by `start`, `wake`, `hold` and `stop`.
+
+    Args:
+      at_once: lines that run at a time.
+
+    Attributes:
+      num_running: lines that run.
+    """
+
+    def __init__(self, store: BatchStore, at_once: int) -> None:
+        self._store = store
+        self._at_once = at_once
+        self._app: ASGIApp | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._held = False
+        self._noted_s = 0.0  # when the counts of a batch were last written
+
+        self.num_running = 0
+
+    def start(self, app: ASGIApp) -> None:
+        """Begins, with what the last server has left."""
+        self._app = app
+        self._task = asyncio.create_task(self._run())
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._news.set()
+
+    def hold(self) -> None:
+        """Begins no further line; those that run may end."""
+        self._held = True
+
+    async def stop(self) -> None:
+        """Ends at once. What has no result yet runs after the next start."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            self._news.clear()
+            try:
+                for owner, batch in self._store.unfinished():
+                    await self._answer_or_fail(owner, batch)
+            except _Stopping:
+                logger.info("batches go on after the next start")
+                return
+            except OSError as error:
+                logger.error("the batches cannot be read: %s; they are tried again with the next one", error)
+            await self._news.wait()
+
+    async def _answer_or_fail(self, owner: bytes, batch: BatchObject) -> None:
+        """A full disk and a defect cost their own batch. Raises _Stopping."""
+        try:
+            await self._answer(owner, batch.id)
+        except _Stopping:
+            raise
+        except OSError as error:
+            logger.error("batch %s cannot go on: %s; it is tried again with the next batch", batch.id, error)
+        except Exception:
+            logger.exception("batch %s failed", batch.id)
+            problem = BatchProblem(code="server_error", message="internal error; the server's log has the details")
+            batch.errors = BatchProblems(data=[problem])
+            self._end(owner, batch, "failed")
+
+    async def _answer(self, owner: bytes, batch_id: str) -> None:
+        batch = self._store.batch(owner, batch_id)
+        source = self._store.content_path(batch.input_file_id)
+        if batch.output_file_id is None:  # not begun
+            total, problems = await asyncio.to_thread(check_lines, source, batch.endpoint)
+            batch = self._store.batch(owner, batch_id)  # it may have been cancelled meanwhile
+            if problems:
+                batch.errors = BatchProblems(data=problems)
+                self._end(owner, batch, "failed")
+                return
+            batch.request_counts.total = total
+            batch.output_file_id, batch.error_file_id = new_file_id(), new_file_id()
+            if batch.status == "validating":
+                batch.status, batch.in_progress_at = "in_progress", _now()
+            self._store.put_batch(owner, batch)
+        work = _Work(self._store, batch)
+        await asyncio.to_thread(work.read_results)
+        try:
+            ended = await self._answer_lines(owner, batch, work)
+        finally:
+            work.close()
+        batch = self._store.batch(owner, batch_id)
+        batch.request_counts.completed, batch.request_counts.failed = work.num_completed, work.num_failed
+        if batch.status == "in_progress":
+            batch.status, batch.finalizing_at = "finalizing", _now()
+        for file_id, kind, count in (
+            (work.output_id, "output", work.num_completed),
+            (work.error_id, "error", work.num_failed),
+        ):
+            if count:
+                self._store.add_output(owner, file_id, f"{batch_id}_{kind}.jsonl")
+        batch.output_file_id = work.output_id if work.num_completed else None
+        batch.error_file_id = work.error_id if work.num_failed else None
+        self._end(owner, batch, "cancelled" if batch.status == "cancelling" else ended)
+
+    def _end(self, owner: bytes, batch: BatchObject, status: Any) -> None:
+        assert status in ENDED, status
+        batch.status = status
+        setattr(batch, f"{status}_at", _now())
+        self._store.put_batch(owner, batch)
+        counts = batch.request_counts
+        logger.info("batch %s %s: %d of %d lines answered", batch.id, status, counts.completed, counts.total)
+
+    async def _answer_lines(self, owner: bytes, batch: BatchObject, work: "_Work") -> str:
+        """Returns how it ended; raises _Stopping when the server ends."""
+        running: set[asyncio.Task[None]] = set()
+        try:
+            for line in work.lines():
+                while len(running) >= self._at_once:
+                    running = await self._wait_for_one(running)
+                    self._note(owner, batch, work)
+                if self._held or self._is_over(owner, batch):
+                    break
+                running.add(asyncio.create_task(self._answer_line(owner, batch, line, work)))
+            while running:
+                running = await self._wait_for_one(running)
+                self._note(owner, batch, work)
+            if self._held:
+                raise _Stopping
+            total = batch.request_counts.total
+            return "completed" if work.num_completed + work.num_failed == total else "expired"
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _is_over(self, owner: bytes, batch: BatchObject) -> bool:
+        """Whether no further line is answered, since it was cancelled or its time is over."""
+        return _now() >= batch.expires_at or self._store.batch(owner, batch.id).status == "cancelling"
+
+    async def _wait_for_one(self, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        return running
+
+    def _note(self, owner: bytes, batch: BatchObject, work: "_Work") -> None:
+        """Writes the counts down, for a client that looks, but not so often that the disk is kept busy."""
+        if time.monotonic() < self._noted_s + _NOTE_S:
+            return
+        self._noted_s = time.monotonic()
+        now = self._store.batch(owner, batch.id)
+        now.request_counts.completed, now.request_counts.failed = work.num_completed, work.num_failed
+        self._store.put_batch(owner, now)
+
+    async def _answer_line(self, owner: bytes, batch: BatchObject, line: dict[str, Any], work: "_Work") -> None:
+        assert self._app is not None, "the runner was not started"
+        self.num_running += 1
+        try:
+            body = json.dumps(line["body"]).encode()
+            while (answer := await _call(self._app, batch.endpoint, body)).code in _LATER:
+                if self._held:
+                    raise _Stopping
+                if self._is_over(owner, batch):
+                    return
+                await asyncio.sleep(_PAUSE_S)
+        finally:
+            self.num_running -= 1
+        work.put(line["custom_id"], answer)
+
+
+class _Work:
+    """The lines of one batch, and the files of their results. Mutated by the runner alone."""
+
+    def __init__(self, store: BatchStore, batch: BatchObject) -> None:
+        assert batch.output_file_id is not None and batch.error_file_id is not None, batch
+        self.output_id, self.error_id = batch.output_file_id, batch.error_file_id
+        self.num_completed = 0
+        self.num_failed = 0
+        self._source = store.content_path(batch.input_file_id)
+        self._paths = [store.content_path(file_id) for file_id in (self.output_id, self.error_id)]
+        self._done: set[str] = set()
+        self._files: list[BinaryIO] = []
+
+    def read_results(self) -> None:
+        """What an earlier server has answered."""
+        counts = []
+        for path in self._paths:
+            before = len(self._done)
+            read_results(path, self._done.add)
+            counts.append(len(self._done) - before)
+        self.num_completed, self.num_failed = counts
+        self._files = [path.open("ab") for path in self._paths]
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Those that have no result."""
+        with self._source.open("rb") as source:
+            for raw in source:
+                if raw.strip():
+                    line = pydantic_core.from_json(raw)
+                    if line["custom_id"] not in self._done:
+                        yield line
+
+    def put(self, custom_id: str, answer: "_Answer") -> None:
+        """One line is answered. The result is with the system when this returns, and outlives the process."""
+        result = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": {
+                "status_code": answer.code,
+                "request_id": answer.request_id,
+                "body": pydantic_core.from_json(answer.body),
+            },
+            "error": None,
+        }
+        file = self._files[0 if answer.code < 400 else 1]
+        file.write(json.dumps(result).encode() + b"\n")
+        file.flush()
+        if answer.code < 400:
+            self.num_completed += 1
+        else:
+            self.num_failed += 1
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def check_lines(path: Path, endpoint: str) -> tuple[int, list[BatchProblem]]:
+    """The number of lines, and what is wrong with them. Takes as long as reading takes."""
+    problems: list[BatchProblem] = []
+    seen: set[str] = set()
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                line = pydantic_core.from_json(raw, allow_inf_nan=False)
+            except ValueError as error:
+                problems.append(BatchProblem(code="invalid_json_line", message=f"no JSON: {error}", line=number))
+                line = None
+            if line is not None and (problem := _problem(line, endpoint, seen)) is not None:
+                problem.line = number
+                problems.append(problem)
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+    if len(seen) > MAX_LINES:
+        message = f"the file has {len(seen)} requests; a batch has at most {MAX_LINES}; send several"
+        problems.append(BatchProblem(code="too_many_lines", message=message))
+    if not seen and not problems:
+        problems.append(BatchProblem(code="empty_file", message="the file has no request"))
+    return len(seen), problems
+
+
+def _problem(line: Any, endpoint: str, seen: set[str]) -> BatchProblem | None:
+    if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
+        message = "a line is an object with custom_id, a text; method; url; and body"
+        return BatchProblem(code="invalid_request", message=message, param="custom_id")
+    if line["custom_id"] in seen:
+        message = f"custom_id {line['custom_id']!r:.80} is there twice; give each line one of its own"
+        return BatchProblem(code="duplicate_custom_id", message=message, param="custom_id")
+    seen.add(line["custom_id"])
+    if line.get("method") != "POST" or line.get("url") != endpoint:
+        message = f"method and url must be POST and {endpoint}, the endpoint of the batch"
+        return BatchProblem(code="invalid_url", message=message, param="url")
+    body = line.get("body")
+    if not isinstance(body, dict):
+        return BatchProblem(code="invalid_request", message="body must be an object", param="body")
+    if body.get("stream"):
+        return BatchProblem(code="invalid_request", message="a batch cannot stream; leave it out", param="body.stream")
+    return None
+
+
+class _Answer(NamedTuple):
+    """`request_id` is "" for a refusal, which has none."""
+
+    code: int
+    request_id: str
+    body: bytes
+
+
+async def _call(app: ASGIApp, path: str, body: bytes) -> _Answer:
+    """An answer of the application."""
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+    }
+    code, request_id = 0, ""
+    parts: list[bytes] = []
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await asyncio.get_running_loop().create_future()  # this client stays
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal code, request_id
+        if message["type"] == "http.response.start":
+            code = message["status"]
+            request_id = Headers(raw=message["headers"]).get("x-request-id", "")
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await app(scope, receive, send)
+    except Exception:  # the application raises a defect again, behind its answer
+        if not code:
+            raise
+    return _Answer(code, request_id, b"".join(parts))
+
+
+def _now() -> int:
+    return int(time.time())

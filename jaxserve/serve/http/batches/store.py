@@ -1,0 +1,207 @@
+"""The files and batches of all keys, in a directory that outlives the server.
+
+    files/ID.json, ID.jsonl      a file's description, and what is in it
+    batches/ID.json              a batch
+
+A description is replaced as a whole, so that an end of the process leaves the old one or the new one. An owner is the
+digest of a key; for other keys a file or a batch does not exist.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import pydantic
+
+from jaxserve.errors import ConfigError
+from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, FileObject
+from jaxserve.serve.http.errors import HttpRefusal
+
+logger = logging.getLogger(__name__)
+
+_Object = TypeVar("_Object", FileObject, BatchObject)
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
+_CHUNK_BYTES = 2**20
+_LEAST_BYTES = 4096  # that a file or a description takes of a disk, however short
+_MAX_UNFINISHED = 100  # batches of a key
+
+
+class BatchStore:
+    """Used on one event loop; `add_file` may run on a thread, for it takes as long as the disk takes.
+
+    Args:
+      most_bytes: of all that is in the directory, above which no file and no batch is taken any more.
+
+    Attributes:
+      folder: the directory.
+    """
+
+    def __init__(self, folder: str, most_bytes: int) -> None:
+        """Makes the directory. Raises ConfigError where that cannot be done."""
+        self.folder = Path(folder)
+        self._most_bytes = most_bytes
+        try:
+            for name in ("files", "batches"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"serve.http.batch_dir: {folder!r} cannot be made or used: {error}") from error
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def add_file(self, owner: bytes, name: str, source: BinaryIO) -> FileObject:
+        """Keeps what a client sends. Raises HttpRefusal with 413 where there is no room."""
+        self._check_room(source.seek(0, os.SEEK_END))
+        source.seek(0)
+        file_id = new_file_id()
+        partial = self._part(file_id, ".part")
+        try:
+            with partial.open("wb") as target:
+                while chunk := source.read(_CHUNK_BYTES):
+                    target.write(chunk)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        partial.replace(self.content_path(file_id))
+        return self._describe(owner, file_id, name, "batch")
+
+    def add_output(self, owner: bytes, file_id: str, name: str) -> FileObject:
+        """Describes a file whose content is complete."""
+        return self._describe(owner, file_id, name, "batch_output")
+
+    def _describe(self, owner: bytes, file_id: str, name: str, purpose: Any) -> FileObject:
+        size = self.content_path(file_id).stat().st_size
+        found = FileObject(id=file_id, bytes=size, created_at=int(time.time()), filename=name, purpose=purpose)
+        self._write(self._part(file_id, ".json"), owner, found)
+        return found
+
+    def content_path(self, file_id: str) -> Path:
+        """Where the content of a file is."""
+        return self._part(file_id, ".jsonl")
+
+    def file(self, owner: bytes, file_id: str) -> FileObject:
+        """Raises HttpRefusal with 404."""
+        return self._get("files", FileObject, owner, file_id)
+
+    def files(self, owner: bytes) -> list[FileObject]:
+        """The newest first."""
+        return self._list("files", FileObject, owner)
+
+    def remove_file(self, owner: bytes, file_id: str) -> None:
+        """Raises HttpRefusal: with 404 for an unknown file, with 409 for one that a batch still reads."""
+        self.file(owner, file_id)
+        for _, batch in self.unfinished():
+            if batch.input_file_id == file_id:
+                raise HttpRefusal(409, f"the batch {batch.id} still reads {file_id}; cancel it, or wait for its end")
+        self._part(file_id, ".json").unlink()
+        self.content_path(file_id).unlink(missing_ok=True)
+
+    def _part(self, file_id: str, suffix: str) -> Path:
+        return self.folder / "files" / f"{file_id}{suffix}"
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def batch(self, owner: bytes, batch_id: str) -> BatchObject:
+        """Raises HttpRefusal with 404."""
+        return self._get("batches", BatchObject, owner, batch_id)
+
+    def batches(self, owner: bytes) -> list[BatchObject]:
+        """The newest first."""
+        return self._list("batches", BatchObject, owner)
+
+    def add_batch(self, owner: bytes, batch: BatchObject) -> None:
+        """Writes down a new batch. Raises HttpRefusal: with 413 where there is no room, with 429 for too many."""
+        self._check_room(0)
+        waiting = sum(whose == owner for whose, _ in self.unfinished())
+        if waiting >= _MAX_UNFINISHED:
+            text = f"{waiting} batches of this key have not ended; it may have {_MAX_UNFINISHED}, so try again later"
+            raise HttpRefusal(429, text)
+        self.put_batch(owner, batch)
+
+    def put_batch(self, owner: bytes, batch: BatchObject) -> None:
+        """Writes down what has changed of a batch."""
+        self._write(self.folder / "batches" / f"{batch.id}.json", owner, batch)
+
+    def unfinished(self) -> list[tuple[bytes, BatchObject]]:
+        """All batches that have not ended, of all owners, the oldest first."""
+        found = [(owner, batch) for owner, batch in self._all("batches", BatchObject) if batch.status not in ENDED]
+        return sorted(found, key=lambda each: (each[1].created_at, each[1].id))
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Whether a file of this size has room. Two at once may both find the last of it."""
+        there = (path.stat() for name in ("files", "batches") for path in (self.folder / name).iterdir())
+        taken = sum(max(each.st_size, _LEAST_BYTES) for each in there)
+        if taken + max(num_bytes, _LEAST_BYTES) > self._most_bytes:
+            text = (
+                f"files and batches of all keys have {taken} of {self._most_bytes} bytes (serve.http.batch_dir_bytes), "
+                f"and this one needs {num_bytes}; delete files that are not needed any more"
+            )
+            raise HttpRefusal(413, text)
+
+    def _get(self, folder: str, kind: type[_Object], owner: bytes, name: str) -> _Object:
+        if _ID.fullmatch(name):
+            try:
+                whose, found = _read(self.folder / folder / f"{name}.json", kind)
+            except FileNotFoundError:
+                pass
+            else:
+                if whose == owner:
+                    return found
+        raise HttpRefusal(404, f"there is no {name!r:.80} among the {folder} of this key", kind="not_found")
+
+    def _list(self, folder: str, kind: type[_Object], owner: bytes) -> list[_Object]:
+        found = [each for whose, each in self._all(folder, kind) if whose == owner]
+        return sorted(found, key=lambda each: (-each.created_at, each.id))
+
+    def _all(self, folder: str, kind: type[_Object]) -> Iterator[tuple[bytes, _Object]]:
+        for path in (self.folder / folder).glob("*.json"):
+            try:
+                yield _read(path, kind)
+            except FileNotFoundError:
+                pass  # removed meanwhile
+            except (OSError, ValueError, KeyError, TypeError) as error:  # it must not hide those of others
+                logger.error("%s is left out, since it cannot be read: %s", path, error)
+
+    def _write(self, path: Path, owner: bytes, value: pydantic.BaseModel) -> None:
+        partial = path.with_suffix(".tmp")
+        with partial.open("w", encoding="utf-8") as target:
+            json.dump({"owner": owner.hex(), "object": value.model_dump()}, target)
+            target.flush()
+            os.fsync(target.fileno())
+        partial.replace(path)
+
+
+def _read(path: Path, kind: type[_Object]) -> tuple[bytes, _Object]:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return bytes.fromhex(fields["owner"]), kind.model_validate(fields["object"])
+
+
+def new_file_id() -> str:
+    """A name that no other file has."""
+    return f"file-{uuid.uuid4().hex}"
+
+
+def new_batch_id() -> str:
+    """A name that no other batch has."""
+    return f"batch_{uuid.uuid4().hex}"
+
+
+def read_results(path: Path, on_id: Callable[[str], None]) -> None:
+    """The ids of all results in a file. A last line that was cut by the end of the process is removed."""
+    if not path.exists():
+        return
+    whole = 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            on_id(json.loads(line)["custom_id"])
+            whole += len(line)
+        file.truncate(whole)

@@ -1,0 +1,214 @@
+"""`jaxserve study`: its file, its points, runs that are resumed, figures with intervals, tables and pictures."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.cli import main
+from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.fairness import jain_index
+from jaxserve.lab.simulation.requests import ClientOptions, sim_requests
+from jaxserve.lab.simulation.simulate import FixedCost, StepCost, simulate
+from jaxserve.lab.study.figures import experience, interval, run_figures
+from jaxserve.lab.study.run import run_study
+from jaxserve.lab.study.spec import Study, Targets, read_study
+from jaxserve.lab.workloads.samples import Part, Shape
+from jaxserve.sched import Bucket, Limits
+
+SMALL: dict[str, Any] = {"load.num_prompts": 20, "load.input_len": 40, "load.output_len": 10}
+FILE = """
+base: {load.num_prompts: 20, load.input_len: 40, load.output_len: 10, load.tenants: 2, policy: fair}
+grid:
+  load.rate: [5, 50]
+  config.sched.max_rows: [2, 8]
+seeds: 2
+targets: {ttft: 200, tpot: 50}
+"""
+
+
+def write(path: Path, text: str = FILE) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_study_from_its_file_to_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["study", str(write(tmp_path / "a.yaml")), "--out", str(out), "--processes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "means over 2 seeds, ± half the interval of 95% confidence; the first 10%" in printed
+    with (out / "runs.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    assert [(run["load.rate"], run["config.sched.max_rows"], run["seed"]) for run in runs] == [
+        (rate, rows, seed) for rate in ("5", "50") for rows in ("2", "8") for seed in ("0", "1")
+    ]
+    assert all(run["completed"] == "18" for run in runs), "a tenth of 20 is warm-up"
+    assert all(0 < float(run[name]) <= 1 for run in runs for name in ("jain", "qoe"))
+    with (out / "points.csv").open() as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 4
+    for number, point in enumerate(points):
+        mean = sum(float(run["p99_ttft_ms"]) for run in runs[2 * number : 2 * number + 2]) / 2
+        assert float(point["p99_ttft_ms"]) == pytest.approx(mean)
+        assert float(point["p99_ttft_ms_half_width"]) > 0
+    assert float(points[2]["p99_ttft_ms"]) > float(points[3]["p99_ttft_ms"]), "fewer rows wait longer"
+    for name in ("lines.png", "pareto.png", "cdf.png"):
+        assert (out / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More values, another order of names, and a name that moves from base to grid, leave the earlier runs as they are;
+    other targets do not."""
+    study = Study(base=SMALL, grid={"load.rate": [5.0]}, seeds=2)
+    first = run_study(study, tmp_path, 1)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert len(times) == 2
+    more = run_study(Study(base=dict(reversed(SMALL.items())), grid={"load.rate": [5.0, 9.0]}, seeds=2), tmp_path, 1)
+    assert more[:2] == first
+    assert len(list((tmp_path / "runs").iterdir())) == 4
+    named = {"load.rate": [5.0], "load.input_len": [SMALL["load.input_len"]]}
+    same = Study(base={n: v for n, v in SMALL.items() if n not in named}, grid=named, seeds=2)
+    assert [run["axes"] for run in run_study(same, tmp_path, 1)] == [{"load.rate": 5.0, "load.input_len": 40}] * 2
+    assert all(path.stat().st_mtime_ns == before for path, before in times.items())
+    run_study(study.model_copy(update={"targets": Targets(ttft=100)}), tmp_path, 1)
+    assert len(list((tmp_path / "runs").iterdir())) == 6
+    next(iter(times)).write_text("{")
+    with pytest.raises(ConfigError, match="is no run of a study.*remove it"):
+        run_study(study, tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_a_study_that_was_killed_goes_on(tmp_path: Path) -> None:
+    text = FILE.replace("load.num_prompts: 20", "load.num_prompts: 300").replace("seeds: 2", "seeds: 3")
+    out, file = tmp_path / "out", write(tmp_path / "a.yaml", text)
+    command = [sys.executable, "-m", "jaxserve", "study", str(file), "--out", str(out), "--processes", "2", "--no-plot"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end_s = time.monotonic() + 120
+    while not (kept := list(out.glob("runs/*.json"))) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert kept, "a run was finished before the end"
+    times = {path: path.stat().st_mtime_ns for path in kept}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert len(list(out.glob("runs/*.json"))) == 12
+    assert all(path.stat().st_mtime_ns == before for path, before in times.items())
+    again = tmp_path / "again"
+    command[command.index(str(out))] = str(again)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert (again / "runs.csv").read_text() == (out / "runs.csv").read_text()
+
+
+def test_capacity_is_the_highest_rate_that_meets_the_targets(tmp_path: Path) -> None:
+    study = Study.model_validate(
+        {
+            "base": SMALL | {"load.num_prompts": 60, "config.sched.max_rows": 2},
+            "seeds": 1,
+            "targets": {"ttft": 20},
+            "capacity": {"low": 0.5, "high": 500, "within": 0.02},
+        }
+    )
+    [found] = run_study(study, tmp_path, 1)
+    rate = found["figures"]["capacity"]
+    assert not found["figures"]["capacity_is_bound"]
+    assert found["figures"]["good_share"] >= 0.9
+    shares = []
+    for factor in (0.9, 1.05):
+        fixed = Study(base={**study.base, "load.rate": rate * factor}, seeds=1, targets=study.targets)
+        [run] = run_study(fixed, tmp_path, 1)
+        shares.append(run["figures"]["good_share"])
+    assert shares[0] >= 0.9 > shares[1]
+    too_hard = study.model_copy(update={"targets": Targets(ttft=0.001)})
+    assert run_study(too_hard, tmp_path, 1)[0]["figures"]["capacity"] is None
+    easy = study.model_copy(update={"targets": Targets(ttft=1e9)})
+    assert run_study(easy, tmp_path, 1)[0]["figures"]["capacity_is_bound"]
+
+
+def test_an_oracle_of_lengths_orders_by_them(tmp_path: Path) -> None:
+    """With one row and all there at once, the shortest first has the least mean time; a wrong oracle does worse."""
+    base = SMALL | {
+        "load.dataset": "lognormal",
+        "load.num_prompts": 40,
+        "load.max_tokens": 200,
+        "load.length_cv": 2.0,
+        "policy": "sjf",
+        "config.sched.max_rows": 1,
+    }
+    study = Study(base=base, grid={"length_error": [None, 1.0, 30.0]}, seeds=1, warmup=0.0)
+    blind, exact, wrong = (run["figures"]["mean_e2el_ms"] for run in run_study(study, tmp_path, 1))
+    assert exact < wrong
+    assert exact < blind
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "cannot be read"),
+        ("grid: {load.speeed: [1]}", "'load.speeed' is no name; there are config.NAME and autoscale, device"),
+        ("grid: {policy: []}", "policy has no value"),
+        ("{base: {policy: fcfs}, grid: {policy: [sjf]}}", "in base and in grid"),
+        ("seeds: 0", "seeds: Input should be greater"),
+        ("capacity: {low: 1, high: 2}", "give targets"),
+        ("{targets: {ttft: 1}, capacity: {low: 2, high: 1}}", "must be above low"),
+        ("{targets: {ttft: 1}, capacity: {low: 1, high: 2}, base: {load.rate: 1}}", "leave out load.rate"),
+        ("{base: {load.rate: -1}}", "rate is -1"),
+        ("{base: {load.dataset: none}}", "none"),
+        ("{base: {device: tpu9, load.num_prompts: 2}}", "the point: .*tpu9"),
+        ("{base: {router: prefix, load.num_prompts: 2}}", "give replicas of 2 or more"),
+        ("{base: {length_error: 0.5, load.num_prompts: 2}}", "length_error is 0.5"),
+        ("{base: {config.sched.max_rowz: 2, load.num_prompts: 2}}", "max_rowz"),
+    ],
+)
+def test_a_mistake_costs_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_study(read_study(write(tmp_path / "a.yaml", text)), tmp_path / "out", 1)
+
+
+def test_intervals_and_indices_have_their_published_values() -> None:
+    """Student's t for 3 values is 4.303 at 95 %; Jain's own example; Andes' curve of one token late."""
+    found = interval([1.0, 2.0, 3.0], 0.95)
+    assert (found.mean, found.half_width) == (2.0, pytest.approx(4.3027 / math.sqrt(3), rel=1e-4))
+    assert interval([4.0], 0.95).half_width is None
+    assert jain_index([1.0, 1.0, 1.0]) == 1.0
+    assert jain_index([5.0, 0.0, 0.0]) == pytest.approx(1 / 3)
+    assert experience([0.5, 1.0, 1.5], ttft_s=1.0, tpot_s=1.0) == 1.0, "a token that is early is read when it is due"
+    assert experience([1.0, 2.0, 4.0], ttft_s=1.0, tpot_s=1.0) == pytest.approx((3 + 2 + 0) / (3 + 2 + 1))
+    assert experience([3.0], ttft_s=1.0, tpot_s=1.0) == 0.0
+
+
+LIMITS = Limits(
+    max_rows=1, num_pages=2000, page_size=16, max_model_len=64, buckets=(Bucket(1, 1, True), Bucket(16, 1, False))
+)
+
+
+def test_a_queue_of_one_server_agrees_with_queueing_theory() -> None:
+    """M/D/1 by one row: a prompt of 16 tokens and 9 outputs take 9 steps of 10 ms. Pollaczek and Khinchine give the
+    mean wait; Little's law ties the mean number in the system to the mean time in it."""
+    import numpy as np
+
+    service_s, count, rate = 0.09, 4000, 0.6 / 0.09
+    arrivals = np.cumsum(np.random.default_rng(5).exponential(1 / rate, count))
+    shapes = [Shape(parts=(Part(k, 16),), output_len=9, arrival_s=float(at)) for k, at in enumerate(arrivals)]
+    result = simulate(
+        "fcfs", list(sim_requests(shapes, ClientOptions())), FixedCost(cost=StepCost(host_s=0.0, device_s=0.01)), LIMITS
+    )
+    figures = run_figures(result, 0.1, Targets(), result.duration_s)
+    expected_ms = 0.6 * service_s / (2 * (1 - 0.6)) * 1e3
+    waits = np.array([(r.admitted_s or 0.0) - r.arrival_s for r in sorted(result.requests, key=lambda r: r.arrival_s)])
+    batches = waits[400:].reshape(20, -1).mean(axis=1) * 1e3  # nearly independent means
+    assert abs(figures["mean_queue_ms"] - expected_ms) < 3 * batches.std(ddof=1) / math.sqrt(20)
+    edges = sorted(edge for r in result.requests for edge in ((r.arrival_s, 1), (r.last_token_s or 0.0, -1)))
+    area, inside, last_s = 0.0, 0, 0.0
+    for time_s, change in edges:
+        area, inside, last_s = area + inside * (time_s - last_s), inside + change, time_s
+    stays = sum((r.last_token_s or 0.0) - r.arrival_s for r in result.requests)
+    assert area / last_s == pytest.approx(count / last_s * stays / count)
+    assert json.dumps(figures)

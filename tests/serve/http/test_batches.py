@@ -1,0 +1,227 @@
+"""The official client against `/v1/files` and `/v1/batches`: results, refusals, and a server that ends in between."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_parts import ToolTokenizer, browse, http_served, openai_client
+from serve_parts import Served, wait_until
+
+from jaxserve.errors import EngineStopped
+from jaxserve.serve.http.batches.store import BatchStore, read_results
+from jaxserve.serve.http.errors import HttpRefusal
+
+KEYS = ("sk-one", "sk-two")
+CHATS: Any = "/v1/chat/completions"
+
+
+def line(name: str, **body: Any) -> str:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi "}], "max_tokens": 3, **body}
+    return json.dumps({"custom_id": name, "method": "POST", "url": CHATS, "body": body})
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("\n".join(KEYS))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, keys: str) -> Iterator[Served]:
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    folder = tmp_path_factory.mktemp("batches")
+    with http_served(parts, api_keys_file=keys, batch_dir=str(folder), batch_file_bytes=20_000, batch_lines=4):
+        yield parts
+    parts.scheduler.check()
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai_client(server, KEYS[0]) as client:
+        yield client
+
+
+def begin(client: openai.OpenAI, *lines: str, endpoint: Any = CHATS) -> str:
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"})
+    return made.id
+
+
+def end_of(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
+    ended = ("completed", "failed", "cancelled", "expired")
+    wait_until(lambda: client.batches.retrieve(batch_id).status in ended, "the batch ends")
+    return client.batches.retrieve(batch_id)
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    found = [json.loads(each) for each in client.files.content(file_id).text.splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found), "no line is answered twice"
+    return {each["custom_id"]: each["response"] for each in found}
+
+
+def test_a_batch(client: openai.OpenAI) -> None:
+    """Results are those of single calls, refusals are results too, and the order is free."""
+    lines = [line(f"n{k}", max_tokens=k + 1) for k in range(10)]
+    batch = end_of(client, begin(client, *lines, "", line("wrong", temperature=-1)))
+    assert (batch.status, batch.metadata, batch.errors) == ("completed", {"a": "b"}, None)
+    counts = batch.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (11, 10, 1)
+    good = results(client, batch.output_file_id)
+    assert {name: good[name]["body"]["choices"][0]["message"]["content"] for name in ("n0", "n2")} == {
+        "n0": "!",
+        "n2": '!"#',
+    }
+    assert good["n0"]["request_id"] in good["n0"]["body"]["id"]
+    (bad,) = results(client, batch.error_file_id).values()
+    assert (bad["status_code"], bad["body"]["error"]["type"]) == (400, "invalid_request_error")
+    assert client.files.retrieve(str(batch.output_file_id)).purpose == "batch_output"
+    assert next(one.id for one in client.batches.list(limit=1)) == batch.id
+    client.files.delete(batch.input_file_id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(batch.input_file_id)
+
+
+def test_a_file_that_is_wrong_fails_its_batch(client: openai.OpenAI) -> None:
+    wrong = [
+        ("{", "no JSON"),
+        (line("a"), None),
+        (line("a"), "twice"),
+        (line("b").replace(CHATS, "/v1/completions"), "method and url"),
+        (line("c", stream=True), "cannot stream"),
+        ("[]", "custom_id"),
+        ('{"custom_id": "d", "method": "POST", "url": "/v1/chat/completions"}', "body must be an object"),
+    ]
+    batch = end_of(client, begin(client, *(text for text, _ in wrong)))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    problems = {problem.line: problem.message for problem in batch.errors.data or ()}
+    expected = {number: text for number, (_, text) in enumerate(wrong, start=1) if text is not None}
+    assert problems.keys() == expected.keys()
+    assert all(text in str(problems[number]) for number, text in expected.items())
+    empty = end_of(client, begin(client, "\n"))
+    assert empty.errors is not None and empty.errors.data is not None
+    assert empty.errors.data[0].code == "empty_file"
+
+
+def test_a_batch_is_cancelled_and_keeps_what_it_has(client: openai.OpenAI, server: Served) -> None:
+    server.runner.hold()
+    try:
+        batch_id = begin(client, *(line(f"n{k}") for k in range(30)))
+        wait_until(lambda: server.runner.is_held, "the first lines run")
+        with pytest.raises(openai.ConflictError, match="still reads"):
+            client.files.delete(client.batches.retrieve(batch_id).input_file_id)
+        assert client.batches.cancel(batch_id).status == "cancelling"
+    finally:
+        server.runner.release()
+    batch = end_of(client, batch_id)
+    assert batch.status == "cancelled"
+    assert batch.request_counts is not None
+    assert 0 < batch.request_counts.completed < 30
+    assert len(results(client, batch.output_file_id)) == batch.request_counts.completed
+    with pytest.raises(openai.ConflictError, match="is cancelled already"):
+        client.batches.cancel(batch_id)
+
+
+def test_a_line_waits_for_an_engine_that_is_built_again(
+    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that comes back is no end of the server, and no result of a line. Nor does the line keep its batch."""
+    refusals: list[str] = []
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        refusals.append("once")
+        raise EngineStopped("the replica is being built again")
+
+    with monkeypatch.context() as dead:
+        dead.setattr(server.engine, "submit", refuse)
+        first, second = begin(client, line("a")), begin(client, line("b"))
+        wait_until(lambda: len(refusals) > 1, "a line is tried again")
+        client.batches.cancel(first)
+        assert end_of(client, first).status == "cancelled"
+    assert end_of(client, second).request_counts == openai.types.BatchRequestCounts(completed=1, failed=0, total=1)
+
+
+def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), most_bytes=5 * 4096)
+    kept = [store.add_file(b"key", f"{number}", io.BytesIO(b"{}")) for number in range(2)]
+    with pytest.raises(HttpRefusal, match="serve.http.batch_dir_bytes.*delete files"):
+        store.add_file(b"key", "large", io.BytesIO(bytes(5000)))
+    (tmp_path / "files" / f"{kept[0].id}.json").write_text("{")
+    assert [file.id for file in store.files(b"key")] == [kept[1].id]
+    store.remove_file(b"key", kept[1].id)
+    assert store.add_file(b"key", "large", io.BytesIO(bytes(5000))).bytes == 5000
+
+
+def test_files_and_batches_belong_to_a_key(client: openai.OpenAI, server: Served) -> None:
+    batch = end_of(client, begin(client, line("a")))
+    with openai_client(server, KEYS[1]) as other:
+        assert list(other.files.list()) == list(other.batches.list()) == []
+        for call in (
+            lambda: other.files.content(str(batch.output_file_id)),
+            lambda: other.files.delete(batch.input_file_id),
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: begin_with(other, batch.input_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+
+
+def begin_with(client: openai.OpenAI, file_id: str) -> Any:
+    return client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h")
+
+
+def test_refusals(client: openai.OpenAI, server: Served) -> None:
+    with pytest.raises(openai.APIStatusError, match="batch_file_bytes") as large:
+        client.files.create(file=("in.jsonl", b"a" * 30_000), purpose="batch")
+    assert large.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("in.jsonl", b"a"), purpose="fine-tune")
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        client.batches.create(input_file_id="file-1", endpoint="/v1/moderations", completion_window="24h")
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve("../../etc/passwd")
+    with browse(server, **{"x-api-key": KEYS[0]}) as http:  # as a form of a web page could come to an open server
+        refused = http.post("/v1/files", files={"file": b"a"}, data={"purpose": "batch"})
+    assert (refused.status_code, "Authorization" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_a_batch_goes_on_after_the_end_of_its_server(tmp_path: Path, keys: str) -> None:
+    """SIGTERM in the middle, and a line of the results that is only half there: every line is answered once."""
+    options: Any = {"api_keys_file": keys, "batch_dir": str(tmp_path), "batch_lines": 2}
+    first = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with http_served(first, drain_s=0.0, **options), openai_client(first, KEYS[0]) as client:
+        first.runner.hold(after=9)
+        batch_id = begin(client, *(line(f"n{k}") for k in range(12)))
+        wait_until(lambda: first.runner.is_held, "some lines are answered")
+        first.request_shutdown()
+        first.request_shutdown()
+        first.runner.release()
+        first.wait_for_exit()
+    (partial,) = [path for path in tmp_path.glob("files/*.jsonl") if b"status_code" in path.read_bytes()]
+    done: list[str] = []
+    read_results(partial, done.append)
+    assert 0 < len(done) < 12
+    with partial.open("ab") as file:
+        file.write(b'{"custom_id": "n11", "respon')
+    second = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with http_served(second, **options), openai_client(second, KEYS[0]) as client:
+        batch = end_of(client, batch_id)
+        found = results(client, batch.output_file_id)
+    assert batch.status == "completed"
+    assert found.keys() == {f"n{k}" for k in range(12)}
+    assert {each["body"]["choices"][0]["message"]["content"] for each in found.values()} == {'!"#'}
+    assert batch.request_counts is not None and batch.request_counts.completed == 12
+
+
+def test_without_a_directory_there_are_no_batches() -> None:
+    with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259)) as parts, browse(parts) as http:
+        assert http.get("/v1/batches").status_code == 404
+        assert "/v1/batches" not in http.get("/openapi.json").json()["paths"]

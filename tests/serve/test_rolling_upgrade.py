@@ -1,0 +1,114 @@
+"""Servers behind a router are shut down and started again one after the other, under load: nothing is lost.
+
+Processes on fake devices; `scripts/chaos.py --upgrades 1` does it with the model. And one stream at the worst moment: a
+step is in flight when its server begins to bring pages to a store.
+"""
+
+import contextlib
+import threading
+from typing import Any
+
+from route_parts import fake_server, routed
+from serve_parts import ONE_CALL, WAIT_S, IdleStore, Served, serve_slowly, served, wait_until
+
+from jaxserve.api import SamplingParams
+from jaxserve.client import Client, RequestFailed
+from jaxserve.sched.plan import HostSlots
+
+NUM_TOKENS = 400  # of a stream, which takes longer than a drain
+
+
+def test_a_rolling_upgrade_loses_nothing() -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    expected = [(97 + i) % 128 for i in range(1, NUM_TOKENS + 1)]
+    answers: list[list[int]] = []
+    errors: list[RequestFailed] = []
+    over = threading.Event()
+
+    def ask(client: Client) -> None:
+        while not over.is_set():
+            try:
+                replies = [*client.generate([5, 97], sampling, timeout_s=4 * WAIT_S)]
+            except RequestFailed as error:
+                errors.append(error)
+            else:
+                answers.append([i for reply in replies for i in reply.token_ids])
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(fake_server(delay_s=0.004, drain_s=0.2)) for _ in range(2)]
+        addresses = [address for _, address in servers]
+        router = stack.enter_context(routed(*addresses, retries=0, wait_s=WAIT_S))
+        client = stack.enter_context(Client(router.address, retries=ONE_CALL))
+        wait_until(lambda: client.load().num_replicas == 2, "both are well")
+        threads = [threading.Thread(target=ask, args=(client,)) for _ in range(12)]  # the servers have eight rows
+        for thread in threads:
+            thread.start()
+        for process, address in servers:
+            before = len(answers)
+            wait_until(lambda before=before: len(answers) > before, "the load runs")
+            process.terminate()
+            assert process.wait(WAIT_S) == 0
+            port = int(address.rsplit(":", 1)[1])
+            stack.enter_context(fake_server(delay_s=0.004, drain_s=0.2, port=port))
+            wait_until(lambda: client.load().num_replicas == 2, "the new one is well")
+        over.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert not errors
+    assert len(answers) >= 12 and all(answer == expected for answer in answers)
+
+
+def exports_slowly() -> Served:
+    """Its tokens follow from all before them; its store takes no page, so an export lasts until it is cut short."""
+    return serve_slowly(mode="context", slots=HostSlots(64, 16, 16), store=IdleStore())
+
+
+def test_tokens_of_a_step_that_was_in_flight_when_an_export_began_are_sent_once() -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, seed=5)
+    prompt = [*range(40, 60)]
+    received: list[int] = []
+    with (
+        served(exports_slowly()) as one,
+        served(exports_slowly()) as two,
+        routed(one.address, two.address, retries=0, wait_s=WAIT_S) as router,
+        Client(router.address, retries=ONE_CALL) as client,
+    ):
+        wait_until(lambda: client.load().num_replicas == 2, "both are well")
+
+        def read() -> None:
+            for reply in client.generate(prompt, sampling, timeout_s=2 * WAIT_S):
+                received.extend(reply.token_ids)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        wait_until(lambda: len(received) >= 5, "it streams")
+        left, right = (one, two) if one.engine.num_live else (two, one)
+        left.runner.hold()
+        wait_until(lambda: left.runner.is_held, "a step is in flight")
+        [sequence] = left.scheduler._running
+        wait_until(lambda: len(received) == sequence.num_outputs, "all that was computed is there")
+        num_before = len(received)
+        asked, call = threading.Event(), left.engine.call
+
+        def noted(work: Any) -> Any:
+            done = call(work)
+            asked.set()
+            return done
+
+        left.engine.call = noted  # the loop finds the order to export before it launches another step
+        left.loop.call_soon_threadsafe(left.shutdown.drain_within, 0.0)
+        assert asked.wait(WAIT_S)
+        left.runner.release()
+        wait_until(lambda: left.scheduler._export is not None, "the export has begun")
+        wait_until(lambda: left.scheduler.waits() and not left.scheduler._flights, "nothing is in flight any more")
+        computed = sequence.num_outputs
+        assert computed > num_before, "a step has ended within the export"
+        wait_until(lambda: len(received) == computed, "its tokens are sent meanwhile")
+        assert left.scheduler._exported is not None and left.engine.num_live == 1, "the export goes on"
+        for _ in range(2):
+            left.request_shutdown()
+        assert left.wait_for_exit() == 0
+        reader.join(WAIT_S)
+        with Client(right.address, retries=ONE_CALL) as direct:
+            alone = direct.complete(prompt, sampling, timeout_s=2 * WAIT_S)
+        assert received == list(alone.outputs[0].token_ids)
