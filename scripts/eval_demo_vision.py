@@ -54,7 +54,7 @@ def evaluate(llm: LLM, num_items: int, seed: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo-vision")
     parser.add_argument("--items", type=int, default=300, help="pictures of each task")
     parser.add_argument("--seed", type=int, default=1)

@@ -346,9 +346,9 @@ def fit(
         slopes, (value, right) = jax.lax.scan(add, nothing, (parts, keys))
         slopes = jax.tree.map(lambda x: x / len(keys), slopes)
         changes, state = optimizer.update(slopes, state, params)
-        params = optax.apply_updates(params, changes)
-        average = jax.tree.map(lambda a, p: smooth * a + (1 - smooth) * p, average, params)
-        return params, average, state, value.mean(), right.reshape(-1)
+        moved: Any = optax.apply_updates(params, changes)
+        average = jax.tree.map(lambda a, p: smooth * a + (1 - smooth) * p, average, moved)
+        return moved, average, state, value.mean(), right.reshape(-1)
 
     began, values, hits = time.time(), [], {task: [] for task in MIX}
     source = data(now.step)
