@@ -19,7 +19,9 @@ class ModelConfig(Section):
     """The model to load."""
 
     path: str = pydantic.Field(
-        default="demo", description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo'."
+        default="demo",
+        description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo' or 'demo-vision', which are "
+        "packaged.",
     )
     tokenizer: str | None = pydantic.Field(
         default=None, description="Directory or GGUF file of the tokenizer; default: model.path."

@@ -1,8 +1,8 @@
 """A checkpoint on disk, before any weight is read: the JSON files of its directory and the values in them.
 
-These are the config, the ids that end a sequence and default sampling options; the name 'demo' stands for the packaged
-model. A GGUF file has all of them in its metadata. Weights are read in `safetensors_files`, `gguf` and `orbax_io`,
-tokenizers in `text`.
+These are the config, the ids that end a sequence and default sampling options; the names 'demo' and 'demo-vision'
+stand for the packaged models. A GGUF file has all of them in its metadata. Weights are read in `safetensors_files`,
+`gguf` and `orbax_io`, tokenizers in `text`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.gguf_file import SUFFIX, find_gguf, read_gguf
 from jaxserve.models.gguf.config import architecture_of, read_config, read_generation
 
-DEMO_NAME = "demo"
+PACKAGED = {"demo": "demo_model", "demo-vision": "demo_model/vision"}  # directories in the package, by their names
 ORBAX_MARKER = "jaxserve_orbax.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -94,12 +94,12 @@ class Checkpoint:
 
 
 def resolve_model_path(path: str | Path) -> Path:
-    """The directory or GGUF file that `model.path` names; 'demo' is the packaged model.
+    """The directory or GGUF file that `model.path` names; the names of `PACKAGED` are models in the package.
 
     Raises CheckpointError if there is none.
     """
-    if str(path) == DEMO_NAME:
-        directory = Path(str(importlib.resources.files("jaxserve"))) / "demo_model"
+    if str(path) in PACKAGED:
+        directory = Path(str(importlib.resources.files("jaxserve"))) / PACKAGED[str(path)]
         if not (directory / CONFIG_NAME).is_file():
             raise CheckpointError(
                 f"this installation has no demo model (no {directory / CONFIG_NAME}); give a directory"
