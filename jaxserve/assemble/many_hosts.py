@@ -26,7 +26,7 @@ from jaxserve.errors import EngineStopped, UserError
 from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, check_hosts, config_facts, device_facts, follow
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
 from jaxserve.hosts.settings import read_trust
-from jaxserve.models import resolve_model_path
+from jaxserve.model_path import resolve_model_path
 from jaxserve.progress import Progress
 from jaxserve.runtime.build import BuildHooks
 
