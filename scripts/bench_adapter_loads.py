@@ -23,10 +23,9 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import LLM, SamplingParams
 from jaxserve.lab.bench.rates import machine_rates
 from jaxserve.lab.workloads.tables import make_console
-from jaxserve.model_path import resolve_model_path
 from jaxserve.models import Partition, decoder_config
 from jaxserve.models.adapters.placing import AdapterReader
-from jaxserve.models.checkpoint import read_checkpoint
+from jaxserve.models.checkpoint import read_checkpoint, resolve_model_path
 
 RANK, MAX_RANK, NAMES, SOURCES, AGAIN = 4, 8, 4, 7, 10
 OVERRIDES = {

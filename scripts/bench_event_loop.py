@@ -16,7 +16,7 @@ import time
 
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig
 from jaxserve.engine import Engine, ModelInfo
-from jaxserve.model_path import resolve_model_path
+from jaxserve.models import resolve_model_path
 from jaxserve.sched import InFlight, Limits, StepPlan, StepResult, create_scheduler
 from jaxserve.serve.service import Addresses, Shutdown, serve
 from jaxserve.testing import FakeRunner, make_limits

@@ -28,7 +28,7 @@ from rich.console import Console
 from jaxserve.api import SamplingParams
 from jaxserve.assemble import build_devices
 from jaxserve.config import load_config
-from jaxserve.model_path import resolve_model_path
+from jaxserve.models import resolve_model_path
 from jaxserve.progress import Quiet
 from jaxserve.sched import Runner, StepPlan
 from jaxserve.sched.plan import PageGrant, RowSetup

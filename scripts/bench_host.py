@@ -45,7 +45,7 @@ from jaxserve.assemble import build_devices
 from jaxserve.config import load_config
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.engine.interpreter import Interpreter
-from jaxserve.model_path import resolve_model_path
+from jaxserve.models import resolve_model_path
 from jaxserve.progress import Quiet
 from jaxserve.runtime import pack as packing
 from jaxserve.runtime.runner import DeviceInFlight, DeviceRunner

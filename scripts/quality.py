@@ -25,8 +25,7 @@ from record import write_record
 from jaxserve import LLM
 from jaxserve.kernels.paged_attention import AttentionBatch
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
-from jaxserve.model_path import resolve_model_path
-from jaxserve.models import load_model
+from jaxserve.models import load_model, resolve_model_path
 from jaxserve.models.decoder import CachePlace
 from jaxserve.models.quantised import Quantisation
 from jaxserve.text import ChatTemplate, encode_chat, load_tokenizer

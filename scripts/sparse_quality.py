@@ -27,8 +27,7 @@ from jaxserve.kernels.paged_attention import AttentionBatch, PagedAttention
 from jaxserve.kernels.quest import Quest
 from jaxserve.kernels.selection import PageSummaries, Selector, with_selector
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
-from jaxserve.model_path import resolve_model_path
-from jaxserve.models import load_model
+from jaxserve.models import load_model, resolve_model_path
 from jaxserve.models.decoder import CachePlace
 from jaxserve.models.layers import attention_use
 from jaxserve.text import ChatTemplate, encode_chat, load_tokenizer

@@ -46,8 +46,8 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.model_path import resolve_model_path
 from jaxserve.models import TrainableDecoder, load_trainable
+from jaxserve.models.checkpoint import resolve_model_path
 
 TOP_TOKENS = 12  # of an answer; the longest right one has six
 ENGINE = {

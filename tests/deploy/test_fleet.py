@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import check_crds
+import check_crds  # pyright: ignore[reportMissingImports]  # of scripts/
 import jsonschema
 import kubernetes_validate
 import pytest

@@ -12,8 +12,7 @@ from whole import build, run
 from jaxserve.api import SamplingParams
 from jaxserve.assemble.quantise import quantise_checkpoint
 from jaxserve.config import load_config
-from jaxserve.model_path import resolve_model_path
-from jaxserve.models import read_checkpoint
+from jaxserve.models import read_checkpoint, resolve_model_path
 from jaxserve.models.loading import decoder_config
 from jaxserve.models.shard_reading import checked_tensors
 from jaxserve.quantise.choice import Options

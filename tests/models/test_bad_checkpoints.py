@@ -9,9 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import CheckpointError, Status
-from jaxserve.model_path import resolve_model_path
 from jaxserve.models import checkpoint as checkpoint_module
-from jaxserve.models import load_model, read_checkpoint
+from jaxserve.models import load_model, read_checkpoint, resolve_model_path
 from jaxserve.models.weights import fold_names
 
 

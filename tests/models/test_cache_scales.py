@@ -14,8 +14,7 @@ from test_loading import mesh_of
 from jaxserve import cli
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.kernels.paged_attention import LARGEST
-from jaxserve.model_path import resolve_model_path
-from jaxserve.models import load_model, plan_model, read_checkpoint
+from jaxserve.models import load_model, plan_model, read_checkpoint, resolve_model_path
 from jaxserve.models.cache_scales import CacheScales
 from jaxserve.models.quantised import describe_quantisation
 from jaxserve.models.safetensors_files import open_tensors

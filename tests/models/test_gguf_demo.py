@@ -10,8 +10,7 @@ from demo_tasks import TASKS, check, held_out_items
 from safetensors.numpy import load_file
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.model_path import resolve_model_path
-from jaxserve.models import read_checkpoint
+from jaxserve.models import read_checkpoint, resolve_model_path
 from jaxserve.text import load_tokenizer
 
 

@@ -18,8 +18,7 @@ from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
 from jaxserve.config import load_config
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
-from jaxserve.model_path import resolve_model_path
-from jaxserve.models import decoder_config, plan_model, read_checkpoint
+from jaxserve.models import decoder_config, plan_model, read_checkpoint, resolve_model_path
 from jaxserve.models.drafts import HeadKind
 from jaxserve.models.drafts.attaching import with_head
 from jaxserve.runtime.build import plan_stage_memory

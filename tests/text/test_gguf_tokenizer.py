@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model_path import resolve_model_path
+from jaxserve.models import resolve_model_path
 from jaxserve.text import ChatTemplate, Tokenizer, encode_chat, load_tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tokenizers"

@@ -11,7 +11,7 @@ from structured_cases import check_text, schema
 
 from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.model_path import resolve_model_path
+from jaxserve.models import resolve_model_path
 from jaxserve.testing import ByteTokenizer
 from jaxserve.text import load_tokenizer
 from jaxserve.text.base import Tokenizer

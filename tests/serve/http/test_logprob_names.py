@@ -1,7 +1,7 @@
 """How completions call tokens, with the demo model's vocabulary: pieces, and a token for each byte."""
 
 from jaxserve.api import TokenLogprobs
-from jaxserve.model_path import resolve_model_path
+from jaxserve.models import resolve_model_path
 from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder
 from jaxserve.text import load_tokenizer
 
