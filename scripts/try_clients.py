@@ -1,10 +1,11 @@
 """Runs a client library against a server, as its users would: python scripts/try_clients.py CLIENT URL [--model NAME]
 
-Chat, stream, a demanded tool call and a structured answer, each with a line of what came back. It is for libraries that
-no test installs: each has an environment of its own, in which this file runs, with nothing else of this package.
+Chat, stream, a demanded tool call and a structured answer, each with a line of what came back. Each library may have an
+environment of its own, in which this file runs, with nothing else of this package: for versions that the tests do not
+have.
 
-    python -m venv /tmp/litellm && /tmp/litellm/bin/pip install litellm
-    /tmp/litellm/bin/python scripts/try_clients.py litellm http://127.0.0.1:8000
+    python -m venv /tmp/instructor && /tmp/instructor/bin/pip install instructor
+    /tmp/instructor/bin/python scripts/try_clients.py instructor http://127.0.0.1:8000
 
 docs/http.md says which versions were tried. An exception, or an answer that is not what was asked for, ends the script
 with exit code 1.
