@@ -56,6 +56,7 @@ _PATHS = (
     "serve.grpc.tls_key",
     "serve.grpc.tls_client_ca",
     "serve.grpc.tokens_file",
+    "route.tokenizer",
     "route.tls_ca",
     "route.tls_cert",
     "route.tls_key",

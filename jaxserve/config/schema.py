@@ -705,6 +705,11 @@ class RouteConfig(Section):
         default=None,
         description="`jaxserve route`: HOST:PORT of each server; dns:///NAME:PORT means every address of NAME.",
     )
+    tokenizer: str | None = pydantic.Field(
+        default=None,
+        description="`jaxserve route`: directory or GGUF file of the servers' tokenizer, with which serve.http.port "
+        "answers requests as a server does; null: it has probes and metrics alone.",
+    )
     policy: str = pydantic.Field(
         default="prefix", description="Name, entry point, or 'package.module:Class'; see `jaxserve.routing`."
     )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from jaxserve.api import FinishReason, Pooling, Request
-from jaxserve.engine import AsyncEngine, Engine, pooling_params
+from jaxserve.engine import AnyEngine, AsyncEngine, Engine, pooling_params
 from jaxserve.engine.base import refusal_of
 from jaxserve.engine.exchanging import Exchanger
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull, UnsupportedOption
@@ -38,7 +38,9 @@ class HandoffService(pb_grpc.HandoffServicer):
       counts: for metrics.
     """
 
-    def __init__(self, engine: AsyncEngine, setup: HandoffSetup, *, refuse_special_text: bool = True) -> None:
+    def __init__(
+        self, engine: AsyncEngine[AnyEngine], setup: HandoffSetup, *, refuse_special_text: bool = True
+    ) -> None:
         """Raises ConfigError. `refuse_special_text`: as in `GrpcConfig`."""
         assert isinstance(engine.engine, Engine), "`check_handoff` refuses replicas"
         config = setup.config

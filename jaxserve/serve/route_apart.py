@@ -55,13 +55,13 @@ class Apart(NamedTuple):
         backend: Backend,
         request: pb.GenerateRequest,
         key: PromptKey,
-        context: grpc.aio.ServicerContext,
+        time_remaining: Callable[[], float | None],
         note_death: Callable[[Backend, str, bool], bool],
     ) -> grpc.aio.AioRpcError | None:
         """Sets room aside at `backend`, and puts a ticket into the request if a server computes its prompt.
 
-        `note_death` gets each server that is gone while it computes the prompt, why, and whether it drains; it returns
-        whether to try no other.
+        `time_remaining`: seconds until the deadline of the call; None: it has none. `note_death` gets each server that
+        is gone while it computes the prompt, why, and whether it drains; it returns whether to try no other.
         Returns the error of `backend` when it has no room, or is gone: then no prompt was computed.
         """
         try:
@@ -75,7 +75,7 @@ class Apart(NamedTuple):
         tried: list[str] = [backend.address]
         while len(tried) <= self.retries + 1 and (source := pool.choose_prefill(key, tried)) is not None:
             tried.append(source.address)
-            left_s = context.time_remaining()
+            left_s = time_remaining()
             timeout_s = self.timeout_s if left_s is None else min(left_s, self.timeout_s)
             call = source.handoff.Prefill(
                 handoff_pb.PrefillRequest(request=request), timeout=timeout_s, metadata=pool.metadata
