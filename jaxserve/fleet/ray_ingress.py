@@ -117,7 +117,8 @@ class Ingress:
         """One replica's stream. Afterwards `call.refusal` says why there was no answer; None: there was one."""
         call.num_attempts += 1
         call.refusal, wanted = None, None
-        if self._prompts is not None and call.takes_ticket and self._apart.is_worth(call.request):
+        may_travel = call.takes_ticket and not call.deaths.suspected  # by replicas that computed its prompt, too
+        if self._prompts is not None and may_travel and self._apart.is_worth(call.request):
             wanted = await self._prefill_elsewhere(call, self._prompts)
             if call.refusal is not None:
                 return
