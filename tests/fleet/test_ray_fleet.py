@@ -4,6 +4,7 @@ The second test deploys replicas that compute prompts for others on the cluster 
 more than either.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ OVERRIDES = {"sched.max_rows": MAX_ROWS, "runtime.token_buckets": [64], "runtime
 OVERRIDES |= {"sched.max_step_tokens": 64}
 CONFIG = ROOT / "configs/ray-demo.yaml"
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+FEW = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 PROMPTS = [f"Story number {i}. Once upon a time there was" for i in range(16)]
 LONG = [f"Story {i}. " + "The fox went into the wood and met a bird. " * 4 for i in range(4)]
 
@@ -102,7 +104,14 @@ def test_prompts_are_computed_by_some_replicas_for_others(
     few = {"min_replicas": 1, "max_replicas": 1, "cpus_per_replica": 0.5}
     fleet.deploy({"config": str(CONFIG), "overrides": {**OVERRIDES, **apart}, **few, "prefill": few})
     with Client(fleet.address) as client:
-        wait_until(lambda: client.is_serving(timeout_s=5.0) and len(fleet.pids("Prefill")) == 1, "it serves")
+        number = itertools.count()  # each prompt is a new one, so that only a handoff can have put it into a cache
+        wait_until(
+            lambda: (
+                client.complete(f"{next(number)}: {LONG[0]}", FEW, timeout_s=WAIT_S).num_cached_tokens > 0
+                and (len(fleet.pids()), len(fleet.pids("Prefill"))) == (1, 1)
+            ),
+            "pages are fetched, and the replicas of before are gone",
+        )
         answer = client.complete(LONG[0], SAMPLING, timeout_s=WAIT_S)
         assert (answer.text, answer.num_cached_tokens > 0) == (expected[LONG[0]], True), "its pages were fetched"
         (computing,) = fleet.pids("Prefill")
