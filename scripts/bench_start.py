@@ -3,9 +3,9 @@
     git worktree add --detach ../before COMMIT
     python scripts/bench_start.py --beside ../before --json benchmarks/start_cpu.json
 
-`python -m jaxserve.run` serves the demo model on a free port. From its command to the line that says it serves: seconds,
-and seconds of CPU, which another program on the machine changes less. Then, at rest: threads, and ports that are
-listened on. The first start of each checkout fills its compile cache and does not count.
+`python -m jaxserve.run` serves the demo model on a free port. From its command to the line that says so: seconds, and
+seconds of CPU, which another program on the machine changes less. Then, at rest: threads, and ports that are listened
+on. The first start of each checkout fills its compile cache and does not count.
 """
 
 import argparse
