@@ -28,6 +28,18 @@ SAMPLING = SamplingParams(seed=7, max_tokens=8, ignore_eos=True)
 MakeReplica = Callable[[str], EngineReplica]
 
 
+class Stream:
+    """As much of Ray's stream as an ingress uses. A call that is cancelled is left to its end."""
+
+    def __init__(self, items: AsyncIterator[Any]) -> None:
+        self._items = items
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items
+
+    def cancel(self) -> None: ...
+
+
 class Handle:
     """As much of Ray's handle as an ingress uses, for one replica."""
 
@@ -37,8 +49,8 @@ class Handle:
     def options(self, *, method_name: str, stream: bool = False) -> "Handle":
         return Handle(self._replica, method_name)
 
-    def remote(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return getattr(self._replica, self._method)(*args, **kwargs)
+    def remote(self, *args: Any, **kwargs: Any) -> Stream:
+        return Stream(getattr(self._replica, self._method)(*args, **kwargs))
 
 
 @pytest.fixture
