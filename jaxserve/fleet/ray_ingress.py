@@ -273,7 +273,7 @@ class _Call:
 
     def note_loss(self, replica: str, reason: str, *, drained: bool) -> None:
         """A replica is gone, or full, that had the request. None ever runs it alone: Ray has no replica to spare."""
-        self.deaths.note(replica, reason, self.received.num_tokens, alone=False, drained=drained)
+        self.deaths.note(replica, reason, self.received.num_tokens, alone=False, innocent=drained)
 
 
 def _unimplemented(grpc_context: RayServegRPCContext, method: str, remedy: str) -> CallFailed:
