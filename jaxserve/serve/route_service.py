@@ -26,8 +26,9 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.received import Received
-from jaxserve.serve.route_apart import Apart
+from jaxserve.serve.route_apart import Apart, Missed
 from jaxserve.serve.route_pool import Backend, Place, Pool
+from jaxserve.serve.route_prompts import PoolPrompts
 from jaxserve.serve.status_details import is_draining, retry_after_s
 from jaxserve.serve.suspects import Deaths
 
@@ -310,7 +311,7 @@ class _Forward:
                 if self._received.num_tokens > num_before or not self._deaths.losses:
                     unwell.clear()
                     self._start_wait()
-                self._note_loss(backend, failure, alone)
+                self._note_loss(backend.address, failure, alone)
                 self._prepare_move(backend, failure)
             elif failure.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 await self._context.abort(failure.code, failure.text)
@@ -324,11 +325,11 @@ class _Forward:
         """From now on another replica has `wait_s` seconds to be well."""
         self._deadline_s = asyncio.get_running_loop().time() + self._limits.wait_s
 
-    def _note_loss(self, backend: Backend, failure: _Failure, alone: bool) -> None:
+    def _note_loss(self, address: str, failure: _Failure, alone: bool) -> None:
         """Raises RequestQuarantined when the request is what the replicas die of."""
         name, deaths = self._request.request_id, self._deaths
         innocent = failure.drained or failure.unreached
-        deaths.note(backend.address, failure.text, self._received.num_tokens, alone=alone, innocent=innocent)
+        deaths.note(address, failure.text, self._received.num_tokens, alone=alone, innocent=innocent)
         if deaths.convicted:
             digest = self._quarantine.add(self._request, "; ".join(deaths.losses))
             logger.error("request %r ends the replicas that run it: quarantined, digest %s", name, digest)
@@ -346,10 +347,11 @@ class _Forward:
             self._quarantine.check(self._request)  # the same content may have been convicted while this one waited
             yield place
 
-    def _note_prefill_death(self, source: Backend, reason: str, drained: bool) -> bool:
+    def _note_prefill_death(self, missed: Missed) -> bool:
         """A replica is gone that computed the prompt. Returns whether the request is a suspect now."""
         self._start_wait()
-        self._note_loss(source, _Failure(grpc.StatusCode.UNAVAILABLE, reason, drained), alone=False)
+        failure = _Failure(grpc.StatusCode.UNAVAILABLE, missed.reason, missed.drained)
+        self._note_loss(missed.name, failure, alone=False)
         return self._deaths.suspected
 
     async def _prefill_elsewhere(self, backend: Backend) -> _Failure | None:
@@ -359,14 +361,12 @@ class _Forward:
             return None
         if not (self._takes_ticket and self._pool.is_apart and self._apart.is_worth(self._request)):
             return None
-        self._work = asyncio.ensure_future(
-            self._apart.prepare(
-                self._pool, backend, self._request, self._key, self._context.time_remaining, self._note_prefill_death
-            )
-        )
+        self._work = asyncio.ensure_future(self._prepare(backend))
         try:
-            refusal = await self._work
-            return None if refusal is None else _Failure.of(refusal)
+            await self._work
+            return None
+        except grpc.aio.AioRpcError as refusal:
+            return _Failure.of(refusal)
         except asyncio.CancelledError:
             if not (self._ending or self._aborted):
                 raise
@@ -374,6 +374,14 @@ class _Forward:
         finally:
             self._work.cancel()
             self._work = None
+
+    async def _prepare(self, backend: Backend) -> None:
+        """Sets room aside at `backend`, and puts a ticket into the request. Raises AioRpcError without room."""
+        prompts, request = PoolPrompts(self._pool), self._request
+        if await prompts.offer(backend, request.request_id):
+            await self._apart.prepare(
+                prompts, request, self._key, backend.address, self._context.time_remaining, self._note_prefill_death
+            )
 
     async def _choose(self, unwell: set[str], full: Collection[QueueFull]) -> Backend | None:
         """A replica for the next attempt. A request that one has accepted waits for another, and so does any request
