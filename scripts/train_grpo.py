@@ -409,7 +409,7 @@ def parse_args() -> argparse.Namespace:
     add("--questions", type=int, default=32, help="of a round")
     add("--group", type=int, default=8, help="answers to each question")
     add("--rows", type=int, default=64, help="answers of an optimizer step")
-    add("--row-len", type=int, default=32, help="tokens of question and answer at most")
+    add("--row-len", type=int, default=40, help="tokens of question and answer at most")
     add("--rate", type=float, default=1e-4, help="learning rate of Adam")
     add("--clip", type=float, default=0.2, help="ratios are clipped to 1 plus and minus this")
     add("--kl", type=float, default=0.0, help="weight of the divergence from the first weights; 0: not computed")
