@@ -212,14 +212,15 @@ def grpo_loss(
 
     `reference`: the parameters to stay near, by the divergence of equation 4 times `kl`; None: they do not matter.
     """
-    log_probs = decoder.log_probs(params, batch.tokens, batch.lengths)
+    tokens, lengths = jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)
+    log_probs = decoder.log_probs(params, tokens, lengths)
     num_tokens = batch.drawn.sum()
     difference = jnp.where(batch.drawn > 0, log_probs - batch.behaviour, 0.0)
     ratio = jnp.exp(difference)
     advantages = batch.advantages[:, None]
     gains = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip, 1 + clip) * advantages)
     if reference is not None:
-        away = jax.lax.stop_gradient(decoder.log_probs(reference, batch.tokens, batch.lengths)) - log_probs
+        away = jax.lax.stop_gradient(decoder.log_probs(reference, tokens, lengths)) - log_probs
         gains -= kl * (jnp.exp(away) - away - 1)
     watched = {
         "difference": jnp.abs(difference).max(),
@@ -245,9 +246,10 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, round_number: int, state: Any, history: list[dict[str, Any]]) -> None:
+        past = ocp.args.JsonSave(history)  # pyright: ignore[reportArgumentType]
         self._manager.save(
             round_number,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history)),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=past),
             force=True,
         )
         self._manager.wait_until_finished()
@@ -426,7 +428,7 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     args.work.mkdir(parents=True, exist_ok=True)
     llm = LLM.from_config(None, ENGINE)
-    taught = {}
+    taught, first = {}, 0.0
     if args.json:
         taught["before"] = evaluate(llm, args.final_items, 1)
         first = accuracy(llm, args.final_items)

@@ -188,7 +188,8 @@ def test_a_tool_is_called_as_libraries_demand_it(demo: Served) -> None:
         parsed = client.chat.completions.parse(
             model=MODEL, messages=ASKED, tools=[TOOL], tool_choice=NAMED, max_tokens=100, temperature=0
         )
-        (filled,) = parsed.choices[0].message.tool_calls or ()
+        assert parsed.choices[0].message.tool_calls
+        (filled,) = parsed.choices[0].message.tool_calls
         assert filled.function.parsed_arguments == Person(name="Ada", age=36, city="Quito")
         messages: Any = [{"role": "developer", "content": "Be brief."}, *ASKED]
         options: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 60, "temperature": 0}
