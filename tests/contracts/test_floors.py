@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantise": {*_F0, "config", "kernels", "model_path", "models", "new_directory", "progress", "runtime"},
     "client": {*_F0, "serve"},
     "telemetry": {*_F0, "config", "engine"},
-    "hosts": {*_F0, "config", "gguf_file", "sched"},
+    "hosts": {*_F0, "config", "gguf_file", "kv", "sched"},
     "serve": {*_F0, "config", "engine", "kv", "model_path", "routing", "sched", "text"},
     "lab.roofline": {"chips"},
     "lab.tower_work": {"chips", "lab.roofline", "models"},
