@@ -13,7 +13,7 @@ export JAX_PLATFORMS ?= cpu
 # Tests start many processes, and each would compile the package's source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve serve-tools test test-slow test-all lint type fmt clean
+.PHONY: help demo serve serve-tools test test-slow test-all test-long lint type fmt clean
 
 help:
 	@echo "make demo       answer a few prompts with the demo model (installs first)"
@@ -21,7 +21,8 @@ help:
 	@echo "make serve-tools  HTTP service with the demo model and its adapter that calls tools"
 	@echo "make test       the tests, 15 to 20 minutes on two cores (those of the web page need Chromium)"
 	@echo "make test-slow  the long tests, 30 to 35 minutes more"
-	@echo "make test-all   both in one run, which compiles what they share once"
+	@echo "make test-all   both in one run, which compiles what they share once: what CI runs"
+	@echo "make test-long  what takes minutes alone, of what others check in small: before a release"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:
@@ -55,14 +56,17 @@ serve-tools: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	@echo "==> running the tests"
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
 test-all: $(VENV)/.dev
-	@echo "==> running all tests, the long ones too"
-	$(PYTEST) --durations=40
+	@echo "==> running all tests but those marked as long"
+	$(PYTEST) -m "not long" --durations=60
+
+test-long: $(VENV)/.dev
+	$(PYTEST) -m long --durations=40
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,17 +1,23 @@
 """What LoRA adapters cost a decode step.
 
-    python scripts/bench_lora.py [--rounds 25] [--json benchmarks/lora_cpu.json]
+    python scripts/bench_lora.py [--rounds 25] [--vllm PYTHON] [--json benchmarks/lora_cpu.json]
 
 A random-weight Llama of 125 M parameters (that of bench_engine.py), float32, 16 streams that generate; adapters of rank
 16 in all modules, with random weights. Four engines in one process: one without slots; one with 8 slots and no adapter
 in use; one whose streams all have one adapter; and one with eight adapters, two streams each. They take turns of a few
 steps each, so that what else the machine does is shared by all. A cost is the median over the rounds of the seconds of
 a token beside those of the engine without slots in the same round.
+
+`--vllm` is the Python of an environment that scripts/peers/setup_peers.sh makes: vLLM is measured after this package,
+one engine without LoRA and one with eight slots, which take turns in the same way (scripts/peers/lora_vllm.py).
 """
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -126,22 +132,69 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
             found = streams.turn()
             if number >= 2:  # the first have prompts in them
                 times[name].append(found)
+    return summary(times)
+
+
+def measure_vllm(python: str, rounds: int, root: Path) -> dict[str, Any]:
+    """The same of vLLM, after `measure`, which has written model and adapters."""
+    adapters = [str(root / f"adapter-{number}") for number in range(SLOTS)]
+    script = Path(__file__).parent / "peers" / "lora_vllm.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    rows: dict[str, list[int | None]] = {
+        BASE: [None] * STREAMS,
+        "unused": [None] * STREAMS,
+        "one adapter": [0] * STREAMS,
+        "eight adapters": [row % SLOTS for row in range(STREAMS)],
+    }
+    with contextlib.ExitStack() as stack:
+        processes: list[subprocess.Popen[str]] = []
+        for paths in ([], adapters):
+            command = [python, str(script), str(root / "model"), str(STREAMS), str(4 * STEPS), str(RANK), *paths]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+            processes.append(stack.enter_context(subprocess.Popen(command, **pipes)))
+            stack.callback(processes[-1].kill)
+            ask(processes[-1], None)
+        times: dict[str, list[float]] = {name: [] for name in rows}
+        for number in range(2 + rounds):
+            order = list(rows.items())
+            for name, adapter_of in order[number % 4 :] + order[: number % 4]:
+                found = float(ask(processes[name != BASE], adapter_of))
+                if number >= 2:  # as above
+                    times[name].append(found)
+    return summary(times)
+
+
+def ask(process: "subprocess.Popen[str]", adapter_of: list[int | None] | None) -> str:
+    """The line with which vLLM's process answers; None: its first one. Raises SystemExit when it has died."""
+    assert process.stdin is not None and process.stdout is not None
+    if adapter_of is not None:
+        process.stdin.write(json.dumps(adapter_of) + "\n")
+        process.stdin.flush()
+    if not (line := process.stdout.readline()):
+        raise SystemExit(f"vLLM's process ended with {process.wait()}")
+    return line
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of seconds of a token, by case, and of the costs beside the engine without slots in the same round."""
     costs = {name: [a / b - 1 for a, b in zip(found, times[BASE], strict=True)] for name, found in times.items()}
-    result: dict[str, Any] = {
+    return {
         "token_ms": {name: 1000 * statistics.median(found) for name, found in times.items()},
         "cost": {name: statistics.median(found) for name, found in costs.items()},
         "quartiles": {name: statistics.quantiles(found)[::2] for name, found in costs.items() if name != BASE},
     }
-    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="at most 55, after which streams would end")
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure vLLM in this environment, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         result = measure(args, Path(root))
+        if args.vllm is not None:
+            result["vllm"] = measure_vllm(args.vllm, args.rounds, Path(root))
     make_console().print(result)
     if args.json is not None:
         write_record(args.json, result, rates=machine_rates(), rounds=args.rounds)

@@ -44,12 +44,23 @@ def stored(text: str, with_outputs: bool = False) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def execute(path: Path, env: Mapping[str, str] = os.environ, timeout_s: int = 600) -> nbformat.NotebookNode:
-    """The notebook after a run in its folder, in this environment. Raises nbclient's CellExecutionError."""
+def execute(
+    path: Path,
+    env: Mapping[str, str] = os.environ,
+    timeout_s: int = 600,
+    changed: tuple[str, str] | None = None,
+) -> nbformat.NotebookNode:
+    """The notebook after a run in its folder, in this environment.
+
+    `changed`: a text that is in one of its cells, and what is run in its place. Raises nbclient's CellExecutionError.
+    """
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
+    if changed is not None:
+        [cell] = [cell for cell in notebook.cells if changed[0] in cell.source]
+        cell.source = cell.source.replace(*changed)
     with tempfile.TemporaryDirectory(prefix="kernel") as sockets:  # the path of a socket must be short
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
         client = NotebookClient(notebook, km=kernel, timeout=timeout_s, shutdown_kernel="immediate")

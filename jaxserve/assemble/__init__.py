@@ -39,7 +39,7 @@ from jaxserve.engine.restarting import RestartOptions
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
-from jaxserve.hosts import checkpoint_digest
+from jaxserve.hosts import JointStore, LocalStore, checkpoint_digest
 from jaxserve.kernels.selection import NONE
 from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of
 from jaxserve.models import (
@@ -114,6 +114,7 @@ class Device:
       renew: gives back the memory of the runner, which is used no more, and makes another device of the same weights
         and executables; takes seconds. None where that cannot be.
       adapters: reads LoRA adapters for the model; None: the engine takes none.
+      join_stores: of a model over several processes: makes the store of all processes from that of this one.
     """
 
     runner: Runner
@@ -132,12 +133,15 @@ class Device:
     new_weights: Callable[[WeightSource], Weights] | None = None
     renew: "Callable[[], Device] | None" = None
     adapters: AdapterReader | None = None
+    join_stores: Callable[[LocalStore], JointStore] | None = None
 
     @property
     def all_limits(self) -> Limits:
         """The runner's limits once every bucket is there."""
         return self.runner.limits if self.later is None else self.later.all_limits
 
+
+EngineStore = PageStore | ConnectorStore | JointStore
 
 # Builds the devices of all replicas, and reports its phases.
 MakeDevices = Callable[[Config, Progress], Sequence[Device]]
@@ -221,7 +225,7 @@ def assemble(
     with contextlib.ExitStack() as opened:
         if page_stores is not None:
             opened.callback(page_stores.close)
-        stores = [None if page_stores is None else _open_store(page_stores, device) for device in devices]
+        stores = [None if page_stores is None else open_store(page_stores, device) for device in devices]
         events: list[PageEvents | None] = [*open_page_events(config)] or [None] * num_replicas
         for sender in events:
             if sender is not None:
@@ -230,7 +234,7 @@ def assemble(
         def make_engine(
             number: int,
             device: Device,
-            store: PageStore | ConnectorStore | None,
+            store: EngineStore | None,
             sender: PageEvents | None,
             dead: Engine | None = None,
         ) -> Engine:
@@ -281,7 +285,7 @@ def assemble(
             assert before.renew is not None
             # The name of the weights that it has, which may not be those of the start (`live_weights`).
             device = devices[number] = dataclasses.replace(before.renew(), namespace=before.namespace)
-            store = None if page_stores is None else _open_store(page_stores, device)
+            store = None if page_stores is None else open_store(page_stores, device)
             sender = None if config.events.port is None else open_page_events_of(config, number)
             if device.later is not None:
                 device.later.start()
@@ -349,7 +353,7 @@ def _watched(scheduler: Scheduler, events: PageEvents | None, limits: Limits) ->
     return scheduler
 
 
-def _closing(store: PageStore | ConnectorStore | None, events: PageEvents | None) -> Callable[[], None] | None:
+def _closing(store: EngineStore | None, events: PageEvents | None) -> Callable[[], None] | None:
     parts = [part for part in (events, store) if part is not None]
 
     def close() -> None:
@@ -359,12 +363,14 @@ def _closing(store: PageStore | ConnectorStore | None, events: PageEvents | None
     return close if parts else None
 
 
-def _open_store(stores: PageStores | PageConnectors, device: Device) -> PageStore | ConnectorStore:
+def open_store(stores: PageStores | PageConnectors, device: Device) -> EngineStore:
+    """What is behind the host memory of a replica. Raises what the store raises, and ConfigError."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib"))
     layout = f"jaxserve {__version__}, {versions}, {device.page_layout}"
     if isinstance(stores, PageConnectors):
         return stores.open(device.slots, layout, device.namespace, device.runner.limits.page_size)
-    return stores.open(device.slots, layout, device.namespace, device.slot_form)
+    opened = stores.open(device.slots, layout, device.namespace, device.slot_form)
+    return opened if device.join_stores is None else device.join_stores(opened)
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:

@@ -9,6 +9,7 @@ exit of the interpreter. So a process that has failed tells the others and then 
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
 import socket
@@ -17,13 +18,26 @@ from collections.abc import Callable, Iterator, Mapping
 from jaxserve import __version__, assemble
 from jaxserve.assemble import Assembly, Device
 from jaxserve.assemble.devices import find_devices
+from jaxserve.assemble.page_store import prepare_page_stores
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import Config, HostsConfig
 from jaxserve.console import leave_without_devices
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, UserError
-from jaxserve.hosts import Follower, Leader, LeaderRunner, StepDigest, check_hosts, config_facts, device_facts, follow
+from jaxserve.hosts import (
+    Follower,
+    JointStore,
+    Leader,
+    LeaderRunner,
+    LocalStore,
+    StepDigest,
+    StorePart,
+    check_hosts,
+    config_facts,
+    device_facts,
+    follow,
+)
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
 from jaxserve.hosts.settings import read_trust
 from jaxserve.models import resolve_model_path
@@ -87,13 +101,21 @@ def _assemble_leading(resolved: ResolvedConfig, leader: Leader, progress: Progre
         device = _build(config, progress, digest, lambda numbers: leader.meet("memory", {}, numbers, None))
         progress.begin("waiting until all processes are ready")
         leader.meet("ready", device_facts(device.runner.limits, device.facts), {}, None)
-        runners.append(
-            LeaderRunner(device.runner, leader, digest, heartbeat_s=hosts.heartbeat_s, stall_s=hosts.stall_s)
-        )
-        return [dataclasses.replace(device, runner=runners[0])]
+        runner = LeaderRunner(device.runner, leader, digest, heartbeat_s=hosts.heartbeat_s, stall_s=hosts.stall_s)
+        runners.append(runner)
+        joint = functools.partial(join_stores, leader, runner, hosts.num_processes)
+        return [dataclasses.replace(device, runner=runner, join_stores=joint)]
 
     assembly = assemble.assemble(resolved, progress=progress, make_devices=make_devices)
     return assembly, runners[0]
+
+
+def join_stores(leader: Leader, runner: LeaderRunner, num_processes: int, store: LocalStore) -> JointStore:
+    """The store of all processes, of which `store` is that of process 0. It can be made once."""
+    joint = JointStore(store, num_processes=num_processes, send=leader.order, in_order=runner.in_order)
+    leader.on_outcome(joint.take)
+    leader.on_failure(joint.fail)
+    return joint
 
 
 def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], None] = lambda: None) -> int:
@@ -105,6 +127,7 @@ def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], 
     """
     config, hosts = resolved.config, resolved.config.hosts
     check_hosts(config)
+    page_stores = prepare_page_stores(config)
     link = Follower(
         address=f"{_coordinator_host(hosts)}:{hosts.plan_port}",
         process_id=hosts.process_id,
@@ -123,6 +146,9 @@ def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], 
         check_devices(config.parallel)
         digest = StepDigest()
         device = _build(config, progress, digest, lambda numbers: link.meet("memory", {}, numbers))
+        part = None
+        if page_stores is not None:
+            part = StorePart(assemble.open_store(page_stores, device), link.answer)
         progress.begin("waiting until all processes are ready")
         link.meet("ready", device_facts(device.runner.limits, device.facts), {})
         on_ready()
@@ -135,7 +161,10 @@ def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], 
             heartbeat_s=hosts.heartbeat_s,
             check_every=hosts.check_every,
             finish_s=_FINISH_S,
+            store=part,
         )
+        if part is not None:
+            part.close()
         link.close()
         leave_processes()
     except BaseException as error:
@@ -154,7 +183,10 @@ def _build(
 ) -> Device:
     hooks = BuildHooks(one_of_many=True, on_buffer=digest.observe, agree=agree)
     [device] = assemble.build_devices(config, progress, hooks=hooks)
-    return device
+    # A process keeps its own shards: stores that several processes reach must not take those of one for another's.
+    hosts = config.hosts
+    part = f"{device.page_layout}, part {hosts.process_id} of {hosts.num_processes}"
+    return dataclasses.replace(device, page_layout=part)
 
 
 def _facts(config: Config) -> dict[str, str]:

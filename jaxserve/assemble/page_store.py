@@ -78,11 +78,6 @@ def check_surroundings(config: Config, given: str) -> None:
     """Raises ConfigError where nothing can be behind host memory. `given` begins the message."""
     if not config.cache.host_bytes:
         raise ConfigError(f"{given}, but that fills slots of host memory and cache.host_bytes is 0; set that")
-    if config.hosts.num_processes > 1:
-        raise ConfigError(
-            f"{given} and hosts.num_processes {config.hosts.num_processes}, but the processes of one service would "
-            "have to find the same pages at the same time; leave one of them out"
-        )
 
 
 class PageStores:

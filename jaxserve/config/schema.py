@@ -784,7 +784,9 @@ class StoreConfig(Section):
         default={}, description="What the connector is told, by names of its own."
     )
     location: str | None = pydantic.Field(
-        default=None, description="file: a directory; remote: HOST:PORT of a kv-server; object: the URL of a bucket."
+        default=None,
+        description="file: a directory; remote: HOST:PORT of a kv-server; object: the URL of a bucket. Each of several "
+        "hosts may have its own.",
     )
     max_bytes: int | None = pydantic.Field(
         default=None, ge=1, description="Bytes of all pages, where the store counts."

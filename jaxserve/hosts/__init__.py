@@ -26,6 +26,9 @@ device): the digests of what went in and what came out differ, and the service e
 serving wrong tokens. Processes were started differently: they compare versions, settings, weights and sizes before
 the first step, and refuse with a list of what differs.
 
+Of a store of pages behind host memory (`store:`) each process has one of its own, for the parts of pages that its
+devices hold. Process 0 sends orders for them through the same connections, between the plans.
+
 A collective whose partner is gone may wait for ever inside of the device's runtime. So each process runs plans on
 threads of their own (`execution`), waits for futures, and ends without asking those threads.
 
@@ -35,6 +38,8 @@ How the package is cut:
     handshake                           the proof of the secret, and the seals of frames
     leader, follower                    the two ends of the connection
     execution, running                  plans on a device, and the loops of both kinds of process
+    store_orders, store_part            what process 0 orders the store of each process to do, and how that is done
+    joint_store                         the stores of all processes as one, for the scheduler
     distributed, settings               the one call of `jax.distributed`; the check of a config, secrets and
                                         certificates from files
 """
@@ -42,16 +47,21 @@ How the package is cut:
 from jaxserve.hosts.digest import StepDigest
 from jaxserve.hosts.fingerprint import checkpoint_digest, config_facts, device_facts
 from jaxserve.hosts.follower import Follower
+from jaxserve.hosts.joint_store import JointStore
 from jaxserve.hosts.leader import Leader
 from jaxserve.hosts.link import Tls, Trust
 from jaxserve.hosts.running import LeaderRunner, follow
 from jaxserve.hosts.settings import check_hosts
+from jaxserve.hosts.store_part import LocalStore, StorePart
 
 __all__ = [
     "Follower",
+    "JointStore",
     "Leader",
     "LeaderRunner",
+    "LocalStore",
     "StepDigest",
+    "StorePart",
     "Tls",
     "Trust",
     "check_hosts",

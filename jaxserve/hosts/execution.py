@@ -1,4 +1,5 @@
-"""The execution of plans on two threads of their own, so that no other thread hangs together with a device.
+"""The execution of plans, and of what has a place among them, on two threads of their own, so that no other thread
+hangs together with a device.
 
 When a process dies, the collectives of the others may wait for it for ever inside of the device's runtime, where Python
 cannot interrupt them. So callers wait for a future, which an error can end at any time.
@@ -11,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.hosts.digest import StepDigest
 from jaxserve.sched import InFlight, Runner, StepPlan, StepResult
@@ -23,6 +24,11 @@ class _Planned(NamedTuple):
     future: "Future[StepResult]"
 
 
+class _Call(NamedTuple):
+    work: Callable[[], None]
+    future: "Future[None]"
+
+
 class _Running(NamedTuple):
     seq: int
     handle: InFlight
@@ -31,7 +37,7 @@ class _Running(NamedTuple):
 
 
 class Execution:
-    """Runs plans in the order of `submit`. `submit` and `close` belong to one thread, `fail` to any.
+    """Runs plans and calls in their order. `submit` and `close` belong to one thread, `call` and `fail` to any.
 
     Args:
       runner: used by these threads alone from now on.
@@ -53,10 +59,10 @@ class Execution:
         self._digest = digest
         self._on_digest = on_digest
         self._patience_s = patience_s
-        self._planned: queue.SimpleQueue[_Planned | None] = queue.SimpleQueue()
+        self._planned: queue.SimpleQueue[_Planned | _Call | None] = queue.SimpleQueue()
         self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._open: set[Future[StepResult]] = set()
+        self._open: set[Future[StepResult] | Future[None]] = set()
         self._failure: BaseException | None = None
         self._failed = threading.Event()
         self._threads = [
@@ -69,12 +75,15 @@ class Execution:
     def submit(self, seq: int, plan: StepPlan) -> "Future[StepResult]":
         """Queues a plan and returns at once. Errors of `dispatch` arrive in the future, too."""
         future: Future[StepResult] = Future()
-        with self._lock:
-            if self._failure is not None:
-                future.set_exception(self._failure)
-                return future
-            self._open.add(future)
-        self._planned.put(_Planned(seq, plan, future))
+        if self._begin(future):
+            self._planned.put(_Planned(seq, plan, future))
+        return future
+
+    def call(self, work: Callable[[], None]) -> "Future[None]":
+        """Queues `work`, which must return at once, for the thread that dispatches: behind the plans so far."""
+        future: Future[None] = Future()
+        if self._begin(future):
+            self._planned.put(_Call(work, future))
         return future
 
     def fail(self, error: BaseException) -> None:
@@ -95,11 +104,24 @@ class Execution:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _begin(self, future: "Future[StepResult] | Future[None]") -> bool:
+        with self._lock:
+            if self._failure is None:
+                self._open.add(future)
+                return True
+            failure = self._failure
+        future.set_exception(failure)
+        return False
+
     def _dispatch_all(self) -> None:
         while (item := self._planned.get()) is not None:
             if self._failed.is_set():
                 continue
             try:
+                if isinstance(item, _Call):
+                    item.work()
+                    self._end_well(item.future, None)
+                    continue
                 handle = self._runner.dispatch(item.plan)
             except BaseException as error:  # the boundary of the thread; the waiting callers get the error
                 self._give_up(item.future, error)
@@ -117,17 +139,20 @@ class Execution:
             except BaseException as error:
                 self._give_up(item.future, error)
                 continue
-            with self._lock:
-                self._open.discard(item.future)
-            with contextlib.suppress(InvalidStateError):  # `fail` came first
-                item.future.set_result(result)
+            self._end_well(item.future, result)
 
-    def _give_up(self, future: "Future[StepResult]", error: BaseException) -> None:
+    def _end_well(self, future: "Future[Any]", result: StepResult | None) -> None:
+        with self._lock:
+            self._open.discard(future)
+        with contextlib.suppress(InvalidStateError):  # `fail` came first
+            future.set_result(result)
+
+    def _give_up(self, future: "Future[Any]", error: BaseException) -> None:
         self._failed.wait(self._patience_s)
         _end(future, error)
         self.fail(error)
 
 
-def _end(future: "Future[StepResult]", error: BaseException) -> None:
+def _end(future: "Future[Any]", error: BaseException) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)

@@ -21,6 +21,7 @@ _LOCAL_FIELDS = {
     "model": {"path", "tokenizer", "name", "pooling"},
     "cache": {"scales"},  # a path: the scales themselves are a fact of the built device
     "sched": {"max_mixed_tokens"},
+    "store": {"location", "secret_file", "tls_ca", "tls_cert", "tls_key"},  # each keeps its own part of the pages
     "speculation": {"model"},  # a path: samples of its files are a fact
     "runtime": {"compile_cache", "compile_cache_bytes", "compile_threads", "log_level", "step_log"},
 }

@@ -1,4 +1,5 @@
-"""`Follower`: the connection of every other process to process 0. It proves itself, joins, takes plans and reports.
+"""`Follower`: the connection of every other process to process 0. It proves itself, joins, takes plans and
+orders, and reports.
 
 It raises when process 0 is lost or silent. Plans are executed by `running.follow`; the caller ends the process.
 """
@@ -15,6 +16,7 @@ from jaxserve.errors import EngineStopped, HostLost, HostMismatch, PlanCorrupt
 from jaxserve.hosts.frames import Frame, Kind, make_frame
 from jaxserve.hosts.handshake import Asking
 from jaxserve.hosts.link import BEATS, GREETING_S, METHOD, Hearing, Peer, Trust, transport_options
+from jaxserve.hosts.store_orders import Outcome, outcome_frame
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +87,21 @@ class Follower:
         self._hearing.heard(_LEADER)
         self._is_serving = True
 
-    def plans(self) -> Iterator[tuple[int, bytes]]:
-        """(seq, plan) of each step, in order, until process 0 says that there are no more.
+    def frames(self) -> Iterator[Frame]:
+        """The plan of each step and the orders between them, in order, until process 0 says that there are no more.
 
         Raises HostLost, PlanCorrupt or what `give_up` was called with.
         """
-        while (frame := self._expect(Kind.PLAN, Kind.BYE)).kind is Kind.PLAN:
-            yield frame.seq, frame.payload
+        while (frame := self._expect(Kind.PLAN, Kind.ORDER, Kind.BYE)).kind is not Kind.BYE:
+            yield frame
 
     def report(self, seq: int, digest: bytes) -> None:
         """The digest of all steps up to `seq`."""
         self._send(Frame(Kind.REPORT, seq, digest))
+
+    def answer(self, number: int, outcome: Outcome) -> None:
+        """What the store of this process has done of order `number`."""
+        self._send(outcome_frame(number, outcome))
 
     def wait_for_end(self, timeout_s: float) -> None:
         """After the last report: waits until process 0 has compared it. Raises what it found, or HostLost."""
@@ -209,7 +215,7 @@ class Follower:
             self._fail(HostMismatch(f"{self._leader} refuses this process: {frame.text}"))
         elif frame.kind is Kind.FAILED:
             self._fail(HostLost(f"{self._leader} has ended the service: {frame.text}"))
-        elif frame.kind not in (Kind.WELCOME, Kind.PLAN, Kind.BYE):
+        elif frame.kind not in (Kind.WELCOME, Kind.PLAN, Kind.ORDER, Kind.BYE):
             raise PlanCorrupt(f"a frame of kind {frame.kind.name} arrived, which process 0 does not send")
         else:
             if frame.kind is Kind.BYE:

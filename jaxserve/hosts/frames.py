@@ -34,6 +34,8 @@ class Kind(enum.IntEnum):
     BEAT = 10  # both: the sender is alive
     BYE = 11  # L: plan seq was the last
     FAILED = 12  # both: the sender gives up; text
+    ORDER = 13  # L: order number seq for the store of each process, see `store_orders`
+    OUTCOME = 14  # F: what the sender has done of order seq
 
 
 class Frame(NamedTuple):

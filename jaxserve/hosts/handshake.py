@@ -25,7 +25,7 @@ from typing import NamedTuple
 from jaxserve.errors import HostMismatch, PlanCorrupt
 from jaxserve.hosts.frames import MAX_GREETING_BYTES, Frame, Kind, decode, encode, make_frame
 
-PROTOCOL = 2  # raised when frames or their order change
+PROTOCOL = 3  # raised when frames or their order change
 _NONCE_BYTES = 32
 _SEAL_BYTES = 32
 _HOST_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # characters that a stranger may write into the log

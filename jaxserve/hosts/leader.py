@@ -82,6 +82,7 @@ class Leader:
         self._book = DigestBook(range(1, num_processes))
         self._next_seq = 0
         self._callbacks: list[Callable[[BaseException], None]] = []
+        self._take_outcome: Callable[[int, Frame], None] | None = None
         self._saying_bye = False
         self._hearing = Hearing(heartbeat_s)
         self._stopped = threading.Event()
@@ -160,6 +161,18 @@ class Leader:
             seq, self._next_seq = self._next_seq, self._next_seq + 1
         self._tell_all(Frame(Kind.PLAN, seq, plan))
         return seq
+
+    def order(self, number: int, order: bytes) -> bool:
+        """Sends an order for their stores to all, behind the plans so far. False: it is too long, and was not sent."""
+        if len(order) > self._max_plan_bytes:
+            return False
+        self._tell_all(Frame(Kind.ORDER, number, order))
+        return True
+
+    def on_outcome(self, take: Callable[[int, Frame], None]) -> None:
+        """`take` gets the number of the process and each outcome of an order, on any thread, and raises PlanCorrupt
+        where it makes no sense. To be called before the first order."""
+        self._take_outcome = take
 
     def record(self, seq: int, digest: bytes) -> None:
         """The digest of process 0 itself after step `seq`."""
@@ -310,6 +323,10 @@ class Leader:
                 found = self._book.add_report(member.peer.process_id, frame.seq, frame.payload)
                 self._changed.notify_all()
             self._judge(found)
+        elif frame.kind is Kind.OUTCOME:
+            if self._take_outcome is None:
+                raise PlanCorrupt(f"an outcome of order {frame.seq} arrived, and none was given")
+            self._take_outcome(member.peer.process_id, frame)
         elif frame.kind is Kind.FAILED:
             self._fail(HostLost(f"{member.peer} has given up: {frame.text}"))
         elif frame.kind is not Kind.BEAT:

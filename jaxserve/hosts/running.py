@@ -3,14 +3,20 @@
 Process 0 runs the plans of its scheduler, the others run the plans that they are sent.
 """
 
+import functools
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from jaxserve.errors import PlanCorrupt, StepStalled
 from jaxserve.hosts.digest import StepDigest
 from jaxserve.hosts.execution import Execution
 from jaxserve.hosts.follower import Follower
+from jaxserve.hosts.frames import Frame, Kind
 from jaxserve.hosts.leader import Leader
+from jaxserve.hosts.store_orders import decode_order
+from jaxserve.hosts.store_part import StorePart
 from jaxserve.sched import Limits, Runner, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -44,6 +50,11 @@ class LeaderRunner:
         seq = self._leader.broadcast(plan.to_json().encode())
         return _Awaited(seq, self._execution.submit(seq, plan), self._stall_s)
 
+    def in_order(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which must return at once, on the thread that dispatches, behind the plans so far. From any
+        thread; what it raises ends the steps that are under way."""
+        self._execution.call(work)
+
     def close(self, timeout_s: float) -> bool:
         """Ends the threads, True when they ended in time."""
         return self._execution.close(timeout_s)
@@ -73,9 +84,18 @@ class _Awaited:
 
 
 def follow(
-    runner: Runner, link: Follower, digest: StepDigest, *, heartbeat_s: float, check_every: int, finish_s: float
+    runner: Runner,
+    link: Follower,
+    digest: StepDigest,
+    *,
+    heartbeat_s: float,
+    check_every: int,
+    finish_s: float,
+    store: StorePart | None = None,
 ) -> None:
     """Runs every plan that process 0 sends, until it says that there are no more and has found all digests equal.
+
+    `store` carries out the orders between the plans; None: there must be none.
 
     Reports the digest after each `check_every` steps and whenever nothing more has come. Raises HostLost, PlanCorrupt
     or what the device raised; the device may then still be waiting on a thread of its own.
@@ -89,21 +109,37 @@ def follow(
     execution = Execution(runner, digest, report, patience_s=heartbeat_s + _GRACE_S)
     link.on_failure(execution.fail)
     link.start_serving()
-    for seq, payload in link.plans():
+    for frame in link.frames():
         try:
-            plan = StepPlan.from_json(payload.decode())
-        except (ValueError, KeyError, TypeError) as error:
-            corrupt = PlanCorrupt(f"plan {seq} cannot be read: {error!r}")
-            link.give_up(corrupt)
-            raise corrupt from error
-        newest = seq
-        execution.submit(seq, plan).add_done_callback(lambda future: _tell_failure(future, link))
+            work = _plan_of(frame) if frame.kind is Kind.PLAN else _order_of(frame, store)
+        except PlanCorrupt as error:
+            link.give_up(error)
+            raise
+        if isinstance(work, StepPlan):
+            newest = frame.seq
+            future = execution.submit(frame.seq, work)
+        else:
+            future = execution.call(work)
+        future.add_done_callback(lambda future: _tell_failure(future, link))
     if not execution.close(finish_s):
         raise StepStalled(f"the last step has not ended within {finish_s:g} s after process 0 has")
     link.wait_for_end(finish_s)
 
 
-def _tell_failure(future: "Future[StepResult]", link: Follower) -> None:
+def _plan_of(frame: Frame) -> StepPlan:
+    try:
+        return StepPlan.from_json(frame.payload.decode())
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanCorrupt(f"plan {frame.seq} cannot be read: {error!r}") from error
+
+
+def _order_of(frame: Frame, store: StorePart | None) -> Callable[[], None]:
+    if store is None:
+        raise PlanCorrupt(f"order {frame.seq} for a store arrived, and this process has none")
+    return functools.partial(store.carry_out, frame.seq, decode_order(frame))
+
+
+def _tell_failure(future: "Future[Any]", link: Follower) -> None:
     error = future.exception()
     if error is not None:
         link.give_up(error)

@@ -49,6 +49,11 @@ def check_hosts(config: Config) -> None:
                 "parallelism alone: set it to 1 and parallel.tensor to the number of all devices; for more replicas "
                 "start more services behind `jaxserve route`"
             )
+    if config.store.connector is not None:
+        raise ConfigError(
+            f"store.connector is {config.store.connector!r} and hosts.num_processes {hosts.num_processes}, but a "
+            "connector moves whole pages, and no process has any; name a store in store.kind, or leave one of them out"
+        )
 
 
 def read_trust(hosts: HostsConfig) -> Trust:

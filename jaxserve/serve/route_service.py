@@ -45,11 +45,14 @@ DESTINATION_HEADER = "x-gateway-destination-endpoint"  # of the endpoint picker 
 
 # A server that vanishes, or that cancels its calls when it goes.
 _DEATHS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+# How gRPC begins the text of a call that it could not send; the status alone is also that of a connection that broke.
+_NO_CONNECTION = "failed to connect to all addresses"
 
 
 class MoveLimits(NamedTuple):
     """When a request is given up: after more deaths than `retries` without a new token between them, or when no replica
-    has been well for `wait_s` seconds. A replica that drains has not died."""
+    has been well for `wait_s` seconds. A replica that drains has not died, nor has one that
+    was gone before."""
 
     retries: int
     wait_s: float
@@ -61,11 +64,19 @@ class _Failure(NamedTuple):
     code: grpc.StatusCode
     text: str
     drained: bool = False  # the replica is shutting down in order
+    unreached: bool = False  # no connection could be made: the replica has not seen the request
     retry_after_s: float | None = None
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> "_Failure":
-        return cls(error.code(), error.details() or "", is_draining(error), retry_after_s(error))
+        text = error.details() or ""
+        return cls(
+            error.code(),
+            text,
+            drained=is_draining(error),
+            unreached=error.code() is grpc.StatusCode.UNAVAILABLE and text.startswith(_NO_CONNECTION),
+            retry_after_s=retry_after_s(error),
+        )
 
 
 _EMPTIED = _Failure(grpc.StatusCode.OK, "it is emptied for a suspect")
@@ -301,7 +312,8 @@ class _Forward:
     def _note_loss(self, backend: Backend, failure: _Failure, alone: bool) -> None:
         """Raises RequestQuarantined when the request is what the replicas die of."""
         name, deaths = self._request.request_id, self._deaths
-        deaths.note(backend.address, failure.text, self._received.num_tokens, alone=alone, drained=failure.drained)
+        innocent = failure.drained or failure.unreached
+        deaths.note(backend.address, failure.text, self._received.num_tokens, alone=alone, innocent=innocent)
         if deaths.convicted:
             digest = self._quarantine.add(self._request, "; ".join(deaths.losses))
             logger.error("request %r ends the replicas that run it: quarantined, digest %s", name, digest)

@@ -20,40 +20,41 @@ class Deaths:
     """The servers that one request has lost. Mutated by the handler of its call.
 
     Attributes:
-      losses: address and reason of each server since the last token, those that drained included.
+      losses: address and reason of each server since the last token, those that drained or were not reached included.
     """
 
     def __init__(self, num_tokens: int) -> None:
         """`num_tokens`: that the client of the request has."""
         self.losses: list[str] = []
-        self._drained: set[str] = set()  # of them; a second time no server behaves so
+        self._innocent: set[str] = set()  # lost without the request's doing; a second time no server behaves so
         self._num_tokens = num_tokens  # at the last death
         self._num_here = 0
         self._num_alone = 0
 
-    def note(self, address: str, reason: str, num_tokens: int, *, alone: bool, drained: bool) -> None:
+    def note(self, address: str, reason: str, num_tokens: int, *, alone: bool, innocent: bool) -> None:
         """The server at `address` is gone, which ran the request. It has `num_tokens` tokens now.
 
         Args:
           alone: the server ran nothing else.
-          drained: it ended in order, as it was told to, which is nobody's doing.
+          innocent: the request cannot be why: the server ended in order, as it was told to, or was gone before the
+            request could be sent.
         """
         if num_tokens > self._num_tokens:
             self.losses.clear()
-            self._drained.clear()
+            self._innocent.clear()
         self.clear_beyond(num_tokens)
         self._num_tokens = num_tokens
         self.losses.append(f"{address}: {reason}")
-        if drained and address not in self._drained:
-            self._drained.add(address)
+        if innocent and address not in self._innocent:
+            self._innocent.add(address)
             return
         self._num_here += 1
         self._num_alone += alone
 
     @property
     def num_recent(self) -> int:
-        """Deaths since the last token; a server that drained has not died."""
-        return len(self.losses) - len(self._drained)
+        """Deaths since the last token; a server that drained, or was never reached, has not died with the request."""
+        return len(self.losses) - len(self._innocent)
 
     def clear_beyond(self, num_tokens: int) -> bool:
         """Clears the request if `num_tokens` are beyond the place of the last death; returns whether they are."""

@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_next_token(llm: LLM, monkeypatch: pytest.Monkey
         assert output.outputs.score == pytest.approx(math.exp(yes) / (math.exp(yes) + math.exp(no)), rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_task_in_bfloat16() -> None:
     assert not _shortfall(evaluate(_llm("bfloat16"), 32, seed=12))
 
@@ -96,6 +96,7 @@ def optimised(quick_engines: None) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_every_task_cut_preempted_and_hit_by_prefix() -> None:
+    """In bfloat16, as the model is stored."""
     llm = _llm(sizes=STRESS)
     assert not _shortfall(evaluate(llm, 32, seed=13, repeat=2), enough=15 / 16)
     counters = scheduler(llm._engine)

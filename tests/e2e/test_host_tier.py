@@ -7,8 +7,10 @@ import pytest
 from whole import DEMO, FIXTURES, POOL, always_loads, build, narrow, run, scheduler
 
 from jaxserve.api import SamplingParams
+from jaxserve.engine import AnyEngine
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compile_events import CompileCounter
+from jaxserve.sched.host_tier import HostTier
 
 PAGE = DEMO["cache__page_size"]
 OPENING = "Once upon a time there was a little fox who lived near a river. Every morning the fox went to the river. "
@@ -39,6 +41,13 @@ def one_by_one(engine: Any, asked: Any) -> list[tuple]:
     return [each for one in asked for each in bits(engine, [one])]
 
 
+def tier(engine: AnyEngine) -> HostTier:
+    """Host memory, for its counters."""
+    found = scheduler(engine).memory.tier
+    assert found is not None
+    return found
+
+
 def test_never_preempted_and_swapped_give_the_same_bits() -> None:
     """Computed again does, too: `test_independence`."""
     # Each request by itself on an engine that never runs short.
@@ -50,9 +59,9 @@ def test_never_preempted_and_swapped_give_the_same_bits() -> None:
         assert bits(engine, ASKED) == expected
     assert one_by_one(engine, ASKED) == expected
     assert compiles.count == 0
-    memory = scheduler(engine).memory
     assert scheduler(engine).num_preemptions > 0
-    assert memory.tier.num_saved > 10 and memory.tier.num_loaded > 10 and memory.num_loaded_tokens > 0
+    assert tier(engine).num_saved > 10 and tier(engine).num_loaded > 10
+    assert scheduler(engine).memory.num_loaded_tokens > 0
 
 
 def test_a_chain_of_pages_on_the_device_in_slots_and_on_the_device_again() -> None:
@@ -73,7 +82,9 @@ def test_a_chain_of_pages_on_the_device_in_slots_and_on_the_device_again() -> No
     assert found == 0
     for first in (100, 300):  # two prompts that take all pages, one after the other
         ask([first + i for i in range(11 * PAGE)])
-    entries = memory.prefix.match("", memory.prefix.blocks("", [*ids, 9]))
+    prefix = memory.prefix
+    assert prefix is not None
+    entries = prefix.match("", prefix.blocks("", [*ids, 9]))
     assert len(entries) == 6 and not any(entry.page_ids[0] for entry in entries)
     assert ask(ids) == (5 * PAGE, answer)
     assert memory.num_loaded_tokens == 5 * PAGE
@@ -97,9 +108,9 @@ def test_shards_stages_and_scales(layout: Any) -> None:
     inner = narrow(engine.replicas[0] if "parallel__data" in layout else engine, FEW)
     always_loads(inner)
     whole = one_by_one(inner, ASKED)
-    loaded = scheduler(inner).memory.tier.num_loaded
+    loaded = tier(inner).num_loaded
     assert one_by_one(inner, ASKED) == whole and bits(inner, ASKED) == whole
-    assert scheduler(inner).memory.tier.num_loaded > loaded
+    assert tier(inner).num_loaded > loaded
 
 
 def test_groups_of_pages() -> None:
@@ -112,7 +123,7 @@ def test_groups_of_pages() -> None:
     for _ in range(2):
         assert one_by_one(engine, asked) == expected
         assert bits(engine, asked) == expected
-    assert scheduler(engine).memory.tier.num_loaded > 0
+    assert tier(engine).num_loaded > 0
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_loaded() -> None:
@@ -126,5 +137,3 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_loaded() -> No
         build("demo", **DEMO, **HOST, store__location="somewhere")
     with pytest.raises(ConfigError, match="tape"):
         build("demo", **DEMO, **HOST, store__kind="tape")
-    with pytest.raises(ConfigError, match=r"hosts\.num_processes"):
-        build("demo", **DEMO, **HOST, store__kind="memory", hosts__num_processes=2)

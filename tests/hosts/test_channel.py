@@ -5,22 +5,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import pytest
-from channel_parts import TRUST, WAIT_S, Stream, follower, in_thread, joined, leading, ping_seldom, wait_until
+from channel_parts import (
+    TRUST,
+    WAIT_S,
+    Observed,
+    Pair,
+    Slots,
+    Stream,
+    follower,
+    in_thread,
+    joined,
+    leading,
+    page_store,
+    ping_seldom,
+    wait_until,
+)
 
 from jaxserve.errors import ConfigError, EngineStopped, HostLost, HostMismatch, HostsDiverged, PlanCorrupt, StepStalled
-from jaxserve.hosts import Follower, LeaderRunner, StepDigest, follow
+from jaxserve.hosts import Follower, StepDigest, StorePart, follow
 from jaxserve.hosts.frames import Frame, Kind, make_frame
 from jaxserve.hosts.handshake import Answering
 from jaxserve.hosts.link import METHOD
-from jaxserve.sched import InFlight, StepPlan, StepResult, create_scheduler
-from jaxserve.testing import FakeRunner, drive, make_limits, make_request
-
-LIMITS = make_limits()
-
+from jaxserve.sched import StepPlan
 
 # ---- the start -------------------------------------------------------------------------------------------------------
 
@@ -123,76 +132,6 @@ def test_process_0_gives_up_while_it_loads() -> None:
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
-
-
-class Observed:
-    """A fake device that tells what it was fed, and whose steps can be held."""
-
-    def __init__(self, digest: StepDigest, *, wrong_token_at: int = -1) -> None:
-        self.inner = FakeRunner(LIMITS, vocab_size=100)
-        self.limits = LIMITS
-        self.open = threading.Event()
-        self.open.set()
-        self._digest = digest
-        self._wrong_token_at = wrong_token_at
-
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        self._digest.observe(plan.to_json().encode())
-        return _Held(self.inner.dispatch(plan), self.open, plan.step_id == self._wrong_token_at)
-
-
-class _Held:
-    def __init__(self, inner: InFlight, opened: threading.Event, wrong: bool) -> None:
-        self._inner = inner
-        self._open = opened
-        self._wrong = wrong
-
-    def result(self) -> StepResult:
-        assert self._open.wait(WAIT_S)
-        result = self._inner.result()
-        return StepResult(token_ids=[t + 1 for t in result.token_ids]) if self._wrong else result
-
-
-class Pair:
-    """Process 0's runner, and another process that follows on a thread.
-
-    `patience_s` is how long either waits for the channel to say why a device fails.
-    """
-
-    def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        *,
-        patience_s: float = WAIT_S,
-        stall_s: float = WAIT_S,
-        wrong_token_at: int = -1,
-    ) -> None:
-        self.leader = stack.enter_context(leading())
-        self.link = stack.enter_context(joined(self.leader))
-        digests = [StepDigest() for _ in range(2)]
-        self.here = Observed(digests[0])
-        self.there = Observed(digests[1], wrong_token_at=wrong_token_at)
-        stack.callback(self.here.open.set)
-        stack.callback(self.there.open.set)
-        met = in_thread(lambda: self.link.meet("ready", {}, {}))
-        self.leader.meet("ready", {}, {}, WAIT_S)
-        met.result(WAIT_S)
-        self.followed = in_thread(
-            lambda: follow(
-                self.there, self.link, digests[1], heartbeat_s=patience_s, check_every=4, finish_s=WAIT_S
-            ),
-        )  # fmt: skip
-        stack.callback(lambda: self.link.give_up(EngineStopped("the test has ended")))
-        self.runner = LeaderRunner(self.here, self.leader, digests[0], heartbeat_s=patience_s, stall_s=stall_s)
-
-    def run(self, *, max_tokens: int = 30) -> dict[Any, Any]:
-        requests = [make_request("a", [1, 2, 3], max_tokens), make_request("b", [50], max_tokens)]
-        return drive(create_scheduler("fcfs", LIMITS), self.runner, requests)
-
-    def run_to_the_end(self) -> None:
-        self.run(max_tokens=40)
-        self.runner.close(WAIT_S)
-        self.leader.finish(WAIT_S)
 
 
 def test_the_other_process_runs_the_same_plans_and_ends() -> None:
@@ -370,7 +309,7 @@ def flipped(raw: bytes) -> bytes:
         ([plan_frame(0), plan_frame(0)], bytes, PlanCorrupt, "plan 0 arrived, but 1 was due"),
         ([plan_frame(0)], bytes, HostLost, "process 0 .* is lost: its connection was closed"),
         ([plan_frame(0), make_frame(Kind.FAILED, "a reason")], bytes, HostLost, "has ended the service: a reason"),
-        ([Frame(99)], bytes, PlanCorrupt, "frame 0 arrived with kind 99, which this version does not know"),
+        ([Frame(99)], bytes, PlanCorrupt, "frame 0 arrived with kind 99, which this version does not know"),  # pyright: ignore[reportArgumentType]
         ([Frame(Kind.REPORT)], bytes, PlanCorrupt, "kind REPORT arrived, which process 0 does not send"),
         ([make_frame(Kind.WELCOME, {})], bytes, PlanCorrupt, "kind WELCOME arrived where PLAN was due"),
         ([Frame(Kind.PLAN, 0, bytes(2**20 + 100))], bytes, HostLost, "RESOURCE_EXHAUSTED: .* larger than max"),
@@ -383,15 +322,35 @@ def test_what_ends_a_follower(
     with serving_frames(frames, damage=damage, then_silent="was closed" not in text) as address:
         link = follower(address)
         with contextlib.closing(link), pytest.raises(error, match=text):
-            list(link.plans())
+            list(link.frames())
 
 
-def test_a_plan_that_is_no_plan() -> None:
-    with serving_frames([Frame(Kind.PLAN, 0, b'{"decode_rows": []}')], then_silent=True) as address:
+FILL = {"do": "fill", "pages": [{"salt": "a secret", "content": "0" * 64}], "slots": [1], "deadline_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("frame", "has_store", "text"),
+    [
+        (Frame(Kind.PLAN, 0, b'{"decode_rows": []}'), True, "plan 0 cannot be read: TypeError"),
+        (make_frame(Kind.ORDER, FILL, 7), False, "order 7 for a store arrived, and this process has none"),
+        (Frame(Kind.ORDER, 7, b"\xff"), True, "order 7 cannot be read: Invalid JSON"),
+        (make_frame(Kind.ORDER, {"do": "sell"}, 7), True, "order 7 cannot be read: .*'do'"),
+        (make_frame(Kind.ORDER, {**FILL, "slots": [1, 2]}), True, "1 pages are for 2 slots"),
+        (make_frame(Kind.ORDER, {**FILL, "slots": [-1]}), True, r"fill\.slots\.0: .*greater than or equal to 0"),
+        (make_frame(Kind.ORDER, {**FILL, "slots": ["1"]}), True, r"fill\.slots\.0: .*valid integer"),
+        (make_frame(Kind.ORDER, {**FILL, "deadline_s": float("inf")}), True, r"deadline_s: .*finite"),
+        (make_frame(Kind.ORDER, {**FILL, "pages": [{"salt": "a secret", "content": "0"}]}), True, "content: "),
+        (make_frame(Kind.ORDER, {**FILL, "num_used": 1}), True, "num_used: Extra inputs"),
+    ],
+)
+def test_a_plan_or_an_order_that_is_none(frame: Frame, has_store: bool, text: str) -> None:
+    with serving_frames([frame], then_silent=True) as address:
         link = follower(address)
+        part = StorePart(page_store(Slots(), 1), link.answer) if has_store else None
         digest = StepDigest()
-        with contextlib.closing(link), pytest.raises(PlanCorrupt, match="plan 0 cannot be read: TypeError"):
-            follow(Observed(digest), link, digest, heartbeat_s=WAIT_S, check_every=4, finish_s=WAIT_S)
+        with contextlib.closing(link), pytest.raises(PlanCorrupt, match=text) as caught:
+            follow(Observed(digest), link, digest, heartbeat_s=WAIT_S, check_every=4, finish_s=WAIT_S, store=part)
+        assert "a secret" not in str(caught.value)
 
 
 def test_a_silent_process_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +360,7 @@ def test_a_silent_process_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         with contextlib.closing(link):
             link.start_serving()
             with pytest.raises(HostLost, match=r"process 0 .* no sign of life for .* hosts\.heartbeat_s = 1;"):
-                list(link.plans())
+                list(link.frames())
 
 
 def test_a_silent_process_is_noticed_once_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

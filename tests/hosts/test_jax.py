@@ -1,8 +1,11 @@
 """Two processes of `jax.distributed` on this host that share one model: everything is real."""
 
+import contextlib
 import itertools
 import json
+import shutil
 import signal
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,9 @@ CASES = [
     (list(range(10, 33)), {"temperature": 0.8, "seed": 9, "n": 2, "top_k": 20}),
     (list(range(40, 90)), {"temperature": 0.0, "logprobs": 3}),
 ]
+# Tokens of these prompts that are in full pages before the last token, and those of a prompt before.
+FULL_PAGES = [0, 4, 0, 20, 48]
+FOUND_ON_THE_DEVICE = [0, 4, 0, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +51,46 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
-def sharded(compiled: Path, *behaviours: dict[str, Any], door: tuple[str, ...]) -> Any:
+def sharded(
+    compiled: Path, *behaviours: dict[str, Any], door: tuple[str, ...], own: Mapping[int, tuple[str, ...]] | None = None
+) -> Any:
     settings = {**SIZES, "parallel.tensor": len(behaviours), "runtime.compile_cache": str(compiled)}
     arguments = [item for name, value in settings.items() for item in ("--set", f"{name}={json.dumps(value)}")]
     return service(
         *behaviours,
         arguments=(*arguments, *door),
+        own_arguments=own,
         environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
     )
 
 
-def ask(client: Client, prompt: list[int], options: dict[str, Any]) -> list[list[int]]:
-    """Tokens of each sequence."""
+@contextlib.contextmanager
+def serving(compiled: Path, stores: Sequence[Path]) -> Iterator[tuple[Service, Client]]:
+    """Two processes with directories of pages, once they serve."""
+    settings = {
+        "serve.grpc.port": 0,
+        "cache.host_bytes": 1 << 22,
+        "store.kind": "file",
+        "store.max_bytes": 1 << 26,
+        "store.wait_s": WAIT_S,
+    }
+    door = tuple(item for name, value in settings.items() for item in ("--set", f"{name}={value}"))
+    own = {process_id: ("--set", f"store.location={json.dumps(str(path))}") for process_id, path in enumerate(stores)}
+    with sharded(compiled, REAL, REAL, door=door, own=own) as served:
+        served.processes[0].wait_for("serving gRPC on", COMPILE_S)
+        with Client(served.address, retries=Retries(attempts=0)) as client:
+            yield served, client
+
+
+def ask(client: Client, prompt: list[int], options: dict[str, Any]) -> tuple[list[list[int]], int]:
+    """Tokens of each sequence, and how many of the prompt were found."""
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, detokenize=False, **options)
     tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+    num_found = 0
     for reply in client.generate(prompt, sampling, timeout_s=WAIT_S):
         tokens[reply.index] += reply.token_ids
-    return tokens
+        num_found = max(num_found, reply.usage.num_cached_tokens)
+    return tokens, num_found
 
 
 def expected() -> list[list[list[int]]]:
@@ -89,28 +118,31 @@ def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[
     return code, told
 
 
-def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_reported(compiled: Path) -> None:
-    with sharded(compiled, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
-        served.processes[0].wait_for("serving gRPC on", COMPILE_S)
-        with Client(served.address, retries=Retries(attempts=0)) as client:
-            assert [ask(client, *case) for case in CASES] == expected()
-            code, told = kill_while_streaming(served, client, victim=1)
+def test_two_processes_give_the_tokens_of_one_and_find_their_pages_again(compiled: Path, tmp_path: Path) -> None:
+    """Three lives of a service with a directory of pages for each process, and the ends of it."""
+    answers = expected()
+    stores = [tmp_path / f"pages-{process_id}" for process_id in range(2)]
+    with serving(compiled, stores) as (served, client):
+        assert [ask(client, *case) for case in CASES] == [*zip(answers, FOUND_ON_THE_DEVICE, strict=True)]
+        served.processes[0].popen.send_signal(signal.SIGTERM)
+        assert [process.wait_for_exit() for process in served.processes] == [0, 0], served.processes[0].log
+    with serving(compiled, stores) as (served, client):
+        assert [ask(client, *case) for case in CASES] == [*zip(answers, FULL_PAGES, strict=True)]
+        code, _ = kill_while_streaming(served, client, victim=0)
+        # JAX itself may abort the process a moment after our line is written, before our exit.
+        assert code in (1, -signal.SIGABRT)
+        assert "process 0 (127.0.0.1, " in served.processes[1].log
+    shutil.rmtree(stores[1] / "pages")
+    with serving(compiled, stores) as (served, client):
+        # Process 0 has its parts of all pages, and not one page is whole.
+        assert [ask(client, *case) for case in CASES] == [*zip(answers, FOUND_ON_THE_DEVICE, strict=True)]
+        code, told = kill_while_streaming(served, client, victim=1)
         assert code == 1
         assert "process 1 (" in str(told)
         assert "is lost: its connection broke" in str(told)
         log = served.processes[0].log
         assert log.splitlines()[-1].startswith("error: process 1 ("), log
         assert "Traceback" not in log
-
-
-def test_the_death_of_process_0_ends_the_other(compiled: Path) -> None:
-    with sharded(compiled, REAL, REAL, door=("--set", "serve.grpc.port=0")) as served:
-        served.processes[0].wait_for("serving gRPC on", COMPILE_S)
-        with Client(served.address, retries=Retries(attempts=0)) as client:
-            code, _ = kill_while_streaming(served, client, victim=0)
-        # JAX itself may abort the process a moment after our line is written, before our exit.
-        assert code in (1, -signal.SIGABRT)
-        assert "process 0 (127.0.0.1, " in served.processes[1].log
 
 
 def test_a_damaged_plan_is_caught_by_the_checksum(tmp_path: Path, compiled: Path) -> None:

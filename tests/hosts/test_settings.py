@@ -42,6 +42,7 @@ GOOD: dict[str, Any] = {
         ({"hosts.tls_cert": "a"}, r"needs all of .* not set: hosts\.tls_key, hosts\.tls_ca"),
         ({"parallel.data": 2}, "parallel.data is 2, but over several processes .* `jaxserve route`"),
         ({"parallel.pipeline": 2}, "parallel.pipeline is 2, but over several processes"),
+        ({"store.connector": "memory"}, "store.connector is 'memory' and hosts.num_processes 2, but a connector moves"),
     ],
 )
 def test_refused(change: dict[str, Any], text: str) -> None:

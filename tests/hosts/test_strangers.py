@@ -17,7 +17,7 @@ from channel_parts import TRUST, WAIT_S, Stream, follower, in_thread, joined, le
 from jaxserve.errors import HostLost, HostMismatch, PlanCorrupt
 from jaxserve.hosts import Leader, Tls, Trust
 from jaxserve.hosts.frames import MAX_GREETING_BYTES, MAX_REPORT_BYTES, Frame, Kind, decode, encode, make_frame
-from jaxserve.hosts.handshake import Answering, Asking, Strangers
+from jaxserve.hosts.handshake import PROTOCOL, Answering, Asking, Strangers
 from jaxserve.hosts.link import MAX_STRANGERS
 
 SECRET = TRUST.secret
@@ -227,9 +227,9 @@ def greetings() -> list[bytes]:
         encode(Frame(Kind.HELLO, 1, b"[1]")),
         encode(Frame(Kind.HELLO, 1, b"[" * 400)),
         encode(make_frame(Kind.HELLO, {"host": "b"}, 1)),
-        encode(make_frame(Kind.HELLO, {"version": 2, "processes": True, "host": "b", "nonce": "0" * 64}, 1)),
-        encode(make_frame(Kind.HELLO, {"version": 2, "processes": 2, "host": "b\n", "nonce": "0" * 64}, 1)),
-        encode(make_frame(Kind.HELLO, {"version": 2, "processes": 2, "host": "b", "nonce": "0"}, 1)),
+        encode(make_frame(Kind.HELLO, {"version": PROTOCOL, "processes": True, "host": "b", "nonce": "0" * 64}, 1)),
+        encode(make_frame(Kind.HELLO, {"version": PROTOCOL, "processes": 2, "host": "b\n", "nonce": "0" * 64}, 1)),
+        encode(make_frame(Kind.HELLO, {"version": PROTOCOL, "processes": 2, "host": "b", "nonce": "0"}, 1)),
         *(encode(Frame(kind, 1)) for kind in Kind if kind is not Kind.HELLO),
     ]
 
@@ -293,6 +293,8 @@ def test_a_long_message_ends_its_connection_before_it_is_taken() -> None:
         (Frame(Kind.MEET, 0, b"\xff"), "kind MEET holds no JSON"),
         (make_frame(Kind.MEET, {"stage": [], "facts": {}, "numbers": {}}), "kind MEET has no 'stage' of type str"),
         (make_frame(Kind.MEET, {"stage": "join"}), "kind MEET has no 'facts'"),
+        (make_frame(Kind.OUTCOME, {"ok": []}, 7), "an outcome of order 7 arrived, and none was given"),
+        (Frame(Kind.ORDER), "kind ORDER arrived, which only process 0 sends"),
     ],
 )
 def test_a_frame_of_a_process_that_makes_no_sense_ends_the_service_with_a_word(frame: Frame, text: str) -> None:
@@ -320,7 +322,7 @@ def test_a_plan_that_is_too_long_is_not_sent() -> None:
             leader.broadcast(b"x" * 101)
         assert caught.value is leader.failure
         with pytest.raises(HostLost, match=r"hosts\.max_plan_bytes"):
-            list(link.plans())
+            list(link.frames())
 
 
 # ---- TLS -------------------------------------------------------------------------------------------------------------

@@ -756,7 +756,8 @@ def test_a_field_that_no_reader_knows_is_refused_by_name(name: str) -> None:
 
 
 def test_every_registered_family_loads_and_has_a_fixture() -> None:
-    directories = [file.parent for file in hf_oracle.FIXTURES.glob("**/oracle.npz")]
+    files = hf_oracle.FIXTURES.glob("**/oracle.npz")
+    directories = [file.parent for file in files if (file.parent / "config.json").exists()]  # adapters have none
     seen = {read_checkpoint(directory).config["architectures"][0] for directory in directories}
     assert seen == set(FAMILIES.names())
     for directory in directories:

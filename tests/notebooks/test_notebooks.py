@@ -37,24 +37,24 @@ def hide_the_rest(folder: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What `.[notebook]` installs and no more, no variable that helps, and all files in `folder`."""
+    """What `.[notebook]` installs and no more, all files in `folder`, and no variable that helps but the name of the
+    folder where this run of the tests keeps what it compiles."""
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return env | {
         "PYTHONPATH": os.pathsep.join(map(str, (hide_the_rest(folder), ROOT))),
-        "JAXSERVE_COMPILE_CACHE": str(folder / "compiled"),
         "IPYTHONDIR": str(folder / "ipython"),
         "MPLCONFIGDIR": str(folder / "matplotlib"),
         "TMPDIR": str(folder),
     }
 
 
-def run(name: str, folder: Path) -> dict[str, str]:
+def run(name: str, folder: Path, smaller: tuple[str, str] | None = None) -> dict[str, str]:
     """Executes a notebook as a newcomer would, in its folder; the text that each tagged cell put out, by tag.
 
-    The kernel has what `.[notebook]` installs and no more, and no variable that helps it: as after the command that
-    the notebook names.
+    The kernel has what `.[notebook]` installs and no more, as after the command that the notebook names. `smaller`: a
+    text of the notebook, and what is there in its place.
     """
-    notebook = execute(FOLDER / f"{name}.ipynb", environment(folder), TIMEOUT_S)
+    notebook = execute(FOLDER / f"{name}.ipynb", environment(folder), TIMEOUT_S, smaller)
     texts: dict[str, str] = {}
     for cell in notebook.cells:
         if cell.cell_type != "code":
@@ -209,11 +209,18 @@ def test_swap_a_scheduler(tmp_path: Path) -> None:
         assert policy in texts["who-pays"]
 
 
-@pytest.mark.slow
-def test_reinforcement_learning(tmp_path: Path) -> None:
-    texts = run("reinforcement_learning", tmp_path)
+@pytest.mark.parametrize(
+    ("smaller", "gained"),
+    [
+        pytest.param(("ROUNDS, EVERY = 40, 10", "ROUNDS, EVERY = 4, 2"), -30, marks=pytest.mark.slow),
+        pytest.param(None, 15, marks=pytest.mark.long),
+    ],
+    ids=["few rounds", "all rounds"],
+)
+def test_reinforcement_learning(smaller: tuple[str, str] | None, gained: int, tmp_path: Path) -> None:
+    texts = run("reinforcement_learning", tmp_path, smaller)
     [before, after] = re.findall(r"(\d+)%", texts["result"])
-    assert int(before) < 60 and int(after) > int(before) + 15, texts["result"]
+    assert int(before) < 60 and int(after) > int(before) + gained, texts["result"]
     assert float(re.findall(r"of a token: (\S+)", texts["result"])[0]) < 1e-3
 
 

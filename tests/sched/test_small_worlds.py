@@ -2,9 +2,9 @@
 
 Three requests, six pages, two rows, two steps in flight, and devices that draw one token of a row in a step, or any
 number up to three (with fcfs alone: the numbers are the mechanism's). The quick part has all orders of arrival, finish
-and delay, and all moves for two requests; the slow part has aborts, preemptions and jumps of the clock for three, with
-some policies for each: those that sort once, those that sort again, and those that choose victims. The clock jumps for
-some whose order depends on when somebody came.
+and delay, and all moves for two requests; the slow part has aborts for three, the long part preemptions and jumps of
+the clock, with some policies for each: those that sort once, those that sort again, and those that choose victims. The
+clock jumps for some whose order depends on when somebody came.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from small_world import OPTIONS, STOP, Rules, SmallWorld, explore
 from jaxserve.sched.plan import HostSlots
 from jaxserve.testing import make_request
 
-SLOW = {
+THREE = {
     "abort": (Rules(max_aborts=1, max_preempts=0, max_ticks=0), ("fcfs",)),
     "preempt": (Rules(max_aborts=0, max_preempts=1, max_ticks=0), ("preemptive",)),
     "tick": (Rules(max_aborts=0, max_preempts=0, max_ticks=1), ("slo",)),
@@ -74,10 +74,16 @@ def test_two_with_every_move(policy: str) -> None:
     assert num_worlds > 400, num_worlds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "policy"), [(kind, policy) for kind, (_, names) in SLOW.items() for policy in names])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param(kind, policy, marks=pytest.mark.slow if kind == "abort" else pytest.mark.long)
+        for kind, (_, names) in THREE.items()
+        for policy in names
+    ],
+)
 def test_three_with_every_move(kind: str, policy: str) -> None:
-    num_worlds, num_moves, num_preempted = explore(policy, SLOW[kind][0])
+    num_worlds, num_moves, num_preempted = explore(policy, THREE[kind][0])
     assert num_worlds > 2000 and num_moves > 8000, (num_worlds, num_moves)
     assert num_preempted > 100, num_preempted
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.route import Routing, route
 from jaxserve.serve.route_apart import Apart
 from jaxserve.serve.route_pool import Parting
+from jaxserve.serve.route_service import _Failure
 from jaxserve.serve.shutdown import Shutdown
 from jaxserve.serve.suspects import PLACE_TOKENS, Deaths
 from jaxserve.testing import ManualClock
@@ -42,8 +44,21 @@ NUM_TOKENS = 40
 # ---- one request's deaths, and what is quarantined -------------------------------------------------------------------
 
 
-def note(deaths: Deaths, num_tokens: int, alone: bool = False, drained: bool = False, address: str = "a") -> None:
-    deaths.note(address, "why", num_tokens, alone=alone, drained=drained)
+def note(deaths: Deaths, num_tokens: int, alone: bool = False, innocent: bool = False, address: str = "a") -> None:
+    deaths.note(address, "why", num_tokens, alone=alone, innocent=innocent)
+
+
+def test_a_server_that_a_request_never_reached_has_not_died_with_it() -> None:
+    async def ask(address: str) -> _Failure:
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await anext(aiter(pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest())))
+            return _Failure.of(raised.value)
+
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        failure = asyncio.run(ask(f"127.0.0.1:{held.getsockname()[1]}"))
+    assert failure.code is grpc.StatusCode.UNAVAILABLE and failure.unreached and not failure.drained
 
 
 def test_two_deaths_at_one_place_make_a_suspect_and_two_alone_convict() -> None:
@@ -76,11 +91,11 @@ def test_a_request_that_gets_further_is_cleared() -> None:
 def test_a_server_that_drains_makes_no_suspect_unless_it_does_so_again_and_again() -> None:
     deaths = Deaths(0)
     for address in "abcd":
-        note(deaths, 0, alone=True, drained=True, address=address)
+        note(deaths, 0, alone=True, innocent=True, address=address)
     assert not deaths.suspected and deaths.num_recent == 0
     assert deaths.losses == ["a: why", "b: why", "c: why", "d: why"]
     for _ in range(2):
-        note(deaths, 0, drained=True)
+        note(deaths, 0, innocent=True)
     assert deaths.suspected and deaths.num_recent == 2
 
 
