@@ -14,11 +14,12 @@ export JAX_PLATFORMS ?= cpu
 # Tests start many processes, and each would compile the package's source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-slow test-all test-long lint type fmt clean
+.PHONY: help demo serve serve-tools test test-slow test-all test-long lint type fmt clean
 
 help:
 	@echo "make demo       answer a few prompts, one about a picture, with the demo models (installs first)"
 	@echo "make serve      gRPC service with the demo model"
+	@echo "make serve-tools  HTTP service with the demo model and its adapter that calls tools"
 	@echo "make test       the tests, 15 to 20 minutes on two cores (those of the web page need Chromium)"
 	@echo "make test-slow  the long tests, 30 to 35 minutes more"
 	@echo "make test-all   both in one run, which compiles what they share once: what CI runs"
@@ -52,6 +53,9 @@ demo: $(VENV)/.demo
 
 serve: $(VENV)/.demo
 	$(BIN)/python -m jaxserve.run --config configs/demo.yaml
+
+serve-tools: $(VENV)/.demo
+	$(BIN)/python -m jaxserve.run --config configs/demo-tools.yaml
 
 test: $(VENV)/.dev
 	@echo "==> running the tests"

@@ -100,18 +100,18 @@ CITIES = _words(
 )
 
 
-def _bucket(text: str) -> int:
+def bucket(text: str) -> int:
     """A stable number in 0..99, the same in every process (unlike ``hash``)."""
     return hashlib.sha256(text.encode()).digest()[0] * 100 // 256
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
     """Whether this pair, in either order, is kept out of training (about two in a hundred)."""
-    return _bucket(f"sum {min(a, b)} {max(a, b)}") < 2
+    return bucket(f"sum {min(a, b)} {max(a, b)}") < 2
 
 
-HELD_OUT_WORDS = tuple(word for word in LETTER_WORDS if _bucket("word " + word) < 18)
-TRAIN_WORDS = tuple(word for word in LETTER_WORDS if _bucket("word " + word) >= 18)
+HELD_OUT_WORDS = tuple(word for word in LETTER_WORDS if bucket("word " + word) < 18)
+TRAIN_WORDS = tuple(word for word in LETTER_WORDS if bucket("word " + word) >= 18)
 
 _ONSETS = _words("b c d f g h j k l m n p r s t v w z br ch cl cr dr fl fr gl gr pl pr sh sk sl sn sp st th tr qu")
 _VOWELS = _words("a e i o u a e i o u ai ea ee oa oo ou y")
@@ -556,6 +556,8 @@ def story_turn(rng: random.Random) -> tuple[str, str]:
 # Small talk
 # ---------------------------------------------------------------------------------------------
 
+UNKNOWN = "I do not know that. I am only a tiny demo model."
+
 _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         (
@@ -621,7 +623,7 @@ _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
             "Do you speak German?",
             "What should I eat today?",
         ),
-        "I do not know that. I am only a tiny demo model.",
+        UNKNOWN,
     ),
 )
 
@@ -663,7 +665,7 @@ def _anything(rng: random.Random) -> str:
 def small_talk(rng: random.Random, held_out: bool = False) -> tuple[str, str]:
     """A greeting or a question about the model, with its one pleasant and honest answer."""
     if rng.random() < 0.3:
-        return _anything(rng), _SMALL_TALK[-1][1]
+        return _anything(rng), UNKNOWN
     questions, answer = rng.choice(_SMALL_TALK)
     return rng.choice(questions), answer
 
@@ -721,7 +723,7 @@ def _start(rng: random.Random) -> Conversation:
     return chat
 
 
-def _loosely(rng: random.Random, question: str) -> str:
+def loosely(rng: random.Random, question: str) -> str:
     """Now and then the small letter or the missing full stop of a hurried visitor."""
     if rng.random() < 0.05:
         question = question[:1].lower() + question[1:]
@@ -741,7 +743,7 @@ def conversation(rng: random.Random, task: str, turns: int = 1) -> Conversation:
     chat = _start(rng)
     if task == "lookup":
         for question, answer in lookup_turns(rng, rng.randint(2, 12), rng.randint(1, 5)):
-            chat.ask(_loosely(rng, question), answer)
+            chat.ask(loosely(rng, question), answer)
     for turn in range(turns):
         kind = task if turn == 0 else rng.choice(("talk", *_SINGLE))
         if kind == "lookup":
@@ -750,7 +752,7 @@ def conversation(rng: random.Random, task: str, turns: int = 1) -> Conversation:
             chat.ask(*story_turn(rng), is_story=True)
         else:
             question, answer = _SINGLE[kind](rng)
-            chat.ask(_loosely(rng, question), answer)
+            chat.ask(loosely(rng, question), answer)
     return chat
 
 

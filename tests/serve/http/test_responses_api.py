@@ -1,15 +1,14 @@
-"""The official client and openai-agents against `/v1/responses`: events, tools, kept answers, refusals."""
+"""The official client against `/v1/responses`: events, tools, kept answers, refusals."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import agents
 import openai
 import pydantic
 import pytest
 from http_parts import Script, ToolTokenizer, browse, http_served, openai_client
-from serve_parts import WAIT_S, Served
+from serve_parts import Served
 
 from jaxserve.serve.http.stored_responses import Stored, StoredResponses
 from jaxserve.testing import ManualClock
@@ -259,32 +258,6 @@ def test_a_server_that_keeps_nothing() -> None:
             client.responses.create(model="fake", input="hi ", store=True)
         with pytest.raises(openai.NotFoundError, match="keeps no answers"):
             client.responses.create(model="fake", input="hi ", previous_response_id=answer.id)
-
-
-async def test_openai_agents_by_default(server: Served) -> None:
-    """An agent of the openai-agents library as it comes, which speaks this API; whole and streamed."""
-
-    @agents.function_tool
-    def get_weather(days: int) -> str:
-        """Weather of a city."""
-        return f"sunny for {days} days"
-
-    agents.set_tracing_disabled(True)
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.http_url}/v1", api_key=KEYS[0], max_retries=0, timeout=WAIT_S
-    ) as client:
-        model = agents.OpenAIResponsesModel(model="fake", openai_client=client)
-        agent = agents.Agent(name="agent", instructions="Help.", tools=[get_weather], model=model)
-        SCRIPT.texts = [CALL, "Sunny for 3 days."]
-        result = await agents.Runner.run(agent, "Weather?")
-        assert result.final_output == "Sunny for 3 days."
-        outputs = [item.output for item in result.new_items if isinstance(item, agents.ToolCallOutputItem)]
-        assert outputs == ["sunny for 3 days"]
-        SCRIPT.texts = [CALL, "Still sunny."]
-        streamed = agents.Runner.run_streamed(agent, [*result.to_input_list(), {"role": "user", "content": "Now?"}])
-        async for _ in streamed.stream_events():
-            pass
-        assert streamed.final_output == "Still sunny."
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------
