@@ -63,7 +63,7 @@ class Tool:
 
     def call(self, value: str, number: int) -> Message:
         """The assistant's turn that calls it with one argument; ``number`` makes the call's id."""
-        arguments = {self.parameters[0]: value}
+        arguments = json.dumps({self.parameters[0]: value})
         return {
             "role": "assistant",
             "content": "",
@@ -378,7 +378,7 @@ class ToolItem:
     def call(self) -> tuple[str, dict[str, Any]] | None:
         """Name and arguments of the call, if the right turn is one."""
         for call in self.answer.get("tool_calls", ()):
-            return call["function"]["name"], call["function"]["arguments"]
+            return call["function"]["name"], json.loads(call["function"]["arguments"])
         return None
 
 

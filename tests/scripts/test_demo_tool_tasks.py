@@ -1,5 +1,6 @@
 """The chats with tools of the demo model's adapter: what is held out is, and the right turns are right."""
 
+import json
 import random
 import re
 
@@ -19,7 +20,7 @@ def test_training_has_no_operand_that_is_held_out() -> None:
         for message in chat.messages:
             for call in message.get("tool_calls", ()):
                 if call["function"]["name"] in arithmetic:
-                    operands = numbers(str([*call["function"]["arguments"].values()]))
+                    operands = numbers(str([*json.loads(call["function"]["arguments"]).values()]))
                     assert len(operands) == 2 and not any(map(is_held_out_number, operands))
                     count += 1
     assert count > 200
