@@ -107,7 +107,7 @@ class OfJaxserve:
                 "vision.max_step_patches": NUM_PATCHES,  # the first request need not wait for the last one's picture
                 "sched.max_rows": NUM_REQUESTS,
                 "sched.max_step_tokens": 512,
-                "runtime.token_buckets": [512],
+                "runtime.token_buckets": [64, 288, 512],  # one request's prompt has 282 tokens
                 "runtime.row_buckets": [NUM_REQUESTS],
                 "runtime.background_buckets": False,
             }

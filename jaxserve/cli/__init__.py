@@ -57,7 +57,7 @@ COMMANDS = {
     ),
     "route": Command(
         "jaxserve.cli.commands:route_command",
-        "One gRPC door for several servers: spread requests, and move them when a server dies.",
+        "One door for several servers: spread requests, and move them when a server dies.",
     ),
     "kv-server": Command(
         "jaxserve.cli.commands:kv_server_command",
