@@ -1,10 +1,11 @@
 # Two commands do everything on a fresh machine with Python 3.11+ and make:
-#   make demo    install, then answer prompts with the model inside the package
+#   make demo    install, then answer prompts, and a question about a picture, with the models inside the package
 #   make test    install, then run the tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PICTURE ?= jaxserve/demo_model/vision/example.png
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Everything here runs on a CPU: compilers for other devices may be installed beside JAX and would look for theirs.
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo serve serve-tools test test-slow test-all test-long lint type fmt clean
 
 help:
-	@echo "make demo       answer a few prompts with the demo model (installs first)"
+	@echo "make demo       answer a few prompts, one about a picture, with the demo models (installs first)"
 	@echo "make serve      gRPC service with the demo model"
 	@echo "make serve-tools  HTTP service with the demo model and its adapter that calls tools"
 	@echo "make test       the tests, 15 to 20 minutes on two cores (those of the web page need Chromium)"
@@ -32,7 +33,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> installing jaxserve (about 1.1 GB; a few minutes)"
-	$(PIP) install --progress-bar on -c constraints.txt -e '.[cpu]'
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[cpu,vision]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -47,6 +48,8 @@ demo: $(VENV)/.demo
 	  --prompt "What is 683+784?" \
 	  --prompt 'Reverse "wagon".' \
 	  --prompt "Tell me a story about a fox."
+	@echo "==> asking about a picture, $(PICTURE)"
+	$(BIN)/python -m jaxserve.run --model demo-vision --chat --picture $(PICTURE) --prompt "What is in this picture?"
 
 serve: $(VENV)/.demo
 	$(BIN)/python -m jaxserve.run --config configs/demo.yaml

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from record import write_record
 from rich.console import Console
@@ -245,7 +245,12 @@ def most_hits() -> float:
 
 
 def simulate_chats(mode: str, seed: str, row: dict, log: Path, folder: Path) -> dict[str, float]:
-    """The requests of a round of a mode, simulated with costs that are fitted to the log of another round."""
+    """The requests of a round of a mode, simulated with costs that are fitted to the log of another round.
+
+    Each arrives when the one before it has been answered, as they were sent. At the times at which they were sent they
+    would queue wherever a simulated answer takes a little longer than the real one.
+    """
+    from jaxserve.lab.simulation.arriving import Chains
     from jaxserve.lab.simulation.simulate import SimRequest, simulate
     from jaxserve.lab.simulation.store import StoreLink
     from jaxserve.lab.simulation.world import world_of_log
@@ -257,9 +262,7 @@ def simulate_chats(mode: str, seed: str, row: dict, log: Path, folder: Path) -> 
     world = world_of_log(log, load_config(None, settings).config, store_link=link)
     said: list[list[int]] = [[] for _ in range(CHATS)]
     trace = []
-    for number, ((chat, tokens), (submitted_s, _, prompt_len, _)) in enumerate(
-        zip(turns_of(seed), row["requests"], strict=True)
-    ):
+    for number, ((chat, tokens), (_, _, prompt_len, _)) in enumerate(zip(turns_of(seed), row["requests"], strict=True)):
         token = 10**6 + number  # what is answered is of no matter, only that no two answers are equal
         said[chat] += tokens
         assert len(said[chat]) == prompt_len
@@ -269,11 +272,12 @@ def simulate_chats(mode: str, seed: str, row: dict, log: Path, folder: Path) -> 
             sampling=SamplingParams(temperature=0.0, max_tokens=ANSWERED, ignore_eos=True, detokenize=False),
             max_tokens=ANSWERED,
             seed=0,
-            arrival_s=submitted_s,
+            arrival_s=0.0,
         )
-        trace.append(SimRequest(request=request, arrival_s=submitted_s, output_len=ANSWERED, output_token_id=token))
+        trace.append(SimRequest(request=request, arrival_s=0.0, output_len=ANSWERED, output_token_id=token))
         said[chat] += [token] * ANSWERED
-    done = simulate("fcfs", trace, world.cost_model, world.limits, options=world.options, store=world.store)
+    turns = Chains(chains=(tuple(trace),))
+    done = simulate("fcfs", turns, world.cost_model, world.limits, options=world.options, store=world.store)
     by_id = sorted(done.requests, key=lambda one: int(one.request_id))
     asked = [
         Asked(one.arrival_s, (one.first_token_s or 0.0) - one.arrival_s, one.prompt_tokens, one.cached_tokens, [])
@@ -310,7 +314,8 @@ def throttle(seed: str, folder: Path) -> dict[str, object]:
             "store.wait_s": 30.0,
         }
         with engine_of({**common, **store}) as engine:
-            scheduler_of(engine).memory.costs.note_commit = lambda *args: None  # no estimate: it always loads
+            costs: Any = scheduler_of(engine).memory.costs
+            costs.note_commit = lambda *args: None  # no estimate: it always loads
             loaded = [ask(engine, prompt, 1) for prompt in prompts]
         with engine_of({**common, **store}) as engine:
             # New prompts teach what a token costs, and the first prompt what the store does.
@@ -476,14 +481,15 @@ def show(work: Path) -> dict[str, object]:
             table.add_row(*(f"{value:.4g}" for value in medians.values()))
             console.print(table)
     if "throttle" in rounds:
-        results["throttle"] = {"rounds": [one["found"] for one in rounds["throttle"]]}
+        throttled: dict[str, Any] = {"rounds": [one["found"] for one in rounds["throttle"]]}
         table = Table("store / break-even", "compute ms", "load ms", "chosen ms", "first ms", "loads", "regret")
         for ratio in RATIOS:
             mine = [one["found"][f"{ratio:g}"] for one in rounds["throttle"]]
             names = ("compute_ms", "load_ms", "chosen_ms", "first_ms", "loads", "regret")
             row = {name: statistics.median(one[name] for one in mine) for name in names}
-            results["throttle"][f"{ratio:g}"] = row
+            throttled[f"{ratio:g}"] = row
             table.add_row(f"{ratio:g}", *(f"{row[name]:.4g}" for name in names))
+        results["throttle"] = throttled
         console.print(table)
     if "chats" in rounds:
         results["chats"] = show_chats(rounds["chats"], work, console)
@@ -527,7 +533,7 @@ def _other_log(work: Path, own: str, mode: str) -> Path | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("part", choices=("restart", "chats", "llamacpp", "throttle", "steps", "show"))
     parser.add_argument("--work", type=Path, required=True, help="a folder for the rounds that were measured")
     parser.add_argument("--before", type=Path, help="steps: a checkout from before there were tiers")

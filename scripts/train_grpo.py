@@ -212,14 +212,15 @@ def grpo_loss(
 
     `reference`: the parameters to stay near, by the divergence of equation 4 times `kl`; None: they do not matter.
     """
-    log_probs = decoder.log_probs(params, batch.tokens, batch.lengths)
+    tokens, lengths = jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)
+    log_probs = decoder.log_probs(params, tokens, lengths)
     num_tokens = batch.drawn.sum()
     difference = jnp.where(batch.drawn > 0, log_probs - batch.behaviour, 0.0)
     ratio = jnp.exp(difference)
     advantages = batch.advantages[:, None]
     gains = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip, 1 + clip) * advantages)
     if reference is not None:
-        away = jax.lax.stop_gradient(decoder.log_probs(reference, batch.tokens, batch.lengths)) - log_probs
+        away = jax.lax.stop_gradient(decoder.log_probs(reference, tokens, lengths)) - log_probs
         gains -= kl * (jnp.exp(away) - away - 1)
     watched = {
         "difference": jnp.abs(difference).max(),
@@ -245,9 +246,10 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, round_number: int, state: Any, history: list[dict[str, Any]]) -> None:
+        past = ocp.args.JsonSave(history)  # pyright: ignore[reportArgumentType]
         self._manager.save(
             round_number,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history)),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=past),
             force=True,
         )
         self._manager.wait_until_finished()
@@ -409,7 +411,7 @@ def parse_args() -> argparse.Namespace:
     add("--questions", type=int, default=32, help="of a round")
     add("--group", type=int, default=8, help="answers to each question")
     add("--rows", type=int, default=64, help="answers of an optimizer step")
-    add("--row-len", type=int, default=32, help="tokens of question and answer at most")
+    add("--row-len", type=int, default=40, help="tokens of question and answer at most")
     add("--rate", type=float, default=1e-4, help="learning rate of Adam")
     add("--clip", type=float, default=0.2, help="ratios are clipped to 1 plus and minus this")
     add("--kl", type=float, default=0.0, help="weight of the divergence from the first weights; 0: not computed")
@@ -426,7 +428,7 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     args.work.mkdir(parents=True, exist_ok=True)
     llm = LLM.from_config(None, ENGINE)
-    taught = {}
+    taught, first = {}, 0.0
     if args.json:
         taught["before"] = evaluate(llm, args.final_items, 1)
         first = accuracy(llm, args.final_items)

@@ -42,6 +42,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.hosts import JointStore, LocalStore, checkpoint_digest
 from jaxserve.kernels.selection import NONE
 from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of
+from jaxserve.model_path import resolve_model_path
 from jaxserve.models import (
     LoadedModel,
     PlannedModel,
@@ -49,7 +50,6 @@ from jaxserve.models import (
     configured_checkpoint,
     decoder_config,
     plan_model,
-    resolve_model_path,
 )
 from jaxserve.models.adapters.placing import AdapterReader
 from jaxserve.models.checkpoint import CheckpointKind

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jaxserve.config.schema import Config
 from jaxserve.errors import CheckpointError
-from jaxserve.models import resolve_model_path
+from jaxserve.model_path import resolve_model_path
 from jaxserve.runtime.heads import DRAFT_MODEL
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.loading import load_tokenizer

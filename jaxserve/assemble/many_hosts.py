@@ -40,7 +40,7 @@ from jaxserve.hosts import (
 )
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
 from jaxserve.hosts.settings import read_trust
-from jaxserve.models import resolve_model_path
+from jaxserve.model_path import resolve_model_path
 from jaxserve.progress import Progress
 from jaxserve.runtime.build import BuildHooks
 

@@ -10,7 +10,8 @@ from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.texts import read_texts
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
-from jaxserve.models import configured_checkpoint, resolve_model_path
+from jaxserve.model_path import resolve_model_path
+from jaxserve.models import configured_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import choose_dtype
 from jaxserve.new_directory import check_new

@@ -200,7 +200,7 @@ def route_command(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="How to choose: prefix, least_load, power_of_two, …")] = None,
 ) -> int:
-    """One gRPC door for several servers: spread requests, and move them when a server dies."""
+    """One door for several servers: spread requests, and move them when a server dies."""
     from jaxserve.serve.route import route_forever  # gRPC: not needed elsewhere
 
     given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}

@@ -21,7 +21,8 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit th
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; without it, all defaults.")]
 ModelOption = Annotated[
-    Path | None, typer.Option("--model", help="Directory of a model, or demo; default: model.path of the config.")
+    Path | None,
+    typer.Option("--model", help="Directory of a model, demo, or demo-vision; default: model.path of the config."),
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE. Repeatable.")]
 

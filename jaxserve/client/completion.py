@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxserve.api import FinishReason, TokenLogprobs
-from jaxserve.serve.convert import FINISH_REASONS, logprobs_from_proto
+from jaxserve.serve.convert import finish_reason_from_proto, logprobs_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
-
-_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ def _join(index: int, replies: Sequence[pb.GenerateResponse]) -> Output:
         index=index,
         text="".join(r.text for r in replies),
         token_ids=tuple(i for r in replies for i in r.token_ids),
-        finish_reason=_REASONS[last.finish_reason],
+        finish_reason=finish_reason_from_proto(last.finish_reason),
         stop_reason=getattr(last, which) if which is not None else None,
         logprobs=tuple(e for r in replies for e in logprobs_from_proto(r.logprobs)),
     )

@@ -56,6 +56,7 @@ _PATHS = (
     "serve.grpc.tls_key",
     "serve.grpc.tls_client_ca",
     "serve.grpc.tokens_file",
+    "route.tokenizer",
     "route.tls_ca",
     "route.tls_cert",
     "route.tls_key",
@@ -81,7 +82,7 @@ _ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, A
     *("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
 )
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # read by XLA and libtpu; here only to tell programs apart
-_NOT_A_PATH = "demo"  # names the model inside the package, wherever a model path is taken
+_PACKAGED = ("demo", "demo-vision")  # names of models inside the package, wherever a model path is taken
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def load_config(
 
     `overrides` is a mapping from dotted names (or nested sections) to values, or a list of "a.b=c" whose values are
     YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
-    home directory; the model path "demo" names the model inside the package and is never a file.
+    home directory; the model paths "demo" and "demo-vision" name models inside the package and are never files.
 
     Raises ConfigError in one line: where, which key, what was given, what is wanted.
     """
@@ -270,7 +271,7 @@ def _unknown_key(name: str, where: str) -> ConfigError:
 
 def _resolve_path(setting: _Setting) -> _Setting:
     value = setting.value
-    if not isinstance(value, str) or value in ("", _NOT_A_PATH):
+    if not isinstance(value, str) or value in ("", *_PACKAGED):
         return setting
     # Always absolute: "./demo" must not turn into the name "demo".
     return setting._replace(value=os.path.abspath(os.path.join(setting.folder or "", os.path.expanduser(value))))

@@ -19,7 +19,9 @@ class ModelConfig(Section):
     """The model to load."""
 
     path: str = pydantic.Field(
-        default="demo", description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo'."
+        default="demo",
+        description="Hugging Face style directory, Orbax directory, GGUF file, or 'demo' or 'demo-vision', which are "
+        "packaged.",
     )
     tokenizer: str | None = pydantic.Field(
         default=None, description="Directory or GGUF file of the tokenizer; default: model.path."
@@ -702,6 +704,11 @@ class RouteConfig(Section):
     replicas: list[str] | None = pydantic.Field(
         default=None,
         description="`jaxserve route`: HOST:PORT of each server; dns:///NAME:PORT means every address of NAME.",
+    )
+    tokenizer: str | None = pydantic.Field(
+        default=None,
+        description="`jaxserve route`: directory or GGUF file of the servers' tokenizer, with which serve.http.port "
+        "answers requests as a server does; null: it has probes and metrics alone.",
     )
     policy: str = pydantic.Field(
         default="prefix", description="Name, entry point, or 'package.module:Class'; see `jaxserve.routing`."

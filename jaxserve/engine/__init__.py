@@ -25,7 +25,7 @@ Several replicas in one process are an `EngineGroup`: each is an `Engine` with a
 own, and front doors see one `AnyEngine`. A replica that dies gives its unanswered requests to the others.
 """
 
-from jaxserve.engine.base import AnyEngine, Load
+from jaxserve.engine.base import Answering, AnyEngine, Load
 from jaxserve.engine.cache_control import CacheControl
 from jaxserve.engine.embedding import EmbeddingForm, EmbeddingRules, embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
@@ -48,6 +48,7 @@ from jaxserve.engine.streams import AsyncEngine
 
 __all__ = [
     "QWEN3_TEMPLATE",
+    "Answering",
     "AnyEngine",
     "AsyncEngine",
     "CacheControl",

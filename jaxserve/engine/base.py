@@ -1,6 +1,7 @@
 """`AnyEngine`: the protocol through which front doors use an engine, kept by one engine and by a group of replicas.
 
-A door written against it need not know how many devices, loops and schedulers are behind it.
+A door written against it need not know how many devices, loops and schedulers are behind it. `Answering` is the part of
+it that needs none here: a router keeps it, too, whose requests run on servers.
 """
 
 from collections.abc import Callable
@@ -48,8 +49,8 @@ def reason_of(failure: BaseException | None) -> str:
     return str(failure) if isinstance(failure, JaxserveError) else repr(failure)
 
 
-class AnyEngine(Protocol):
-    """An `Engine`, or several of them. `Engine` says which methods may be used from which thread."""
+class Answering(Protocol):
+    """What takes requests and answers them. `Engine` says which methods may be used from which thread."""
 
     @property
     def model(self) -> ModelInfo: ...
@@ -61,6 +62,43 @@ class AnyEngine(Protocol):
     def failure(self) -> BaseException | None:
         """Why no request can be answered any more; None while requests can."""
         ...
+
+    @property
+    def load(self) -> "Load":
+        """The load now."""
+        ...
+
+    def prepare(self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions = NO_OPTIONS) -> Request:
+        """Encodes and checks; see `Engine.prepare`."""
+        ...
+
+    def chat_template(self) -> ChatTemplate:
+        """The model's own template; see `Engine.chat_template`."""
+        ...
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hands over a prepared request; see `Engine.submit`."""
+        ...
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raises QueueFull when this many more would be refused now; see `Engine.check_room`."""
+        ...
+
+    def abort(self, request: Request) -> None:
+        """Ends a request; see `Engine.abort`."""
+        ...
+
+    def watch_deliveries(self, tell: Callable[[], None]) -> None:
+        """`tell` is called after each turn in which sinks may have been called; see `Engine.watch_deliveries`."""
+        ...
+
+    def unwatch_deliveries(self, tell: Callable[[], None]) -> None:
+        """Ends what `watch_deliveries` began."""
+        ...
+
+
+class AnyEngine(Answering, Protocol):
+    """An `Engine`, or several of them."""
 
     @property
     def accepting(self) -> bool:
@@ -97,37 +135,12 @@ class AnyEngine(Protocol):
         """Requests that have no token yet."""
         ...
 
-    @property
-    def load(self) -> "Load":
-        """The load now."""
-        ...
-
-    def prepare(self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions = NO_OPTIONS) -> Request:
-        """Encodes and checks; see `Engine.prepare`."""
-        ...
-
     def chat_template(self, source: str | None = None) -> ChatTemplate:
         """The model's own template, or one of Jinja `source`; see `Engine.chat_template`."""
         ...
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Hands over a prepared request; see `Engine.submit`."""
-        ...
-
-    def check_room(self, num_sequences: int) -> None:
-        """Raises QueueFull when this many more would be refused now; see `Engine.check_room`."""
-        ...
-
     def abort(self, request: str | Request) -> None:
         """Ends a request; see `Engine.abort`."""
-        ...
-
-    def watch_deliveries(self, tell: Callable[[], None]) -> None:
-        """`tell` is called after each turn in which sinks may have been called; see `Engine.watch_deliveries`."""
-        ...
-
-    def unwatch_deliveries(self, tell: Callable[[], None]) -> None:
-        """Ends what `watch_deliveries` began."""
         ...
 
     def step(self) -> bool:

@@ -15,10 +15,10 @@ import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions
-from jaxserve.engine.base import AnyEngine, refusal_of
+from jaxserve.engine.base import Answering, refusal_of
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
@@ -27,6 +27,7 @@ from jaxserve.engine.tenants import Tenants
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
 
 T = TypeVar("T")
+E_co = TypeVar("E_co", bound=Answering, covariant=True)
 
 _SUBMITTED_AT_ONCE = 32  # requests of one call; then other coroutines have their turn
 
@@ -77,12 +78,12 @@ class _Readers:
                 waiter.set_result(None)
 
 
-class AsyncEngine:
-    """The engine as coroutines. One per event loop; closing it does not stop the engine."""
+class AsyncEngine(Generic[E_co]):
+    """An engine of the kind `E_co` as coroutines. One per event loop; closing it does not stop the engine."""
 
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: E_co,
         encode_threads: int = 2,
         *,
         max_prompts: int | None = None,

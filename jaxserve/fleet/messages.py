@@ -11,7 +11,7 @@ from jaxserve.errors import JaxserveError, Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The first item of a stream, before anything is generated: `replica` is whose stream it is."""
+    """The first item of a stream, before anything is computed: `replica` is whose stream it is."""
 
     replica: str
 

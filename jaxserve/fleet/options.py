@@ -10,13 +10,9 @@ import pydantic
 from jaxserve.config.schema import Section
 
 
-class FleetOptions(Section):
-    """The `args` of `jaxserve.fleet.ray_app:build_app`."""
+class ReplicaOptions(Section):
+    """How many replicas a deployment of engines has, and what each is given."""
 
-    config: str = pydantic.Field(description="The engine's config file; read once, on the node that builds the app.")
-    overrides: dict[str, object] = pydantic.Field(
-        default={}, description="Settings that win over the file: dotted name -> value."
-    )
     min_replicas: int = pydantic.Field(default=1, ge=1, description="Replicas that are always there.")
     max_replicas: int = pydantic.Field(default=1, ge=1, description="Replicas that load may call for.")
     target_ongoing_requests: float = pydantic.Field(
@@ -33,7 +29,6 @@ class FleetOptions(Section):
     resources_per_replica: dict[str, float] = pydantic.Field(
         default={}, description="Other resources of Ray, such as TPU: 4."
     )
-    ingress_replicas: int = pydantic.Field(default=1, ge=1, description="Processes that route; they hold no model.")
     health_check_period_s: float = pydantic.Field(
         default=2.0, gt=0, description="Seconds between looks at a replica; three bad ones replace it."
     )
@@ -43,3 +38,24 @@ class FleetOptions(Section):
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, below min_replicas, which is {self.min_replicas}")
         return self
+
+
+class PrefillOptions(ReplicaOptions):
+    """The replicas that compute prompts for the others: a deployment of their own, scaled by itself."""
+
+    overrides: dict[str, object] = pydantic.Field(
+        default={}, description="Settings of these replicas that win over those of all: dotted name -> value."
+    )
+
+
+class FleetOptions(ReplicaOptions):
+    """The `args` of `jaxserve.fleet.ray_app:build_app`. The numbers are of the replicas that answer."""
+
+    config: str = pydantic.Field(description="The engine's config file; read once, on the node that builds the app.")
+    overrides: dict[str, object] = pydantic.Field(
+        default={}, description="Settings that win over the file: dotted name -> value."
+    )
+    prefill: PrefillOptions | None = pydantic.Field(
+        default=None, description="Replicas that compute prompts for those that answer. Null: each does both."
+    )
+    ingress_replicas: int = pydantic.Field(default=1, ge=1, description="Processes that route; they hold no model.")

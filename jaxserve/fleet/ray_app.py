@@ -3,18 +3,23 @@
 It turns the options of a fleet into deployments; Ray starts them, on whichever machines it likes.
 """
 
+from collections.abc import Mapping
+
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
+from jaxserve.assemble.handoff import check_handoff
 from jaxserve.config import ResolvedConfig, load_config
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.options import FleetOptions
+from jaxserve.fleet.options import FleetOptions, ReplicaOptions
 from jaxserve.fleet.ray_engine import EngineReplica
 from jaxserve.fleet.ray_ingress import Ingress
+from jaxserve.serve.route_apart import Apart
 
 ENGINE = "Engine"  # names that Ray shows, and that a Serve config file may refer to
+PREFILL = "Prefill"
 INGRESS = "Ingress"
 
 _STOP_S = 15.0  # beyond drain and export: for the last step, and for last messages to leave
@@ -24,32 +29,41 @@ _MANY = 100_000  # streams cost an ingress little; the engine refuses what is to
 def build_app(options: FleetOptions) -> Application:
     """Reads the engine's config, once for all replicas. Raises ConfigError, also for a model over several hosts."""
     resolved = load_config(options.config, options.overrides)
-    if resolved.config.hosts.num_processes > 1:
+    config = resolved.config
+    if config.hosts.num_processes > 1:
         raise ConfigError(
-            f"hosts.num_processes is {resolved.config.hosts.num_processes}, but a replica of a fleet is one process; "
+            f"hosts.num_processes is {config.hosts.num_processes}, but a replica of a fleet is one process; "
             "set it to 1, or run the hosts without Ray (deploy/k8s/tpu-multi-host.yaml)"
         )
-    if resolved.config.handoff.secret_file is not None:
-        raise ConfigError(
-            "handoff.secret_file is set, but the ingress of a fleet pairs no replicas; leave it out, or start the "
-            "servers without Ray, behind jaxserve route"
-        )
-    engine = build_engine_deployment(options, resolved)
+    if options.prefill is None:
+        if config.handoff.secret_file is not None:
+            raise ConfigError(
+                "handoff.secret_file is set, but no replica computes prompts for others; set `prefill` in the args of "
+                "the fleet, or leave it out"
+            )
+        engines, prompts = build_engine_deployment(options, resolved, ENGINE, config.route.policy).bind(resolved), None
+    else:
+        _check_roles(config)
+        answering = _with_role(options, {}, "decode")
+        computing = _with_role(options, options.prefill.overrides, "prefill")
+        # As a router does it: the policy knows which prompts the replicas that compute them have seen.
+        engines = build_engine_deployment(options, answering, ENGINE, "least_load").bind(answering)
+        prompts = build_engine_deployment(options.prefill, computing, PREFILL, config.route.policy).bind(computing)
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=options.ingress_replicas,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MANY,
-        graceful_shutdown_timeout_s=_leaving_s(resolved.config),
+        graceful_shutdown_timeout_s=_leaving_s(config),
     )(Ingress)
-    return ingress.bind(engine.bind(resolved), 1 + resolved.config.route.retries)
+    return ingress.bind(engines, 1 + config.route.retries, Apart.of(config.route), prompts)
 
 
-def build_engine_deployment(options: FleetOptions, resolved: ResolvedConfig) -> Deployment:
-    """The deployment of the engines: their number, resources, router and shutdown."""
+def build_engine_deployment(options: ReplicaOptions, resolved: ResolvedConfig, name: str, policy: str) -> Deployment:
+    """A deployment of engines: their number, resources, router and shutdown. `policy`: of `jaxserve.routing`."""
     route = resolved.config.route
     return serve.deployment(
-        name=ENGINE,
+        name=name,
         autoscaling_config=AutoscalingConfig(
             min_replicas=options.min_replicas,
             initial_replicas=options.min_replicas,
@@ -67,13 +81,38 @@ def build_engine_deployment(options: FleetOptions, resolved: ResolvedConfig) -> 
         request_router_config=RequestRouterConfig.model_validate(
             {
                 "request_router_class": "jaxserve.fleet.ray_router:FleetRouter",
-                "request_router_kwargs": route.model_dump(include={"policy", "slack", "table_blocks", "seed"}),
+                "request_router_kwargs": {
+                    "policy": policy,
+                    **route.model_dump(include={"slack", "table_blocks", "seed"}),
+                },
             }
         ),
         graceful_shutdown_timeout_s=_leaving_s(resolved.config),
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=options.health_check_period_s,
     )(EngineReplica)
+
+
+def _check_roles(config: Config) -> None:
+    """Raises ConfigError for settings that only a server by itself can have."""
+    for setting, value, reason in (
+        ("role", config.handoff.role != "both", "the fleet gives each replica its role"),
+        ("port", config.handoff.port, "replicas on one machine need ports of their own, so each takes a free one"),
+        ("address", config.handoff.address, "each replica has an address of its own"),
+    ):
+        if value:
+            raise ConfigError(f"handoff.{setting} is set, but {reason}; leave it out")
+    if config.handoff.secret_file is None:
+        raise ConfigError(
+            "some replicas are to compute prompts for others (`prefill`), but handoff.secret_file is not set, by which "
+            "they know each other; set it, or leave `prefill` out"
+        )
+
+
+def _with_role(options: FleetOptions, overrides: Mapping[str, object], role: str) -> ResolvedConfig:
+    resolved = load_config(options.config, {**options.overrides, **overrides, "handoff.role": role})
+    check_handoff(resolved.config)
+    return resolved
 
 
 def _leaving_s(config: Config) -> float:

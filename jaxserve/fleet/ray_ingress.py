@@ -1,7 +1,9 @@
 """The deployment behind Ray's gRPC proxy: the services of jaxserve, in front of many replicas.
 
-It moves requests and translates statuses; replicas are chosen in `ray_router`. An ingress keeps nothing between calls,
-so that there may be many of them. A request whose replica died goes on at another behind what the client has.
+It moves requests and translates statuses; replicas are chosen in `ray_router`. An ingress keeps nothing of a call when
+it has ended, so that there may be many of them. A request whose replica died goes on at another behind what the client
+has. Where some replicas compute prompts for others (`ray_prompts`), it pairs them as a router does: a replica that has
+room is found first, and gets the request with the ticket of its prompt.
 """
 
 import asyncio
@@ -23,12 +25,15 @@ from jaxserve.api import ResumeReason
 from jaxserve.client import Retries
 from jaxserve.errors import DeadlineExceeded, EngineStopped, Status
 from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
+from jaxserve.fleet.ray_prompts import FleetPrompts
 from jaxserve.routing import PromptKey
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_server import SERVICE_NAME
 from jaxserve.serve.received import Received
+from jaxserve.serve.route_apart import Apart, Missed
 from jaxserve.serve.route_service import key_of_request
 from jaxserve.serve.status import GRPC_CODES
+from jaxserve.serve.suspects import Deaths
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +50,18 @@ _WAITS = Retries()
 class Ingress:
     """One method per method of the services; Ray's proxy calls them by name."""
 
-    def __init__(self, engines: DeploymentHandle, max_attempts: int) -> None:
+    def __init__(
+        self, engines: DeploymentHandle, max_attempts: int, apart: Apart, prompts: DeploymentHandle | None = None
+    ) -> None:
+        """`engines` answer; `prompts` compute prompts for them, those that are worth it by `apart`. None: there are no
+        such replicas."""
         self._generate = engines.options(method_name="generate", stream=True)
+        self._offer = engines.options(method_name="offer", stream=True)
         self._is_alive = engines.options(method_name="is_alive")
         self._answer = engines.options(method_name="answer")
         self._max_attempts = max_attempts
+        self._apart = apart
+        self._prompts = None if prompts is None else FleetPrompts(prompts)
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
@@ -67,6 +79,11 @@ class Ingress:
                     yield reply
             if call.refusal is None or call.received.complete:
                 return
+            if call.refusal.status is Status.INVALID and request.ticket and not call.received.begun:
+                logger.warning("replica %s does not take a ticket: %s", call.tried[-1], call.refusal.text)
+                request.ClearField("ticket")
+                call.takes_ticket = False
+                continue  # if it is the request that is wrong, the replica says so again
             if not self._may_move(call, call.refusal):
                 raise _failed(grpc_context, call, call.refusal)
             wait_s = self._wait_s(call, call.refusal)
@@ -83,25 +100,60 @@ class Ingress:
         status = refusal.status
         if status is Status.OVERLOADED and not call.received.begun:
             return call.num_attempts == 1  # once: where two are full the others are likely to be
-        if refusal.drained and call.tried[-1] not in call.drained:  # it has not failed; a second time, it has
-            call.drained.add(call.tried[-1])
-            call.num_failed -= 1
-        return status in (Status.UNAVAILABLE, Status.OVERLOADED) and call.num_failed < self._max_attempts
+        if status not in (Status.UNAVAILABLE, Status.OVERLOADED):
+            return False
+        call.note_loss(call.tried[-1] if call.tried else "a replica", refusal.text, drained=refusal.drained)
+        return call.deaths.num_recent < self._max_attempts
 
     @staticmethod
     def _wait_s(call: "_Call", refusal: Refusal) -> float:
         """Seconds until the next attempt: none after the first failure, since another replica is likely well."""
+        num_failed = call.deaths.num_recent
         if refusal.status is Status.OVERLOADED and call.received.begun:
-            return _WAITS.wait_s(call.num_failed)
-        return 0.0 if call.num_failed <= 1 else _WAITS.wait_s(call.num_failed - 2)
+            return _WAITS.wait_s(num_failed)
+        return 0.0 if num_failed <= 1 else _WAITS.wait_s(num_failed - 2)
 
     async def _attempt(self, call: "_Call") -> AsyncGenerator[pb.GenerateResponse, None]:
         """One replica's stream. Afterwards `call.refusal` says why there was no answer; None: there was one."""
         call.num_attempts += 1
-        call.num_failed += 1
-        call.refusal = None
-        message = call.request.SerializeToString()
-        stream: Any = self._generate.remote(message, prompt_key=call.prompt_key, avoid=tuple(call.tried))
+        call.refusal, wanted = None, None
+        may_travel = call.takes_ticket and not call.deaths.suspected  # by replicas that computed its prompt, too
+        if self._prompts is not None and may_travel and self._apart.is_worth(call.request):
+            wanted = await self._prefill_elsewhere(call, self._prompts)
+            if call.refusal is not None:
+                return
+        stream: Any = self._generate.remote(
+            call.request.SerializeToString(), prompt_key=call.prompt_key, avoid=tuple(call.tried), wanted=wanted
+        )
+        async with contextlib.aclosing(self._items(call, stream)) as items:
+            async for item in items:
+                reply = pb.GenerateResponse.FromString(item)
+                try:
+                    call.received.take(reply)
+                except EngineStopped as error:  # a part of the answer is missing
+                    call.refusal = Refusal(status=error.status, text=f"replica {call.tried[-1]}: {error}")
+                    return
+                yield reply
+
+    async def _prefill_elsewhere(self, call: "_Call", prompts: FleetPrompts) -> str | None:
+        """Has the prompt computed, for a replica that has set room aside: its name. `call.refusal`: none has any."""
+        stream: Any = self._offer.remote(call.request.request_id, prompt_key=call.prompt_key, avoid=tuple(call.tried))
+        async with contextlib.aclosing(self._items(call, stream)) as items:
+            async for _ in items:
+                pass
+        if call.refusal is not None:
+            return None
+        answering = call.tried.pop()  # it is not to be avoided
+
+        def note_death(missed: Missed) -> bool:
+            call.note_loss(missed.name, missed.reason, drained=missed.drained)
+            return call.deaths.suspected
+
+        await self._apart.prepare(prompts, call.request, call.prompt_key, answering, lambda: None, note_death)
+        return answering
+
+    async def _items(self, call: "_Call", stream: Any) -> AsyncGenerator[bytes, None]:
+        """The messages of a replica. Its name goes to `call.tried`, and its refusal or death to `call.refusal`."""
         replica = "a replica"
         ended = False
         try:
@@ -112,20 +164,16 @@ class Ingress:
                 elif isinstance(item, Refusal):
                     call.refusal = item
                 else:
-                    reply = pb.GenerateResponse.FromString(item)
-                    call.received.take(reply)
-                    call.num_failed = 1
-                    yield reply
+                    yield item
             ended = True
-        except EngineStopped as error:  # a part of the answer is missing
-            call.refusal = Refusal(status=error.status, text=f"{replica}: {error}")
         except (RayTaskError, TaskCancelledError):
             raise  # a defect, which another replica would have too; or the client is gone
         except RayError as error:
             ended = True
             logger.warning(
-                "%s is lost on attempt %d, after %d tokens: %s",
-                replica, call.num_attempts, call.received.num_tokens, error,
+                "request %r: %s is lost on attempt %d, after %d tokens: %s, %s",
+                call.request.request_id, replica, call.num_attempts, call.received.num_tokens,
+                type(error).__name__, error,
             )  # fmt: skip
             call.refusal = Refusal(status=Status.UNAVAILABLE, text=f"{replica} died")
         finally:
@@ -217,11 +265,15 @@ class _Call:
         self.request = request
         self.prompt_key = prompt_key
         self.tried: list[str] = []  # replicas that took it, the newest last
-        self.drained: set[str] = set()  # those of them that were shut down with it
         self.num_attempts = 0
-        self.num_failed = 0  # attempts since the last message, with the one that it came from
+        self.takes_ticket = True  # False: a replica has refused one, and would refuse the next as well
         self.received = Received(request)
+        self.deaths = Deaths(self.received.num_tokens)
         self.refusal: Refusal | None = None
+
+    def note_loss(self, replica: str, reason: str, *, drained: bool) -> None:
+        """A replica is gone, or full, that had the request. None ever runs it alone: Ray has no replica to spare."""
+        self.deaths.note(replica, reason, self.received.num_tokens, alone=False, innocent=drained)
 
 
 def _unimplemented(grpc_context: RayServegRPCContext, method: str, remedy: str) -> CallFailed:

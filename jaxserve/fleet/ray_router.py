@@ -26,13 +26,16 @@ class FleetRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then the others by load, in case it is full. One that has just failed comes last."""
+        """The chosen replica, then the others by load, in case it is full. One that has just failed comes last, and one
+        that has set room aside for the request (`wanted`) first."""
         if pending_request is None or "prompt_key" not in pending_request.kwargs or not candidate_replicas:
             return [candidate_replicas]
         by_id = {_id(replica.replica_id): replica for replica in candidate_replicas}
         avoid = pending_request.kwargs["avoid"]
         fresh = [name for name in by_id if name not in avoid] or list(by_id)
-        chosen = self._balancer.choose(pending_request.kwargs["prompt_key"], fresh)
+        chosen = pending_request.kwargs.get("wanted")
+        if chosen not in by_id:
+            chosen = self._balancer.choose(pending_request.kwargs["prompt_key"], fresh)
         others = sorted((name for name in by_id if name != chosen), key=lambda n: (n in avoid, self._balancer.load(n)))
         return [[by_id[name]] for name in (str(chosen), *others)]
 

@@ -5,6 +5,7 @@ differs, and on which host.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -86,9 +87,10 @@ def checkpoint_digest(checkpoint: Path, config_only: bool) -> str:
         files = [*parts_of(gguf)]
     else:
         files = sorted(p for p in directory.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(directory)))
+        files += _shared_files(directory)
     checksum, total = 0, 0
     for file in files:
-        name, size = file.relative_to(directory).as_posix(), file.stat().st_size
+        name, size = os.path.relpath(file, directory), file.stat().st_size
         if config_only and gguf is None and name != "config.json":
             continue
         checksum = zlib.crc32(f"{name} {size}".encode(), checksum)
@@ -98,6 +100,15 @@ def checkpoint_digest(checkpoint: Path, config_only: bool) -> str:
                 opened.seek(start)
                 checksum = zlib.crc32(opened.read(_SAMPLE_BYTES), checksum)
     return f"{total} bytes, checksum {checksum:08x}"
+
+
+def _shared_files(directory: Path) -> list[Path]:
+    """The weights in the directory above that an index names (`safetensors_files`)."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [directory.parent / Path(name).name for name in named if name.startswith("../")]
 
 
 def _is_hidden(relative: Path) -> bool:

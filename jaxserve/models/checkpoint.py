@@ -1,27 +1,25 @@
 """A checkpoint on disk, before any weight is read: the JSON files of its directory and the values in them.
 
-These are the config, the ids that end a sequence and default sampling options; the name 'demo' stands for the packaged
-model. A GGUF file has all of them in its metadata. Weights are read in `safetensors_files`, `gguf` and `orbax_io`,
-tokenizers in `text`.
+These are the config, the ids that end a sequence and default sampling options; the names 'demo' and 'demo-vision'
+stand for the packaged models. A GGUF file has all of them in its metadata. Weights are read in `safetensors_files`,
+`gguf` and `orbax_io`, tokenizers in `text`.
 """
 
 import dataclasses
 import enum
-import importlib.resources
 import json
 from pathlib import Path
 from typing import Any
 
 from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import SUFFIX, find_gguf, read_gguf
+from jaxserve.gguf_file import find_gguf, read_gguf
+from jaxserve.model_path import CONFIG_NAME, resolve_model_path
 from jaxserve.models.gguf.config import architecture_of, read_config, read_generation
 
-DEMO_NAME = "demo"
 ORBAX_MARKER = "jaxserve_orbax.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
 
 # Fields of generation_config.json that are defaults of sampling options of the same meaning here.
@@ -91,27 +89,6 @@ class Checkpoint:
         if self.generation.get("do_sample") is False:
             given = {"temperature": 0.0, "repetition_penalty": given["repetition_penalty"]}
         return {name: value for name, value in given.items() if value is not None}
-
-
-def resolve_model_path(path: str | Path) -> Path:
-    """The directory or GGUF file that `model.path` names; 'demo' is the packaged model.
-
-    Raises CheckpointError if there is none.
-    """
-    if str(path) == DEMO_NAME:
-        directory = Path(str(importlib.resources.files("jaxserve"))) / "demo_model"
-        if not (directory / CONFIG_NAME).is_file():
-            raise CheckpointError(
-                f"this installation has no demo model (no {directory / CONFIG_NAME}); give a directory"
-            )
-        return directory
-    directory = Path(path).expanduser()
-    if not directory.is_dir() and not (directory.suffix == SUFFIX and directory.is_file()):
-        what = "is a file, but must be a directory" if directory.exists() else "does not exist"
-        raise CheckpointError(
-            f"model directory {directory} {what}; give one with config.json, a file that ends in {SUFFIX}, or 'demo'"
-        )
-    return directory
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

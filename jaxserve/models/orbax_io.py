@@ -20,8 +20,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
+from jaxserve.model_path import CONFIG_NAME
 from jaxserve.models.checkpoint import (
-    CONFIG_NAME,
     INDEX_NAME,
     ORBAX_MARKER,
     SINGLE_NAME,

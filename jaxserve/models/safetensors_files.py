@@ -120,14 +120,17 @@ def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index_file}: 'weight_map' must map tensor names to file names")
     names = sorted(set(weight_map.values()))
-    if outside := [n for n in names if Path(n).name != n]:
-        raise CheckpointError(f"{index_file} names {outside}, but files must lie beside it")
+    # A checkpoint in a subdirectory may share weights with the one around it, and reaches no further.
+    if outside := [n for n in names if Path(n).name != n and n != f"../{Path(n).name}"]:
+        raise CheckpointError(f"{index_file} names {outside}, but files must lie beside it, or in the directory above")
     if missing := [n for n in names if not (index_file.parent / n).is_file()]:
         raise CheckpointError(f"{index_file} names files that are missing: {', '.join(missing)}")
     tensors: dict[str, TensorSource] = {}
     for name in names:
         tensors |= open_file(index_file.parent / name)
-    if absent := sorted(t for t, f in weight_map.items() if t not in tensors or tensors[t].file.name != f):
+    if absent := sorted(
+        t for t, f in weight_map.items() if t not in tensors or tensors[t].file != index_file.parent / f
+    ):
         raise CheckpointError(f"{index_file} promises tensors that its files lack: {fold_names(absent)}")
     return tensors
 

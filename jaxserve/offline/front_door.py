@@ -92,7 +92,7 @@ class FrontDoor:
         """Loads the weights and compiles the step, which takes as long as it takes.
 
         Args:
-          model: Hugging Face style or Orbax directory, or 'demo'.
+          model: Hugging Face style or Orbax directory, or 'demo' or 'demo-vision', which are packaged.
           tokenizer: directory of the tokenizer when it is another one.
           skip_tokenizer_init: token ids in, token ids out; no tokenizer is loaded.
           served_model_name: `model_name`, and the name in the log; default: the directory's.

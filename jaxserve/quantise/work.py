@@ -22,7 +22,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.models.checkpoint import CONFIG_NAME, INDEX_NAME
+from jaxserve.model_path import CONFIG_NAME
+from jaxserve.models.checkpoint import INDEX_NAME
 from jaxserve.models.orbax_io import copy_small_files
 from jaxserve.models.safetensors_files import TensorSource, open_file
 from jaxserve.new_directory import check_new

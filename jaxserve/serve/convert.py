@@ -30,6 +30,8 @@ FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
 
+_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
+
 RESUME_REASONS: dict[ResumeReason, pb.ResumeReason] = {
     ResumeReason.CLIENT: pb.RESUME_REASON_CLIENT,
     ResumeReason.DIED: pb.RESUME_REASON_DIED,
@@ -119,6 +121,19 @@ def resume_from_proto(message: pb.Resume) -> Resume:
         reason=next(reason for reason, number in RESUME_REASONS.items() if number == message.reason),
         age_s=message.age_s,
     )
+
+
+def resume_to_proto(resume: Resume) -> pb.Resume:
+    sequences = [
+        pb.KnownSequence(token_ids=known.token_ids, text_len=known.text_len, finished=known.finished)
+        for known in resume.sequences
+    ]
+    return pb.Resume(sequences=sequences, reason=RESUME_REASONS[resume.reason], age_s=resume.age_s)
+
+
+def finish_reason_from_proto(number: pb.FinishReason) -> FinishReason:
+    """Of the last message of a sequence."""
+    return _REASONS[number]
 
 
 def abort_from_proto(message: pb.AbortRequest) -> tuple[str, ...]:

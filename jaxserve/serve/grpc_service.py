@@ -50,7 +50,7 @@ class InferenceService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
     def __init__(
-        self, engine: AsyncEngine, *, refuse_special_text: bool = True, receive: Receive | None = None
+        self, engine: AsyncEngine[AnyEngine], *, refuse_special_text: bool = True, receive: Receive | None = None
     ) -> None:
         """`refuse_special_text`: as in `GrpcConfig`. `receive`: see `generate_replies`."""
         self._engine = engine
@@ -146,7 +146,7 @@ class InferenceService(pb_grpc.InferenceServicer):
 
 
 async def generate_replies(
-    async_engine: AsyncEngine,
+    async_engine: AsyncEngine[AnyEngine],
     message: pb.GenerateRequest,
     *,
     remaining_s: float | None = None,
@@ -193,7 +193,7 @@ async def generate_replies(
 
 
 async def prepare_message(
-    async_engine: AsyncEngine,
+    async_engine: AsyncEngine[AnyEngine],
     message: pb.GenerateRequest,
     remaining_s: float | None,
     traceparent: str = "",

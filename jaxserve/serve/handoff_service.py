@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from jaxserve.api import FinishReason, Pooling, Request
-from jaxserve.engine import AsyncEngine, Engine, pooling_params
+from jaxserve.engine import AnyEngine, AsyncEngine, Engine, pooling_params
 from jaxserve.engine.base import refusal_of
 from jaxserve.engine.exchanging import Exchanger
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull, UnsupportedOption
@@ -19,6 +19,7 @@ from jaxserve.kv.leases import LeaseName
 from jaxserve.serve.convert import refuse_unknown_fields
 from jaxserve.serve.gen import handoff_pb2 as pb
 from jaxserve.serve.gen import handoff_pb2_grpc as pb_grpc
+from jaxserve.serve.gen import inference_pb2 as inference_pb
 from jaxserve.serve.grpc_service import prepare_message
 from jaxserve.serve.handoff import HandoffCounts, HandoffSetup
 from jaxserve.serve.handoff_receiver import HandoffReceiver, Receipt
@@ -38,7 +39,9 @@ class HandoffService(pb_grpc.HandoffServicer):
       counts: for metrics.
     """
 
-    def __init__(self, engine: AsyncEngine, setup: HandoffSetup, *, refuse_special_text: bool = True) -> None:
+    def __init__(
+        self, engine: AsyncEngine[AnyEngine], setup: HandoffSetup, *, refuse_special_text: bool = True
+    ) -> None:
         """Raises ConfigError. `refuse_special_text`: as in `GrpcConfig`."""
         assert isinstance(engine.engine, Engine), "`check_handoff` refuses replicas"
         config = setup.config
@@ -89,30 +92,37 @@ class HandoffService(pb_grpc.HandoffServicer):
     async def Offer(self, request: pb.OfferRequest, context: grpc.aio.ServicerContext) -> pb.OfferResponse:
         """Refused while there is no room for one more request."""
         refuse_unknown_fields(request)
+        return pb.OfferResponse(seconds=self.offer(request.request_id))
+
+    def offer(self, request_id: str) -> float:
+        """Sets room aside for a request: for so many seconds. Raises QueueFull and its kin without room."""
         if self._receiver is None:
             raise UnsupportedOption("this server computes prompts and takes none of others (handoff.role is prefill)")
-        if not request.request_id:
+        if not request_id:
             raise InvalidRequest("an offer names its request; set request_id")
         engine, offers = self._engine.engine, self._receiver.offers
         if not engine.accepting:
             raise refusal_of(engine.failure)
         engine.check_room(1 + offers.count())
-        offers.take(request.request_id)
-        return pb.OfferResponse(seconds=offers.lease_s)
+        offers.take(request_id)
+        return offers.lease_s
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.PrefillResponse:
         """Computes a prompt, and lends its pages."""
         refuse_unknown_fields(request)
+        return await self.prefill(request.request, context.time_remaining())
+
+    async def prefill(self, message: inference_pb.GenerateRequest, remaining_s: float | None) -> pb.PrefillResponse:
+        """`Prefill` of a request that came by another way. `remaining_s`: as for `generate_replies`."""
         sender = self._sender
         if sender is None:
             raise UnsupportedOption("this server computes no prompts for others (handoff.role is decode)")
-        message = request.request
         if message.HasField("resume") or message.ticket or not message.sampling.HasField("seed"):
             raise InvalidRequest("a prompt that is to be computed has a seed, and neither resume nor a ticket")
         self._num_prefills += 1
         try:
             prepared = await prepare_message(
-                self._engine, message, context.time_remaining(), refuse_special_text=self._refuse_special_text
+                self._engine, message, remaining_s, refuse_special_text=self._refuse_special_text
             )
             return await self._prefill(sender, prepared)
         finally:

@@ -7,9 +7,9 @@ they have in its field `resume`.
 import collections
 import time
 
-from jaxserve.api import ResumeReason
+from jaxserve.api import Known, Resume, ResumeReason
 from jaxserve.errors import DeadlineExceeded, EngineStopped
-from jaxserve.serve.convert import RESUME_REASONS
+from jaxserve.serve.convert import resume_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 
 
@@ -91,12 +91,10 @@ class Received:
                 raise DeadlineExceeded(f"the {given_s:g} s of the request are over, and its server is gone; allow more")
             request.timeout_s = left_s
         if self.begun:
-            sequences = [
-                pb.KnownSequence(token_ids=part.token_ids, text_len=part.num_chars, finished=part.finished)
-                for part in map(self._parts.__getitem__, range(self._count))
-            ]
-            resume = pb.Resume(sequences=sequences, reason=RESUME_REASONS[reason], age_s=self._age_s + passed_s)
-            request.resume.CopyFrom(resume)
+            parts = map(self._parts.__getitem__, range(self._count))
+            known = tuple(Known(tuple(part.token_ids), part.num_chars, part.finished) for part in parts)
+            resume = Resume(sequences=known, reason=reason, age_s=self._age_s + passed_s)
+            request.resume.CopyFrom(resume_to_proto(resume))
 
     def _cut(self, reply: pb.GenerateResponse, part: _Part) -> None:
         """A server of an older version tells no offsets, and resumes nothing."""

@@ -1,15 +1,16 @@
-"""`jaxserve route`, from start to exit code: a gRPC door without a model, in front of servers that have one.
+"""`jaxserve route`, from start to exit code: doors without a model, in front of servers that have one.
 
 It is healthy while a replica is. Nothing here loads JAX, so a router starts in a second and runs beside anything.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
+from jaxserve.model_path import resolve_model_path
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.degraded import DegradedReport, missing
@@ -20,10 +21,11 @@ from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.route_apart import Apart
-from jaxserve.serve.route_observer import RouteObserver
+from jaxserve.serve.route_http import RouteHttp
 from jaxserve.serve.route_pool import Pool, Resolve
 from jaxserve.serve.route_service import MoveLimits, RouteService
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
+from jaxserve.text import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def route_forever(config: Config) -> int:
     """Routes until SIGTERM or SIGINT. Must be called on the main thread. Returns the exit code.
 
     The first signal drains: no new requests, `serve.drain_s` seconds for the running ones, which then end with
-    UNAVAILABLE. A second signal ends them at once. Raises ConfigError.
+    UNAVAILABLE. A second signal ends them at once. Raises ConfigError, and CheckpointError for the tokenizer.
     """
     raise_descriptor_limit()
     return run_with_signals(lambda shutdown: route(config, shutdown))
@@ -59,6 +61,7 @@ async def route(
     """`route_forever` without signals; `on_ready` gets the addresses; for `resolve` see `Pool`."""
     if config.serve.grpc.port is None:
         raise ConfigError("there is nothing to route: set serve.grpc.port (0 takes a free port)")
+    tokenizer = _read_tokenizer(config)
     options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
     quarantine = Quarantine(config.route.quarantine_s)
@@ -68,10 +71,10 @@ async def route(
     serving, counts = config.serve, DoorCounts()
     path = serving.admin_tokens_file
     admins = None if path is None else KnownKeys(read_keys(path, "serve.admin_tokens_file"))
-    observed = None
+    http = None
     if serving.http.port is not None:
-        observed = RouteObserver(pool, service, quarantine, serving, counts, admins)
-    room = room_for_grpc(0 if observed is None else observed.max_connections, current_limit())
+        http = RouteHttp(pool, service, quarantine, config, counts, admins, tokenizer)
+    room = room_for_grpc(0 if http is None else http.max_connections, current_limit())
     server = GrpcServer(
         service,
         counts,
@@ -82,32 +85,42 @@ async def route(
         admin=None if admins is None else RouterAdminService(quarantine),
         admins=admins,
     )
-    observer = None if observed is None else f"{serving.host}:{await observed.start()}"
+    http_address = None if http is None else f"{serving.host}:{await http.start()}"
     address = f"{serving.host}:{await server.start(healthy=False)}"
     pool.start()
     report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
     tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]
     logger.info("routing gRPC on %s by %s", address, config.route.policy)
     print(f"routing gRPC on {address}", flush=True)
-    if observer is not None:
-        logger.info("metrics and probes over HTTP on %s", observer)
-        print(f"metrics and probes over HTTP on {observer}", flush=True)
-    on_ready(Routing(address, observer))
+    if http_address is not None:
+        what = "metrics and probes over HTTP" if tokenizer is None else "routing HTTP"
+        logger.info("%s on %s", what, http_address)
+        print(f"{what} on {http_address}", flush=True)
+    on_ready(Routing(address, http_address))
     try:
         await shutdown.drain.wait()
         service.refuse_new()
         await server.report_not_serving()
-        await _drain(server, service, config.serve.drain_s, shutdown)
+        await _drain(server, http, service, config.serve.drain_s, shutdown)
         service.end_all()
-        await shutdown.wait_for(server.wait_idle(_FAREWELL_S), _FAREWELL_S)
+        await shutdown.wait_for(_wait_idle(server, http, _FAREWELL_S), _FAREWELL_S)
     finally:
         for task in tasks:
             task.cancel()
         await server.stop(_LINGER_S)
-        if observed is not None:
-            await observed.stop(_LINGER_S)
+        if http is not None:
+            await http.stop(_LINGER_S)
         await pool.close()
     return 0
+
+
+def _read_tokenizer(config: Config) -> Tokenizer | None:
+    """None: requests come over gRPC alone. Raises ConfigError or CheckpointError."""
+    if config.route.tokenizer is None:
+        return None
+    if config.serve.http.port is None:
+        raise ConfigError("route.tokenizer is for requests over HTTP; set serve.http.port as well, or leave it out")
+    return load_tokenizer(resolve_model_path(config.route.tokenizer))
 
 
 async def _report_health(pool: Pool, server: GrpcServer) -> None:
@@ -123,9 +136,19 @@ async def _report_faults(report: DegradedReport, counts: DoorCounts) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _drain(server: GrpcServer, service: RouteService, drain_s: float, shutdown: Shutdown) -> None:
+async def _wait_idle(server: GrpcServer, http: RouteHttp | None, timeout_s: float) -> None:
+    """Waits until every call of both doors has ended, or for so many seconds."""
+    waits: list[Awaitable[object]] = [server.wait_idle(timeout_s)]
+    if http is not None:
+        waits.append(http.wait_idle(timeout_s))
+    await asyncio.gather(*waits)
+
+
+async def _drain(
+    server: GrpcServer, http: RouteHttp | None, service: RouteService, drain_s: float, shutdown: Shutdown
+) -> None:
     logger.info("draining %d requests, at most %.1f s", service.num_live, drain_s)
-    waits = [asyncio.ensure_future(server.wait_idle(drain_s)), asyncio.ensure_future(shutdown.now.wait())]
+    waits = [asyncio.ensure_future(_wait_idle(server, http, drain_s)), asyncio.ensure_future(shutdown.now.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

@@ -1,29 +1,52 @@
-"""Handoffs of a router: it has the prompt of a request computed on one server, before another answers it.
+"""When a prompt is computed on one server before another answers it, and what follows when that fails.
 
-Nothing here can lose a request: whatever fails, the server that answers computes the prompt itself.
+The servers that compute prompts are a `PromptServers`: a router asks them over gRPC (`route_prompts`), the ingress of a
+fleet on Ray by Ray's calls (`fleet.ray_prompts`). Nothing here can lose a request: whatever fails, the server that
+answers computes the prompt itself.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable
-from typing import NamedTuple, Self
-
-import grpc
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, Self
 
 from jaxserve.config.schema import RouteConfig
 from jaxserve.routing import PromptKey
-from jaxserve.serve.gen import handoff_pb2 as handoff_pb
 from jaxserve.serve.gen import inference_pb2 as pb
-from jaxserve.serve.route_pool import Backend, Pool
-from jaxserve.serve.status_details import is_draining
 
 logger = logging.getLogger(__name__)
 
-_OFFER_S = 5.0  # for a call that computes nothing
 _TEXT_BYTES = 4  # of a token, about
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-# Another server may do what one that says so does not.
-_ELSEWHERE = (*_GONE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Missed(NamedTuple):
+    """A server that was asked for a prompt and has not computed it.
+
+    Attributes:
+      name: of the server, such as its address.
+      reason: for logs.
+      gone: it has died, or ends.
+      drained: it ends in order.
+      elsewhere: another server may do what this one does not.
+    """
+
+    name: str
+    reason: str
+    gone: bool
+    drained: bool
+    elsewhere: bool
+
+
+class PromptServers(Protocol):
+    """The servers that compute prompts for others. Used on one event loop."""
+
+    async def compute(
+        self, request: pb.GenerateRequest, key: PromptKey, tried: Sequence[str], timeout_s: float
+    ) -> bytes | Missed | None:
+        """Has the prompt of a request computed by a server that is not in `tried`, within `timeout_s` seconds.
+
+        Returns the ticket, which is empty when nothing is lent; why there is none; or None when no server is left.
+        """
+        ...
 
 
 class Apart(NamedTuple):
@@ -51,56 +74,33 @@ class Apart(NamedTuple):
 
     async def prepare(
         self,
-        pool: Pool,
-        backend: Backend,
+        servers: PromptServers,
         request: pb.GenerateRequest,
         key: PromptKey,
-        context: grpc.aio.ServicerContext,
-        note_death: Callable[[Backend, str, bool], bool],
-    ) -> grpc.aio.AioRpcError | None:
-        """Sets room aside at `backend`, and puts a ticket into the request if a server computes its prompt.
+        answering: str,
+        time_left: Callable[[], float | None],
+        note_death: Callable[[Missed], bool],
+    ) -> None:
+        """Puts a ticket into the request, if a server computes its prompt.
 
-        `note_death` gets each server that is gone while it computes the prompt, why, and whether it drains; it returns
-        whether to try no other.
-        Returns the error of `backend` when it has no room, or is gone: then no prompt was computed.
+        Args:
+          answering: the server that has room for the request, and is not asked.
+          time_left: seconds until the deadline of the call, None without one.
+          note_death: gets each server that is gone while it computes the prompt; returns whether to try no other.
         """
-        try:
-            offer = handoff_pb.OfferRequest(request_id=request.request_id)
-            await backend.handoff.Offer(offer, timeout=_OFFER_S, metadata=pool.metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in (*_GONE, grpc.StatusCode.RESOURCE_EXHAUSTED):
-                return error
-            logger.warning("replica %s takes no handoff: %s", backend.address, error.details())
-            return None
-        tried: list[str] = [backend.address]
-        while len(tried) <= self.retries + 1 and (source := pool.choose_prefill(key, tried)) is not None:
-            tried.append(source.address)
-            left_s = context.time_remaining()
+        tried = [answering]
+        for _ in range(self.retries + 1):
+            left_s = time_left()
             timeout_s = self.timeout_s if left_s is None else min(left_s, self.timeout_s)
-            call = source.handoff.Prefill(
-                handoff_pb.PrefillRequest(request=request), timeout=timeout_s, metadata=pool.metadata
-            )
-            watch = asyncio.create_task(source.parting.cancel(call))
-            try:
-                with pool.carrying(key, source):
-                    request.ticket = (await call).ticket
-                return None
-            except grpc.aio.AioRpcError as error:
-                logger.info("replica %s does not compute a prompt: %s", source.address, error.details())
-                if error.code() in _GONE:
-                    pool.suspect(source, error.details() or error.code().name)
-                    if note_death(source, error.details() or error.code().name, is_draining(error)):
-                        return None
-                if error.code() not in _ELSEWHERE:
-                    return None  # the server that answers will say what is wrong with the request
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not watch.done() or (task is not None and task.cancelling()):
-                    raise
-                logger.info("replica %s does not compute a prompt: it answers no more", source.address)
-                if note_death(source, "it answers no more", False):
-                    return None
-            finally:
-                watch.cancel()
-                call.cancel()
-        return None
+            outcome = await servers.compute(request, key, tried, timeout_s)
+            if outcome is None:
+                return
+            if isinstance(outcome, bytes):
+                request.ticket = outcome
+                return
+            logger.info("replica %s does not compute a prompt: %s", outcome.name, outcome.reason)
+            if outcome.gone and note_death(outcome):
+                return
+            if not outcome.elsewhere:
+                return  # the server that answers will say what is wrong with the request
+            tried.append(outcome.name)

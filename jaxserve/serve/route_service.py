@@ -12,7 +12,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -26,8 +26,9 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.received import Received
-from jaxserve.serve.route_apart import Apart
+from jaxserve.serve.route_apart import Apart, Missed
 from jaxserve.serve.route_pool import Backend, Place, Pool
+from jaxserve.serve.route_prompts import PoolPrompts
 from jaxserve.serve.status_details import is_draining, retry_after_s
 from jaxserve.serve.suspects import Deaths
 
@@ -49,10 +50,29 @@ _DEATHS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _NO_CONNECTION = "failed to connect to all addresses"
 
 
+class Caller(Protocol):
+    """The caller of a method: the context of gRPC, or another door of the router (`route_engine`)."""
+
+    def invocation_metadata(self) -> Any:
+        """The names and values that came with the call, in pairs, or None."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until its deadline; None: it has none."""
+        ...
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        """Sends the next message of a stream."""
+        ...
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """Ends the call with this status, by an exception."""
+        ...
+
+
 class MoveLimits(NamedTuple):
     """When a request is given up: after more deaths than `retries` without a new token between them, or when no replica
-    has been well for `wait_s` seconds. A replica that drains has not died, nor has one that
-    was gone before."""
+    has been well for `wait_s` seconds. A replica that drains has not died, nor has one that was gone before."""
 
     retries: int
     wait_s: float
@@ -121,7 +141,7 @@ class RouteService(pb_grpc.InferenceServicer):
         for forward in self._live.values():
             forward.end()
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Caller) -> None:
         """Forwards one request. Raises typed errors; a cancel, whatever its cause, is passed on to the replica."""
         if not self._accepting:
             raise Draining("the router takes no more requests: it is shutting down")
@@ -142,21 +162,19 @@ class RouteService(pb_grpc.InferenceServicer):
             if self._live.get(request.request_id) is forward:
                 del self._live[request.request_id]
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Caller) -> pb.TokenizeResponse:
         """Answered by any replica: they serve the same model."""
         return await self._ask_any(lambda stub: stub.Tokenize, request, context)
 
-    async def Detokenize(
-        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Caller) -> pb.DetokenizeResponse:
         """Of any replica."""
         return await self._ask_any(lambda stub: stub.Detokenize, request, context)
 
-    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Caller) -> pb.GetModelResponse:
         """Of any replica."""
         return await self._ask_any(lambda stub: stub.GetModel, request, context)
 
-    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Caller) -> pb.GetLoadResponse:
         """The sums over the replicas that answer in time."""
         refuse_unknown_fields(request)
         answers = await asyncio.gather(
@@ -170,15 +188,13 @@ class RouteService(pb_grpc.InferenceServicer):
         total.num_replicas = len(loads)
         return total
 
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: Caller) -> pb.AbortResponse:
         """Ends requests that came through this router."""
         forwards = [self._live[request_id] for request_id in abort_from_proto(request) if request_id in self._live]
         await asyncio.gather(*(forward.abort() for forward in forwards))
         return pb.AbortResponse()
 
-    async def _ask_any(
-        self, method: Callable[[pb_grpc.InferenceStub], Any], request: Message, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def _ask_any(self, method: Callable[[pb_grpc.InferenceStub], Any], request: Message, context: Caller) -> Any:
         """Asks one replica, and others when it dies. Ends the call with the status that it gives."""
         tried: list[str] = []
         failure: grpc.aio.AioRpcError | None = None
@@ -207,7 +223,7 @@ class _Forward:
         self,
         pool: Pool,
         request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext,
+        context: Caller,
         limits: MoveLimits,
         apart: Apart,
         quarantine: Quarantine,
@@ -295,7 +311,7 @@ class _Forward:
                 if self._received.num_tokens > num_before or not self._deaths.losses:
                     unwell.clear()
                     self._start_wait()
-                self._note_loss(backend, failure, alone)
+                self._note_loss(backend.address, failure, alone)
                 self._prepare_move(backend, failure)
             elif failure.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 await self._context.abort(failure.code, failure.text)
@@ -309,11 +325,11 @@ class _Forward:
         """From now on another replica has `wait_s` seconds to be well."""
         self._deadline_s = asyncio.get_running_loop().time() + self._limits.wait_s
 
-    def _note_loss(self, backend: Backend, failure: _Failure, alone: bool) -> None:
+    def _note_loss(self, address: str, failure: _Failure, alone: bool) -> None:
         """Raises RequestQuarantined when the request is what the replicas die of."""
         name, deaths = self._request.request_id, self._deaths
         innocent = failure.drained or failure.unreached
-        deaths.note(backend.address, failure.text, self._received.num_tokens, alone=alone, innocent=innocent)
+        deaths.note(address, failure.text, self._received.num_tokens, alone=alone, innocent=innocent)
         if deaths.convicted:
             digest = self._quarantine.add(self._request, "; ".join(deaths.losses))
             logger.error("request %r ends the replicas that run it: quarantined, digest %s", name, digest)
@@ -331,10 +347,11 @@ class _Forward:
             self._quarantine.check(self._request)  # the same content may have been convicted while this one waited
             yield place
 
-    def _note_prefill_death(self, source: Backend, reason: str, drained: bool) -> bool:
+    def _note_prefill_death(self, missed: Missed) -> bool:
         """A replica is gone that computed the prompt. Returns whether the request is a suspect now."""
         self._start_wait()
-        self._note_loss(source, _Failure(grpc.StatusCode.UNAVAILABLE, reason, drained), alone=False)
+        failure = _Failure(grpc.StatusCode.UNAVAILABLE, missed.reason, missed.drained)
+        self._note_loss(missed.name, failure, alone=False)
         return self._deaths.suspected
 
     async def _prefill_elsewhere(self, backend: Backend) -> _Failure | None:
@@ -344,12 +361,12 @@ class _Forward:
             return None
         if not (self._takes_ticket and self._pool.is_apart and self._apart.is_worth(self._request)):
             return None
-        self._work = asyncio.ensure_future(
-            self._apart.prepare(self._pool, backend, self._request, self._key, self._context, self._note_prefill_death)
-        )
+        self._work = asyncio.ensure_future(self._prepare(backend))
         try:
-            refusal = await self._work
-            return None if refusal is None else _Failure.of(refusal)
+            await self._work
+            return None
+        except grpc.aio.AioRpcError as refusal:
+            return _Failure.of(refusal)
         except asyncio.CancelledError:
             if not (self._ending or self._aborted):
                 raise
@@ -357,6 +374,14 @@ class _Forward:
         finally:
             self._work.cancel()
             self._work = None
+
+    async def _prepare(self, backend: Backend) -> None:
+        """Sets room aside at `backend`, and puts a ticket into the request. Raises AioRpcError without room."""
+        prompts, request = PoolPrompts(self._pool), self._request
+        if await prompts.offer(backend, request.request_id):
+            await self._apart.prepare(
+                prompts, request, self._key, backend.address, self._context.time_remaining, self._note_prefill_death
+            )
 
     async def _choose(self, unwell: set[str], full: Collection[QueueFull]) -> Backend | None:
         """A replica for the next attempt. A request that one has accepted waits for another, and so does any request
@@ -458,7 +483,7 @@ class _Forward:
         return Draining(f"the router is shutting down; {self._received.num_tokens} tokens had been streamed")
 
 
-def _destinations(context: grpc.aio.ServicerContext) -> tuple[str, ...]:
+def _destinations(context: Caller) -> tuple[str, ...]:
     """What an endpoint picker has chosen for this call; empty without one."""
     values = [str(value) for key, value in context.invocation_metadata() or () if key == DESTINATION_HEADER]
     return tuple(address for value in values for part in value.split(",") if (address := part.strip()))

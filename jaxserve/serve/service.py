@@ -230,7 +230,7 @@ async def serve(
 
 
 def _make_doors(
-    async_engine: AsyncEngine,
+    async_engine: AsyncEngine[AnyEngine],
     serve_config: ServeConfig,
     ports: HeldPorts,
     orders: Orders | None,
@@ -282,7 +282,7 @@ def _make_report(engine: AnyEngine, serve_config: ServeConfig, handoff: HandoffS
 
 
 async def _watch(
-    async_engine: AsyncEngine,
+    async_engine: AsyncEngine[AnyEngine],
     doors: Sequence[FrontServer],
     serve_config: ServeConfig,
     shutdown: Shutdown,

@@ -4,9 +4,20 @@ The text that leaves the server with a code is chosen here too. It is one table 
 disagree about what may be tried again would mislead every load balancer before them.
 """
 
+from collections.abc import Callable
+
 import grpc
 
-from jaxserve.errors import JaxserveError, Status
+from jaxserve.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    InvalidRequest,
+    JaxserveError,
+    QueueFull,
+    RequestQuarantined,
+    Status,
+    UnknownModel,
+)
 
 GRPC_CODES: dict[Status, grpc.StatusCode] = {
     Status.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -47,6 +58,25 @@ def public_message(error: Exception, where: str) -> str:
 def status_of(error: Exception) -> Status:
     """The status of a typed error; INTERNAL for everything else."""
     return error.status if isinstance(error, JaxserveError) else Status.INTERNAL
+
+
+_ERRORS: dict[Status, Callable[[str], JaxserveError]] = {
+    Status.INVALID: InvalidRequest,
+    Status.NOT_FOUND: UnknownModel,
+    Status.OVERLOADED: QueueFull,
+    Status.UNAVAILABLE: EngineStopped,
+    Status.DEADLINE: DeadlineExceeded,
+    Status.QUARANTINED: RequestQuarantined,
+}
+
+
+def error_of_grpc(code: grpc.StatusCode, text: str) -> JaxserveError:
+    """The typed error of a call that another server has refused.
+
+    What only the caller of that server can mend, such as a token that it does not take, is a defect here.
+    """
+    status = status_of_grpc(code)
+    return _ERRORS[status](text) if status in _ERRORS else JaxserveError(f"a server answers {code.name}: {text}")
 
 
 def status_of_grpc(code: grpc.StatusCode) -> Status:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import check_crds
+import check_crds  # pyright: ignore[reportMissingImports]  # of scripts/
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -71,7 +71,7 @@ def test_the_pool_holds_the_pods_that_serve_and_the_picker_reads_its_config(tmp_
     selector = pool["spec"]["selector"]["matchLabels"].items()
     for path in FILES:
         for w in workloads(path, tmp_path):
-            # A router's port has metrics alone, a worker of several hosts none.
+            # A picker chooses servers, and a worker of several hosts has no port.
             is_server = w.name != "jaxserve-router" and not w.name.endswith("/worker")
             assert (selector <= w.labels.items()) == is_server, w.name
             if is_server:

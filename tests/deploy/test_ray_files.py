@@ -27,10 +27,11 @@ def _rayservice() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _serve_configs() -> dict[str, dict[str, Any]]:
     embedded = yaml.safe_load(_rayservice()[0]["spec"]["serveConfigV2"])
-    return {"serve.yaml": yaml.safe_load((FOLDER / "serve.yaml").read_text()), "rayservice.yaml": embedded}
+    files = {name: yaml.safe_load((FOLDER / name).read_text()) for name in ("serve.yaml", "apart.yaml")}
+    return {**files, "rayservice.yaml": embedded}
 
 
-@pytest.fixture(params=["serve.yaml", "rayservice.yaml"])
+@pytest.fixture(params=["serve.yaml", "apart.yaml", "rayservice.yaml"])
 def deployed(request: pytest.FixtureRequest) -> dict[str, Any]:
     return _serve_configs()[request.param]
 
@@ -61,7 +62,9 @@ def test_every_method_of_the_services_is_there(deployed: dict[str, Any]) -> None
     assert names - {"List"} <= set(vars(Ingress))
 
 
-def test_our_options_build_an_application(deployed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_options_build_an_application(
+    deployed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from ray.serve import Application
 
     from jaxserve.fleet.ray_app import build_app
@@ -69,11 +72,14 @@ def test_our_options_build_an_application(deployed: dict[str, Any], monkeypatch:
     monkeypatch.chdir(ROOT)
     args = dict(deployed["applications"][0]["args"])
     args["config"] = args["config"].replace(IMAGE_FOLDER, "")
+    if "prefill" in args:
+        (tmp_path / "secret").write_text("0123456789abcdef0123")
+        args["overrides"] = {**args["overrides"], "handoff.secret_file": str(tmp_path / "secret")}
     options = FleetOptions(**args)
     assert isinstance(build_app(options), Application)
     config = load_config(options.config, options.overrides).config
     assert config.model.path == "demo"
-    assert options.max_replicas > options.min_replicas > 1
+    assert options.max_replicas > options.min_replicas
 
 
 def test_the_deployment_drains_and_routes_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +88,7 @@ def test_the_deployment_drains_and_routes_as_the_config_says(monkeypatch: pytest
     monkeypatch.chdir(ROOT)
     options = FleetOptions(config="configs/ray-demo.yaml", min_replicas=2, max_replicas=3, cpus_per_replica=0.5)
     resolved = load_config(options.config, {"route.policy": "least_load", "route.slack": 3, "serve.drain_s": 7})
-    deployment = build_engine_deployment(options, resolved)
+    deployment = build_engine_deployment(options, resolved, "Engine", resolved.config.route.policy)
     config = deployment._deployment_config
     assert config.graceful_shutdown_timeout_s > 7 + resolved.config.serve.export_s
     assert config.autoscaling_config is not None
@@ -108,6 +114,28 @@ def test_a_model_over_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) 
     overrides = {"hosts.num_processes": 2, "hosts.coordinator": "a:1"}
     with pytest.raises(ConfigError, match=r"hosts\.num_processes is 2"):
         build_app(FleetOptions(config="configs/ray-demo.yaml", overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prefill", "message"),
+    [
+        ({"handoff.secret_file": "SECRET"}, None, "no replica computes prompts for others; set `prefill`"),
+        ({}, {}, r"handoff\.secret_file is not set"),
+        ({"handoff.secret_file": "SECRET"}, {}, r"set cache\.host_bytes"),
+        ({"handoff.secret_file": "SECRET", "handoff.role": "decode"}, {}, r"handoff\.role is set, but the fleet"),
+        ({"handoff.secret_file": "SECRET", "handoff.port": 8511}, {}, r"handoff\.port is set, but replicas on one"),
+    ],
+)
+def test_settings_of_handoffs_that_no_fleet_can_have_are_refused(
+    overrides: dict[str, object], prefill: Any, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from jaxserve.fleet.ray_app import build_app
+
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "secret").write_text("0123456789abcdef0123")
+    overrides = {name: str(tmp_path / "secret") if value == "SECRET" else value for name, value in overrides.items()}
+    with pytest.raises(ConfigError, match=message):
+        build_app(FleetOptions(config="configs/ray-demo.yaml", overrides=overrides, prefill=prefill))
 
 
 def test_the_pods_of_the_rayservice_are_pods() -> None:

@@ -1,4 +1,4 @@
-"""What the fleet test shares: a real Ray cluster of its own on this machine, and how all of it is ended.
+"""A real Ray cluster of its own on this machine, and how all of it is ended: for the fleet test and `scripts/chaos.py`.
 
 Ray runs in processes of its own and is never imported here: its warnings, signal handlers and exit hooks stay out of
 the test process, and what is tested is the command line that an operator types.
@@ -23,15 +23,18 @@ from jaxserve.client import Client
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 WAIT_S = 300.0  # for anything that must happen; far more than it takes, for the sake of busy machines
-ENGINE_TITLE = "ray::ServeReplica:jaxserve:Engine"
+TITLE = "ray::ServeReplica:jaxserve:"
 
 
 class Fleet:
     """A cluster and the application on it."""
 
-    def __init__(self, address: str, head: psutil.Process, serve: Callable[[Mapping[str, object]], None]) -> None:
+    def __init__(
+        self, address: str, head: psutil.Process, folder: Path, serve: Callable[[Mapping[str, object]], None]
+    ) -> None:
         self.address = address
         self._head = head
+        self._logs = folder / "session_latest" / "logs"
         self._serve = serve
 
     def scale(self, num_replicas: int) -> None:
@@ -39,12 +42,21 @@ class Fleet:
         bounds = {"min_replicas": num_replicas, "max_replicas": num_replicas}
         self._serve({"deployments": [{"name": "Engine", "autoscaling_config": bounds}]})
 
-    def engine_pids(self) -> set[int]:
-        """Processes of engine replicas, found by the titles that Ray gives them."""
+    def deploy(self, args: Mapping[str, object]) -> None:
+        """Builds the application again with other `args`: its replicas are replaced."""
+        self._serve({"args": dict(args), "deployments": []})
+
+    def log(self, pid: int | None = None) -> str:
+        """What a replica has logged, or all of them."""
+        files = self._logs.glob("worker-*.err" if pid is None else f"worker-*-{pid}.err")
+        return "\n".join(file.read_text(errors="replace") for file in sorted(files))
+
+    def pids(self, deployment: str = "Engine") -> set[int]:
+        """Processes of the replicas of a deployment, found by the titles that Ray gives them."""
         found = set()
         for process in self._head.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(ENGINE_TITLE):
+                if " ".join(process.cmdline()).startswith(TITLE + deployment):
                     found.add(process.pid)
         return found
 
@@ -103,7 +115,7 @@ def run_fleet(args: Mapping[str, object], env: Mapping[str, str], log: Path) -> 
         assert start(command).wait(WAIT_S) == 0, log.read_text()
 
     try:
-        fleet = Fleet(f"127.0.0.1:{grpc_port}", psutil.Process(start(head).pid), serve)
+        fleet = Fleet(f"127.0.0.1:{grpc_port}", psutil.Process(start(head).pid), Path(folder), serve)
         wait_until(lambda: b"Ray runtime started" in log.read_bytes(), "Ray runs")
         serve({})
         with Client(fleet.address) as client:

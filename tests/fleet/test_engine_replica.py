@@ -52,7 +52,7 @@ def replica(runner: Breakable, settings: dict[str, object], monkeypatch: pytest.
         model = ModelInfo(name="fake", vocab_size=259, max_model_len=256, eos_token_ids=(257,))
         scheduler = create_scheduler("fcfs", runner.limits)
         engine = Engine(runner=runner, scheduler=scheduler, tokenizer=ByteTokenizer(), model=model)
-        return types.SimpleNamespace(engine=engine)
+        return types.SimpleNamespace(engine=engine, pages=None)
 
     context = types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id="r1"))
     monkeypatch.setattr(ray_engine.serve, "get_replica_context", lambda: context)

@@ -15,11 +15,14 @@ pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 
 from jaxserve.errors import Status
-from jaxserve.fleet import ray_ingress
+from jaxserve.fleet import ray_ingress, ray_prompts
 from jaxserve.fleet.messages import Accepted, CallFailed, Refusal
 from jaxserve.fleet.ray_ingress import Ingress
+from jaxserve.serve.gen import handoff_pb2
 from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.route_apart import Apart
 
+APART = Apart(prefill_above=8, timeout_s=60.0, retries=2)
 REQUEST = pb.GenerateRequest(text="Once upon a time " * 8)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -68,19 +71,29 @@ class Stream:
 
 
 class Handle:
-    """Ray's handle of the engines. `alive` answers `is_alive`, `answers` one after the other; exceptions are raised."""
+    """Ray's handle of the engines. `alive` answers `is_alive`, `answers` one after the other; exceptions are raised.
 
-    def __init__(self, *scripts: Sequence[Any], alive: bool | Exception = True, answers: Sequence[Any] = ()) -> None:
+    `offers` are the scripts of `offer`, in order.
+    """
+
+    def __init__(
+        self,
+        *scripts: Sequence[Any],
+        alive: bool | Exception = True,
+        answers: Sequence[Any] = (),
+        offers: Sequence[Sequence[Any]] = (),
+    ) -> None:
         self.streams = [Stream(script) for script in scripts]
         self.calls: list[dict[str, Any]] = []
         self.answers = list(answers)
+        self.offers = list(offers)
         self.alive = alive
         self._method = ""
 
     def options(self, *, method_name: str, stream: bool = False) -> "Handle":
         bound = Handle(alive=self.alive)
         bound.streams, bound.calls, bound._method = self.streams, self.calls, method_name
-        bound.answers = self.answers
+        bound.answers, bound.offers = self.answers, self.offers
         return bound
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +102,8 @@ class Handle:
         if self._method == "answer":
             self.calls.append({"method": args[0], "message": args[1]})
             return self._say(self.answers.pop(0))
+        if self._method == "offer":
+            return Stream(self.offers.pop(0))
         self.calls.append({"message": args[0], **kwargs})
         return self.streams[len(self.calls) - 1]
 
@@ -103,11 +118,12 @@ def _text(text: str, *token_ids: int) -> bytes:
 
 
 async def _run(
-    handle: Handle, max_attempts: int = 3, request: pb.GenerateRequest = REQUEST
+    handle: Handle, max_attempts: int = 3, request: pb.GenerateRequest = REQUEST, prompts: Handle | None = None
 ) -> tuple[str, Context, CallFailed | None]:
     context, texts = Context(), []
+    ingress: Any = Ingress(handle, max_attempts, APART, prompts)  # type: ignore[arg-type]
     try:
-        async for reply in Ingress(handle, max_attempts).Generate(copy.copy(request), context):  # type: ignore[arg-type]
+        async for reply in ingress.Generate(copy.copy(request), context):
             texts.append(reply.text)
     except CallFailed as error:
         return "".join(texts), context, error
@@ -261,7 +277,7 @@ async def test_a_defect_is_no_death() -> None:
 
 async def test_a_client_that_leaves_cancels_the_stream() -> None:
     handle = Handle([Accepted(replica="a"), _text("one"), None])
-    replies = Ingress(handle, 3).Generate(copy.copy(REQUEST), Context())  # type: ignore[arg-type]
+    replies = Ingress(handle, 3, APART).Generate(copy.copy(REQUEST), Context())  # type: ignore[arg-type]
     assert (await anext(replies)).text == "one"
     waiting = asyncio.ensure_future(anext(replies))
     await asyncio.sleep(0)
@@ -269,6 +285,74 @@ async def test_a_client_that_leaves_cancels_the_stream() -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
     assert handle.streams[0].cancelled
+
+
+# ---- prompts computed elsewhere --------------------------------------------------------------------------------------
+
+FULL = Refusal(status=Status.OVERLOADED, text="no room")
+
+
+def _lent(ticket: bytes) -> bytes:
+    return handoff_pb2.PrefillResponse(ticket=ticket).SerializeToString()
+
+
+def _ticket(call: dict[str, Any]) -> bytes:
+    return pb.GenerateRequest.FromString(call["message"]).ticket
+
+
+async def test_a_prompt_is_computed_elsewhere_for_a_replica_that_has_room() -> None:
+    handle = Handle(
+        [Accepted(replica="b"), _text("all")], offers=[[Accepted(replica="a"), FULL], [Accepted(replica="b")]]
+    )
+    prompts = Handle([Accepted(replica="p"), _lent(b"ticket")])
+    assert (await _run(handle, prompts=prompts))[0] == "all"
+    assert [(call["wanted"], call["avoid"], _ticket(call)) for call in handle.calls] == [("b", ("a",), b"ticket")]
+    assert len(prompts.calls) == 1, "nothing was computed for the replica without room"
+    short = Handle([Accepted(replica="a"), _text("all")])
+    assert (await _run(short, request=pb.GenerateRequest(text="hello"), prompts=prompts))[0] == "all"
+    assert (short.calls[0]["wanted"], len(prompts.calls)) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("scripts", "ticket"),
+    [
+        ([[Accepted(replica="p"), ActorDiedError()], [Accepted(replica="q"), _lent(b"t")]], b"t"),
+        ([[Accepted(replica="p"), FULL], [Accepted(replica="q"), _lent(b"t")]], b"t"),
+        ([[Accepted(replica="p"), FULL], [Accepted(replica="p"), None]], b""),
+        ([[Accepted(replica="p"), Refusal(status=Status.INVALID, text="")]], b""),
+        ([[Accepted(replica="p"), RayTaskError("prefill", "traceback", ValueError("x"))]], b""),
+        ([[Accepted(replica=name), ActorDiedError()] for name in "pq"], b""),
+    ],
+    ids=["death", "full", "the only one", "refusal", "defect", "two deaths"],
+)
+async def test_whatever_happens_to_a_prompt_its_request_is_answered(scripts: Any, ticket: bytes) -> None:
+    handle = Handle([Accepted(replica="a"), _text("all")], offers=[[Accepted(replica="a")]])
+    prompts = Handle(*scripts)
+    text, _, error = await _run(handle, prompts=prompts)
+    assert (text, error, _ticket(handle.calls[0])) == ("all", None, ticket)
+    assert len(prompts.calls) == len(scripts), "and no other replica is asked"
+
+
+async def test_a_ticket_outlives_the_replica_that_was_to_use_it_and_one_that_is_refused_is_left_out() -> None:
+    handle = Handle(
+        [Accepted(replica="a"), ActorDiedError()],
+        [Accepted(replica="b"), Refusal(status=Status.INVALID, text="of another fleet")],
+        [Accepted(replica="b"), _text("all")],
+        offers=[[Accepted(replica="a")]],
+    )
+    prompts = Handle([Accepted(replica="p"), _lent(b"ticket")])
+    assert (await _run(handle, prompts=prompts))[0] == "all"
+    assert [_ticket(call) for call in handle.calls] == [b"ticket", b"ticket", b""]
+
+
+async def test_replicas_that_are_not_there_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_prompts, "_TAKE_S", 0.01)
+    handle = Handle(*[[Accepted(replica="a"), _text("all")]] * 2, offers=[[Accepted(replica="a")]] * 2)
+    prompts = Handle([None])
+    ingress: Any = Ingress(handle, 3, APART, prompts)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [reply.text async for reply in ingress.Generate(copy.copy(REQUEST), Context())] == ["all"]
+    assert len(prompts.calls) == 1 and prompts.streams[0].cancelled
 
 
 DEAD = Refusal(status=Status.UNAVAILABLE, text="the engine has died")
@@ -279,7 +363,7 @@ async def test_a_question_is_answered_by_any_replica_that_lives(deaths: tuple[An
     handle = Handle(answers=[*deaths, pb.DetokenizeResponse(text="a fox").SerializeToString()])
     context = Context()
     request = pb.DetokenizeRequest(token_ids=[1, 2])
-    answer = await Ingress(handle, 3).Detokenize(request, context)  # type: ignore[arg-type]
+    answer = await Ingress(handle, 3, APART).Detokenize(request, context)  # type: ignore[arg-type]
     assert (answer.text, context.code) == ("a fox", None)
     assert [call["method"] for call in handle.calls] == ["Detokenize"] * (len(deaths) + 1)
     assert pb.DetokenizeRequest.FromString(handle.calls[-1]["message"]) == request
@@ -288,16 +372,16 @@ async def test_a_question_is_answered_by_any_replica_that_lives(deaths: tuple[An
 async def test_questions_are_asked_a_bounded_number_of_times_and_refusals_once() -> None:
     context, handle = Context(), Handle(answers=[DEAD] * 5)
     with pytest.raises(CallFailed, match="2 replicas died"):
-        await Ingress(handle, 2).GetModel(pb.GetModelRequest(), context)  # type: ignore[arg-type]
+        await Ingress(handle, 2, APART).GetModel(pb.GetModelRequest(), context)  # type: ignore[arg-type]
     assert (context.code, len(handle.calls)) == (grpc.StatusCode.UNAVAILABLE, 2)
     context, handle = Context(), Handle(answers=[Refusal(status=Status.INVALID, text="no text")])
     with pytest.raises(CallFailed, match="no text"):
-        await Ingress(handle, 3).Tokenize(pb.TokenizeRequest(), context)  # type: ignore[arg-type]
+        await Ingress(handle, 3, APART).Tokenize(pb.TokenizeRequest(), context)  # type: ignore[arg-type]
     assert (context.code, len(handle.calls)) == (grpc.StatusCode.INVALID_ARGUMENT, 1)
 
 
 async def test_what_no_single_replica_knows_is_unimplemented() -> None:
-    ingress, context = Ingress(Handle(), 3), Context()  # type: ignore[arg-type]
+    ingress, context = Ingress(Handle(), 3, APART), Context()  # type: ignore[arg-type]
     for ask in (ingress.GetLoad(pb.GetLoadRequest(), context), ingress.Abort(pb.AbortRequest(), context)):  # type: ignore[arg-type]
         with pytest.raises(CallFailed, match="does not answer"):
             await ask
@@ -306,7 +390,7 @@ async def test_what_no_single_replica_knows_is_unimplemented() -> None:
 
 @pytest.mark.parametrize(("alive", "status"), [(True, SERVING), (False, NOT_SERVING), (ActorDiedError(), NOT_SERVING)])
 async def test_health_is_what_a_replica_says(alive: bool | Exception, status: int) -> None:
-    ingress = Ingress(Handle(alive=alive), 3)  # type: ignore[arg-type]
+    ingress = Ingress(Handle(alive=alive), 3, APART)  # type: ignore[arg-type]
     for name in ("", "jaxserve.v1.Inference"):
         request = health_pb2.HealthCheckRequest(service=name)
         assert (await ingress.Check(request, Context())).status == status  # type: ignore[arg-type]
@@ -317,5 +401,5 @@ async def test_health_is_what_a_replica_says(alive: bool | Exception, status: in
 async def test_unknown_health_names_are_not_found() -> None:
     context = Context()
     with pytest.raises(CallFailed, match="nobody"):
-        await Ingress(Handle(), 3).Check(health_pb2.HealthCheckRequest(service="nobody"), context)  # type: ignore[arg-type]
+        await Ingress(Handle(), 3, APART).Check(health_pb2.HealthCheckRequest(service="nobody"), context)  # type: ignore[arg-type]
     assert context.code is grpc.StatusCode.NOT_FOUND

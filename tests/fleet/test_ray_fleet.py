@@ -1,5 +1,10 @@
-"""A fleet on a real Ray cluster: the same client, the same answers, affinity, and a replica killed under load."""
+"""A fleet on a real Ray cluster: the same client, the same answers, affinity, and replicas killed under load.
 
+The second test deploys replicas that compute prompts for others on the cluster of the first, since starting one costs
+more than either.
+"""
+
+import itertools
 import json
 import os
 import signal
@@ -7,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import grpc
@@ -28,7 +34,9 @@ OVERRIDES = {"sched.max_rows": MAX_ROWS, "runtime.token_buckets": [64], "runtime
 OVERRIDES |= {"sched.max_step_tokens": 64}
 CONFIG = ROOT / "configs/ray-demo.yaml"
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+FEW = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 PROMPTS = [f"Story number {i}. Once upon a time there was" for i in range(16)]
+LONG = [f"Story {i}. " + "The fox went into the wood and met a bird. " * 4 for i in range(4)]
 
 
 class Answer(NamedTuple):
@@ -56,7 +64,8 @@ def env() -> dict[str, str]:
 def expected(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The engine's own answers, without Ray. Fills the compile cache too."""
     folder = tmp_path_factory.mktemp("own")
-    lines = [json.dumps({"prompt": p, "temperature": 0.0, "max_tokens": 160, "ignore_eos": True}) for p in PROMPTS]
+    prompts = [*PROMPTS, *LONG]
+    lines = [json.dumps({"prompt": p, "temperature": 0.0, "max_tokens": 160, "ignore_eos": True}) for p in prompts]
     (folder / "in.jsonl").write_text("\n".join(lines))
     command = [sys.executable, "-m", "jaxserve.run", "--config", str(CONFIG), "--input", str(folder / "in.jsonl")]
     command += ["--output", str(folder / "out.jsonl")]
@@ -64,7 +73,7 @@ def expected(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
         command += ["--set", f"{name}={json.dumps(value)}"]
     subprocess.run(command, env=env, check=True, timeout=WAIT_S, capture_output=True)
     results = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    return {p: r["text"] for p, r in zip(PROMPTS, results, strict=True)}
+    return {p: r["text"] for p, r in zip(prompts, results, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +91,41 @@ def test_a_fleet_serves_survives_a_kill_and_is_whole_again(fleet: Fleet, expecte
         wait_until(lambda: len(found.update(_replicas_of_new_prompts(channel)) or found) == 2, "both replicas answer")
         replicas = _check_affinity(channel)
         killed = _check_a_kill_under_load(fleet, channel, expected)
-        wait_until(lambda: len(fleet.engine_pids() - {killed}) == 2, "Ray starts another replica")
+        wait_until(lambda: len(fleet.pids() - {killed}) == 2, "Ray starts another replica")
         wait_until(lambda: bool(_replicas_of_new_prompts(channel) - replicas), "it answers")
         _check_that_one_may_leave(fleet, channel, expected)
+
+
+def test_prompts_are_computed_by_some_replicas_for_others(
+    fleet: Fleet, expected: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef0123")
+    apart = {"cache.host_bytes": 2**26, "handoff.secret_file": str(tmp_path / "secret"), "route.prefill_above": 16}
+    few = {"min_replicas": 1, "max_replicas": 1, "cpus_per_replica": 0.5}
+    fleet.deploy({"config": str(CONFIG), "overrides": {**OVERRIDES, **apart}, **few, "prefill": few})
+    with Client(fleet.address) as client:
+        number = itertools.count()  # each prompt is a new one, so that only a handoff can have put it into a cache
+        wait_until(
+            lambda: (
+                client.complete(f"{next(number)}: {LONG[0]}", FEW, timeout_s=WAIT_S).num_cached_tokens > 0
+                and (len(fleet.pids()), len(fleet.pids("Prefill"))) == (1, 1)
+            ),
+            "pages are fetched, and the replicas of before are gone",
+        )
+        answer = client.complete(LONG[0], SAMPLING, timeout_s=WAIT_S)
+        assert (answer.text, answer.num_cached_tokens > 0) == (expected[LONG[0]], True), "its pages were fetched"
+        (computing,) = fleet.pids("Prefill")
+        os.kill(computing, signal.SIGKILL)
+        assert client.complete(LONG[1], SAMPLING, timeout_s=WAIT_S).text == expected[LONG[1]]
+        (answering,) = fleet.pids()
+        texts = []
+        for reply in client.generate(LONG[2], SAMPLING, timeout_s=WAIT_S):
+            texts.append(reply.text)
+            if len(texts) == MID_ANSWER:
+                os.kill(answering, signal.SIGKILL)
+        assert "".join(texts) == expected[LONG[2]]
+        wait_until(lambda: len(fleet.pids("Prefill") - {computing}) == 1, "Ray starts another one")
+        assert client.complete(LONG[3], SAMPLING, timeout_s=WAIT_S).text == expected[LONG[3]]
 
 
 def _check_the_client(fleet: Fleet, expected: dict[str, str]) -> None:
@@ -120,7 +161,7 @@ def _check_affinity(channel: grpc.Channel) -> set[str]:
 
 def _check_a_kill_under_load(fleet: Fleet, channel: grpc.Channel, expected: dict[str, str]) -> int:
     """Returns the process that was killed."""
-    pids = fleet.engine_pids()
+    pids = fleet.pids()
     assert len(pids) == 2
     killed = min(pids)
     num_streaming = threading.Semaphore(0)
@@ -161,7 +202,7 @@ def _check_that_one_may_leave(fleet: Fleet, channel: grpc.Channel, expected: dic
         thread.start()
     try:
         fleet.scale(1)
-        wait_until(lambda: len(fleet.engine_pids()) == 1, "one has left")
+        wait_until(lambda: len(fleet.pids()) == 1, "one has left")
     finally:
         done.set()
     for thread in threads:

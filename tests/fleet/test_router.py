@@ -86,6 +86,15 @@ def test_all_replicas_are_ranked_and_what_failed_comes_last() -> None:
     assert world.ranked(LONG, avoid=("a", "b", "c")), "with nothing else left it is tried again"
 
 
+def test_the_replica_that_has_set_room_aside_comes_first() -> None:
+    world = World("a", "b", "c")
+    pending: Any = world._pending(LONG, avoid=())
+    for wanted, first in (("c", {"c"}), ("b", {"b"}), ("gone", {"a", "b", "c"})):
+        pending.kwargs["wanted"] = wanted
+        ranks = asyncio.run(world.router.choose_replicas(list(world.replicas.values()), pending))  # type: ignore[arg-type]
+        assert ranks[0][0].replica_id.unique_id in first and len(ranks) == 3
+
+
 def test_loads_count_what_was_taken_and_has_not_ended() -> None:
     world = World("a", "b")
     first = world.send(LONG)

@@ -38,10 +38,7 @@ def run_events(jobs: list[Job], rows: int, budget: int, cost: StepCost) -> tuple
     flying: tuple[list[Job], float] | None = None  # launched by the last turn: who gets a token of it, and its end
     awaited: list[Job] = []
     while True:
-        for job in awaited:
-            job.first_s = now_s if math.isnan(job.first_s) else job.first_s
-            job.last_s = now_s
-        awaited = []
+        drawn, awaited = awaited, []
         while arriving and arriving[0].arrival_s <= now_s:
             waiting.append(arriving.popleft())
         drawing = [job for job in running if not job.prompt_left]
@@ -66,6 +63,9 @@ def run_events(jobs: list[Job], rows: int, budget: int, cost: StepCost) -> tuple
             launched_s = now_s + cost.host_s
             device_free_s = max(launched_s, device_free_s) + cost.device_s
             flying = drawing, device_free_s
+        for job in drawn:  # clients have a token once the loop has launched what it planned after it
+            job.first_s = launched_s if math.isnan(job.first_s) else job.first_s
+            job.last_s = launched_s
         if before is not None:
             awaited = before[0]
             now_s = max(launched_s, before[1]) + cost.commit_s

@@ -199,8 +199,9 @@ def test_index_and_files_disagree(sharded: Path) -> None:
     (sharded / "gone").rename(sharded / first)
     edit_json(index, weight_map=good["weight_map"] | {"model.extra": first})
     refused(sharded, "model.extra", "lack")
-    edit_json(index, weight_map={"a": "../llama/model.safetensors"})
-    refused(sharded, "beside")
+    for outside in ("../llama/model.safetensors", "../../model.safetensors", "/model.safetensors"):
+        edit_json(index, weight_map={"a": outside})
+        refused(sharded, "beside")
     edit_json(index, weight_map=[1])
     refused(sharded, "weight_map")
     (sharded / first).write_bytes((sharded / first).read_bytes()[:-10])

@@ -1,6 +1,8 @@
 """Slices of tensors, read from the file by offsets."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
+from jaxserve.hosts.fingerprint import checkpoint_digest
 from jaxserve.models.safetensors_files import open_tensors
 
 
@@ -20,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _array(shape: tuple[int, ...], dtype: object) -> np.ndarray:
+def _array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape).astype(dtype)
 
 
@@ -43,6 +46,23 @@ def test_a_slice_is_that_of_numpy(directory: Path, data: st.DataObject) -> None:
     found = open_tensors(directory)[name].read(tuple(index))
     assert found.dtype == array.dtype
     np.testing.assert_array_equal(found.astype(np.float32), array[tuple(index)].astype(np.float32))
+
+
+def test_weights_shared_with_the_directory_above(tmp_path: Path) -> None:
+    """They are read, and are part of what tells the checkpoint from others."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    save_file({"line": ARRAYS["line"]}, tmp_path / "model.safetensors")
+    save_file({"cube": ARRAYS["cube"]}, inner / "more.safetensors")
+    index = {"weight_map": {"line": "../model.safetensors", "cube": "more.safetensors"}}
+    (inner / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = open_tensors(inner)
+    assert sorted(tensors) == ["cube", "line"]
+    np.testing.assert_array_equal(tensors["line"].read((slice(None),)), ARRAYS["line"])
+    before = checkpoint_digest(inner, config_only=False)
+    assert before == checkpoint_digest(inner, config_only=False)
+    save_file({"line": ARRAYS["line"] + 1}, tmp_path / "model.safetensors")
+    assert before != checkpoint_digest(inner, config_only=False)
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:

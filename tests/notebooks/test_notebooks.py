@@ -90,7 +90,7 @@ for name in ("libtpu", "jax-cuda13-plugin", "numba"):
 
 def test_there_are_notebooks() -> None:
     assert NAMES == ["capacity_planning", "reading_a_step_log", "reinforcement_learning", "swap_a_scheduler"]
-    assert PAPER_NAMES == ["distserve", "sarathi_serve", "vtc"]
+    assert PAPER_NAMES == ["distserve", "sarathi_serve", "vidur", "vtc"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,6 +139,7 @@ SMALLER = {  # in the place of the cell with the tag `parameters`
     "sarathi_serve": "NUM_REQUESTS, WITHIN = 60, 0.5",
     "vtc": "MINUTES = 2",
     "distserve": "NUM_REQUESTS, RATES = 60, (1, 2, 4, 8)",
+    "vidur": 'NUM_REQUESTS, WITHIN, DEVICES, PRICES = 60, 1.0, ("v5e:1", "v5e:2x2/2", "h100:1"), {"h100": 2.0}',
 }
 
 RUN_ALL = """
@@ -192,6 +193,10 @@ def test_papers_hold_in_an_environment_with_the_extra_alone(tmp_path: Path) -> N
     # DistServe: apart is better than whole prompts together where the target of TPOT is tight.
     tight = re.findall(r"over together, whole prompts: (\S+)", texts["distserve"]["result"])[0]
     assert float(tight) > 1.2, texts["distserve"]
+    # Vidur: how much a chip is worth depends on the load.
+    [worth] = re.findall(r"one h100 replaces (\S+) v5e for chats, (\S+) v5e for books", texts["vidur"]["result"])
+    assert float(worth[1]) > 1.2 * float(worth[0]), texts["vidur"]
+    assert "requests for a dollar: h100" in texts["vidur"]["prices"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.metrics import PREFIX, make_registry
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.route_apart import Apart
-from jaxserve.serve.route_observer import RouteCollector
+from jaxserve.serve.route_metrics import RouteCollector
 from jaxserve.serve.route_pool import Pool
 from jaxserve.serve.route_service import MoveLimits, RouteService
 from jaxserve.testing import FakeRunner, make_limits

@@ -103,21 +103,37 @@ def routed(
 _SERVER = """
 import sys
 sys.path.insert(0, {tests!r})
-from serve_parts import serve_slowly
+from serve_parts import Served, serve_slowly
 from jaxserve.config.schema import GrpcConfig, ServeConfig
+from jaxserve.model_path import resolve_model_path
 from jaxserve.serve.service import serve_forever
-parts = serve_slowly({delay_s}, max_rows={max_rows})
+from jaxserve.text import load_tokenizer
+if {demo}:
+    tokenizer = load_tokenizer(resolve_model_path("demo"))
+    sizes = dict(vocab_size=tokenizer.vocab_size, max_model_len=4096, num_pages=2048, max_rows={max_rows})
+    parts = Served(tokenizer=tokenizer, mode="context", delay_s={delay_s}, **sizes)
+else:
+    parts = serve_slowly({delay_s}, max_rows={max_rows})
 sys.exit(serve_forever(parts.engine, ServeConfig(drain_s={drain_s}, grpc=GrpcConfig(port={port}))))
 """
 
 
 @contextlib.contextmanager
 def fake_server(
-    *, delay_s: float = 0.0, port: int = 0, max_rows: int = 4, life_s: float = 4 * WAIT_S, drain_s: float = 30.0
+    *,
+    delay_s: float = 0.0,
+    port: int = 0,
+    max_rows: int = 4,
+    life_s: float = 4 * WAIT_S,
+    drain_s: float = 30.0,
+    demo: bool = False,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server on the fake device in a process of its own, and its address. Killed when the block ends."""
+    """A server on the fake device in a process of its own, and its address. Killed when the block ends.
+
+    `demo`: it has the tokenizer of the demo model, and each token depends on all before it.
+    """
     code = _SERVER.format(
-        tests=str(Path(__file__).parent), delay_s=delay_s, port=port, max_rows=max_rows, drain_s=drain_s
+        tests=str(Path(__file__).parent), delay_s=delay_s, port=port, max_rows=max_rows, drain_s=drain_s, demo=demo
     )
     with server_process([sys.executable, "-c", code], life_s) as started:
         yield started

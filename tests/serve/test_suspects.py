@@ -29,8 +29,9 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.route import Routing, route
-from jaxserve.serve.route_apart import Apart
+from jaxserve.serve.route_apart import Apart, Missed
 from jaxserve.serve.route_pool import Parting
+from jaxserve.serve.route_prompts import PoolPrompts
 from jaxserve.serve.route_service import _Failure
 from jaxserve.serve.shutdown import Shutdown
 from jaxserve.serve.suspects import PLACE_TOKENS, Deaths
@@ -393,16 +394,14 @@ async def test_a_prompt_that_ends_those_who_compute_it_for_others_does_not_end_a
     gone: list[str] = []
 
     class Stub:
-        async def Offer(self, request: object, **_: object) -> None: ...
-
         def Prefill(self, request: object, **_: object) -> asyncio.Task[None]:
             return asyncio.create_task(self.die())
 
         async def die(self) -> None:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
 
-    def note_death(source: Any, reason: str, drained: bool) -> bool:
-        gone.append(source.address)
+    def note_death(missed: Missed) -> bool:
+        gone.append(missed.name)
         return len(gone) == 2
 
     def choose_prefill(key: object, tried: list[str]) -> Any:
@@ -412,10 +411,8 @@ async def test_a_prompt_that_ends_those_who_compute_it_for_others_does_not_end_a
         metadata=(), choose_prefill=choose_prefill, suspect=lambda *_: None,
         carrying=lambda *_: contextlib.nullcontext(),
     )  # fmt: skip
-    decode: Any = SimpleNamespace(address="d", handoff=Stub())
-    context: Any = SimpleNamespace(time_remaining=lambda: None)
     apart, request = Apart(prefill_above=0, timeout_s=1.0, retries=5), pb.GenerateRequest(text="a")
-    assert await apart.prepare(pool, decode, request, (), context, note_death) is None
+    await apart.prepare(PoolPrompts(pool), request, (), "d", lambda: None, note_death)
     assert gone == ["p1", "p2"] and not request.ticket, "the server that answers computes it, alone"
 
 

@@ -402,7 +402,7 @@ class _Cluster:
     def _note_end(self, outcome: SimulatedRequest, now_s: float) -> None:
         self._num_live -= 1
         self._ended.append(outcome)
-        self._arrivals.ended(outcome.request_id, now_s)
+        self._arrivals.ended(outcome.request_id, now_s if outcome.last_token_s is None else outcome.last_token_s)
 
     def _fail(self, request: SimRequest, error: str, now_s: float, replica: int = -1) -> None:
         asked = request.request

@@ -3,9 +3,10 @@
 Two times matter in a turn: when the host is ready, and when the device is. The caller submits the requests that have
 arrived before each turn, so one engine and a hundred behind a router run the same code.
 
-A turn that begins at t, as in the real loop: take arrived requests, plan step i, launch it at t + host_s; then wait for
-step i-1, commit it, and begin the next turn. The device begins step i when it is launched and step i-1 is done. Here
-the commit is carried out at the begin of the next turn, the same moment: nothing reads the scheduler in between.
+A turn that begins at t, as in the real loop: take arrived requests, plan step i, launch it at t + host_s, and hand out
+the tokens of step i-2; then wait for step i-1, commit it, and begin the next turn. The device begins step i when it is
+launched and step i-1 is done. Here the commit is carried out at the begin of the next turn, the same moment: nothing
+reads the scheduler in between.
 """
 
 import collections
@@ -345,8 +346,7 @@ class SimulatedEngine:
         """One turn at `next_turn_s`, which moves on."""
         now_s = self._clock.now_s = self.next_turn_s
         self._waits = False
-        if self._awaited is not None:
-            self._commit(self._awaited, now_s)
+        events = [] if self._awaited is None else self._commit(self._awaited, now_s)
         if self._inbox:
             self._drain_inbox(now_s)
         if self._deadlines and self._deadlines[0][0] <= now_s:
@@ -356,6 +356,7 @@ class SimulatedEngine:
         launched_s = now_s
         if plan is not None:
             launched_s = self._launch(plan, now_s)
+        self._hand_out(events, launched_s)
         self._awaited = previous
         if previous is not None:
             self.next_turn_s = max(launched_s, previous.done_s) + previous.commit_s
@@ -490,7 +491,7 @@ class SimulatedEngine:
             waiting=-1 if mechanism is None else mechanism.num_waiting,
         )
 
-    def _commit(self, step: _Launched, now_s: float) -> None:
+    def _commit(self, step: _Launched, now_s: float) -> list[TokenEvent]:
         while self._saves_done_s and self._saves_done_s[0] <= now_s:
             self._saves_done_s.popleft()
         result = step.result
@@ -499,12 +500,16 @@ class SimulatedEngine:
             if self._launched is not None:  # the saves of the step in flight are not this one's
                 num_draining = max(0, num_draining - len(self._launched.plan.saves))
             result = dataclasses.replace(result, num_draining=num_draining)
-        events = self._commit_step(step.plan, result)
+        return self._commit_step(step.plan, result)
+
+    def _hand_out(self, events: list[TokenEvent], now_s: float) -> None:
+        """Gives the tokens of a committed step to the requests that have not ended since."""
         if self._keep_token_times:
             for event in events:
-                self._live[event.request_id].times_s.append(now_s)
+                if event.request_id in self._live:
+                    self._live[event.request_id].times_s.append(now_s)
         for event in events:
-            if event.finish_reason is not None or event.prompt is not None:
+            if event.request_id in self._live and (event.finish_reason is not None or event.prompt is not None):
                 self._note_event(event, now_s)
 
     def _note_event(self, event: TokenEvent, now_s: float) -> None:

@@ -79,7 +79,7 @@ def simulate(
 
     def end(outcome: SimulatedRequest) -> None:
         ended.append(outcome)
-        arrivals.ended(outcome.request_id, clock.now_s)
+        arrivals.ended(outcome.request_id, clock.now_s if outcome.last_token_s is None else outcome.last_token_s)
 
     pages = None if store is None else SimulatedStore(store, clock)
     engine = SimulatedEngine(

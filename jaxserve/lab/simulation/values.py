@@ -110,7 +110,8 @@ class SimulatedRequest:
     Attributes:
       admitted_s: begin of the turn that first gave one of its sequences a row; None where none did. It queued until
         then, and its prompt was computed from then to the first token.
-      first_token_s, last_token_s: when the turn that committed it ended; None where there was none.
+      first_token_s, last_token_s: when the loop handed it out, after the launch that followed the commit; None where
+        there was none.
       output_tokens: of all its sequences.
       preemptions: how often one of its sequences lost its row.
       preempted_s: from each of these losses to the next row, summed over its sequences: time in the queue that

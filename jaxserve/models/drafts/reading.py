@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.checkpoint import CONFIG_NAME, find_weights, read_json
+from jaxserve.model_path import CONFIG_NAME
+from jaxserve.models.checkpoint import find_weights, read_json
 from jaxserve.models.decoder_config import DecoderConfig, RopeConfig
 from jaxserve.models.drafts.config import EagleConfig, HeadConfig, HeadKind, MedusaConfig
 from jaxserve.models.families import llama

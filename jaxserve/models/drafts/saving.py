@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.models.checkpoint import CONFIG_NAME, SINGLE_NAME
+from jaxserve.model_path import CONFIG_NAME
+from jaxserve.models.checkpoint import SINGLE_NAME
 from jaxserve.models.decoder_config import RopeConfig, RopeScaling
 from jaxserve.models.drafts.config import EagleConfig, HeadConfig
 from jaxserve.models.drafts.loading import IDS_PATH, head_plan

@@ -151,6 +151,7 @@ FAMILY = Family(
         *(f"language_model\\.{pattern}" for pattern in llama.IGNORED),
         r"(vision_tower|multi_modal_projector)\..*",
     ),
+    prefix="language_model.",  # left out where the text is that of a checkpoint of its own
     spellings=((r"vision_tower\.(?!vision_model\.)", f"{_CLIP}."),),
     # Sizes that follow from others; the last is of training.
     inert=("image_token_index", "image_token_id", "image_seq_length", "ignore_index", "vocab_size", "pad_token_id"),

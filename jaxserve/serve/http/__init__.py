@@ -4,7 +4,7 @@
                  keys      a known key on every route but health
                  guard     bodies in time and of bounded size; a client that leaves cancels its handler
                  bodies    JSON of bounded depth into the frozen models of `requests`
-                 chat, responses_api, messages, completions, tokens, probes     one file a group of routes
+                 chat, responses_api, messages, completions, embeddings, ...     one file a group of routes
                  conversation     what the first three share: a prompt by the template, an answer in pieces
                  door      prompts into requests of the engine, and their updates into one stream
                  tools        the tools of a chat into its prompt, and the grammar of a demanded call

@@ -5,23 +5,23 @@ carries no key; keys, before anything of a body is read; limits and the watch fo
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxserve.config.schema import ServeConfig
-from jaxserve.engine import AsyncEngine
+from jaxserve.config.schema import HttpConfig, ServeConfig
+from jaxserve.engine import Answering, AnyEngine, AsyncEngine
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http.batches.routes import FILES
 from jaxserve.serve.http.chat import chat_router
 from jaxserve.serve.http.completions import completions_router
 from jaxserve.serve.http.counted import Counted
 from jaxserve.serve.http.door import Door
+from jaxserve.serve.http.embeddings import embeddings_router
 from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.formats import choose_thinking_format, choose_tool_format
 from jaxserve.serve.http.guard import Guard
@@ -46,7 +46,7 @@ class HttpApp:
 
 
 def make_app(
-    engine: AsyncEngine,
+    engine: AsyncEngine[AnyEngine],
     config: ServeConfig,
     counts: DoorCounts,
     more: tuple[APIRouter, ...] = (),
@@ -56,55 +56,48 @@ def make_app(
 
     Raises ConfigError for keys that cannot be read, and for names of formats that do not exist.
     """
-    http = config.http
+    door = make_door(engine, config.http)
+    own = (embeddings_router(door), rerank_router(door), probes_router(engine.engine, counts))
+    return join_routers("jaxserve", (*answering_routers(door), *own, *more), config, counts, admins)
+
+
+def make_door(engine: AsyncEngine[Answering], config: HttpConfig, *, any_model: bool = False) -> Door:
+    """`any_model`: see `Door`. Raises ConfigError for names of formats that do not exist."""
     tokenizer = engine.engine.tokenizer
     template = None if tokenizer is None else tokenizer.chat_template
-    door = Door(
+    return Door(
         engine=engine,
-        config=http,
-        tool_format=choose_tool_format(http.tool_parser, template),
-        thinking_format=choose_thinking_format(http.reasoning_parser, template),
+        config=config,
+        tool_format=choose_tool_format(config.tool_parser, template),
+        thinking_format=choose_thinking_format(config.reasoning_parser, template),
+        any_model=any_model,
     )
-    # The pages of documentation load scripts from foreign hosts; the document itself stays.
-    api = FastAPI(title="jaxserve", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
-    routers = (
+
+
+def answering_routers(door: Door) -> tuple[APIRouter, ...]:
+    """The APIs of OpenAI and Anthropic for text, and the tokenizer."""
+    return (
         completions_router(door),
         chat_router(door),
         responses_router(door),
         messages_router(door),
         tokens_router(door),
-        rerank_router(door),
-        probes_router(door, counts),
-        *more,
     )
+
+
+def join_routers(
+    title: str, routers: Sequence[APIRouter], config: ServeConfig, counts: DoorCounts, admins: KnownKeys | None
+) -> HttpApp:
+    """One application with all layers around it. `admins`: as of `make_app`.
+
+    Raises ConfigError for keys that cannot be read.
+    """
+    http = config.http
+    # The pages of documentation load scripts from foreign hosts; the document itself stays.
+    api = FastAPI(title=title, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
     for router in routers:
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]
-    layers = surround(
-        api, routes, config, counts, admins, larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")}
-    )
-    _complete_document(api, layers.keys, config.max_n)
-    return HttpApp(asgi=layers.asgi, guard=layers.guard, api=api)
-
-
-class Layers(NamedTuple):
-    """`asgi`: all layers around an application. `keys` None: nothing asks for one."""
-
-    asgi: ASGIApp
-    guard: Guard
-    keys: ApiKeys | None
-
-
-def surround(
-    api: FastAPI,
-    routes: Sequence[Route],
-    config: ServeConfig,
-    counts: DoorCounts,
-    admins: KnownKeys | None = None,
-    larger: Mapping[str, tuple[int, str]] = MappingProxyType({}),
-) -> Layers:
-    """`routes`: all of `api`. `larger`: see `Guard`. Raises ConfigError for keys that cannot be read."""
-    http = config.http
     add_handlers(api, routes)
     guard = Guard(
         api,
@@ -112,7 +105,7 @@ def surround(
         max_bodies_bytes=http.max_bodies_bytes,
         body_timeout_s=http.body_timeout_s,
         request_timeout_s=http.request_timeout_s,
-        larger=larger,
+        larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")},
     )
     asgi: ASGIApp = guard
     known = keys = None
@@ -124,7 +117,8 @@ def surround(
         asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if (names := allowed_names(http, config.host)) is not None:
         asgi = KnownHosts(asgi, names)
-    return Layers(Counted(asgi, counts, routes), guard, keys)
+    _complete_document(api, keys, config.max_n)
+    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
 
 
 def _complete_document(api: FastAPI, keys: ApiKeys | None, max_n: int) -> None:
@@ -136,8 +130,9 @@ def _complete_document(api: FastAPI, keys: ApiKeys | None, max_n: int) -> None:
             document = make()
             if keys is not None:
                 _declare_keys(document, keys)
-            for body in (CompletionRequest, ChatRequest):
-                document["components"]["schemas"][body.__name__]["properties"]["n"]["anyOf"][0]["maximum"] = max_n
+            schemas = document.get("components", {}).get("schemas", {})
+            for name in {CompletionRequest.__name__, ChatRequest.__name__} & set(schemas):
+                schemas[name]["properties"]["n"]["anyOf"][0]["maximum"] = max_n
         assert api.openapi_schema is not None, "made above"
         return api.openapi_schema
 

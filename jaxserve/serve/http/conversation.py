@@ -32,6 +32,7 @@ from jaxserve.text import ChatTemplate, check_special_text
 _UNSEEN: Any = {
     "annotations": True,
     "parsed": True,
+    "provider_specific_fields": True,
     "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
 }
 

@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.api import FinishReason, Request, RequestOptions
+from jaxserve.api import FinishReason, Request
 from jaxserve.config.schema import HttpConfig
-from jaxserve.engine import AsyncEngine, EmbeddingForm, Prompt, Update, embedding_of, pooling_params
+from jaxserve.engine import Answering, AsyncEngine, Update
 from jaxserve.errors import EngineStopped, UnknownModel
 from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
@@ -26,12 +24,18 @@ _CALLER_CHARS = 200  # of an id that becomes part of another
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Handed to every router. The two formats are those in which this model writes tool calls and thoughts."""
+    """Handed to every router.
 
-    engine: AsyncEngine
+    Attributes:
+      tool_format, thinking_format: those in which this model writes tool calls and thoughts.
+      any_model: the names of models that requests give, which may be those of adapters, are for the engine to check.
+    """
+
+    engine: AsyncEngine[Answering]
     config: HttpConfig
     tool_format: ToolFormat
     thinking_format: ThinkingFormat | None
+    any_model: bool = False
     started_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -45,6 +49,8 @@ class Door:
         """
         if name is None or name == self.model_name:
             return self.model_name
+        if self.any_model and adapters:
+            return name
         loaded = self.engine.engine.model.adapters
         if loaded is None or not adapters:
             raise UnknownModel(f"the model {name!r:.200} is not served here; there is {self.model_name!r}")
@@ -107,33 +113,3 @@ async def prepare(
 ) -> list[Request]:
     """Encodes and checks all prompts, off the event loop; each has `n` sequences. Raises as `AsyncEngine.run` does."""
     return await door.engine.run(lambda: [make() for make in makers], prompts=len(makers), n=n, tenant=tenant)
-
-
-class Vector(NamedTuple):
-    """An embedding: `values` [D], or fewer."""
-
-    values: list[float]
-    num_prompt_tokens: int
-
-
-async def embed_prompts(
-    door: Door,
-    prompts: Sequence[Prompt],
-    form: EmbeddingForm,
-    truncate_prompt_tokens: int | None,
-    *,
-    tenant: str,
-    traceparent: str,
-    adapter: str | None,
-) -> list[Vector]:
-    """One vector in that form for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
-    sampling = pooling_params(truncate_prompt_tokens)
-    options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter)
-    make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
-    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant)
-    found: dict[str, list[float]] = {}
-    async with follow(door, requests) as updates:
-        async for update in updates:
-            check_answered(update)
-            found[update.request_id] = embedding_of(update.prompt, form)
-    return [Vector(found[request.request_id], len(request.prompt_token_ids)) for request in requests]

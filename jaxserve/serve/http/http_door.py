@@ -8,7 +8,7 @@ import asyncio
 from fastapi import APIRouter
 
 from jaxserve.config.schema import ServeConfig
-from jaxserve.engine import AsyncEngine
+from jaxserve.engine import AnyEngine, AsyncEngine
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.descriptors import current_limit, room_for_connections
 from jaxserve.serve.http import observe
@@ -35,7 +35,7 @@ class HttpDoor:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: AsyncEngine[AnyEngine],
         config: ServeConfig,
         counts: DoorCounts,
         port: HeldPort | None = None,

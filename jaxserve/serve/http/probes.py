@@ -13,7 +13,6 @@ from fastapi import APIRouter, Response
 from jaxserve import __version__
 from jaxserve.engine import AnyEngine
 from jaxserve.serve.counts import DoorCounts
-from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import ErrorResponse, json_response
 from jaxserve.serve.http.responses import LoadResponse, ProbeResponse, VersionResponse
 
@@ -25,8 +24,7 @@ _REFUSED = {"4XX": {"model": ErrorResponse, "description": "Refused; the message
 Reason = Callable[[], str | None]
 
 
-def probes_router(door: Door, counts: DoorCounts) -> APIRouter:
-    engine = door.engine.engine
+def probes_router(engine: AnyEngine, counts: DoorCounts) -> APIRouter:
     router = plain_probes_router(
         lambda: why_not_live(engine), lambda: why_not_live(engine) or _why_not_ready(engine), lambda: counts.degraded
     )

@@ -319,8 +319,8 @@ class ToolCall(Body):
 class Message(Body):
     """One turn of a conversation.
 
-    `annotations` and `parsed` are added to the content by others, and are not shown to templates: messages come back
-    as the official client dumps them.
+    `annotations`, `parsed` and `provider_specific_fields` are added to the content by others, and are not shown to
+    templates: messages come back as the official client, or litellm, dumps them.
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
@@ -333,6 +333,7 @@ class Message(Body):
     reasoning_content: str | None = None
     annotations: Many[dict[str, Any]] | None = None
     parsed: Any = None
+    provider_specific_fields: dict[str, Any] | None = None
     audio: Null = None
     function_call: Null = None
 

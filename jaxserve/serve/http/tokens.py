@@ -1,32 +1,25 @@
-"""The routes that generate nothing: models, embeddings, the tokenizer, and text to ids and back.
+"""The routes of models and of the tokenizer: names, and text to ids and back.
 
 Work on text runs on the engine's threads, as for every other route.
 """
 
-import base64
 import functools
-import struct
-from collections.abc import Sequence
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from jaxserve.engine import check_token_ids, with_pictures
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
-from jaxserve.serve.http.completions import list_prompts
 from jaxserve.serve.http.conversation import render_chat, shown_tools
-from jaxserve.serve.http.door import Door, embed_prompts, trace_of
+from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import json_response
-from jaxserve.serve.http.requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from jaxserve.serve.http.requests import DetokenizeRequest, TokenizeRequest
 from jaxserve.serve.http.responses import (
     DetokenizeResponse,
-    Embedding,
-    EmbeddingResponse,
     ModelCard,
     ModelList,
     TokenizeResponse,
     TokenizerInfo,
-    Usage,
 )
 
 
@@ -41,30 +34,8 @@ def tokens_router(door: Door) -> APIRouter:
     @router.get("/v1/models/{model:path}", tags=["OpenAI"])
     async def retrieve_model(model: str) -> ModelCard:
         """The served model or an adapter, by name."""
-        name = door.check_model(model)
+        name = door.check_model(model, adapters=not door.any_model)
         return next((card for card in _cards(door) if card.id == name), _card(door))
-
-    @router.post("/v1/embeddings", response_model=EmbeddingResponse, tags=["OpenAI"])
-    async def create_embeddings(body: EmbeddingRequest, call: Request) -> Response:
-        """A vector for each input, pooled as the model's files say."""
-        name = door.check_model(body.model)
-        vectors = await embed_prompts(
-            door,
-            list_prompts(body.input, "input"),
-            door.engine.engine.model.embedding.form(body.dimensions, body.normalize),
-            body.truncate_prompt_tokens,
-            tenant=body.user or "",
-            traceparent=trace_of(call),
-            adapter=name,
-        )
-        data = []
-        for index, vector in enumerate(vectors):
-            values = vector.values
-            packed = _base64(values) if body.encoding_format == "base64" else list(values)
-            data.append(Embedding(object="embedding", index=index, embedding=packed))
-        num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
-        usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
-        return json_response(EmbeddingResponse(object="list", data=data, model=name, usage=usage))
 
     @router.post("/tokenize", response_model=TokenizeResponse, tags=["Text"])
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -126,10 +97,6 @@ def _cards(door: Door) -> list[ModelCard]:
             for info in adapters
         ),
     ]
-
-
-def _base64(values: Sequence[float]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
 
 def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
