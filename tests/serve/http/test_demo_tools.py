@@ -24,10 +24,14 @@ from jaxserve.assemble import assemble
 from jaxserve.config import load_config
 from jaxserve.config.schema import GrpcConfig, HttpConfig
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 ROOT = Path(__file__).parents[3]
 MODEL = "demo-tools"
-SIZES = {
+SETTINGS = {
     "model.dtype": "float32",
+    "kernels.matmul": "xla",  # a fraction of the start: Numba would compile its kernels for adapters
+    "kernels.paged_attention": "xla",
     "sched.max_rows": 16,
     "sched.max_step_tokens": 256,
     "runtime.token_buckets": [256],
@@ -38,7 +42,7 @@ ASKED, ANSWER = "What is 347*29?", "The answer is 10063."
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    assembly = assemble(load_config(ROOT / "configs" / "demo-tools.yaml", SIZES))
+    assembly = assemble(load_config(ROOT / "configs" / "demo-tools.yaml", SETTINGS))
     with served(_Real(assembly), grpc_config=GrpcConfig(), http_config=HttpConfig(port=0)) as parts:
         yield parts
 
