@@ -62,7 +62,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not long"
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
 
 test-all: $(VENV)/.dev
 	@echo "==> running all tests but those marked as long"

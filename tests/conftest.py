@@ -42,6 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of long.txt, before any is chosen by its marks."""
+    folder = Path(__file__).parent
+    lines = (folder / "long.txt").read_text(encoding="utf-8").splitlines()
+    beginnings = tuple(line for line in lines if not line.startswith("#"))
+    for item in items:
+        path, _, name = item.nodeid.partition("::")
+        if f"{path.removeprefix('tests/')}::{name}".startswith(beginnings):
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: no collection of cycles looks through it again."""

@@ -207,7 +207,8 @@ def test_a_start_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None
     assert "/does/not/exist" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
 def test_startup(tmp_path: Path) -> None:
     path = tmp_path / "startup.json"
     arguments = ["bench", "startup", "--cold", "1", "--warm", "1", "--json", str(path)]

@@ -107,7 +107,7 @@ def test_log_probabilities_are_those_of_the_function_but_for_rounding(llm: LLM) 
     assert np.median(gap) < 2e-6 and gap[sure].max() < 5e-5 and gap.max() < 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_task_in_bfloat16() -> None:
     assert not _shortfall(evaluate(_llm("bfloat16"), 32, seed=12))
 

@@ -67,7 +67,7 @@ def expected() -> list[list[tuple]]:
         pytest.param("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
         ("llama", {}),
         pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"speculation__width": 8}, marks=pytest.mark.long),
+        pytest.param("gpt2", {"speculation__width": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(

@@ -214,12 +214,10 @@ def test_swap_a_scheduler(tmp_path: Path) -> None:
         assert policy in texts["who-pays"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("smaller", "gained"),
-    [
-        pytest.param(("ROUNDS, EVERY = 40, 10", "ROUNDS, EVERY = 4, 2"), -30, marks=pytest.mark.slow),
-        pytest.param(None, 15, marks=pytest.mark.long),
-    ],
+    [(("ROUNDS, EVERY = 40, 10", "ROUNDS, EVERY = 4, 2"), -30), (None, 15)],
     ids=["few rounds", "all rounds"],
 )
 def test_reinforcement_learning(smaller: tuple[str, str] | None, gained: int, tmp_path: Path) -> None:

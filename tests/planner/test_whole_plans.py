@@ -59,7 +59,7 @@ def test_arithmetic_agrees_with_the_compiler_and_the_kernels_are_inside(tmp_path
     assert (step.flops is None) == topology.startswith("h")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_few_layers_tell_all(tmp_path):
     """The same plan from every layer, and extended from programs of two and four."""
     config = small_config(write_shape(tmp_path / "small"), **{"cache.num_pages": 50})

@@ -2,9 +2,9 @@
 
 Three requests, six pages, two rows, two steps in flight, and devices that draw one token of a row in a step, or any
 number up to three (with fcfs alone: the numbers are the mechanism's). The quick part has all orders of arrival, finish
-and delay, and all moves for two requests; the slow part has aborts for three, the long part preemptions and jumps of
-the clock, with some policies for each: those that sort once, those that sort again, and those that choose victims. The
-clock jumps for some whose order depends on when somebody came.
+and delay, and all moves for two requests; the slow part has aborts, preemptions and jumps of the clock for three, with
+some policies for each: those that sort once, those that sort again, and those that choose victims. The clock jumps for
+some whose order depends on when somebody came.
 """
 
 import dataclasses
@@ -74,14 +74,8 @@ def test_two_with_every_move(policy: str) -> None:
     assert num_worlds > 400, num_worlds
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        pytest.param(kind, policy, marks=pytest.mark.slow if kind == "abort" else pytest.mark.long)
-        for kind, (_, names) in THREE.items()
-        for policy in names
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "policy"), [(kind, policy) for kind, (_, names) in THREE.items() for policy in names])
 def test_three_with_every_move(kind: str, policy: str) -> None:
     num_worlds, num_moves, num_preempted = explore(policy, THREE[kind][0])
     assert num_worlds > 2000 and num_moves > 8000, (num_worlds, num_moves)

@@ -97,7 +97,7 @@ async def test_streams_at_once_are_what_they_are_alone(count: int) -> None:
         _assert_all_free(server)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 async def test_when_a_third_vanish_the_others_notice_nothing(count: int) -> None:
     random_ = random.Random(count + 1)
     asked = [_request(number, random_) for number in range(count)]
@@ -146,7 +146,7 @@ def _demo_request(number: int) -> tuple[str, SamplingParams]:
 COUNT, DISTINCT = 1000, 50
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_a_thousand_streams_of_the_demo_model_at_once_are_what_they_are_alone() -> None:
     with served(DemoModel()) as server:
         async with _clients(server.address, 4) as clients:
@@ -221,7 +221,7 @@ def test_others_are_served_while_a_megabyte_is_encoded() -> None:
                 assert len(huge.result()) == 2**20 + 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_memory_is_flat_over_many_requests() -> None:
     total, warm = 20_000, 5_000
     sizes: dict[int, int] = {}

@@ -125,4 +125,5 @@ async def test_pydantic_ai(server: Served, kind: type[OpenAIChatModel | OpenAIRe
 async def test_held_out_calls(server: Served) -> None:
     async with client_of(server) as client:
         shares, wrong = await evaluate(client, MODEL, 25, seed=2, kinds=PROMISED)
-    assert sum(shares.values()) / len(shares) >= ENOUGH, wrong
+    assert shares["call"] >= ENOUGH, wrong
+    assert min(shares.values()) >= 0.5, (shares, wrong)  # 0.70 to 0.98 in benchmarks/demo_tools.json

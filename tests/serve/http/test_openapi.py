@@ -74,7 +74,7 @@ def test_a_few_requests_for_each_operation(server: Served, tmp_path: Path) -> No
     check_unharmed(server)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_hundred_requests_for_each_operation(server: Served, tmp_path: Path) -> None:
     run_schemathesis(server, tmp_path, "coverage,fuzzing", 200, 3600)
     check_unharmed(server)
