@@ -272,10 +272,10 @@ def working(python: str, side: str, model: Path, tower_only: bool):
 
 def measure(
     workers: dict[str, Worker], figures: Sequence[str], rounds: int, most_s: float
-) -> dict[str, dict[str, float]]:
-    """Medians by side and figure, after a first run of single requests that does not count."""
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Medians by side and figure, after a first run of single requests that does not count; and of how many rounds."""
     seconds: dict[str, dict[str, list[float]]] = {side: {} for side in workers}
-    begin_s = time.perf_counter()
+    begin_s, done = time.perf_counter(), 0
     for number in range(rounds + 1):
         if number > 1 and time.perf_counter() - begin_s > most_s:
             print(f"{number - 1} rounds in {most_s} s: no other is begun", file=sys.stderr)
@@ -287,9 +287,11 @@ def measure(
                     if number:
                         seconds[side].setdefault(name, []).append(value)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
-    return {
+        done = number
+    medians = {
         side: {name: statistics.median(values) for name, values in found.items()} for side, found in seconds.items()
     }
+    return medians, done
 
 
 def show(medians: dict[str, dict[str, float]]) -> None:
@@ -322,12 +324,12 @@ def main() -> None:
         write_model(model, args.layers)
         start = functools.partial(working, model=model, tower_only=args.tower_only)
         workers = {side: stack.enter_context(start(python, side)) for side, python in pythons.items()}
-        medians = measure(workers, figures, args.rounds, args.seconds)
+        medians, rounds = measure(workers, figures, args.rounds, args.seconds)
     show(medians)
     if args.record is not None:
         from record import write_record
 
-        write_record(args.record, medians, command=" ".join(sys.argv), layers=args.layers, rounds=args.rounds)
+        write_record(args.record, medians, command=" ".join(sys.argv), layers=args.layers, rounds=rounds)
 
 
 if __name__ == "__main__":
