@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import CheckpointError, Status
-from jaxserve.models import checkpoint as checkpoint_module
 from jaxserve.models import load_model, read_checkpoint, resolve_model_path
 from jaxserve.models.weights import fold_names
 
@@ -215,7 +214,7 @@ def test_dtype_is_one_of_three(llama: Path) -> None:
 
 
 def test_demo_resolves_to_the_package_or_says_that_it_is_not_there(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module.importlib.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
     with pytest.raises(CheckpointError, match="demo model"):
         resolve_model_path("demo")
     (tmp_path / "demo_model").mkdir()
