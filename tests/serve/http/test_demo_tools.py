@@ -4,14 +4,14 @@ The model calls by itself: nothing demands a call or constrains one, except wher
 """
 
 import contextlib
-import io
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import agents
 import openai
-import pydantic
 import pytest
 from eval_demo_tools import ENOUGH, PROMISED, evaluate
 from pydantic_ai import Agent
@@ -63,10 +63,11 @@ def examples() -> list[str]:
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.split()[1])
 def test_examples_run_as_pasted(server: Served, example: str) -> None:
     """Question, call, result, answer: with OpenAI's client, openai-agents and Anthropic's client."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
-        exec(example.replace("http://127.0.0.1:8000", server.http_url), {})
-    assert told.getvalue() == f"calculator 347*29\n{ANSWER}\n"
+    code = example.replace("http://127.0.0.1:8000", server.http_url)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20 * WAIT_S, check=False
+    )
+    assert done.stdout == f"calculator 347*29\n{ANSWER}\n", done.stderr
 
 
 async def test_openai_agents_streamed(server: Served) -> None:
@@ -94,12 +95,6 @@ async def test_openai_agents_streamed(server: Served) -> None:
     assert asked == ["347*29", "500-63"]
 
 
-class Person(pydantic.BaseModel):
-    name: str
-    age: int
-    city: str
-
-
 @pytest.mark.parametrize("kind", [OpenAIChatModel, OpenAIResponsesModel])
 async def test_pydantic_ai(server: Served, kind: type[OpenAIChatModel | OpenAIResponsesModel]) -> None:
     """A tool called and answered, and a structured result, which is a call that is demanded."""
@@ -116,9 +111,6 @@ async def test_pydantic_ai(server: Served, kind: type[OpenAIChatModel | OpenAIRe
 
         assert (await agent.run(ASKED)).output == ANSWER
         assert asked == ["347*29"]
-        structured = Agent(model, output_type=Person, model_settings={"temperature": 0, "max_tokens": 200})
-        question = "Fill in name, age, city: My friend Ada from Quito is 36."
-        assert isinstance((await structured.run(question)).output, Person)
 
 
 @pytest.mark.slow
