@@ -20,10 +20,10 @@ help:
 	@echo "make demo       answer a few prompts, one about a picture, with the demo models (installs first)"
 	@echo "make serve      gRPC service with the demo model"
 	@echo "make serve-tools  HTTP service with the demo model and its adapter that calls tools"
-	@echo "make test       the tests, 15 to 20 minutes on two cores (those of the web page need Chromium)"
-	@echo "make test-slow  the long tests, 30 to 35 minutes more"
+	@echo "make test       the quick tests (those of the web page need Chromium)"
+	@echo "make test-slow  the slow ones, as long again"
 	@echo "make test-all   both in one run, which compiles what they share once: what CI runs"
-	@echo "make test-long  what takes minutes alone, of what others check in small: before a release"
+	@echo "make test-long  those of tests/long.txt, which CI leaves out: before a release"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:
