@@ -213,9 +213,10 @@ def test_times_of_one_request_by_hand() -> None:
     cost = FixedCost(cost=StepCost(0.25, 2.0, 0.5))
     found = simulate("fcfs", [sim_request(0, [1, 2, 3], 3, 10.0)], cost, limits, keep_steps=True, keep_token_times=True)
     # Launched at 10.25, done at 12.25, read by 12.75. The second step is launched at 10.5, runs from 12.25 to 14.25 and
-    # is read by 14.75; the third, planned at 12.75, runs to 16.25 and is read by 16.75. A fourth is wasted.
+    # is read by 14.75; the third, planned at 12.75, runs to 16.25 and is read by 16.75. A fourth is wasted. A token is
+    # handed out when the next step has been launched, 0.25 later; behind the last one nothing is launched.
     (outcome,) = found.requests
-    assert outcome.token_times_s == (12.75, 14.75, 16.75)
+    assert outcome.token_times_s == (13.0, 15.0, 16.75)
     assert (outcome.finish_reason, outcome.output_tokens) == (FinishReason.STOP, 3)
     assert [s.start_s for s in found.steps] == [10.0, 10.25, 12.75, 14.75]
     assert [s.device_start_s for s in found.steps] == [10.25, 12.25, 14.25, 16.25]
@@ -226,8 +227,8 @@ def test_a_slow_host_leaves_the_device_idle() -> None:
     cost = FixedCost(cost=StepCost(3.0, 1.0))
     found = simulate("fcfs", [sim_request(0, [1, 2, 3], 16)], cost, make_limits(), keep_token_times=True)
     gaps = {b - a for a, b in zip(found.requests[0].token_times_s, found.requests[0].token_times_s[1:], strict=False)}
-    # The last token is read by a turn that launches nothing.
-    assert gaps <= {3.0, 1.0}
+    # The last token is read by a turn that launches nothing, when the one before it has just been handed out.
+    assert gaps <= {3.0, 1.0, 0.0}
     assert found.requests[0].finish_reason is FinishReason.LENGTH
 
 
