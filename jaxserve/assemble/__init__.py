@@ -29,6 +29,7 @@ from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_sto
 from jaxserve.assemble.pictures import find_pictures, plan_pictures
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config, DegradeConfig
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.adapters import LoadedAdapters
@@ -42,7 +43,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.hosts import JointStore, LocalStore, checkpoint_digest
 from jaxserve.kernels.selection import NONE
 from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of
-from jaxserve.model_path import resolve_model_path
 from jaxserve.models import (
     LoadedModel,
     PlannedModel,

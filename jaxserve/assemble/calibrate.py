@@ -7,11 +7,11 @@ import numpy as np
 
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.texts import read_texts
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PAGE_SIZES, PagedAttention
-from jaxserve.model_path import resolve_model_path
 from jaxserve.models import configured_checkpoint, load_model
 from jaxserve.models.cache_scales import CacheRanges, write_ranges
 from jaxserve.models.decoder_config import DecoderConfig

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import CheckpointError
-from jaxserve.model_path import resolve_model_path
 from jaxserve.runtime.heads import DRAFT_MODEL
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.loading import load_tokenizer

@@ -21,6 +21,7 @@ from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.page_store import prepare_page_stores
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.addresses import is_loopback
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config, HostsConfig
 from jaxserve.console import leave_without_devices
 from jaxserve.engine import Engine
@@ -40,7 +41,6 @@ from jaxserve.hosts import (
 )
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
 from jaxserve.hosts.settings import read_trust
-from jaxserve.model_path import resolve_model_path
 from jaxserve.progress import Progress
 from jaxserve.runtime.build import BuildHooks
 

@@ -8,9 +8,9 @@ import numpy as np
 from jaxserve.assemble.calibrate import QUANTILE, attention_without_engine
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.texts import read_texts
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
-from jaxserve.model_path import resolve_model_path
 from jaxserve.models import configured_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import choose_dtype

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from jaxserve import __version__
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config, Section
 from jaxserve.engine.step_log import StepLogWriter, replica_path
 from jaxserve.errors import StepLogError
-from jaxserve.model_path import resolve_model_path
 from jaxserve.sched import Limits
 from jaxserve.sched.record import LogHeader
 

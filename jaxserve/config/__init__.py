@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 import yaml
 
+from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
 from jaxserve.errors import ConfigError
@@ -82,7 +83,6 @@ _ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, A
     *("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
 )
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # read by XLA and libtpu; here only to tell programs apart
-_PACKAGED = ("demo", "demo-vision")  # names of models inside the package, wherever a model path is taken
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ def _unknown_key(name: str, where: str) -> ConfigError:
 
 def _resolve_path(setting: _Setting) -> _Setting:
     value = setting.value
-    if not isinstance(value, str) or value in ("", *_PACKAGED):
+    if not isinstance(value, str) or value in ("", *PACKAGED):
         return setting
     # Always absolute: "./demo" must not turn into the name "demo".
     return setting._replace(value=os.path.abspath(os.path.join(setting.folder or "", os.path.expanduser(value))))

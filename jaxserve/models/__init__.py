@@ -21,7 +21,7 @@ The forward pass takes flat ragged batches and a paged cache: `kernels` defines 
 the implementation of attention in.
 """
 
-from jaxserve.model_path import resolve_model_path
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.models.checkpoint import Checkpoint, check_described, configured_checkpoint, read_checkpoint
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig

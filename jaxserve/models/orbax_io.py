@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxserve.config.model_path import CONFIG_NAME
 from jaxserve.errors import CheckpointError
-from jaxserve.model_path import CONFIG_NAME
 from jaxserve.models.checkpoint import (
     INDEX_NAME,
     ORBAX_MARKER,

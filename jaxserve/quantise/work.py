@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxserve.config.model_path import CONFIG_NAME
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.model_path import CONFIG_NAME
 from jaxserve.models.checkpoint import INDEX_NAME
 from jaxserve.models.orbax_io import copy_small_files
 from jaxserve.models.safetensors_files import TensorSource, open_file

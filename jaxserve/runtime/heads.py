@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.config.model_path import CONFIG_NAME, resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.model_path import CONFIG_NAME, resolve_model_path
 from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.drafts import HeadConfig, HeadKind, MedusaConfig, open_head, read_head_config

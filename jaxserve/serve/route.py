@@ -8,9 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
-from jaxserve.model_path import resolve_model_path
 from jaxserve.routing import RouterOptions, create_router
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.degraded import DegradedReport, missing

@@ -105,7 +105,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from serve_parts import Served, serve_slowly
 from jaxserve.config.schema import GrpcConfig, ServeConfig
-from jaxserve.model_path import resolve_model_path
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.serve.service import serve_forever
 from jaxserve.text import load_tokenizer
 if {demo}:

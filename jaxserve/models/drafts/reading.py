@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxserve.config.model_path import CONFIG_NAME
 from jaxserve.errors import CheckpointError
-from jaxserve.model_path import CONFIG_NAME
 from jaxserve.models.checkpoint import find_weights, read_json
 from jaxserve.models.decoder_config import DecoderConfig, RopeConfig
 from jaxserve.models.drafts.config import EagleConfig, HeadConfig, HeadKind, MedusaConfig

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.model_path import CONFIG_NAME
+from jaxserve.config.model_path import CONFIG_NAME
 from jaxserve.models.checkpoint import SINGLE_NAME
 from jaxserve.models.decoder_config import RopeConfig, RopeScaling
 from jaxserve.models.drafts.config import EagleConfig, HeadConfig
