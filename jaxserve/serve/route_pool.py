@@ -349,9 +349,9 @@ class Pool:
 
     async def _watch(self, backend: Backend) -> None:
         while self._is_needed(backend):
-            reason, answers = await self._look(backend)
+            reason, ends_streams = await self._look(backend)
             self._set_health(backend, reason is None, reason or "")
-            if not answers:
+            if not ends_streams:
                 self._part(backend, died=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(backend.look.wait(), self._config.health_interval_s)
@@ -369,14 +369,17 @@ class Pool:
         return backend.healthy and not any(b.listed and b.healthy for b in self._backends.values())
 
     async def _look(self, backend: Backend) -> tuple[str | None, bool]:
-        """Checks a replica. Its fault, None when it is healthy; and whether it answers at all."""
+        """Checks a replica. Its fault, None when it is healthy; and whether its streams still end by themselves.
+
+        They do not when it is silent. Where no connection can be made, those of a process that is gone have ended, and
+        those of a server that ends in order go on: it takes no connections then, and still has answers on the way.
+        """
         try:
             reply = await backend.health.Check(
                 health_pb2.HealthCheckRequest(service=""), timeout=self._config.health_timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-            return f"{error.code().name}, {error.details()}", not silent
+            return f"{error.code().name}, {error.details()}", error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         if reply.status == health_pb2.HealthCheckResponse.SERVING:
             if not backend.healthy:
                 await self._ask_role(backend)

@@ -20,6 +20,7 @@ DEMO = PACKAGE.parent / "configs" / "demo.yaml"
 ROOTS = ("runtime/step.py", "runtime/executables.py")
 OUTSIDE = {  # imported on the way, and yet no part of a program
     "config/__init__.py": "the environment and files; what follows from them is in the sizes",
+    "config/model_path.py": "where a model is; what is there is in the key",
     "config/schema.py": "fields; their values reach a program as sizes",
     "content.py": "what pages are named by; a step knows pages by number",
     "errors.py": "the types of errors",

@@ -1,19 +1,27 @@
 """Servers behind a router are shut down and started again one after the other, under load: nothing is lost.
 
-Processes on fake devices; `scripts/chaos.py --upgrades 1` does it with the model. And one stream at the worst moment: a
-step is in flight when its server begins to bring pages to a store.
+Processes on fake devices; `scripts/chaos.py --upgrades 1` does it with the model. And one stream at the worst moments:
+its server has closed its port while it streams, and a step is in flight when its server begins to bring pages to a
+store.
 """
 
 import contextlib
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 from route_parts import fake_server, routed
 from serve_parts import ONE_CALL, WAIT_S, IdleStore, Served, serve_slowly, served, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed
 from jaxserve.sched.plan import HostSlots
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 
 NUM_TOKENS = 400  # of a stream, which takes longer than a drain
 
@@ -56,6 +64,44 @@ def test_a_rolling_upgrade_loses_nothing() -> None:
             thread.join(WAIT_S)
     assert not errors
     assert len(answers) >= 12 and all(answer == expected for answer in answers)
+
+
+class _TwoTokens(pb_grpc.InferenceServicer):
+    """One token at once, and the last one when `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(request_id=request.request_id, token_ids=[1])
+        assert self.go_on.wait(WAIT_S)
+        yield pb.GenerateResponse(
+            request_id=request.request_id, token_ids=[2], token_offset=1, finish_reason=pb.FINISH_REASON_LENGTH
+        )
+
+
+def test_a_server_that_has_closed_its_port_ends_its_streams_itself() -> None:
+    health, tokens = HealthServicer(), _TwoTokens()
+    health.set("", health_pb2.HealthCheckResponse.SERVING)
+    server = grpc.server(ThreadPoolExecutor(4))
+    pb_grpc.add_InferenceServicer_to_server(tokens, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with (
+            routed(f"127.0.0.1:{port}", retries=0) as router,
+            Client(router.address, retries=ONE_CALL) as client,
+        ):
+            stream = client.generate([5], SamplingParams(temperature=0.0, max_tokens=2), timeout_s=2 * WAIT_S)
+            assert [*next(stream).token_ids] == [1]
+            server.stop(WAIT_S)
+            wait_until(lambda: not router.is_healthy(), "the router finds no port")
+            tokens.go_on.set()
+            assert [[*reply.token_ids] for reply in stream] == [[2]]
+    finally:
+        tokens.go_on.set()
+        server.stop(None)
 
 
 def exports_slowly() -> Served:
