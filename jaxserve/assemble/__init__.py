@@ -63,6 +63,7 @@ from jaxserve.runtime.build import BuildHooks, Built, build_runners
 from jaxserve.runtime.canonical_pages import SlotForm
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.runtime.drafting import DRAFTERS
+from jaxserve.runtime.executables import AbstractStage
 from jaxserve.runtime.heads import find_head
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.memory import longest_sequence
@@ -516,6 +517,8 @@ def build_devices(
     stages = replicas[0].models
     num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
     size = f"{num_params:,} parameters, {num_bytes / 2**30:.3f} GiB"
+    if len(stages) < config.parallel.pipeline:
+        size += f" of {len(stages)} of {config.parallel.pipeline} stages"
     logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
     if rounding := describe_rounding(config.model.dtype, stages[0].dtype, stages[0].checkpoint):
         logger.warning("%s: %s", config.model.path, rounding)
@@ -553,7 +556,7 @@ def _describe_device(
         facts={
             "device": jax.devices()[0].device_kind,
             "model": repr(loaded.config),
-            "weights": _describe_weights(stages),
+            "weights": _describe_weights(built.shapes),
             "cache scales": "none" if loaded.cache_scales is None else loaded.cache_scales.digest,
         },
         namespace=_namespace(config, loaded),
@@ -590,9 +593,9 @@ def _namespace(config: Config, loaded: LoadedModel) -> str:
     return f"checkpoint of {checkpoint} {read}, {weights} in {loaded.dtype}, {codes}, pages in {pages}"
 
 
-def _describe_weights(stages: Sequence[LoadedModel]) -> str:
+def _describe_weights(stages: Sequence[AbstractStage]) -> str:
     """A digest of shapes, types and shardings, in a few characters."""
-    leaves = [leaf for stage in stages for leaf in jax.tree.leaves(stage.state)]
+    leaves = [leaf for stage in stages for leaf in stage.weights]
     texts = [f"{leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for leaf in leaves]
     return f"{len(leaves)} arrays, checksum {zlib.crc32(' '.join(texts).encode()):08x}"
 

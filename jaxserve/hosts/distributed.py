@@ -35,12 +35,25 @@ def join_processes(hosts: HostsConfig) -> None:
 
 
 def check_devices(parallel: ParallelConfig) -> None:
-    """Raises ConfigError unless every device of every process takes part: one without would have nothing to run."""
-    if parallel.tensor != jax.device_count():
+    """Raises ConfigError unless every device of every process takes part, since one without would have nothing to run,
+    and each process has devices of one stage."""
+    tensor, stages = parallel.tensor, parallel.pipeline
+    if tensor * stages != jax.device_count():
         raise ConfigError(
-            f"parallel.tensor is {parallel.tensor}, but the {jax.process_count()} processes have {jax.device_count()} "
-            f"devices together, {jax.local_device_count()} of them here; over several processes it must be all of them"
+            f"parallel.pipeline x parallel.tensor is {stages} x {tensor}, but the {jax.process_count()} processes have "
+            f"{jax.device_count()} devices together, {jax.local_device_count()} of them here; over several processes "
+            "it must be all of them"
         )
+    owners = [device.process_index for device in jax.devices()]
+    for process_id in range(jax.process_count()):
+        found = {at // tensor for at, owner in enumerate(owners) if owner == process_id}
+        if len(found) > 1:
+            raise ConfigError(
+                f"parallel.pipeline x parallel.tensor is {stages} x {tensor}, so process {process_id}, which has "
+                f"{owners.count(process_id)} devices, would have some of {len(found)} stages, and a process has those "
+                f"of one only; make parallel.tensor a multiple of the devices of each process, or start a process "
+                "for each stage"
+            )
 
 
 def leave_processes() -> None:

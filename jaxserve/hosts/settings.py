@@ -42,13 +42,17 @@ def check_hosts(config: Config) -> None:
     if None in tls.values() and any(tls.values()):
         missing = ", ".join(f"hosts.{name}" for name, path in tls.items() if path is None)
         raise ConfigError(f"TLS between hosts needs all of hosts.tls_cert, tls_key and tls_ca, but not set: {missing}")
-    for name in ("data", "pipeline"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(
-                f"parallel.{name} is {getattr(parallel, name)}, but over several processes this version has tensor "
-                "parallelism alone: set it to 1 and parallel.tensor to the number of all devices; for more replicas "
-                "start more services behind `jaxserve route`"
-            )
+    if parallel.data != 1:
+        raise ConfigError(
+            f"parallel.data is {parallel.data}, but several processes run one replica together: set it to 1, and start "
+            "more services behind `jaxserve route`"
+        )
+    if parallel.pipeline > hosts.num_processes:
+        raise ConfigError(
+            f"parallel.pipeline is {parallel.pipeline}, but hosts.num_processes is {hosts.num_processes}, and a "
+            f"process has the devices of one stage only: set it to {hosts.num_processes} at most, and parallel.tensor "
+            "to the number of devices of a stage"
+        )
     if config.store.connector is not None:
         raise ConfigError(
             f"store.connector is {config.store.connector!r} and hosts.num_processes {hosts.num_processes}, but a "

@@ -56,6 +56,7 @@ from jaxserve.runtime.executables import (
     head_of,
     make_jobs,
     make_state,
+    output_shapes,
     packed_sharding,
     packed_words,
     scatter_name,
@@ -74,7 +75,7 @@ from jaxserve.runtime.memory import (
     plan_memory,
     plan_slots,
 )
-from jaxserve.runtime.mesh import replicated
+from jaxserve.runtime.mesh import is_here, replicated
 from jaxserve.runtime.page_moves import move_counts
 from jaxserve.runtime.resolve import (
     attention_uses,
@@ -88,8 +89,10 @@ from jaxserve.runtime.resolve import (
     resolve_sizes,
 )
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage, Weights
+from jaxserve.runtime.stage_links import AbstractLinks, StageLinks
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.runtime.tower_building import TowerPlan, make_tower, picture_sizes, tower_jobs
+from jaxserve.runtime.xla_flags import compiler_options
 from jaxserve.sched.plan import Bucket
 
 logger = logging.getLogger(__name__)
@@ -116,7 +119,8 @@ class Built:
     """A runner, and facts about its construction.
 
     Attributes:
-      models: the stages with their weights.
+      models: the stages with their weights; of several processes, those of this one.
+      shapes: of all stages.
       seconds: what took how long; reading weights and making executables go on at once.
       new_weights: makes other weights for it.
       later: buckets that the runner does not have yet, to be started with the engine's loop; None: it has them all.
@@ -128,6 +132,7 @@ class Built:
 
     runner: DeviceRunner
     models: tuple[LoadedModel, ...]
+    shapes: tuple[AbstractStage, ...]
     memory: MemoryPlan
     compile_report: tuple[str, ...]
     seconds: Mapping[str, float]
@@ -188,14 +193,15 @@ def build_runners(
     """Sizes the cache, reads the weights, compiles every executable and puts the state on the devices.
 
     `models` are the stages of a pipeline, most often one, on the devices of the first replica; `others` are the meshes
-    of the same stages in each of the other replicas. `tower`: of a model that takes pictures. `say` gets the lines of
-    the memory breakdown and the compile report. Raises CapacityError for sizes that cannot fit, CheckpointError for
-    weights that cannot be read.
+    of the same stages in each of the other replicas. Those on devices of other processes are built there. `tower`: of a
+    model that takes pictures. `say` gets the lines of the memory breakdown and the compile report. Raises CapacityError
+    for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
     shapes = [planned.shapes for planned in models]
     partition, dtype = shapes[0].partition, shapes[0].dtype
-    device = shapes[0].mesh.local_devices[0]
+    here = [number for number, part in enumerate(shapes) if is_here(part.mesh)]
+    device = shapes[here[0]].mesh.local_devices[0]
     sizes = resolve_sizes(config, partition.model, dtype, backend_of(device))
     sizes = dataclasses.replace(sizes, adapters=resolve_adapters(config, partition))
     if tower is not None:
@@ -252,24 +258,27 @@ def build_runners(
         sizes=sizes,
         attention=attention,
         memory=memory,
-        stages=stages,
+        all_stages=stages,
+        here=here,
         hooks=hooks,
         tower=tower,
         store=directory / "executables" if directory is not None and stores else None,
         shown=not isinstance(progress, Quiet),
     )
+    models = [models[number] for number in here]
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
         begin_s = time.perf_counter()
         progress.begin("loading weights and compiling steps")
         loading = reader.submit(_load_all, models, others, tower)
-        parts = _compile_stages(plan, stages, replicas, progress)
+        parts = _compile_stages(plan, [[meshes[number] for number in here] for meshes in replicas], progress)
+        links = _make_links(plan, progress)
         seconds = {"executables": time.perf_counter() - begin_s}
         if not loading.done():
             progress.begin("loading weights")
         loaded, seconds["weights"] = loading.result()
     progress.begin("placing the KV pages")
     return [
-        _place(plan, found, one, of_tower, seconds, NewWeights(models, one, forms))
+        _place(plan, found, links, one, of_tower, seconds, NewWeights(models, one, forms))
         for found, (one, of_tower) in zip(zip(*parts, strict=True), loaded, strict=True)
     ]
 
@@ -277,6 +286,7 @@ def build_runners(
 def _place(
     plan: "_BuildPlan",
     parts: Sequence["_Part"],
+    links: StageLinks | None,
     loaded: tuple[LoadedModel, ...],
     tower_weights: tuple[jax.Array, ...],
     seconds: Mapping[str, float],
@@ -290,30 +300,36 @@ def _place(
     if weights is None:
         weights = [flat_weights(model.state) for model in loaded]
     config, sizes, memory = plan.config, plan.sizes, plan.memory
-    report = [line for number, part in enumerate(parts) for line in _report(part.compiled, number, len(parts))]
+    num_stages = len(plan.all_stages)
+    report = [
+        line
+        for number, part in zip(plan.here, parts, strict=True)
+        for line in _report(part.compiled, number, num_stages)
+    ]
     now = first_buckets(sizes) if parts[0].later else sizes.buckets
     pictures, tower = sizes.pictures, plan.tower
+    stages: list[Stage | None] = [None] * num_stages
+    for number, part, model, own in zip(plan.here, parts, loaded, weights, strict=True):
+        stages[number] = Stage(
+            executables=_executables(
+                part.compiled,
+                sizes.adapters,
+                model.mesh,
+                now,
+                memory.move_counts,
+                () if pictures is None else pictures.num_lines,
+            ),
+            weights=own,
+            make_state=part.compiled["make_state"].call,
+            state=part.compiled["make_state"].call(),
+            sharding=replicated(model.mesh),
+        )
     runner = DeviceRunner(
         limits=memory.limits.with_buckets(now),
         layouts=dict(bucket_layouts(sizes)),
-        stages=[
-            Stage(
-                executables=_executables(
-                    part.compiled,
-                    sizes.adapters,
-                    model.mesh,
-                    now,
-                    memory.move_counts,
-                    () if pictures is None else pictures.num_lines,
-                ),
-                weights=own,
-                make_state=part.compiled["make_state"].call,
-                state=part.compiled["make_state"].call(),
-                sharding=replicated(model.mesh),
-            )
-            for part, model, own in zip(parts, loaded, weights, strict=True)
-        ],
-        num_parts=1 if len(parts) == 1 else config.parallel.microbatches or len(parts),
+        stages=stages,
+        links=links,
+        num_parts=1 if num_stages == 1 else config.parallel.microbatches or num_stages,
         vocab_size=loaded[0].partition.vocab_size,
         on_buffer=plan.hooks.on_buffer,
         slots=_slot_bytes(plan, loaded) if memory.limits.slots.num_slots else None,
@@ -328,11 +344,12 @@ def _place(
 
     def renew() -> Built:
         weights = runner.close()
-        return _place(plan, parts, loaded, tower_weights, seconds, new_weights, weights)
+        return _place(plan, parts, links, loaded, tower_weights, seconds, new_weights, weights)
 
     return Built(
         runner=runner,
         models=loaded,
+        shapes=tuple(plan.all_stages),
         memory=memory,
         compile_report=tuple(report),
         seconds=seconds,
@@ -346,13 +363,16 @@ def _place(
 
 def _page_layout(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> str:
     parts = [
-        f"{len(model.mesh.local_devices)} devices x {packed_words(stage, plan.attention, plan.sizes)} words"
+        f"layers {stage.layers.start} to {stage.layers.stop - 1} on {len(model.mesh.local_devices)} devices x "
+        f"{packed_words(stage, plan.attention, plan.sizes)} words"
         for stage, model in zip(plan.stages, loaded, strict=True)
     ]
     return f"{plan.attention.name}, {plan.sizes.page_size} tokens, {', '.join(parts)}"
 
 
 def _slot_form(plan: "_BuildPlan", loaded: Sequence[LoadedModel]) -> SlotForm | None:
+    if len(plan.here) < len(plan.all_stages):
+        return None  # a slot has not all layers of a page
     return slot_form(_placed_stages(plan, loaded), plan.attention, plan.sizes, loaded[0].cache_scales)
 
 
@@ -402,17 +422,24 @@ def _copied(model: LoadedModel, mesh: Mesh) -> LoadedModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _BuildPlan:
-    """What is decided before anything is compiled: the sizes. `shown`: an end that waits for a compile says so."""
+    """What is decided before anything is compiled: the sizes. `here`: the numbers of the stages that this process has;
+    the others are of other processes. `shown`: an end that waits for a compile says so."""
 
     config: Config
     sizes: Sizes
     attention: PagedAttention
     memory: MemoryPlan
-    stages: Sequence[AbstractStage]
+    all_stages: Sequence[AbstractStage]
+    here: Sequence[int]
     hooks: BuildHooks
     tower: TowerPlan | None
     store: Path | None
     shown: bool
+
+    @property
+    def stages(self) -> list[AbstractStage]:
+        """Those of this process."""
+        return [self.all_stages[number] for number in self.here]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,11 +451,9 @@ class _Part:
     compiler: Compiler
 
 
-def _compile_stages(
-    plan: _BuildPlan, stages: Sequence[AbstractStage], replicas: Sequence[Sequence[Mesh]], progress: Progress
-) -> list[list[_Part]]:
-    """For each stage, the parts of each replica."""
-    config, sizes = plan.config, plan.sizes
+def _compile_stages(plan: _BuildPlan, replicas: Sequence[Sequence[Mesh]], progress: Progress) -> list[list[_Part]]:
+    """For each stage of this process, the parts of each replica, whose meshes of these stages are given."""
+    config, sizes, stages = plan.config, plan.sizes, plan.stages
     waiting: tuple[Bucket, ...] = ()
     asked = config.runtime.background_buckets
     if asked and (len(stages) > 1 or plan.hooks.one_of_many):
@@ -463,6 +488,22 @@ def _compile_stages(
             check_steps({step_name(b): compiled[0][step_name(b)].call.as_text() or "" for b in sizes.buckets})
         plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled[0].values()))
     return parts
+
+
+def _make_links(plan: _BuildPlan, progress: Progress) -> StageLinks | None:
+    """To the stages of other processes; None where there are none."""
+    stages = plan.all_stages
+    if len(plan.here) == len(stages):
+        return None
+    shapes = AbstractLinks(
+        meshes=[stage.devices for stage in stages],
+        hidden=jax.ShapeDtypeStruct((stages[0].partition.model.hidden_size,), stages[0].dtype),
+        outputs=output_shapes(stages[-1], plan.attention, plan.sizes),
+    )
+    progress.begin("compiling the links between stages")
+    options = compiler_options(plan.sizes.backend, sum(mesh.size for mesh in shapes.meshes))
+    compiled = shapes.compile(options, plan.config.runtime.compile_threads, lambda *_: None)
+    return StageLinks(shapes, compiled)
 
 
 def _jobs(plan: _BuildPlan, stage: AbstractStage, waiting: Sequence[Bucket]) -> tuple[list[Job], Mapping[Bucket, Job]]:

@@ -59,6 +59,7 @@ from jaxserve.runtime.step import (
     write_embeddings,
     write_tables,
 )
+from jaxserve.runtime.step_output import StepOutput
 from jaxserve.runtime.xla_flags import compiler_options
 from jaxserve.sched.plan import NO_ENCODER, Bucket, Limits
 
@@ -407,6 +408,17 @@ def make_jobs(
         ),
         *moves,
     ]
+
+
+def output_shapes(last: AbstractStage, attention: PagedAttention, sizes: Sizes) -> Mapping[Bucket, StepOutput]:
+    """What the last stage of a pipeline leaves of a step of each bucket. Of its layers one is traced, since the logits
+    and what is drawn from them have the same shapes after any of them."""
+    num_layers = last.layers.stop
+    short = AbstractStage.of(last.partition, range(num_layers - 1, num_layers), last.mesh, last.dtype)
+    jobs = {job.name: job for job in make_jobs(short, sizes, attention, 1)}
+    with jax.sharding.use_abstract_mesh(last.devices.abstract_mesh):
+        outputs = {b: jax.eval_shape(jobs[step_name(b)].fn, *jobs[step_name(b)].args)[0] for b in sizes.buckets}
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outputs)
 
 
 def gather_name(count: int) -> str:

@@ -18,6 +18,8 @@ from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.sharding import MESH_AXES
 
+STAGE_AXIS = "stage"  # of programs over several stages (`stage_links`)
+
 
 def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[Mesh]]:
     """[replica][stage] meshes with the axes `MESH_AXES`, over the first devices of the list.
@@ -74,6 +76,16 @@ def layer_ranges(num_layers: int, num_stages: int) -> list[range]:
     size, more = divmod(num_layers, num_stages)
     starts = [i * size + min(i, more) for i in range(num_stages + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+def joined(stages: Sequence[Mesh]) -> Mesh:
+    """The devices of several stages as one mesh: the axis `STAGE_AXIS` comes before those of each."""
+    return Mesh(np.stack([stage.devices for stage in stages]), (STAGE_AXIS, *MESH_AXES))
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether this process has devices of the mesh, so that it takes part in what runs there."""
+    return len(mesh.local_devices) > 0
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:

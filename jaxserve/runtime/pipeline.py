@@ -1,10 +1,12 @@
-"""The cut of a plan into micro-batches, which a pipeline has in flight at once. Each part is a plan like any other.
+"""The cut of a plan into micro-batches, which a pipeline has in flight at once, and the order of their launches. Each
+part is a plan like any other.
 
 Two parts must not need each other's tokens. So decode rows are dealt out, and a chunk of a prompt is cut in the order
 of its tokens, since a stage writes the keys of one piece before it sees the next.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 from jaxserve.sched.plan import Chunk, Parts, StepPlan
 
@@ -34,6 +36,16 @@ def split_plan(plan: StepPlan, num_parts: int) -> list[StepPlan]:
             own = {name: getattr(plan, name)[part::num_parts] for name in dealt}
             parts.append(dataclasses.replace(plan, **own, **(rest if parts else {}), chunks=tuple(chunks[part])))
     return parts or [plan]
+
+
+def launch_order(num_parts: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
+    """(stage, part) of the launches in each tick: a part is one stage further in each.
+
+    Everything that a tick leaves is handed on before the next one, also by the stages of other processes. So all
+    processes launch the programs that they share in one order, and none waits for another that waits for it.
+    """
+    for tick in range(num_parts + num_stages - 1):
+        yield [(stage, tick - stage) for stage in range(num_stages) if 0 <= tick - stage < num_parts]
 
 
 def _cut(chunk: Chunk, num_parts: int) -> list[Chunk]:

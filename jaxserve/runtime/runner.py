@@ -5,7 +5,8 @@ shape is an error. Runs on the engine's loop thread alone.
 
 A pipeline runs a plan as several parts (`pipeline.split_plan`): while the second stage works on one, the first works
 on the next, also across steps. Launches return at once and devices work through them in order, so what stands here is
-only who hands what to whom.
+only who hands what to whom. Where the stages are of several processes, each has a runner that gets all plans and
+launches what its own stage does; `stage_links` are the programs that they launch together.
 """
 
 import collections
@@ -24,7 +25,7 @@ from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.pack import NUM_STOPS, Layout, following_tokens, pack, split_grants
 from jaxserve.runtime.page_moves import LOADING_LAUNCHES, pages_of_launch
 from jaxserve.runtime.picture_inputs import PictureRows
-from jaxserve.runtime.pipeline import split_plan
+from jaxserve.runtime.pipeline import launch_order, split_plan
 from jaxserve.runtime.row_state import (
     NO_TOKEN,
     NUM_ROW_FIELDS,
@@ -36,6 +37,7 @@ from jaxserve.runtime.row_state import (
     needs_row_state,
 )
 from jaxserve.runtime.sampling import Logprobs
+from jaxserve.runtime.stage_links import StageLinks
 from jaxserve.runtime.step import DeviceState
 from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
 from jaxserve.runtime.towers import HostEmbeddings, Tower
@@ -70,7 +72,7 @@ TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executables:
-    """What `runtime.build` compiled for one stage. Only the last stage samples.
+    """What `runtime.build` compiled for one stage. Only the last stage of a pipeline samples.
 
     `steps` gains entries through `DeviceRunner.add_bucket` alone.
     """
@@ -112,7 +114,8 @@ class DeviceRunner:
         *,
         limits: Limits,
         layouts: Mapping[Bucket, Layout],
-        stages: Sequence[Stage],
+        stages: Sequence[Stage | None],
+        links: StageLinks | None = None,
         num_parts: int,
         vocab_size: int,
         on_buffer: Callable[[np.ndarray], None] = lambda buffer: None,
@@ -120,7 +123,8 @@ class DeviceRunner:
         tower: Tower | None = None,
         pictures: PictureRows | None = None,
     ) -> None:
-        """`layouts`: of all buckets, also of those to come. `num_parts`: of a plan in the pipeline.
+        """`layouts`: of all buckets, also of those to come. `stages`: None for those of other processes, to which
+        `links` lead. `num_parts`: of a plan in the pipeline.
         `vocab_size`: with padding. `on_buffer` sees all integers that go to the devices, once each. `slots`: host
         memory for pages, where `limits` have slots. `tower`, `pictures`: of a model that takes pictures."""
         assert (tower is None) == (pictures is None) == (limits.encoder.num_pages == 0), limits.encoder
@@ -132,7 +136,10 @@ class DeviceRunner:
         self._loading: collections.deque[list[jax.Array]] = collections.deque()  # of each launch that loads pages
         self._limits = limits
         self._layouts = layouts
+        assert (links is not None) == (None in stages), "links are between processes"
         self._stages = tuple(stages)
+        self._here = tuple(stage for stage in stages if stage is not None)
+        self._links = links
         self._num_parts = num_parts
         self._vocab_size = vocab_size
         self._on_buffer = on_buffer
@@ -163,7 +170,7 @@ class DeviceRunner:
         """
         assert len(self._stages) == 1, "a pipeline has all its buckets from the start"
         assert bucket in self._layouts and bucket not in self._limits.buckets, bucket
-        self._stages[0].executables.steps[bucket] = step
+        self._here[0].executables.steps[bucket] = step
         if self._step_ms:
             self._step_ms[bucket] = self._time(bucket)
         self._limits = self._limits.with_buckets((*self._limits.buckets, bucket), self._step_ms)
@@ -172,13 +179,13 @@ class DeviceRunner:
     def close(self) -> Weights:
         """Gives back the memory that only this runner has, its pages and host slots, as soon as the devices use it no
         more. It runs no further plan. Any thread: the one that dispatches may hang. Returns the weights."""
-        for stage in self._stages:
+        for stage in self._here:
             del stage.state
         self._loading.clear()
         self._host_embeddings = HostEmbeddings()
         if self._slots is not None:
             self._slots.close()
-        return [stage.weights for stage in self._stages]
+        return [stage.weights for stage in self._here]
 
     def time_steps(self) -> Limits:
         """Measures one round of each decode step, and of all that come later, for a scheduler that chooses among them.
@@ -190,7 +197,7 @@ class DeviceRunner:
 
     def use_weights(self, weights: Weights) -> None:
         """See `Renewable`. The arrays are the runner's from now on."""
-        for stage, new in zip(self._stages, weights, strict=True):
+        for stage, new in zip(self._here, weights, strict=True):
             shapes = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in new]
             assert self._kept is not None or shapes == [(old.shape, old.dtype, old.sharding) for old in stage.weights]
             _free(stage.weights)
@@ -202,10 +209,10 @@ class DeviceRunner:
         assert self._kept is None, "it sleeps already"
         self._kept = [
             [(np.array(leaf), leaf.sharding) for leaf in (stage.weights if keep_weights else ())]
-            for stage in self._stages
+            for stage in self._here
         ]
         self._loading.clear()
-        for stage in self._stages:
+        for stage in self._here:
             _free(stage.weights)
             _free(jax.tree.leaves(stage.state))
 
@@ -214,7 +221,7 @@ class DeviceRunner:
         assert self._kept is not None, "it does not sleep"
         if weights is None:
             weights = [tuple(jax.device_put(array, where) for array, where in kept) for kept in self._kept]
-        for stage in self._stages:
+        for stage in self._here:
             stage.state = stage.make_state()
         self._last_tokens = _LastTokens(self._limits.max_rows, self._num_parts)
         self.use_weights(weights)
@@ -222,7 +229,7 @@ class DeviceRunner:
     def _time(self, bucket: Bucket) -> float:
         """Milliseconds of a round in which all rows are the padding row, which has the dummy page; the best of some,
         since a machine with other work only ever takes longer."""
-        [stage], layout = self._stages, self._layouts[bucket]
+        [stage], layout = self._here, self._layouts[bucket]
         if not bucket.decode_only:
             return 0.0
         buffer = np.zeros(layout.size, np.int32)
@@ -247,19 +254,19 @@ class DeviceRunner:
         """Launches the step and returns at once. Raises MissingBucket when no compiled shape fits."""
         parts = split_plan(plan, self._num_parts)
         buckets = [self._bucket(part) for part in parts]
-        first, last = self._stages[0], self._stages[-1]
-        if plan.freed_rows and first.executables.leave_rows is not None:
+        own = self._here[0].executables
+        if plan.freed_rows and own.leave_rows is not None:
             prompt_lens = self._row_params[list(plan.freed_rows), Field.PROMPT_LEN].tolist()
-            self._write_rows(first.executables.leave_rows, list(zip(plan.freed_rows, prompt_lens, strict=True)))
+            self._write_rows(own.leave_rows, list(zip(plan.freed_rows, prompt_lens, strict=True)))
         for row in plan.freed_rows:
             self._forget(row)
         for setup in plan.setups:
             self._set_up(setup)
-        if plan.setups and first.executables.enter_rows is not None:
+        if plan.setups and own.enter_rows is not None:
             halves = [np.array([setup.origin], "<u8").view("<i4").tolist() for setup in plan.setups]
             rows = [(setup.row, *half) for setup, half in zip(plan.setups, halves, strict=True)]
-            self._write_rows(first.executables.enter_rows, rows)
-        if plan.setups and first.executables.tell_tokens is not None:
+            self._write_rows(own.enter_rows, rows)
+        if plan.setups and own.tell_tokens is not None:
             self._tell_tokens(plan)
         if plan.adapters:
             self._load_adapters(plan.adapters)
@@ -272,7 +279,7 @@ class DeviceRunner:
             self._write_masks(plan.masks)
         if plan.encodes:
             self._encode(plan.encodes)
-        launched: list[_Part] = []
+        buffers: list[np.ndarray] = []
         for part, bucket in zip(parts, buckets, strict=True):
             layout = self._layouts[bucket]
             grants, rest = split_grants(part.grants, layout.max_grants, layout.max_rows)
@@ -280,16 +287,39 @@ class DeviceRunner:
                 self._write_tables(rest)
             buffer = pack(part, layout, self._row_params, self._row_stops, self._row_prompts, grants, self._pictures)
             self._on_buffer(buffer)
-            carried: Any = None  # from stage to stage; that of the last is a `StepOutput`
-            if first is not last:
-                carried = self._put(self._last_tokens.after(part.decode_rows), first)
-            for stage in self._stages:
-                if stage is not first:
-                    carried = self._put(carried, stage)
-                step = stage.executables.steps[bucket]
-                carried, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
-            launched.append(self._part(part, carried))
+            buffers.append(buffer)
+        launched: list[_Part] = []
+        carried: list[Any] = [None] * len(parts)  # what each part has left in the stage before
+        for now in launch_order(len(parts), len(self._stages)):
+            for number, at in now:
+                if (stage := self._stages[number]) is not None:
+                    carried[at] = self._launch(stage, number, parts[at], buckets[at], buffers[at], carried[at])
+            for number, at in reversed(now):  # the oldest part first: its tokens are waited for
+                carried[at] = self._hand_on(number, buckets[at], carried[at])
+                if number == len(self._stages) - 1:
+                    launched.append(self._part(parts[at], carried[at]))
         return DeviceInFlight(plan.sampled_rows, launched, self._slots)
+
+    def _launch(
+        self, stage: Stage, number: int, part: StepPlan, bucket: Bucket, buffer: np.ndarray, carried: Any
+    ) -> StepOutput | jax.Array:
+        """One part in one stage; `carried` is of the stage before."""
+        if number == 0 and len(self._stages) > 1:
+            carried = self._put(self._last_tokens.after(part.decode_rows), stage)
+        step = stage.executables.steps[bucket]
+        output, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
+        return output
+
+    def _hand_on(self, number: int, bucket: Bucket, left: Any) -> Any:
+        """What a stage has left, where the next one needs it; of the last one, what everybody reads."""
+        is_last = number == len(self._stages) - 1
+        if self._links is not None:
+            return self._links.share(bucket, left) if is_last else self._links.forward(number, bucket.tokens, left)
+        if is_last:
+            return left
+        stage = self._stages[number + 1]
+        assert stage is not None, "links lead to other processes"
+        return self._put(left, stage)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         bucket = self._limits.bucket_of(plan)
@@ -345,11 +375,12 @@ class DeviceRunner:
             self._row_prompt_logprobs[row] = setup.sampling.prompt_logprobs
             self._row_prompts[row] = np.asarray(setup.token_ids[: setup.prompt_len], np.int32)
         if needs_row_state(setup):
-            last = self._stages[-1]
-            configure = last.executables.configure_row
-            assert configure is not None, "the last stage samples"
             payload = encode_row_state(setup, self._vocab_size)
             self._on_buffer(payload)
+            if (last := self._stages[-1]) is None:
+                return
+            configure = last.executables.configure_row
+            assert configure is not None, "the last stage samples"
             last.state = configure(last.state, self._put(np.int32(row), last), self._put(payload, last))
 
     def _forget(self, row: int) -> None:
@@ -362,7 +393,7 @@ class DeviceRunner:
             self._pictures.forget(row)
 
     def _load_adapters(self, loads: tuple[AdapterLoad, ...]) -> None:
-        [stage] = self._stages
+        [stage] = self._here
         writer = stage.executables.write_adapter
         assert writer is not None, "the scheduler plans adapters for engines with slots"
         for load in loads:
@@ -372,7 +403,7 @@ class DeviceRunner:
 
     def _encode(self, encodes: tuple[Encode, ...]) -> None:
         """Puts the embeddings of each picture into the pool: from the tower, or from host memory."""
-        tower, rows, first = self._tower, self._pictures, self._stages[0]
+        tower, rows, first = self._tower, self._pictures, self._here[0]
         assert tower is not None and rows is not None, "the scheduler plans pictures for models with a tower"
         self._host_embeddings.begin_step()
         for encode in encodes:
@@ -396,12 +427,12 @@ class DeviceRunner:
             part = entries[start : start + TABLE_SLOTS]
             block[: len(part)] = part
             self._on_buffer(block)
-            for stage in self._stages:
+            for stage in self._here:
                 stage.state = stage.executables.write_tables(stage.state, self._put(block, stage))
 
     def _write_rows(self, write: jax.stages.Compiled, lines: Sequence[tuple[int, ...]]) -> None:
         """Launches `enter_rows` or `leave_rows` as often as these lines take."""
-        stage = self._stages[0]
+        [stage] = self._here
         for start in range(0, len(lines), ROW_SLOTS):
             block = np.zeros((ROW_SLOTS, len(lines[0])), np.int32)
             block[:, 0] = self._limits.max_rows
@@ -418,7 +449,7 @@ class DeviceRunner:
             for setup in plan.setups
             for position, token_id in enumerate(setup.token_ids[: starts[setup.row]])
         ]
-        stage = self._stages[0]
+        [stage] = self._here
         for start in range(0, len(told), TOLD_SLOTS):
             block = np.full((TOLD_SLOTS, 3), (self._limits.max_rows, 0, 0), np.int32)
             part = told[start : start + TOLD_SLOTS]
@@ -433,13 +464,13 @@ class DeviceRunner:
             part = copies[start : start + COPY_SLOTS]
             block[: len(part)] = part
             self._on_buffer(block)
-            for stage in self._stages:
+            for stage in self._here:
                 stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
 
     def _save_pages(self, slots: SlotBytes, saves: tuple[PageSave, ...]) -> None:
         for part, ids in self._launches(saves, [save.page_id for save in saves]):
             packed = [
-                stage.executables.gather_pages[len(ids)](stage.state, self._put(ids, stage)) for stage in self._stages
+                stage.executables.gather_pages[len(ids)](stage.state, self._put(ids, stage)) for stage in self._here
             ]
             slots.save([save.slot for save in part], packed)
 
@@ -449,7 +480,7 @@ class DeviceRunner:
                 jax.block_until_ready(self._loading.popleft())
             done: list[jax.Array] = []
             staged = slots.staged([load.slot for load in part], len(ids))
-            for stage, packed in zip(self._stages, staged, strict=True):
+            for stage, packed in zip(self._here, staged, strict=True):
                 scatter = stage.executables.scatter_pages[len(ids)]
                 stage.state, scattered = scatter(stage.state, self._put(ids, stage), packed)
                 done.append(scattered)
@@ -457,7 +488,7 @@ class DeviceRunner:
 
     def _launches(self, moves: tuple[Move, ...], page_ids: list[int]) -> Iterator[tuple[tuple[Move, ...], np.ndarray]]:
         """The moves of each launch, and the ids of their pages, padded to what is compiled."""
-        counts = sorted(self._stages[0].executables.gather_pages)
+        counts = sorted(self._here[0].executables.gather_pages)
         start = 0
         while start < len(moves):
             count = pages_of_launch(len(moves) - start, counts)
@@ -475,7 +506,7 @@ class DeviceRunner:
         Before the first plan."""
         slots = self._slots
         assert slots is not None
-        count = min(max(self._stages[0].executables.scatter_pages), self._limits.slots.num_slots)
+        count = min(max(self._here[0].executables.scatter_pages), self._limits.slots.num_slots)
         saves = tuple(PageSave(DUMMY_PAGE, slot) for slot in range(count))
         loads = tuple(PageLoad(slot, DUMMY_PAGE) for slot in range(count))
         times_ms = []
@@ -494,8 +525,6 @@ class DeviceRunner:
 
     def _write_masks(self, masks: tuple[RowMask, ...]) -> None:
         last = self._stages[-1]
-        write = last.executables.write_masks
-        assert write is not None, "the last stage samples"
         for start in range(0, len(masks), MASK_SLOTS):
             block = np.zeros((MASK_SLOTS, 1 + mask_words(self._vocab_size)), np.int32)
             block[:, 0] = self._limits.max_rows * self._num_places
@@ -504,11 +533,17 @@ class DeviceRunner:
                 block[line, 0] = mask.row * self._num_places + mask.place
                 block[line, 1 : 1 + len(words)] = words
             self._on_buffer(block)
-            last.state = write(last.state, self._put(block, last))
+            if last is not None:
+                write = last.executables.write_masks
+                assert write is not None, "the last stage samples"
+                last.state = write(last.state, self._put(block, last))
 
     def _put(self, array: np.ndarray | np.int32 | jax.Array, stage: Stage) -> jax.Array:
         if stage.sharding.is_fully_addressable:
             return jax.device_put(array, stage.sharding)
+        if isinstance(array, jax.Array):
+            assert array.sharding == stage.sharding, "links have put it there"
+            return array
         # Over several processes `device_put` would first compare their values with a collective of its own.
         array = np.asarray(array)
         shards = [jax.device_put(array, device) for device in sorted(stage.sharding.addressable_devices, key=_number)]
