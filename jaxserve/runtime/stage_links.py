@@ -130,38 +130,37 @@ class StageLinks:
             return None
         shape = jax.ShapeDtypeStruct((tokens, *self._hidden.shape), self._hidden.dtype)
         moved = self._forwards[number, tokens](self._slices(self._pairs[number], shape, hidden))
-        return _taken(moved, shape, self._stages[number + 1]) if self._is_here[number + 1] else None
+        return _taken(moved, shape.shape, self._stages[number + 1]) if self._is_here[number + 1] else None
 
     def share(self, bucket: Bucket, output: StepOutput | None) -> StepOutput:
         """What the last stage has left, for all; None where this process has not that stage. `last_token` lies where
         the first stage takes it."""
-        shapes = self._outputs[bucket]
-        if output is None:
-            given = jax.tree.map(lambda shape: self._slices(self._whole, shape, None), shapes)
-        else:
-            given = jax.tree.map(lambda shape, leaf: self._slices(self._whole, shape, leaf), shapes, output)
-        shared: StepOutput = self._shares[bucket](given)
-        assert shared.last_token is not None and shapes.last_token is not None, "stages are several"
-        if not self._is_here[0]:
-            return shared
-        return dataclasses.replace(shared, last_token=_taken(shared.last_token, shapes.last_token, self._stages[0]))
+        shapes, structure = jax.tree.flatten(self._outputs[bucket])
+        leaves = [None] * len(shapes) if output is None else jax.tree.leaves(output)
+        slices = [self._slices(self._whole, shape, leaf) for shape, leaf in zip(shapes, leaves, strict=True)]
+        shared: StepOutput = self._shares[bucket](jax.tree.unflatten(structure, slices))
+        tokens = shared.last_token
+        assert tokens is not None, "the first of several stages takes the last tokens from the last"
+        if self._is_here[0]:
+            tokens = _taken(tokens, tokens.shape, self._stages[0])
+        return dataclasses.replace(shared, last_token=tokens)
 
     def _slices(self, sharding: NamedSharding, shape: jax.ShapeDtypeStruct, own: jax.Array | None) -> jax.Array:
         """An array with a slice of `shape` for each stage of `sharding`: `own` where it lies, zeros elsewhere."""
         found = {} if own is None else {shard.device: shard.data for shard in own.addressable_shards}
         shards = [
             found[device] if device in found else self._zeros(device, shape.shape, shape.dtype)
-            for device in sharding.mesh.local_devices
+            for device in sorted(sharding.addressable_devices, key=lambda device: device.id)
         ]
         count = sharding.mesh.shape[STAGE_AXIS]
         whole = (count * shape.shape[0], *shape.shape[1:])
         return jax.make_array_from_single_device_arrays(whole, sharding, shards)
 
 
-def _taken(array: jax.Array, shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-    """The slice of `array` that lies on the devices of `sharding`, as an array of these alone."""
+def _taken(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """The slice of `array`, of this shape, that lies on the devices of `sharding`, as an array of these alone."""
     shards = [shard.data for shard in array.addressable_shards if shard.device in sharding.device_set]
-    return jax.make_array_from_single_device_arrays(shape.shape, sharding, shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _zeros(device: Any, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

@@ -52,9 +52,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sharded(
-    compiled: Path, *behaviours: dict[str, Any], door: tuple[str, ...], own: Mapping[int, tuple[str, ...]] | None = None
+    compiled: Path,
+    *behaviours: dict[str, Any],
+    door: tuple[str, ...],
+    own: Mapping[int, tuple[str, ...]] | None = None,
+    cut: str = "tensor",
 ) -> Any:
-    settings = {**SIZES, "parallel.tensor": len(behaviours), "runtime.compile_cache": str(compiled)}
+    settings = {**SIZES, f"parallel.{cut}": len(behaviours), "runtime.compile_cache": str(compiled)}
     arguments = [item for name, value in settings.items() for item in ("--set", f"{name}={json.dumps(value)}")]
     return service(
         *behaviours,
@@ -65,7 +69,7 @@ def sharded(
 
 
 @contextlib.contextmanager
-def serving(compiled: Path, stores: Sequence[Path]) -> Iterator[tuple[Service, Client]]:
+def serving(compiled: Path, stores: Sequence[Path], cut: str) -> Iterator[tuple[Service, Client]]:
     """Two processes with directories of pages, once they serve."""
     settings = {
         "serve.grpc.port": 0,
@@ -76,7 +80,7 @@ def serving(compiled: Path, stores: Sequence[Path]) -> Iterator[tuple[Service, C
     }
     door = tuple(item for name, value in settings.items() for item in ("--set", f"{name}={value}"))
     own = {process_id: ("--set", f"store.location={json.dumps(str(path))}") for process_id, path in enumerate(stores)}
-    with sharded(compiled, REAL, REAL, door=door, own=own) as served:
+    with sharded(compiled, REAL, REAL, door=door, own=own, cut=cut) as served:
         served.processes[0].wait_for("serving gRPC on", COMPILE_S)
         with Client(served.address, retries=Retries(attempts=0)) as client:
             yield served, client
@@ -118,22 +122,25 @@ def kill_while_streaming(served: Service, client: Client, victim: int) -> tuple[
     return code, told
 
 
-def test_two_processes_give_the_tokens_of_one_and_find_their_pages_again(compiled: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
+def test_two_processes_give_the_tokens_of_one_and_find_their_pages_again(
+    cut: str, compiled: Path, tmp_path: Path
+) -> None:
     """Three lives of a service with a directory of pages for each process, and the ends of it."""
     answers = expected()
     stores = [tmp_path / f"pages-{process_id}" for process_id in range(2)]
-    with serving(compiled, stores) as (served, client):
+    with serving(compiled, stores, cut) as (served, client):
         assert [ask(client, *case) for case in CASES] == [*zip(answers, FOUND_ON_THE_DEVICE, strict=True)]
         served.processes[0].popen.send_signal(signal.SIGTERM)
         assert [process.wait_for_exit() for process in served.processes] == [0, 0], served.processes[0].log
-    with serving(compiled, stores) as (served, client):
+    with serving(compiled, stores, cut) as (served, client):
         assert [ask(client, *case) for case in CASES] == [*zip(answers, FULL_PAGES, strict=True)]
         code, _ = kill_while_streaming(served, client, victim=0)
         # JAX itself may abort the process a moment after our line is written, before our exit.
         assert code in (1, -signal.SIGABRT)
         assert "process 0 (127.0.0.1, " in served.processes[1].log
     shutil.rmtree(stores[1] / "pages")
-    with serving(compiled, stores) as (served, client):
+    with serving(compiled, stores, cut) as (served, client):
         # Process 0 has its parts of all pages, and not one page is whole.
         assert [ask(client, *case) for case in CASES] == [*zip(answers, FOUND_ON_THE_DEVICE, strict=True)]
         code, told = kill_while_streaming(served, client, victim=1)

@@ -1,18 +1,23 @@
 """What several processes refuse by name, before anything is loaded."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from certificates import Authority
 
 from jaxserve import LLM, run
 from jaxserve.assemble import many_hosts
 from jaxserve.config import load_config
+from jaxserve.config.schema import ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.hosts import Tls, Trust, check_hosts
+from jaxserve.hosts.distributed import check_devices
 from jaxserve.hosts.settings import read_trust
 
 GOOD: dict[str, Any] = {
@@ -40,8 +45,8 @@ GOOD: dict[str, Any] = {
         ({"hosts.secret_file": None, "hosts.coordinator": "localhost.example.org:1"}, "secret_file is not set"),
         ({"hosts.secret_file": None, "hosts.coordinator": "[::]:1"}, "secret_file is not set"),
         ({"hosts.tls_cert": "a"}, r"needs all of .* not set: hosts\.tls_key, hosts\.tls_ca"),
-        ({"parallel.data": 2}, "parallel.data is 2, but over several processes .* `jaxserve route`"),
-        ({"parallel.pipeline": 2}, "parallel.pipeline is 2, but over several processes"),
+        ({"parallel.data": 2}, "parallel.data is 2, but several processes run one replica .* `jaxserve route`"),
+        ({"parallel.pipeline": 3}, r"pipeline is 3, but hosts\.num_processes is 2, .* set it to 2 at most"),
         ({"store.connector": "memory"}, "store.connector is 'memory' and hosts.num_processes 2, but a connector moves"),
     ],
 )
@@ -52,6 +57,7 @@ def test_refused(change: dict[str, Any], text: str) -> None:
 
 def test_taken() -> None:
     check_hosts(load_config(None, GOOD, environ={}).config)
+    check_hosts(load_config(None, {**GOOD, "parallel.pipeline": 2, "parallel.tensor": 1}, environ={}).config)
     check_hosts(load_config(None, {}, environ={}).config)
     for loopback in ("localhost:1", "127.0.0.2:1", "[::1]:1"):
         config = load_config(
@@ -61,6 +67,34 @@ def test_taken() -> None:
         assert many_hosts._listen_address(config.hosts).startswith(loopback[:-1])
         assert read_trust(config.hosts) == Trust()
     assert many_hosts._listen_address(load_config(None, GOOD, environ={}).config.hosts) == "[::]:8476"
+
+
+@pytest.mark.parametrize(
+    ("owners", "cut", "text"),
+    [
+        ([0, 1], {"tensor": 2}, None),
+        ([0, 1], {"pipeline": 2}, None),
+        ([0, 0, 1, 1], {"pipeline": 2, "tensor": 2}, None),
+        ([0, 1, 2, 3], {"pipeline": 2, "tensor": 2}, None),
+        ([0, 0, 1, 1], {"tensor": 2}, r"pipeline x parallel\.tensor is 1 x 2, but the 2 processes have 4 devices"),
+        ([0, 1], {"pipeline": 2, "tensor": 2}, "is 2 x 2, but the 2 processes have 2 devices together, 1 of them here"),
+        ([0, 0, 1, 1], {"pipeline": 4}, "process 0, which has 2 devices, would have some of 2 stages.* a multiple of"),
+        ([0, 1, 1, 2], {"pipeline": 2, "tensor": 2}, "process 1, which has 2 devices, would have some of 2 stages"),
+    ],
+)
+def test_the_devices_of_a_process_are_of_one_stage(
+    owners: list[int], cut: dict[str, int], text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {
+        "devices": [SimpleNamespace(process_index=owner) for owner in owners],
+        "device_count": len(owners),
+        "process_count": len(set(owners)),
+        "local_device_count": owners.count(0),
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(jax, name, lambda value=value: value)
+    with contextlib.nullcontext() if text is None else pytest.raises(ConfigError, match=text):
+        check_devices(ParallelConfig(**cut))
 
 
 def test_a_secret_from_a_file(tmp_path: Path) -> None:

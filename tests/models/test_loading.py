@@ -204,7 +204,14 @@ def test_a_start_warns_of_digits_that_are_lost(
         loaded = [model.load() for model in models]
         runner = SimpleNamespace(slots=None)
         built = SimpleNamespace(
-            models=loaded, runner=runner, compile_report=(), seconds={}, later=None, page_layout="", slot_form=None
+            models=loaded,
+            shapes=(),
+            runner=runner,
+            compile_report=(),
+            seconds={},
+            later=None,
+            page_layout="",
+            slot_form=None,
         )
         return [built]
 
