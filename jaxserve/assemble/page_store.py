@@ -121,8 +121,7 @@ class PageStores:
         elif form is None:
             raise ConfigError(
                 "store.pages is canonical, but the chosen implementation of paged attention does not say how it lays "
-                "out pages, or other processes hold a part of each; choose another (kernels.paged_attention) in the "
-                "one case, leave store.pages out in both"
+                "out pages; choose another (kernels.paged_attention), or leave store.pages out"
             )
         else:
             pages = _canonical_layout(form, namespace)

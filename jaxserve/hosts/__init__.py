@@ -11,10 +11,11 @@
     tokens -> Engine                                       tokens -> digest
     digest -> DigestBook  <--- digest up to step 15 ----- every hosts.check_every steps
 
-A step is one program over the devices of all hosts, so every process must launch the same steps in the same order. The
-plan is the only thing that varies, and it is a small value: process 0 decides, the others execute, and there is nothing
-that they could decide differently. No process waits for another's Python: the devices keep step through their
-collectives, the plans run ahead in a queue.
+A step is one program over the devices of all hosts, so every process must launch the same steps in the same order.
+Where the stages of a pipeline are of several processes, a step is a program for each stage, and programs between them,
+in an order that follows from the plan (`runtime.stage_links`). The plan is the only thing that varies, and it is a
+small value: process 0 decides, the others execute, and there is nothing that they could decide differently. No process
+waits for another's Python: the devices keep step through their collectives, the plans run ahead in a queue.
 
 Plans contain the prompts of users, so a stranger must not get them: both sides of a connection prove that they know one
 secret before anything else is sent, and every frame is sealed with a key of that connection.

@@ -58,6 +58,11 @@ def check_hosts(config: Config) -> None:
             f"store.connector is {config.store.connector!r} and hosts.num_processes {hosts.num_processes}, but a "
             "connector moves whole pages, and no process has any; name a store in store.kind, or leave one of them out"
         )
+    if config.store.pages == "canonical":
+        raise ConfigError(
+            f"store.pages is canonical and hosts.num_processes {hosts.num_processes}, but such pages are whole, and no "
+            "process has whole pages; leave store.pages out"
+        )
 
 
 def read_trust(hosts: HostsConfig) -> Trust:

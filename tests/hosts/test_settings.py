@@ -47,6 +47,7 @@ GOOD: dict[str, Any] = {
         ({"hosts.tls_cert": "a"}, r"needs all of .* not set: hosts\.tls_key, hosts\.tls_ca"),
         ({"parallel.data": 2}, "parallel.data is 2, but several processes run one replica .* `jaxserve route`"),
         ({"parallel.pipeline": 3}, r"pipeline is 3, but hosts\.num_processes is 2, .* set it to 2 at most"),
+        ({"store.pages": "canonical"}, "store.pages is canonical and hosts.num_processes 2, but such pages are whole"),
         ({"store.connector": "memory"}, "store.connector is 'memory' and hosts.num_processes 2, but a connector moves"),
     ],
 )
