@@ -89,7 +89,7 @@ from jaxserve.runtime.resolve import (
     resolve_sizes,
 )
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage, Weights
-from jaxserve.runtime.stage_links import AbstractLinks, StageLinks
+from jaxserve.runtime.stage_links import AbstractLinks, StageLinks, link_bytes
 from jaxserve.runtime.store import ExecutableStore
 from jaxserve.runtime.tower_building import TowerPlan, make_tower, picture_sizes, tower_jobs
 from jaxserve.runtime.xla_flags import compiler_options
@@ -631,6 +631,9 @@ def plan_stage_memory(
     if counts:  # each device packs its part of a page into words of its own
         slot_bytes = sum(4 * packed_words(stage, attention, sizes) * _num_devices_here(stage.mesh) for stage in stages)
     slots = plan_slots(cache, slot_bytes, config.parallel.data, counts)
+    links = 0
+    if not all(_num_devices_here(stage.mesh) for stage in stages):
+        links = link_bytes({b.tokens for b in sizes.buckets}, local.hidden_size * stages[0].dtype.itemsize)
     planned = plan_memory(
         total_bytes=total_bytes,
         share=memory_share(config.cache, sizes.backend),
@@ -645,7 +648,8 @@ def plan_stage_memory(
                 itemsize=4,  # matmul results are float32 before they are rounded
             ),
             0 if tower is None else tower.temporary_bytes(tower.buckets[-1], 4),
-        ),
+        )
+        + links,
         state_bytes=max(rows),
         page_bytes=max(pages),
         limits=dataclasses.replace(sizes.limits(0), slots=slots),

@@ -17,7 +17,7 @@ and zeros where it only receives.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,12 @@ def _forward_name(number: int, tokens: int) -> str:
 
 def _share_name(bucket: Bucket) -> str:
     return f"share {'decode' if bucket.decode_only else 'mixed'} {bucket.tokens}x{bucket.rows}"
+
+
+def link_bytes(token_counts: Collection[int], hidden_bytes: int) -> int:
+    """Bytes on a device for hidden states beside those of a step: zeros of each size, for the stages that receive, and
+    what two parts have left. `hidden_bytes`: of a token."""
+    return (sum(token_counts) + 2 * max(token_counts)) * hidden_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

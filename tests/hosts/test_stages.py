@@ -1,6 +1,7 @@
 """Stages of a pipeline in processes of their own: real processes of `jax.distributed` on this host."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hosts_parts import COMPILE_S, service
 
 from jaxserve import LLM
 from jaxserve.api import SamplingParams
+from jaxserve.models import load_model
 from jaxserve.sched.record import StepLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
@@ -103,8 +105,12 @@ def test_tokens_are_those_of_one_device(cut: str, checkpoint: Path, expected: li
     with StepLog(log) as records:
         setups = [setup for record in records for setup in record.plan.setups]
     assert any(setup.num_tokens > setup.prompt_len for setup in setups), "no sequence was preempted"
-    per_stage = num_processes // parallel["parallel.pipeline"]
+    num_stages = parallel["parallel.pipeline"]
+    sizes: dict[int, int] = {}  # parameters that the processes of each stage have loaded
     for process_id, text in enumerate(logs):
-        stage = 1 + process_id // per_stage
-        assert f"stage {stage} of {parallel['parallel.pipeline']}" in text
-        assert f"of 1 of {parallel['parallel.pipeline']} stages" in text, "it loaded the weights of its own layers only"
+        stage = 1 + process_id * num_stages // num_processes
+        assert f"stage {stage} of {num_stages}" in text
+        (size,) = re.findall(rf"([\d,]+) parameters, .* of 1 of {num_stages} stages", text)
+        sizes[stage] = int(size.replace(",", ""))
+    if "parallel.tensor" not in parallel:  # which pads heads
+        assert sum(sizes.values()) == load_model(checkpoint, random_weights=True).num_params
