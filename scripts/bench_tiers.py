@@ -51,6 +51,7 @@ from jaxserve.assemble import assemble
 from jaxserve.config import load_config
 from jaxserve.engine import Engine, Update
 from jaxserve.lab.bench.rates import machine_rates
+from jaxserve.lab.simulation.store import StoreLink
 from jaxserve.sched import ContinuousScheduler
 
 PAGE, PAGE_BYTES = 16, 16 * 5 * 2 * 2 * 64 * 4  # of the demo model in float32
@@ -193,19 +194,38 @@ def chats(seed: str, folder: Path, work: Path) -> dict[str, object]:
     answers: list[list[int]] | None = None
     for mode, settings in chat_modes(folder).items():
         log = work / f"steps-{mode.replace(', ', '-')}-{seed}.jsonl"
-        fill_s = 0.0
+        fills: list[tuple[int, float]] = []
         with engine_of({**settings, "runtime.step_log": str(log)}) as engine:
             ask(engine, [9] * 40, ANSWERED)
+            if scheduler_of(engine)._loader is not None:
+                note_fills(engine, fills)
             asked = talk(seed, lambda prompt, engine=engine: ask(engine, prompt, ANSWERED))
-            loader = scheduler_of(engine)._loader
-            fill_s = 0.0 if loader is None else loader.costs.page_s
         tokens = [one.tokens for one in asked]
         assert answers in (None, tokens), f"{mode} changes tokens"
         answers = tokens
         rows = [[one.submitted_s - asked[0].submitted_s, one.ttft_s, one.prompt_len, one.cached] for one in asked]
-        found[mode] = {**figures_of(asked), "fill_s": fill_s, "log": log.name, "requests": rows}
+        found[mode] = {**figures_of(asked), "fills": fills, "log": log.name, "requests": rows}
         print(mode, {name: round(value, 4) for name, value in figures_of(asked).items()}, file=sys.stderr, flush=True)
     return found
+
+
+def note_fills(engine: Engine, fills: list[tuple[int, float]]) -> None:
+    """Adds the pages that come with each fill from now on, and its seconds."""
+    loader: Any = scheduler_of(engine)._loader
+    note = loader.costs.note_fill
+
+    def noted(elapsed_s: float, num_filled: int, *, late: bool) -> None:
+        fills.append((num_filled, elapsed_s))
+        note(elapsed_s, num_filled, late=late)
+
+    loader.costs.note_fill = noted
+
+
+def link_of(fills: Sequence[tuple[int, float]]) -> StoreLink:
+    """The latency is what a fill takes that finds no page; bytes a second are of the others, without it."""
+    latency_s = statistics.median(seconds for pages, seconds in fills if not pages)
+    per_page = [(seconds - latency_s) / pages for pages, seconds in fills if pages]
+    return StoreLink(latency_s, PAGE_BYTES / statistics.median(per_page))
 
 
 def talk(seed: str, answer: Callable[[list[int]], Asked]) -> list[Asked]:
@@ -244,22 +264,19 @@ def most_hits() -> float:
     return sum(length // PAGE * PAGE for length in before) / sum(lengths)
 
 
-def simulate_chats(mode: str, seed: str, row: dict, log: Path, folder: Path) -> dict[str, float]:
-    """The requests of a round of a mode, simulated with costs that are fitted to the log of another round.
+def simulate_chats(mode: str, seed: str, row: dict, other: dict, work: Path, folder: Path) -> dict[str, float]:
+    """The requests of a round of a mode, simulated with costs that are fitted to the steps and fills of another round.
 
     Each arrives when the one before it has been answered, as they were sent. At the times at which they were sent they
     would queue wherever a simulated answer takes a little longer than the real one.
     """
     from jaxserve.lab.simulation.arriving import Chains
     from jaxserve.lab.simulation.simulate import SimRequest, simulate
-    from jaxserve.lab.simulation.store import StoreLink
     from jaxserve.lab.simulation.world import world_of_log
 
-    link = StoreLink(0.0, PAGE_BYTES / row["fill_s"]) if row["fill_s"] else None
+    link = link_of(other["fills"]) if other["fills"] else None
     settings = {**BASE, **chat_modes(folder)[mode]}
-    if mode == "host, disk" and link is None:
-        sys.exit("the run with a directory has filled no page, so nothing says how fast it is")
-    world = world_of_log(log, load_config(None, settings).config, store_link=link)
+    world = world_of_log(work / other["log"], load_config(None, settings).config, store_link=link)
     said: list[list[int]] = [[] for _ in range(CHATS)]
     trace = []
     for number, ((chat, tokens), (_, _, prompt_len, _)) in enumerate(zip(turns_of(seed), row["requests"], strict=True)):
@@ -507,13 +524,11 @@ def show_chats(rounds: list[dict], work: Path, console: Console) -> dict[str, ob
         real = [one["found"][mode] for one in rounds]
         row = {name: statistics.median(one[name] for one in real) for name in names}
         ratios: dict[str, float] = {}
-        others = [_other_log(work, row["log"], mode) for row in real]
-        if all(others):
+        if len(real) > 1:
             with tempfile.TemporaryDirectory() as folder:
                 simulated = [
-                    simulate_chats(mode, one["seed"], row, log, Path(folder))
-                    for one, row, log in zip(rounds, real, others, strict=True)
-                    if log is not None
+                    simulate_chats(mode, one["seed"], row, other, work, Path(folder))
+                    for one, row, other in zip(rounds, real, [*real[1:], real[0]], strict=True)
                 ]
             for name in names:
                 pairs = [(sim[name], one[name]) for sim, one in zip(simulated, real, strict=True)]
@@ -524,12 +539,6 @@ def show_chats(rounds: list[dict], work: Path, console: Console) -> dict[str, ob
         results[mode] = row
     console.print(table)
     return results
-
-
-def _other_log(work: Path, own: str, mode: str) -> Path | None:
-    """The step log of another round of the same mode."""
-    logs = sorted(work.glob(f"steps-{mode.replace(', ', '-')}-[0-9]*.jsonl"))
-    return next((log for log in logs if log.name != own), None)
 
 
 def main() -> int:
