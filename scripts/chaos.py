@@ -2,6 +2,7 @@
 
     python scripts/chaos.py --json chaos.json                  # through a router
     python scripts/chaos.py --door client --json chaos.json    # the client library alone, before all servers
+    python scripts/chaos.py --door ray --json chaos.json       # a fleet on a Ray cluster of this machine
     python scripts/chaos.py --upgrades 1 --json chaos.json     # every server shut down and started again, in turn
 
 Three servers of the demo model, each a process of its own, answer streams: greedy and seeded ones, several answers of
@@ -11,6 +12,11 @@ other down (SIGTERM), and starts the next one when the last is well again. The f
 left alone, say what every stream must be. The report counts streams that ended otherwise, and tokens that came twice or
 not at all; the recovery of a stream is the time between its last token before it moved and its first one after.
 
+With `--door ray` the servers are replicas of `deploy/ray/serve.yaml`, on a cluster of `tests/fleet/ray_fleet.py`, which
+Ray starts again by itself. The report then also counts by which of Ray's errors its ingress has lost them, and moves
+that were left to the client library. Ray looks for a replica that is halted much later than a router does, so a stream
+of a short halt only pauses.
+
 `--streams` says how the kills, halts and upgrades are spread, and how many streams there are at least: the load goes on
 until the last of them is done and its server serves again, at most `--at-most-s` seconds.
 
@@ -18,10 +24,13 @@ Exit code 1: something was lost, repeated or changed, or not all servers were ki
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
+import os
 import random
 import re
 import signal
@@ -33,13 +42,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from record import write_record
 
 from jaxserve.api import SamplingParams, StructuredOutput
 from jaxserve.client import CallOptions, Client, Completion, RequestFailed, Retries, collect_replies
 from jaxserve.serve.gen import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from ray_fleet import Fleet
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/fleet"))  # where a cluster for tests is
 
 START_S = 600.0
 _FIRST_UPGRADE = 0.05  # of the streams have ended; the others follow one another
@@ -61,7 +75,11 @@ _CALL = {
     "required": ["name", "arguments"],
     "additionalProperties": False,
 }
-_LEAVES = re.compile(r"request '(\w+)' (?:leaves replica \S+|lost its server) after (\d+) tokens")
+_LEAVES = re.compile(
+    r"request '(\w+)'(?: leaves replica \S+| lost its server|: (?:a )?replica(?: \S+)? is lost on attempt \d+,)"
+    r" after (\d+) tokens"
+)
+_RAY_ERROR = re.compile(r"is lost on attempt \d+, after \d+ tokens: (\w+),")
 
 
 def samplings(num_tokens: int) -> list[SamplingParams]:
@@ -92,13 +110,8 @@ class Server:
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        sizes = {
-            "model.max_len": 384, "cache.num_pages": 40 * self._max_rows, "sched.max_rows": self._max_rows,
-            "sched.max_step_tokens": 64, "runtime.token_buckets": [64], "runtime.row_buckets": [self._max_rows],
-            "serve.grpc.port": self.port, **self._upgrade,
-        }  # fmt: skip
         command = [sys.executable, "-m", "jaxserve.run"]
-        for name, value in sizes.items():
+        for name, value in {**sizes(self._max_rows), "serve.grpc.port": self.port, **self._upgrade}.items():
             command += ["--set", f"{name}={json.dumps(value)}"]
         return subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
@@ -109,6 +122,11 @@ class Server:
     def kill_and_start(self) -> None:
         self.kill()
         self.process = self._start()
+
+    def halt(self, seconds: float) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
 
     def upgrade(self) -> None:
         """Shuts it down, and starts it again."""
@@ -131,6 +149,40 @@ class Server:
     def serves(self) -> bool:
         with Client(self.address) as client:
             return client.is_serving(timeout_s=2.0)
+
+
+class RayReplica:
+    """One of the replicas of a fleet on Ray, the k-th of those that serve: Ray starts another where one was killed."""
+
+    def __init__(self, number: int, fleet: "Fleet") -> None:
+        self.address = fleet.address
+        self._number = number
+        self._fleet = fleet
+
+    def _ready(self) -> list[int]:
+        return sorted(pid for pid in self._fleet.pids() if " serves " in self._fleet.log(pid))
+
+    def kill_and_start(self) -> None:
+        os.kill(self._ready()[self._number], signal.SIGKILL)
+
+    def halt(self, seconds: float) -> None:
+        pid = self._ready()[self._number]
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):  # Ray may have killed it
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def serves(self) -> bool:
+        return self._number < len(self._ready())
+
+
+def sizes(max_rows: int) -> dict[str, Any]:
+    """Settings of every server."""
+    return {
+        "model.max_len": 384, "cache.num_pages": 40 * max_rows, "sched.max_rows": max_rows,
+        "sched.max_step_tokens": 64, "runtime.token_buckets": [64], "runtime.row_buckets": [max_rows],
+    }  # fmt: skip
 
 
 def free_port() -> int:
@@ -220,7 +272,7 @@ class Load:
                 self.num_ended += 1
 
 
-def disturb(servers: Sequence[Server], load: Load, args: argparse.Namespace) -> list[dict[str, Any]]:
+def disturb(servers: Sequence[Any], load: Load, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Spreads the kills and halts evenly over the least number of streams, and waits until all servers serve again.
 
     Returns what was done when.
@@ -256,9 +308,7 @@ def disturb(servers: Sequence[Server], load: Load, args: argparse.Namespace) -> 
         elif deed == "kill":
             server.kill_and_start()
         else:
-            server.process.send_signal(signal.SIGSTOP)
-            time.sleep(args.halt_s)
-            server.process.send_signal(signal.SIGCONT)
+            server.halt(args.halt_s)
     while going() and not all(server.serves for server in servers):
         time.sleep(0.2)
     return done
@@ -280,6 +330,20 @@ def routing(servers: Sequence[Server], log_path: Path) -> Iterator[str]:
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
+
+
+@contextlib.contextmanager
+def on_ray(args: argparse.Namespace, log_path: Path) -> Iterator["Fleet"]:
+    """A fleet of as many replicas."""
+    from ray_fleet import environment, run_fleet
+
+    overrides = {**sizes(args.rows), "cache.memory_bytes": None, "route.policy": "least_load", "route.retries": 5}
+    numbers = {"min_replicas": args.servers, "max_replicas": args.servers, "health_check_period_s": 1.0}
+    with run_fleet({"overrides": overrides, **numbers}, environment(), log_path) as fleet:
+        replicas = [RayReplica(number, fleet) for number in range(args.servers)]
+        while not all(replica.serves for replica in replicas):  # the fleet serves when one does
+            time.sleep(0.5)
+        yield fleet
 
 
 def recoveries(
@@ -331,7 +395,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=("router", "client"), default="router")
+    parser.add_argument("--door", choices=("router", "client", "ray"), default="router")
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--streams", type=int, default=1000, help="At least.")
     parser.add_argument("--at-most-s", type=float, default=3600.0, help="Nothing more is disturbed then.")
@@ -346,6 +410,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.door == "ray" and args.upgrades:
+        parser.error("--door ray has no --upgrades: it is Ray that replaces its replicas")
     own_log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: own_log.append(record.getMessage())
@@ -354,21 +420,27 @@ def main() -> int:
     kinds = [(prompt, sampling) for prompt in PROMPTS for sampling in samplings(args.tokens)]
     with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as name, contextlib.ExitStack() as stack:
         log_dir = Path(name)
-        servers: list[Server] = []
+        servers: list[Any] = []
+        fleet = None
         upgrade: dict[str, Any] = {}
         if args.upgrades:  # what a server has of its streams is found by those that go on with them
             (log_dir / "pages").mkdir(mode=0o700)
             store = {"kind": "file", "location": str(log_dir / "pages"), "max_bytes": 2**30}
             upgrade = {"serve.drain_s": args.drain_s, "cache.host_bytes": 2**26}
             upgrade |= {f"store.{name}": value for name, value in store.items()}
-        for number in range(args.servers):
+        if args.door == "ray":
+            fleet = stack.enter_context(on_ray(args, log_dir / "ray.log"))
+            servers += [RayReplica(number, fleet) for number in range(args.servers)]
+        for number in range(len(servers), args.servers):
             servers.append(Server(number, log_dir, args.rows, upgrade))
             stack.callback(lambda server=servers[-1]: server.kill())
             servers[-1].wait()  # one after the other: the first compiles, the others read what it stored
         with Client(servers[0].address) as direct:
             expected = [result_of(direct.complete(prompt, sampling)) for prompt, sampling in kinds]
         router_log = log_dir / "router.log"
-        if args.door == "router":
+        if fleet is not None:
+            addresses = [fleet.address]
+        elif args.door == "router":
             addresses = [stack.enter_context(routing(servers, router_log))]
         else:  # gRPC takes the first that answers, so each client has another first
             named = [server.address for server in servers]
@@ -381,7 +453,9 @@ def main() -> int:
         while load.running:
             time.sleep(0.1)
         wall_s = time.monotonic() - begun_s
+        moved_by_clients = _LEAVES.findall("\n".join(own_log))
         log = "\n".join(own_log) + (router_log.read_text() if router_log.exists() else "")
+        log += "" if fleet is None else fleet.log()
     moved = recoveries(load.streams, log, done, begun_s)
     everything = sorted(moved["kill"] + moved["stop"] + moved["upgrade"])
     deeds = {deed: sum(one["deed"] == deed for one in done) for deed in ("kill", "stop", "upgrade")}
@@ -393,6 +467,9 @@ def main() -> int:
         "upgrades": deeds["upgrade"],
         **judge(load.streams, expected),
         "moves": len(_LEAVES.findall(log)),
+        "moves_by_clients": len(moved_by_clients),
+        **({} if fleet is None else {"lost_by_ray_error": collections.Counter(_RAY_ERROR.findall(log))}),
+        "longest_pause_s": max(round(b - a, 3) for one in load.streams for a, b in itertools.pairwise(one.times_s)),
         "recovery_p50_s": quantile(everything, 0.5),
         "recovery_p99_s": quantile(everything, 0.99),
         "recovery_max_s": quantile(everything, 1.0),
