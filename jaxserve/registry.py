@@ -33,6 +33,10 @@ class Registry(Generic[T]):
         """All names that `get` takes, built-in first, then those of installed packages."""
         return [*self._builtins, *(n for n in self._entry_points() if n not in self._builtins)]
 
+    def __contains__(self, name: object) -> bool:
+        """Whether it is one of `names`. Installed packages, of which there may be hundreds to read, are asked last."""
+        return name in self._builtins or name in self._entry_points()
+
     def get(self, name: str | T) -> T:
         """Resolves `name`. An object that is not a string is returned as it is (a notebook passes its own class).
 

@@ -5,7 +5,8 @@
 
 `python -m jaxserve.run` serves the demo model on a free port. From its command to the line that says so: seconds, and
 seconds of CPU, which another program on the machine changes less. Then, at rest: threads, and ports that are listened
-on. The first start of each checkout fills its compile cache and does not count.
+on. Measured with gRPC alone and with HTTP beside it. The first start of each checkout fills its compile cache and that
+of Python's bytecode, which an installed program has, whatever the environment says; it does not count.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from record import write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = {"runtime.token_buckets": [64], "runtime.row_buckets": [8], "sched.max_rows": 8, "cache.num_pages": 256}
+DOORS = {"gRPC": {"serve.grpc.port": 0}, "gRPC and HTTP": {"serve.grpc.port": 0, "serve.http.port": 0}}
 _REST_S = 0.5  # after which no thread of the start is left
 
 
@@ -40,27 +43,33 @@ class Start(NamedTuple):
 def main() -> int:
     args = _parse()
     trees = {"this": ROOT, "beside": args.beside.resolve()}
-    starts: dict[str, list[Start]] = {name: [] for name in trees}
+    starts: dict[str, dict[str, list[Start]]] = {doors: {name: [] for name in trees} for doors in DOORS}
     with tempfile.TemporaryDirectory(prefix="jaxserve-start-") as cache:
         for number in range(args.warm + 1):
-            for name, tree in trees.items():
-                found = start(tree, Path(cache) / name)
-                print(f"{name}: {found}", flush=True)
-                if number:
-                    starts[name].append(found)
-    results = {name: summary(found) for name, found in starts.items()}
+            for doors, ports in DOORS.items():
+                for name, tree in trees.items():
+                    found = start(tree, Path(cache) / name, {**SETTINGS, **ports})
+                    print(f"{doors}, {name}: {found}", flush=True)
+                    if number:
+                        starts[doors][name].append(found)
+    results = {doors: {name: summary(one) for name, one in found.items()} for doors, found in starts.items()}
     print(json.dumps(results, indent=1))
     if args.json is not None:
         write_record(args.json, results, beside=commit_of(trees["beside"]), starts=args.warm, settings=SETTINGS)
     return 0
 
 
-def start(tree: Path, cache: Path) -> Start:
+def start(tree: Path, cache: Path, settings: Mapping[str, object]) -> Start:
     """Starts a server of a checkout, and ends it."""
-    command = [sys.executable, "-m", "jaxserve.run", "--set", "serve.grpc.port=0"]
-    for name, value in SETTINGS.items():
+    command = [sys.executable, "-m", "jaxserve.run"]
+    for name, value in settings.items():
         command += ["--set", f"{name}={json.dumps(value)}"]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "JAXSERVE_COMPILE_CACHE": str(cache)}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        "PYTHONPATH": str(tree),
+        "PYTHONPYCACHEPREFIX": str(cache / "bytecode"),
+        "JAXSERVE_COMPILE_CACHE": str(cache / "compiled"),
+    }
     begin_s = time.monotonic()
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

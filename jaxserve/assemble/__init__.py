@@ -586,7 +586,7 @@ def _namespace(config: Config, loaded: LoadedModel) -> str:
     codes = f"quantised {model.quantization}, {list(model.quantization_rules.items())}"
     pages = config.cache.dtype + ("" if loaded.cache_scales is None else f" with scales {loaded.cache_scales.digest}")
     drafts = config.speculation
-    if drafts.method not in DRAFTERS.names():  # a head or model, whose keys and values are part of a page
+    if drafts.method not in DRAFTERS:  # a head or model, whose keys and values are part of a page
         pages += f" beside those of {drafts.method} {drafts.model}"
     if config.attention.select != NONE:  # keys and values of generated tokens follow from what these attended to
         pages += f", generated with {config.attention.select} of {config.attention.pages} pages"

@@ -38,7 +38,7 @@ def find_pictures(config: Config) -> PictureProcessor | None:
 def _find_processor(config: Config) -> PictureProcessor | None:
     checkpoint, vision = configured_checkpoint(config.model), config.vision
     names = checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not names or names[0] not in PICTURE_PROCESSORS.names():
+    if not isinstance(names, list) or not names or names[0] not in PICTURE_PROCESSORS:
         return None
     if config.hosts.num_processes > 1:
         raise ConfigError(

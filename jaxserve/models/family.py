@@ -185,7 +185,7 @@ def find_family(config: Mapping[str, Any], origin: str, name: str | None = None)
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(f"{origin}: 'architectures' must be a list with a name, got {names!r}")
-    if names[0] not in FAMILIES.names():
+    if names[0] not in FAMILIES:
         for pattern, reason in _REFUSED:
             if re.fullmatch(pattern, names[0]):
                 raise CheckpointError(f"{origin}: {names[0]} is not supported: {reason}")

@@ -202,7 +202,7 @@ def resolve_adapters(config: Config, partition: Partition) -> AdapterSizes | Non
                 "adapters.load or adapters.directory is set, but adapters.slots is 0; set it to 1 or more"
             )
         return None
-    parallel = config.parallel
+    parallel, drafts = config.parallel, config.speculation.method
     others = {
         "parallel.pipeline": parallel.pipeline > 1,
         "parallel.expert": parallel.expert > 1,
@@ -211,7 +211,7 @@ def resolve_adapters(config: Config, partition: Partition) -> AdapterSizes | Non
         "store.kind": config.store.kind is not None or config.store.connector is not None,
         "handoff.secret_file": config.handoff.secret_file is not None,
         "events.port": config.events.port is not None,
-        "speculation.method": config.speculation.method not in ("none", "grammar", *DRAFTERS.names()),
+        "speculation.method": drafts not in ("none", "grammar") and drafts not in DRAFTERS,
         "a decoder of the model's own": partition.model.module is not None,
     }
     if given := [name for name, is_set in others.items() if is_set]:

@@ -32,7 +32,6 @@ from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
-from jaxserve.serve.http import HttpDoor
 from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.orders import Drain, Orders
 from jaxserve.serve.ports import HeldPorts
@@ -211,7 +210,7 @@ async def serve(
         if lending is not None:
             logger.info("lending pages on %s", lending)
             print(f"lending pages on {lending}", flush=True)
-        on_ready(Addresses(addresses.get(GrpcServer.protocol), addresses.get(HttpDoor.protocol)))
+        on_ready(Addresses(addresses.get("gRPC"), addresses.get("HTTP")))
         report = _make_report(engine, serve_config, exchange)
         watching = asyncio.create_task(_watch(async_engine, doors, serve_config, shutdown, report, counts))
         try:
@@ -263,6 +262,8 @@ def _make_doors(
             )
         )
     if http.port is not None:
+        from jaxserve.serve.http import HttpDoor  # FastAPI, and the models of bodies: a fifth of a second
+
         counts.read_handoff = None if handoff is None else handoff.read_counts
         doors.append(HttpDoor(async_engine, serve_config, counts, ports.http, orders=orders, admins=admins))
     return doors

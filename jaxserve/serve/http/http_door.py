@@ -4,6 +4,7 @@ Health is not kept here: probes read it from the engine when they are asked.
 """
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 
@@ -15,7 +16,6 @@ from jaxserve.serve.http import observe
 from jaxserve.serve.http.adapters import adapters_router
 from jaxserve.serve.http.admin import admin_router
 from jaxserve.serve.http.app import make_app
-from jaxserve.serve.http.batches import BatchRunner, BatchStore, batches_routers
 from jaxserve.serve.http.profile import ProfileCapture
 from jaxserve.serve.http.server import HttpServer
 from jaxserve.serve.http.vllm_admin import vllm_admin_router
@@ -24,6 +24,9 @@ from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.orders import Orders
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.tls import Certificates
+
+if TYPE_CHECKING:
+    from jaxserve.serve.http.batches import BatchRunner
 
 _POLL_S = 0.01
 
@@ -58,8 +61,10 @@ class HttpDoor:
                 more += weights_routers(orders.weights)
             if orders.adapters is not None:
                 more += (adapters_router(orders.adapters),)
-        self._batches: BatchRunner | None = None
+        self._batches: "BatchRunner | None" = None
         if config.http.batch_dir is not None:
+            from jaxserve.serve.http.batches import BatchRunner, BatchStore, batches_routers  # bodies of their own
+
             store = BatchStore(config.http.batch_dir, config.http.batch_dir_bytes)
             self._batches = BatchRunner(store, config.http.batch_lines)
             more += batches_routers(store, self._batches)
