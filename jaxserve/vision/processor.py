@@ -157,7 +157,7 @@ def find_processor(
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name not in PICTURE_PROCESSORS:
+    if name is None or name not in PICTURE_PROCESSORS:
         return None
     found, kind = PICTURE_PROCESSORS.get(name), preprocessor.get("image_processor_type")
     if kind not in found.takes:
