@@ -104,7 +104,7 @@ class Server:
         """`upgrade`: settings of servers that are upgraded."""
         self._upgrade = upgrade
         self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = self.name = f"127.0.0.1:{self.port}"
         self._log = (log_dir / f"server{number}.log").open("w")
         self._max_rows = max_rows
         self.process = self._start()
@@ -162,8 +162,16 @@ class RayReplica:
     def _ready(self) -> list[int]:
         return sorted(pid for pid in self._fleet.pids() if " serves " in self._fleet.log(pid))
 
+    @property
+    def name(self) -> str:
+        """The process that it is now."""
+        return f"process {self._ready()[self._number]}"
+
     def kill_and_start(self) -> None:
-        os.kill(self._ready()[self._number], signal.SIGKILL)
+        pid = self._ready()[self._number]
+        os.kill(pid, signal.SIGKILL)
+        while pid in self._fleet.pids():  # else the next kill might be of the same process
+            time.sleep(0.02)
 
     def halt(self, seconds: float) -> None:
         pid = self._ready()[self._number]
@@ -300,7 +308,7 @@ def disturb(servers: Sequence[Any], load: Load, args: argparse.Namespace) -> lis
         if not going():
             break
         server = servers[(number - 1) % len(servers)] if deed == "upgrade" else rng.choice(well)
-        done.append({"deed": deed, "server": server.address, "at_s": round(time.monotonic() - begun_s, 3)})
+        done.append({"deed": deed, "server": server.name, "at_s": round(time.monotonic() - begun_s, 3)})
         print(f"{done[-1]}, {load.num_ended} streams have ended", flush=True)
         if deed == "upgrade":
             server.upgrade()
