@@ -292,23 +292,17 @@ class DeviceRunner:
         carried: list[Any] = [None] * len(parts)  # what each part has left in the stage before
         for now in launch_order(len(parts), len(self._stages)):
             for number, at in now:
-                if (stage := self._stages[number]) is not None:
-                    carried[at] = self._launch(stage, number, parts[at], buckets[at], buffers[at], carried[at])
+                if (stage := self._stages[number]) is None:
+                    continue
+                if number == 0 and len(self._stages) > 1:
+                    carried[at] = self._put(self._last_tokens.after(parts[at].decode_rows), stage)
+                step, buffer = stage.executables.steps[buckets[at]], self._put(buffers[at], stage)
+                carried[at], stage.state = step(stage.weights, stage.state, buffer, carried[at])
             for number, at in reversed(now):  # the oldest part first: its tokens are waited for
                 carried[at] = self._hand_on(number, buckets[at], carried[at])
                 if number == len(self._stages) - 1:
                     launched.append(self._part(parts[at], carried[at]))
         return DeviceInFlight(plan.sampled_rows, launched, self._slots)
-
-    def _launch(
-        self, stage: Stage, number: int, part: StepPlan, bucket: Bucket, buffer: np.ndarray, carried: Any
-    ) -> StepOutput | jax.Array:
-        """One part in one stage; `carried` is of the stage before."""
-        if number == 0 and len(self._stages) > 1:
-            carried = self._put(self._last_tokens.after(part.decode_rows), stage)
-        step = stage.executables.steps[bucket]
-        output, stage.state = step(stage.weights, stage.state, self._put(buffer, stage), carried)
-        return output
 
     def _hand_on(self, number: int, bucket: Bucket, left: Any) -> Any:
         """What a stage has left, where the next one needs it; of the last one, what everybody reads."""
