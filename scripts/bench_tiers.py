@@ -17,7 +17,7 @@ restart   An engine answers prompts of 900 tokens on an empty directory and ends
           in its memory, here and in the chats: these are no times of a drive.
 chats     64 chats of 8 turns, turn by turn, over a device that holds a tenth of their tokens: without a tier, with
           host memory for half of them, and with a directory for all behind that. One request at a time. The same
-          requests are then simulated, with costs fitted to the step log of another round.
+          requests are then simulated, with costs fitted to the steps and fills of another round.
 llamacpp  The chats of a round by llama.cpp, with states of whole chats in host memory, as its server keeps them, of as
           many bytes as the directory has. Its environment is that of `scripts/peers/setup_peers.sh`.
 throttle  900-token prompts whose pages only a throttled store has, half and twice as fast as computing: the engine's

@@ -53,8 +53,6 @@ from jaxserve.serve.gen import inference_pb2 as pb
 if TYPE_CHECKING:
     from ray_fleet import Fleet
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/fleet"))  # where a cluster for tests is
-
 START_S = 600.0
 _FIRST_UPGRADE = 0.05  # of the streams have ended; the others follow one another
 PROMPTS = (
@@ -343,6 +341,7 @@ def routing(servers: Sequence[Server], log_path: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def on_ray(args: argparse.Namespace, log_path: Path) -> Iterator["Fleet"]:
     """A fleet of as many replicas."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/fleet"))  # where a cluster for tests is
     from ray_fleet import environment, run_fleet
 
     overrides = {**sizes(args.rows), "cache.memory_bytes": None, "route.policy": "least_load", "route.retries": 5}

@@ -16,6 +16,7 @@ def test_a_broken_entry_point_is_a_config_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
     registry: Registry[object] = Registry("thing", "jaxserve.tests", {})
     assert registry.names() == list(values)
+    assert all(name in registry for name in values) and "other" not in registry and None not in registry
     for name, value in values.items():
         with pytest.raises(ConfigError, match=f"cannot load the thing '{name}'.*'{value}'"):
             registry.get(name)
@@ -25,3 +26,11 @@ def test_a_broken_entry_point_is_a_config_error(monkeypatch: pytest.MonkeyPatch,
 def test_a_wrong_path_is_a_config_error(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot load the thing"):
         Registry[object]("thing", "jaxserve.tests", {}).get(path)
+
+
+def test_a_built_in_name_is_found_without_reading_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(group: str) -> None:
+        raise AssertionError("hundreds of packages would be read")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", read)
+    assert "own" in Registry[object]("thing", "jaxserve.tests", {"own": "json:loads"})

@@ -24,7 +24,7 @@ from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys
-from jaxserve.serve.ports import HeldPort
+from jaxserve.serve.ports import GRPC, HeldPort
 from jaxserve.serve.tls import Certificates
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -63,7 +63,7 @@ class CountedService(Protocol):
 class GrpcServer:
     """One listening port. Used on one event loop."""
 
-    protocol = "gRPC"
+    protocol = GRPC
 
     def __init__(
         self,

@@ -13,6 +13,8 @@ from typing import NamedTuple, Self
 from jaxserve.config.schema import ServeConfig
 from jaxserve.errors import ConfigError
 
+GRPC, HTTP = "gRPC", "HTTP"  # what is spoken on a port, as a start names it
+
 
 class HeldPort:
     """A bound socket. Ends by `take` or `close`."""

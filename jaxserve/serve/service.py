@@ -34,7 +34,7 @@ from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys
 from jaxserve.serve.orders import Drain, Orders
-from jaxserve.serve.ports import HeldPorts
+from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tenants import make_tenants
 from jaxserve.serve.tls import Certificates
@@ -210,7 +210,7 @@ async def serve(
         if lending is not None:
             logger.info("lending pages on %s", lending)
             print(f"lending pages on {lending}", flush=True)
-        on_ready(Addresses(addresses.get("gRPC"), addresses.get("HTTP")))
+        on_ready(Addresses(addresses.get(GRPC), addresses.get(HTTP)))
         report = _make_report(engine, serve_config, exchange)
         watching = asyncio.create_task(_watch(async_engine, doors, serve_config, shutdown, report, counts))
         try:

@@ -40,6 +40,11 @@ def test_a_model_without_orbax_weights_does_not_load_orbax() -> None:
     assert "orbax" not in {name.partition(".")[0] for name in _modules("import jaxserve.llm")}
 
 
+def test_doors_that_are_closed_are_not_loaded() -> None:
+    assert "fastapi" not in _modules("import jaxserve.serve.service")
+    assert "jaxserve.serve.http.batches" not in _modules("import jaxserve.serve.http")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_says_what_the_command_says(name: str) -> None:
     command = load_command(name)

@@ -10,26 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from whole import build, run
+from whole import UNEVEN, build, run
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import AnyEngine, Engine, EngineGroup
 
-UNEVEN = {
-    "architectures": ["Qwen2ForCausalLM"],  # has biases, which must be padded too
-    "model_type": "qwen2",
-    "hidden_size": 48,
-    "intermediate_size": 82,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 3,
-    "vocab_size": 131,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 CUTS = {
     "tensor 8": {"parallel__tensor": 8},
     "pipeline 2 x tensor 4": {"parallel__pipeline": 2, "parallel__tensor": 4},

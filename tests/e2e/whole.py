@@ -37,6 +37,23 @@ DEMO = {
     "kernels__self_check": False,
 }
 
+# Sizes that no number of devices divides, biases, which must be padded too, and an output of its own in the last stage.
+UNEVEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 48,
+    "intermediate_size": 82,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 3,
+    "vocab_size": 131,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
 
 @dataclasses.dataclass(kw_only=True)
 class Result:

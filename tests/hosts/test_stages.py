@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hosts_parts import COMPILE_S, service
+from whole import UNEVEN
 
 from jaxserve import LLM
 from jaxserve.api import SamplingParams
@@ -16,22 +17,6 @@ from jaxserve.sched.record import StepLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 
-# Three layers, heads that two devices must pad, and an output of its own in the last stage.
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 48,
-    "intermediate_size": 82,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 3,
-    "vocab_size": 131,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 SIZES: dict[str, Any] = {
     "model.random_weights": True,
     "model.skip_tokenizer": True,
@@ -68,7 +53,7 @@ CUTS = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("three-layers")
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "config.json").write_text(json.dumps(UNEVEN))
     return directory
 
 

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 from jaxserve.config.schema import HttpConfig, ServeConfig
 from jaxserve.engine import Answering, AnyEngine, AsyncEngine
 from jaxserve.serve.counts import DoorCounts
-from jaxserve.serve.http.batches.routes import FILES
 from jaxserve.serve.http.chat import chat_router
 from jaxserve.serve.http.completions import completions_router
 from jaxserve.serve.http.counted import Counted
@@ -24,7 +23,7 @@ from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.embeddings import embeddings_router
 from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.formats import choose_thinking_format, choose_tool_format
-from jaxserve.serve.http.guard import Guard
+from jaxserve.serve.http.guard import FILES, Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
 from jaxserve.serve.http.keys import ApiKeys
 from jaxserve.serve.http.messages import messages_router

@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
 
+FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
+
 _BODIES_READ, _READ_ON_S = 16, 5.0  # of a body that is too large: times the limit, and for how long
 _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not read it
 

@@ -22,7 +22,7 @@ from jaxserve.serve.http.vllm_admin import vllm_admin_router
 from jaxserve.serve.http.weights import weights_routers
 from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.orders import Orders
-from jaxserve.serve.ports import HeldPort
+from jaxserve.serve.ports import HTTP, HeldPort
 from jaxserve.serve.tls import Certificates
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _POLL_S = 0.01
 class HttpDoor:
     """A `service.FrontServer`. Used on one event loop."""
 
-    protocol = "HTTP"
+    protocol = HTTP
 
     def __init__(
         self,

@@ -21,9 +21,9 @@ from jaxserve.serve.http.batches.runner import BatchRunner
 from jaxserve.serve.http.batches.store import BatchStore, new_batch_id
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.errors import HttpRefusal
+from jaxserve.serve.http.guard import FILES
 from jaxserve.serve.http.keys import owner_of
 
-FILES = "/v1/files"
 _WINDOW_S = 24 * 3600
 
 
