@@ -165,9 +165,9 @@ class Replica(pb_grpc.InferenceServicer):
         known = len(request.resume.sequences[0].token_ids) if request.HasField("resume") else 0
         try:
             for number in range(known, NUM_TOKENS):
-                if number == 3 and request.token_ids.ids[0] == POISON:
-                    await self.die()
                 await self.fleet.may_generate(number, broken)
+                if number == 3 and request.token_ids.ids[0] == POISON and not broken.is_set():
+                    await self.die()
                 if broken.is_set():
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the device is lost")
                 reply = pb.GenerateResponse(request_id=request.request_id, token_ids=[number])
