@@ -116,25 +116,30 @@ def compiled_once() -> Iterator[None]:
 def compiled_quickly() -> Iterator[None]:
     """XLA leaves out most optimisations, for tests that compare with a tolerance: compiling is most of their time.
 
-    It emits fusions as it did before it had MLIR for that, which takes half the time, and for which JAX has no setting.
+    In JAX 0.10 it emits fusions as it did before it had MLIR for that, which takes half the time, and for which JAX has
+    no setting. In 0.11 XLA has no such choice, and ends a process that asks for it.
     """
     import jax
     from jax._src import compiler
 
-    options_of = compiler.get_compile_options
-
-    def quick_options(*args: Any, **kwargs: Any) -> Any:
-        options = options_of(*args, **kwargs)
-        if kwargs["backend"].platform == "cpu":
-            options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
-        return options
-
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", quick_options)
         # Of processes that tests start: they compute the same bits.
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false")
+        if jax.__version_info__ < (0, 11):
+            options_of = compiler.get_compile_options
+
+            def quick_options(*args: Any, **kwargs: Any) -> Any:
+                options = options_of(*args, **kwargs)
+                if kwargs["backend"].platform == "cpu":
+                    options.env_option_overrides = [
+                        *options.env_option_overrides,
+                        ("xla_cpu_use_fusion_emitters", False),
+                    ]
+                return options
+
+            patch.setattr(compiler, "get_compile_options", quick_options)
+            patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false")
         yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()  # what comes next is compiled as usual
