@@ -63,8 +63,9 @@ IMPLEMENTATIONS = {
 }
 # JAX's kernels that are timed beside them. PyTorch's come too, but on TPUs.
 JAX_PEERS = {"gpu": ("jax-stock", "jax-cudnn"), "tpu": ("jax-ragged",), "cpu": ("jax-xla",)}
-# A TPU belongs to one process, so there nothing compiles beside the checks, and all takes longer.
-WORKERS = {"gpu": 8, "tpu": 1, "cpu": 8}
+# A TPU belongs to one process, so there nothing compiles beside the checks, and all takes longer. On a GPU each keeps the
+# memory that its largest case has taken: ten of them left no room on an H100.
+WORKERS = {"gpu": 5, "tpu": 1, "cpu": 8}
 BUDGET_S = {"gpu": 450, "tpu": 3600, "cpu": 450}
 # Mixes that are timed: of the main model, and of the others.
 TIMED = {MAIN: ("decode64", "prefill8k", "row128k", "busy")}
@@ -404,7 +405,7 @@ def main() -> None:
     parser.add_argument(
         "--backend", choices=tuple(IMPLEMENTATIONS), default="gpu", help="cpu: short cases, to try the script"
     )
-    parser.add_argument("--workers", type=int, help="processes that compile and check side by side; tpu: 1, else 8")
+    parser.add_argument("--workers", type=int, help="processes that compile and check side by side; gpu: 5, tpu: 1")
     parser.add_argument("--patience-s", type=float, help="seconds a kernel may run before it counts as hung")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git's folder")
     parser.add_argument("--resume", action="store_true", help="keep what the .jsonl already holds")

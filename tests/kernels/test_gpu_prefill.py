@@ -177,7 +177,7 @@ def test_work_list_covers_every_token_once(data):
     spec = dataclasses.replace(SPEC, window=window)
     case, room = bucketed(rows, page_size, spec, "bfloat16", "bfloat16")
     batch, _ = make_batch(case, np.random.default_rng(0), room)
-    num_tokens = max(len(batch.positions), tokens)
+    num_tokens = max(-(-len(batch.positions) // 8) * 8, tokens)
     items = np.asarray(work_list(batch, spec, num_tokens, tokens, block_kv))
     assert len(items) == max_items(num_tokens, len(batch.context_lens), tokens)
     starts = np.asarray(batch.q_starts)
@@ -186,6 +186,7 @@ def test_work_list_covers_every_token_once(data):
         if own_to == 0:
             continue
         assert 0 <= token <= num_tokens - tokens
+        assert token % 8 == 0, "on a card a copy into tiles of 8 tokens begins with one; the interpreter has no tiles"
         own = np.arange(token + own_from, token + own_to)
         owners[own] += 1
         if context == 0:

@@ -84,10 +84,13 @@ def shared_memory_bytes(use: AttentionUse, blocks: DecodeBlocks) -> int:
 
 
 def default_blocks(use: AttentionUse) -> DecodeBlocks:
-    """Two programs on each multiprocessor where their rings fit: one computes while the other waits for memory."""
+    """Two programs on each multiprocessor where their rings fit: one computes while the other waits for memory. Where
+    there is room for one alone, its ring is as deep as fits."""
     half = layout.SHARED_MEMORY_BYTES // 2 - 1024  # a block costs 1 KB more than it asks for
-    fits = [n for n in (2, 3, 4) if shared_memory_bytes(use, _blocks(n)) <= half]
-    return _blocks(fits[-1] if fits else 2)
+    for room in (half, layout.SHARED_MEMORY_BYTES):
+        if fits := [n for n in (2, 3, 4) if shared_memory_bytes(use, _blocks(n)) <= room]:
+            return _blocks(fits[-1])
+    return _blocks(2)
 
 
 # 16 times `_CARD`, so that one long row among many short ones is cut finely enough; programs without a split end at
@@ -179,6 +182,7 @@ def _up(x: Any, y: Any) -> Any:
 # --- the op ----------------------------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "blocks", "interpret"))
 def attend_rows(
     q: Float[Array, "R N H"],
     context_lens: Int[Array, " R"],

@@ -132,6 +132,7 @@ def cut_groups(group_sizes: Int[Array, " E"], num_rows: int, size: int) -> Tiles
     )
 
 
+@functools.partial(jax.jit, static_argnames=("size", "interpret"))
 def _multiply_tiles(
     x: Float[Array, "M D"], weights: Float[Array, "E N D"], tiles: Tiles, size: int, interpret: Interpret
 ) -> Float[Array, "W N B"]:

@@ -159,6 +159,7 @@ def num_parts(num_programs: int, steps: int) -> int:
     return max(1, min(_MAX_PARTS, steps, -(-_PROGRAMS // num_programs)))
 
 
+@functools.partial(jax.jit, static_argnames=("run", "activation", "interpret"))
 def _multiply(
     codes: Array,
     x: Array,

@@ -19,9 +19,13 @@ Why heads are packed: a piece of 7 tokens fills 28 rows of a tile rather than 7 
 end near the same key, and a tile still reads no more keys per row than one of 128 tokens. Rows go head by head since a
 head's tokens are then one rectangle of [T, N, H]: queries come and results go by TMA with no transposed copy.
 
-Why a tile at a row's end stores piecewise: the tokens after it are its neighbour's. A TMA store has a static number of
-rows, so the 1 to BT - 1 rows left go out in pieces of 64, 32, .. 1 rows, each of which is stored or not. At the end
-of the whole batch the tile moves back, and its first rows are the ones not stored: no copy ever passes the array's end.
+Why tiles begin at multiples of 8 tokens of the batch, whatever the rows: queries come in a pattern of 8 by 128 bytes,
+and a copy into a pattern cannot begin within one of its eights. It would bring zeros for what lies in the next.
+
+Why a tile at a row's ends stores piecewise: the tokens around it are its neighbours'. A TMA store has a static number of
+rows, so the 1 to BT - 1 rows left go out in pieces of 64, 32, .. 1 rows, each of which is stored or not; they leave
+through memory without a pattern. At the end of the whole batch the tile moves back, so that no copy passes the array's
+end.
 
 Why the kernel has its own barriers: shared memory is written in three places only. The producer widens tiles, and
 commits each before it starts the copy into the place that it has read. Tails of values are zeroed by the threads that
@@ -49,6 +53,8 @@ from jaxserve.kernels.pallas import gpu_layout as layout
 from jaxserve.kernels.pallas.gpu_layout import LOG2E, LOWEST, GpuPages, Interpret
 
 _MATRIX, _ROWS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+# Tokens of a batch that a copy (TMA) between it and the pattern of wgmma takes together: it starts at a multiple of them.
+_ALIGNED = 8
 _EDGE = 64  # columns that a tile at a row's end stores at a time
 # Registers of a thread of the first two warpgroups, and of the third: one block of 384 threads starts with 168 each, so
 # twice the first plus the second is at most 504, or the kernel waits for registers that never come.
@@ -78,7 +84,7 @@ class PrefillBlocks:
     @property
     def tokens(self) -> int:
         """Tokens of a work item: as many as fill the rows, in whole groups of 8."""
-        return 2 * self.block_q // self.heads // 8 * 8
+        return 2 * self.block_q // self.heads // _ALIGNED * _ALIGNED
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +173,9 @@ _ROW, _TOKEN, _POSITION, _FROM, _TO, _FIRST_KEY, _TILES, _CONTEXT = range(8)
 
 
 def max_items(num_tokens: int, num_rows: int, tokens: int) -> int:
-    """A bound on the work items of any batch of this size: every row adds at most one item that is not full."""
-    return num_tokens // tokens + min(num_rows, num_tokens // 2) + 1
+    """A bound on the work items of any batch of this size: a row, and the padding, fills all of its items but the first
+    and the last, and lacks at most `tokens` + 6 tokens in these two."""
+    return (num_tokens + (min(num_rows, num_tokens // 2) + 1) * (tokens + _ALIGNED - 2)) // tokens
 
 
 def work_list(
@@ -176,20 +183,22 @@ def work_list(
 ) -> Int[Array, "W 8"]:
     """One line per work item; a line with `_TO` == 0 is no work. Tokens of no row get lines that see no key.
 
-    The line's tile is tokens `_TOKEN` .. of the batch, at positions `_POSITION` .. of its row; `_FROM` .. `_TO` of
-    them are its own. It visits `_TILES` tiles of keys from position `_FIRST_KEY` on.
+    The line's tile is tokens `_TOKEN` .. of the batch, a multiple of `_ALIGNED`, at positions `_POSITION` .. of its row
+    (less than 0 for what lies before it); `_FROM` .. `_TO` of them are its own. It visits `_TILES` tiles of keys from
+    position `_FIRST_KEY` on.
 
     Rows with more keys to read come first, and so do the last tiles of each row, so that no long item starts late.
     Ranks and sums are comparisons of all with all: a sort is many launches, and rows are few.
     """
+    assert num_tokens % _ALIGNED == 0 and tokens % _ALIGNED == 0, (num_tokens, tokens)
     num_rows = batch.context_lens.shape[0]
     starts = batch.q_starts.astype(jnp.int32)  # the last one starts the padding, which is treated as one more row
     ends = jnp.concatenate([starts[1:], jnp.full((1,), num_tokens, jnp.int32)])
     lens = ends - starts
     is_row = jnp.arange(num_rows + 1, dtype=jnp.int32) < num_rows
-    lens = jnp.where(is_row & (lens == 1), 0, lens)
     contexts = jnp.concatenate([batch.context_lens.astype(jnp.int32), jnp.zeros((1,), jnp.int32)])
-    tiles = (lens + tokens - 1) // tokens
+    begins = starts // _ALIGNED * _ALIGNED
+    tiles = jnp.where((lens == 0) | (is_row & (lens == 1)), 0, (ends - begins + tokens - 1) // tokens)
 
     reach = contexts if spec.window is None else jnp.minimum(contexts, spec.window + tokens)
     index = jnp.arange(num_rows + 1, dtype=jnp.int32)
@@ -202,22 +211,22 @@ def work_list(
     place = jnp.minimum((item_ends[None] <= item[:, None]).sum(1, dtype=jnp.int32), num_rows)
     row = order[place]
     used = item < item_ends[-1]
-    offset = jnp.where(used, (item_ends[place] - 1 - item) * tokens, 0)
 
-    own = jnp.minimum(lens[row] - offset, tokens)
-    moved_back = jnp.maximum(starts[row] + offset + tokens - num_tokens, 0)
-    position = contexts[row] - lens[row] + offset - moved_back
-    end = position + moved_back + own  # one past the last key that any of them sees
-    first = jnp.zeros_like(end) if spec.window is None else position + moved_back - spec.window + 1
+    begin = begins[row] + jnp.where(used, (item_ends[place] - 1 - item) * tokens, 0)
+    token = jnp.minimum(begin, num_tokens - tokens)  # no copy passes the array's end
+    own_from, own_to = jnp.maximum(begin, starts[row]) - token, jnp.minimum(begin + tokens, ends[row]) - token
+    position = contexts[row] - ends[row] + token
+    end = position + own_to  # one past the last key that any of them sees
+    first = jnp.zeros_like(end) if spec.window is None else position + own_from - spec.window + 1
     grain = min(batch.page_size, block_kv)
     first = jnp.maximum(first, 0) // grain * grain
     kv_tiles = jnp.where(contexts[row] > 0, (end - first + block_kv - 1) // block_kv, 0)
     columns = {
         _ROW: jnp.minimum(row, num_rows - 1),
-        _TOKEN: starts[row] + offset - moved_back,
+        _TOKEN: token,
         _POSITION: position,
-        _FROM: moved_back,
-        _TO: moved_back + own,
+        _FROM: own_from,
+        _TO: own_to,
         _FIRST_KEY: first,
         _TILES: kv_tiles,
         _CONTEXT: contexts[row],
@@ -225,6 +234,7 @@ def work_list(
     return jnp.where(used[:, None], jnp.stack([columns[c] for c in range(8)], axis=1), 0)
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "blocks", "interpret"))
 def attend_tiles(
     q: Float[Array, "T N H"],
     batch: AttentionBatch,
@@ -242,7 +252,7 @@ def attend_tiles(
     lanes = cache.keys.shape[-1]
     tokens = blocks.tokens
     assert spec.num_query_heads // spec.num_kv_heads % blocks.heads == 0, (spec, blocks)
-    spare = max(tokens, -(-num_tokens // 8) * 8) - num_tokens  # a copy (TMA) divides the tokens into eights
+    spare = max(tokens, -(-num_tokens // _ALIGNED) * _ALIGNED) - num_tokens
     if spare or lanes > head_dim:
         q = jnp.pad(q, ((0, spare), (0, 0), (0, lanes - head_dim)))
     items = work_list(batch, spec, num_tokens + spare, tokens, blocks.block_kv)

@@ -28,6 +28,7 @@ _MAX_TOKENS = 16  # of one program: enough to have copies in flight, few enough 
 _MAX_BYTES = 64 * 1024  # of keys or values of one program, so that three fit on a multiprocessor
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def write(
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
