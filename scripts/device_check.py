@@ -63,8 +63,8 @@ IMPLEMENTATIONS = {
 }
 # JAX's kernels that are timed beside them. PyTorch's come too, but on TPUs.
 JAX_PEERS = {"gpu": ("jax-stock", "jax-cudnn"), "tpu": ("jax-ragged",), "cpu": ("jax-xla",)}
-# A TPU belongs to one process, so there nothing compiles beside the checks, and all takes longer. On a GPU each keeps the
-# memory that its largest case has taken: ten of them left no room on an H100.
+# A TPU belongs to one process, so there nothing compiles beside the checks, and all takes longer. On a GPU each keeps
+# the memory that its largest case has taken: ten of them left no room on an H100.
 WORKERS = {"gpu": 5, "tpu": 1, "cpu": 8}
 BUDGET_S = {"gpu": 450, "tpu": 3600, "cpu": 450}
 # Mixes that are timed: of the main model, and of the others.

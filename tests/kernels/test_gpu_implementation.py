@@ -130,6 +130,21 @@ def test_every_real_case_of_a_supported_dtype_and_page_size_runs():
     assert all("/24/" in name or REAL[name].cache_dtype == "float32" for name in refused), refused
 
 
+def test_layers_share_the_code_of_their_kernels():
+    """Lowering a kernel takes a second of Python, and a model has dozens of layers."""
+    case = small(REAL["llama3-8b-tp8/busy/64/bfloat16"])
+    shapes, attention = shapes_of(case), make_attention(H200, NO_TABLE)
+
+    def num_kernels(layers: int) -> int:
+        def attend(caches, q, k, v, batch):
+            return [attention.attend(q, k, v, cache, batch, case.spec) for cache in caches]
+
+        traced = jax.jit(attend).trace([shapes.cache] * layers, shapes.q, shapes.k, shapes.v, shapes.batch)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu")
+
+    assert num_kernels(3) == num_kernels(1) > 0
+
+
 # --- compiled for an H200 --------------------------------------------------------------------------------------------
 
 

@@ -22,8 +22,8 @@ head's tokens are then one rectangle of [T, N, H]: queries come and results go b
 Why tiles begin at multiples of 8 tokens of the batch, whatever the rows: queries come in a pattern of 8 by 128 bytes,
 and a copy into a pattern cannot begin within one of its eights. It would bring zeros for what lies in the next.
 
-Why a tile at a row's ends stores piecewise: the tokens around it are its neighbours'. A TMA store has a static number of
-rows, so the 1 to BT - 1 rows left go out in pieces of 64, 32, .. 1 rows, each of which is stored or not; they leave
+Why a tile at a row's ends stores piecewise: the tokens around it are its neighbours'. A TMA store has a static number
+of rows, so the 1 to BT - 1 rows left go out in pieces of 64, 32, .. 1 rows, each of which is stored or not; they leave
 through memory without a pattern. At the end of the whole batch the tile moves back, so that no copy passes the array's
 end.
 
@@ -53,7 +53,7 @@ from jaxserve.kernels.pallas import gpu_layout as layout
 from jaxserve.kernels.pallas.gpu_layout import LOG2E, LOWEST, GpuPages, Interpret
 
 _MATRIX, _ROWS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-# Tokens of a batch that a copy (TMA) between it and the pattern of wgmma takes together: it starts at a multiple of them.
+# Tokens of a batch that a copy (TMA) into the pattern of wgmma takes together: it starts at a multiple of them.
 _ALIGNED = 8
 _EDGE = 64  # columns that a tile at a row's end stores at a time
 # Registers of a thread of the first two warpgroups, and of the third: one block of 384 threads starts with 168 each, so

@@ -160,6 +160,7 @@ def _lowest(position: Array, spec: AttentionSpec) -> Array:
     return jnp.zeros_like(position) if spec.window is None else jnp.maximum(position - spec.window + 1, 0)
 
 
+@functools.partial(jax.jit, static_argnames=("use", "blocks", "interpret"))
 def attend(
     q: Float[Array, "tiles K M lanes"],
     cache: Float[Array, "pages K planes rows 128"],
