@@ -39,7 +39,8 @@ _USED = re.compile(r"Used (\d+) registers")
 # ptxas puts waits around each matrix product where it cannot see that they may overlap: note C7510, C7514 and others.
 _SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized.*function '(\w+)'")
 _SHARED = re.compile(r"@mosaic_gpu_get_function\(ptr [^,]+, ptr @(\w+?)_name, i32 (\d+),")
-_LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [^,]+, ){10})")
+# Sizes of the grid, the cluster and the block, and, where JAX 0.11 has it, the shared memory.
+_LAUNCH = re.compile(r"call (?:void|i32) @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [^,]+, ){10})")
 
 
 def compile_for(case: Case, implementation_name: str, topology: str) -> dict[str, Any]:
@@ -116,6 +117,8 @@ def kernels_of(printed: str) -> list[dict[str, Any]]:
             threads = [int(x) for x in sizes[6:9] if x.isdigit()]
             if len(threads) == 3:
                 found[name] |= {"threads": int(np.prod(threads))}
+            if sizes[9].isdigit():
+                found[name].setdefault("shared_bytes", int(sizes[9]))
     for serialized in _SERIALIZED.findall(printed):  # which of several of one name is not said
         for kernel in found.values():
             if kernel["kernel"].partition("#")[0] == serialized:

@@ -13,7 +13,7 @@ from jaxserve.kernels.cases import REAL, Case, small
 from jaxserve.kernels.paged_attention import AttentionSpec
 from jaxserve.kernels.pallas import gpu_write
 from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, shapes_of
-from tests.kernels.gpu_interpreter import INTERPRETER, inputs_of, plain_write, watched
+from tests.kernels.gpu_interpreter import INTERPRETER, inputs_of, plain_write, stricter_in_jax_011, watched
 
 ROWS = ((1, 1), (1, 16), (1, 33), (2, 2), (17, 48))
 write = jax.jit(functools.partial(gpu_write.write, interpret=INTERPRETER))
@@ -39,6 +39,7 @@ def make_case(kv_heads: int, head_dim: int, page_size: int, dtype: str, rows=ROW
     )
 
 
+@stricter_in_jax_011
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "page_size", "dtype"),
     [

