@@ -16,7 +16,7 @@ from jaxserve.kernels.oracle import grouped_products
 from jaxserve.kernels.pallas.gpu_grouped_matmul import HopperExperts, cut_groups, make_grouped_matmul
 from jaxserve.kernels.xla_grouped_matmul import DenseExperts
 from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler
-from tests.kernels.gpu_interpreter import H200, INTERPRETER, stricter_in_jax_011, watched
+from tests.kernels.gpu_interpreter import H200, INTERPRETER, watched
 
 A100 = Device(backend="gpu", kind="NVIDIA A100", compute_capability=(8, 0))
 QWEN3 = GroupedMatmulUse(dtype="bfloat16", num_experts=128, hidden_size=2048, size=768, num_devices=1)
@@ -27,7 +27,6 @@ def numbers(*shape: int, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.bfloat16)
 
 
-@stricter_in_jax_011
 @pytest.mark.parametrize(
     ("out_shape", "depth", "num_rows", "splits"),
     [

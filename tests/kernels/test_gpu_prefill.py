@@ -31,7 +31,6 @@ from tests.kernels.gpu_interpreter import (
     inputs_of,
     narrowed,
     plain_write,
-    stricter_in_jax_011,
     watched,
 )
 from tests.kernels.ragged import bucketed, ragged_rows
@@ -116,7 +115,6 @@ def test_heads_that_do_not_fill_the_rows_and_cross_warpgroups(heads, watch):
     check(case, watch, blocks)
 
 
-@stricter_in_jax_011
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("stages", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_slots_are_used_again(stages, cache_dtype, watch):
@@ -124,7 +122,6 @@ def test_slots_are_used_again(stages, cache_dtype, watch):
     check(case, watch, PrefillBlocks(block_q=64, block_kv=64, stages=stages, heads=2, landing=2))
 
 
-@stricter_in_jax_011
 def test_128_rows_for_each_warpgroup(watch):
     case = rows_case(narrowed_spec(SPEC), ((100, 150),), 32)
     check(case, watch, PrefillBlocks(block_q=128, block_kv=64, stages=2, heads=2))

@@ -98,7 +98,12 @@ def combine(
                     (jnp.where(there, x, 0.0), jnp.where(there, top, layout.HIDDEN), jnp.where(there, total, 0.0))
                 )
             state = _fold_states(state, others)
-            pl.when(i + _STAGES < own)(lambda: issue(i + _STAGES))
+
+            @pl.when(i + _STAGES < own)
+            def _() -> None:
+                plgpu.commit_smem()  # plain loads have read the place, and a copy is another proxy
+                issue(i + _STAGES)
+
             return state
 
         for i in range(_STAGES):

@@ -333,6 +333,7 @@ def _turned(ref: Any, transpose: bool) -> Any:
 
 def _dot(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> Array:
     x, y = a[...], b[...]
+    plgpu.commit_smem()  # wgmma reads as copies write; after plain loads, a copy into their place would need this fence
     sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     return jnp.dot(x.T if transpose_a else x, y.T if transpose_b else y, preferred_element_type=sums)
 
