@@ -407,10 +407,12 @@ class EngineGroup:
             over = [one for one, until_s in waiting if failed or min(until_s, one.request.deadline_s) <= now_s]
             for routed in over:
                 self._forget(routed)
+            # Under the lock that `_adopt` takes: the one that was seen dead may have a successor meanwhile.
+            replica = self._replicas[number]
+            if wanted and self._rebuilder is not None and replica.failure is not None:
+                self._rebuilder.begin(number, replica)
         for routed in over:
             self._tell_end(routed, self._give_up(routed, now_s))
-        if wanted and self._rebuilder is not None:
-            self._rebuilder.begin(number, self._replicas[number])
 
     def _adopt(self, number: int, engine: Engine) -> None:
         """Takes a new engine in the place of a dead one, unless the group has ended meanwhile."""

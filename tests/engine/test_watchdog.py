@@ -268,6 +268,26 @@ def test_a_fenced_replica_is_built_again_and_its_counts_go_on() -> None:
     parts.check_idle()
 
 
+def test_who_saw_the_former_replica_dead_does_not_end_its_successor() -> None:
+    """The watchdog looks at replicas as they were, and one may have been built again before it says what it saw."""
+    built: list[int] = []
+
+    def rebuild(number: int, dead: Engine) -> Engine:
+        built.append(number)
+        return parts.make_engine(number, dead)
+
+    parts = Watched(rebuild=rebuild, restarts=RestartOptions(backoff_s=0.0))
+    parts.group.replicas[1].interrupt(RuntimeError("the device has gone"))
+    wait_until(lambda: parts.group.replicas[1].failure is not None)
+    parts.watchdog.look()
+    wait_until(lambda: parts.group.replicas[1].failure is None)
+    wait_until(lambda: not any(thread.name == "jaxserve-restart-1" for thread in threading.enumerate()))
+    parts.group._see_death(1)
+    wait_until(lambda: not any(thread.name == "jaxserve-restart-1" for thread in threading.enumerate()))
+    assert built == [1] and parts.group.replicas[1].accepting
+    parts.end_all()
+
+
 def test_a_replica_that_cannot_be_built_stays_down() -> None:
     tries: list[int] = []
 

@@ -169,6 +169,22 @@ def test_a_server_that_has_gone_is_named_in_the_chat(page: Page) -> None:
     expect(page.locator("#chat-list li")).to_have_count(0)
 
 
+def test_a_chat_that_is_removed_while_it_is_saved_is_gone(page: Page) -> None:
+    with watched() as parts:
+        open_page(page, parts)
+        found = page.evaluate(
+            """async () => {
+            const { ChatStore } = await import("/static/chatstore.js");
+            const store = await ChatStore.open(() => {});
+            const saving = store.save({ id: "one", title: "One", changed: 1, messages: [] });
+            await store.remove("one");
+            await saving;
+            return (await store.list()).length;
+        }"""
+        )
+    assert found == 0
+
+
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b>"
 HOSTILE = f"""{MARKUP}
 

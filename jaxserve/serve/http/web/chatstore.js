@@ -35,6 +35,7 @@ export class ChatStore {
 
   constructor(database, onChange) {
     this.database = database;
+    this.last = Promise.resolve(); // the last change
     this.tabs = new BroadcastChannel("jaxserve-chats");
     this.tabs.addEventListener("message", ({ data }) => onChange(data));
   }
@@ -50,7 +51,36 @@ export class ChatStore {
   }
 
   // Throws StoreFull, and then what was kept of this chat before is still kept.
-  async save(chat) {
+  save(chat) {
+    return this.inTurn(() => this.put(chat));
+  }
+
+  remove(id) {
+    return this.inTurn(() =>
+      this.write(id, (chats, heads) => {
+        chats.delete(id);
+        heads.delete(id);
+      }),
+    );
+  }
+
+  removeAll() {
+    return this.inTurn(() =>
+      this.write(null, (chats, heads) => {
+        chats.clear();
+        heads.clear();
+      }),
+    );
+  }
+
+  // One change after the other: a save looks for room before it writes, and a removal that came between would be undone.
+  inTurn(change) {
+    const done = this.last.then(change);
+    this.last = done.catch(() => {});
+    return done;
+  }
+
+  async put(chat) {
     const others = (await this.list()).filter(({ id }) => id !== chat.id);
     const bytes = JSON.stringify(chat).length;
     if (others.length >= MOST_CHATS) throw new StoreFull(`${MOST_CHATS} chats are kept, which is the most`);
@@ -61,20 +91,6 @@ export class ChatStore {
     await this.write(id, (chats, heads) => {
       chats.put(chat);
       heads.put({ id, title, changed, bytes });
-    });
-  }
-
-  remove(id) {
-    return this.write(id, (chats, heads) => {
-      chats.delete(id);
-      heads.delete(id);
-    });
-  }
-
-  removeAll() {
-    return this.write(null, (chats, heads) => {
-      chats.clear();
-      heads.clear();
     });
   }
 
