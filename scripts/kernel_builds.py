@@ -39,7 +39,7 @@ _USED = re.compile(r"Used (\d+) registers")
 # ptxas puts waits around each matrix product where it cannot see that they may overlap: note C7510, C7514 and others.
 _SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized.*function '(\w+)'")
 _SHARED = re.compile(r"@mosaic_gpu_get_function\(ptr [^,]+, ptr @(\w+?)_name, i32 (\d+),")
-# Sizes of the grid, the cluster and the block, and, where JAX 0.11 has it, the shared memory.
+# Sizes of the grid, the cluster and the block, and the shared memory, which JAX 0.10 says at the kernel's load, too.
 _LAUNCH = re.compile(r"call (?:void|i32) @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 [^,]+, ){10})")
 
 

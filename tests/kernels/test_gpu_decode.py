@@ -273,6 +273,15 @@ def test_named_case_compiles_at_full_size(name):
     assert memory.temp_size_in_bytes < case.kv_bytes / 4 + 2**22
 
 
+@pytest.mark.parametrize(("name", "programs"), [("llama3-8b-tp1", 2), ("gemma2-9b", 1)])
+def test_rings_are_as_deep_as_the_programs_of_a_multiprocessor_leave_room(name, programs):
+    use = REAL[f"{name}/decode64/64/bfloat16"].use
+    blocks = gpu_decode.default_blocks(use)
+    deeper = dataclasses.replace(blocks, stages=blocks.stages + 1)
+    room = SHARED_MEMORY_BYTES // programs
+    assert gpu_decode.shared_memory_bytes(use, blocks) <= room < gpu_decode.shared_memory_bytes(use, deeper)
+
+
 @needs_gpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(

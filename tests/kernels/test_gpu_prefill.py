@@ -25,14 +25,7 @@ from jaxserve.kernels.pallas.gpu_prefill import (
     work_list,
 )
 from tests.kernels.gpu_compiler import compile_for_h200, needs_gpu_compiler, shapes_of
-from tests.kernels.gpu_interpreter import (
-    IMPLEMENTATION,
-    INTERPRETER,
-    inputs_of,
-    narrowed,
-    plain_write,
-    watched,
-)
+from tests.kernels.gpu_interpreter import IMPLEMENTATION, INTERPRETER, inputs_of, narrowed, plain_write, watched
 from tests.kernels.ragged import bucketed, ragged_rows
 
 # Every option and dtype once, each with one kv head; plain ones are in the tests of sizes below.
