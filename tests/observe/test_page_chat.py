@@ -548,6 +548,13 @@ def test_chat_by_keyboard_alone(page: Page) -> None:
                 return
         raise AssertionError(f"the keyboard does not reach {name}")
 
+    def redraw_chats() -> None:
+        """As when an answer that grows is saved, or another tab changes a chat."""
+        page.evaluate("""() => new Promise((resolve) => {
+            new MutationObserver(() => resolve()).observe(document.getElementById("chat-list"), { childList: true });
+            new BroadcastChannel("jaxserve-chats").postMessage("of no chat");
+        })""")
+
     with watched(delay_s=LASTING_S) as parts:
         open_page(page, parts)
         page.locator("#max_tokens").evaluate("(field) => { field.value = '400'; }")
@@ -568,10 +575,13 @@ def test_chat_by_keyboard_alone(page: Page) -> None:
         page.keyboard.press("Enter")
         expect(page.locator(".messages .version")).to_have_text("2 of 2")
         go_to("Rename")
+        redraw_chats()
         page.keyboard.press("Enter")
+        redraw_chats()
         page.keyboard.type("by hand")
         page.keyboard.press("Enter")
         expect(page.locator("#chat-list .open")).to_contain_text("by hand")
+        assert page.evaluate("document.activeElement.textContent") == "Rename"
         go_to("pause")
         go_to("new-chat")
         page.keyboard.press("Enter")

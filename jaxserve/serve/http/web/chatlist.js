@@ -27,6 +27,7 @@ export class ChatList {
     this.filter = filter;
     this.actions = actions;
     this.given = { heads: [], current: "", running: new Map() };
+    this.items = new Map(); // id of a chat -> its <li>
     filter.addEventListener("input", () => this.draw());
   }
 
@@ -38,31 +39,43 @@ export class ChatList {
     this.draw();
   }
 
+  // Whoever stands on a button by keyboard stays on it: an answer that grows is saved, and the list drawn, every other second.
   draw() {
-    const { heads, current, running } = this.given;
-    const hadFocus = this.list.contains(document.activeElement);
+    const { heads, current, running } = this.given, focused = document.activeElement;
+    const hadFocus = this.list.contains(focused);
     const wanted = this.filter.value.trim().toLowerCase();
     const shown = heads.filter(({ title }) => title.toLowerCase().includes(wanted));
-    this.list.replaceChildren(...shown.map((head) => this.entry(head, head.id === current, running.has(head.id))));
-    if (hadFocus) this.list.querySelector("[aria-current]")?.focus();
+    this.items = new Map(shown.map((head) => [head.id, this.items.get(head.id) ?? this.item(head.id)]));
+    for (const head of shown) this.update(this.items.get(head.id), head, head.id === current, running.has(head.id));
+    this.list.replaceChildren(...this.items.values());
+    if (hadFocus) (this.list.contains(focused) ? focused : this.list.querySelector("[aria-current]"))?.focus();
   }
 
-  entry({ id, title, changed }, isCurrent, isRunning) {
-    const item = document.createElement("li"), time = document.createElement("span");
-    const open = button(title, "open", () => this.actions.open(id));
+  item(id) {
+    const item = document.createElement("li"), open = button("", "open", () => this.actions.open(id));
+    const title = document.createElement("span"), time = document.createElement("span");
     time.className = "when";
-    time.textContent = isRunning ? "is being answered" : when(changed);
-    open.append(time);
+    open.append(title, time);
     item.append(open);
-    if (isCurrent) { // of the others, too, it would be four stops of the keyboard for each
-      open.setAttribute("aria-current", "true");
-      const row = document.createElement("div");
-      row.className = "foot";
-      row.append(button("Rename", "small", () => this.actions.rename(id, title)),
-        button("Download", "small", () => this.actions.download()),
-        button("Delete", "small", () => this.actions.remove(id, title)));
-      item.append(row);
-    }
     return item;
+  }
+
+  update(item, { id, title, changed }, isCurrent, isRunning) {
+    const [open, row] = item.children, [name, time] = open.children;
+    name.textContent = title;
+    time.textContent = isRunning ? "is being answered" : when(changed);
+    if (isCurrent) open.setAttribute("aria-current", "true");
+    else open.removeAttribute("aria-current");
+    if (isCurrent && !row) item.append(this.buttons(id)); // of the others, too, it would be four stops of the keyboard for each
+    if (!isCurrent) row?.remove();
+  }
+
+  buttons(id) {
+    const row = document.createElement("div"), title = () => this.given.heads.find((head) => head.id === id).title;
+    row.className = "foot";
+    row.append(button("Rename", "small", () => this.actions.rename(id, title())),
+      button("Download", "small", () => this.actions.download()),
+      button("Delete", "small", () => this.actions.remove(id, title())));
+    return row;
   }
 }
