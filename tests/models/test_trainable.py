@@ -1,5 +1,6 @@
 """The decoder as a function of its parameters: tensors of a checkpoint both ways, HF's log-probabilities, gradients."""
 
+import json
 from pathlib import Path
 
 import hf_oracle
@@ -11,9 +12,9 @@ from safetensors.numpy import load_file
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models import load_trainable
-from jaxserve.models.decoder_config import ExpertSpec
 
 FIXTURES = hf_oracle.FIXTURES
+GRADIENTS = json.loads((FIXTURES / "gradients.json").read_text(encoding="utf-8"))
 
 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:
@@ -35,8 +36,7 @@ def test_tensors_of_a_checkpoint_both_ways(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mpt", "qwen2_moe", "qwen3"])
 def test_log_probabilities_are_those_of_transformers(name: str) -> None:
-    """Soft caps, sinks, slopes, experts; of rows of several lengths; and gradients that are finite everywhere, but for
-    experts, whose products have none."""
+    """Soft caps, sinks, slopes, experts; of rows of several lengths; and gradients that are finite everywhere."""
     decoder, params = load_trainable(FIXTURES / name, dtype="float32")
     asked = hf_oracle.answers(name)
     prompts = [answer.prompt for answer in asked]
@@ -50,12 +50,8 @@ def test_log_probabilities_are_those_of_transformers(name: str) -> None:
         found = decoder.log_probs(params, jnp.asarray(tokens), lengths)
         return -found.mean(), found
 
-    if any(isinstance(layer.mlp, ExpertSpec) for layer in decoder.config.layers):
-        _, found = jax.jit(loss)(params)
-        slopes = {}
-    else:
-        (_, found), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-        assert slopes.keys() == params.keys()
+    (_, found), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert slopes.keys() == params.keys()
     for answer, row in zip(asked, np.asarray(found), strict=True):
         right = answer.logits[:-1] - answer.logits[:-1].max(-1, keepdims=True)
         right = right - np.log(np.exp(right).sum(-1, keepdims=True))
@@ -63,6 +59,20 @@ def test_log_probabilities_are_those_of_transformers(name: str) -> None:
         assert np.abs(row[:count] - right[np.arange(count), answer.prompt[1:]]).max(initial=0) < 1e-3
         assert not row[count:].any()
     assert all(bool(jnp.isfinite(slope).all()) for slope in slopes.values())
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_transformers(name: str) -> None:
+    """Their lengths, and their inner products with a vector: `scripts/make_gradient_fixtures.py`."""
+    decoder, params = load_trainable(FIXTURES / name, dtype="float32")
+    tokens = jnp.asarray(max((answer.prompt for answer in hf_oracle.answers(name)), key=len))[None]
+    slopes = decoder.to_hf(jax.jit(jax.grad(lambda params: decoder.log_probs(params, tokens).mean()))(params))
+    assert slopes.keys() == GRADIENTS[name].keys()
+    for source, (length, along) in GRADIENTS[name].items():
+        slope = slopes[source].astype(np.float64)
+        direction = np.sin(1.0 + np.arange(slope.size, dtype=np.float64) ** 1.5)
+        assert np.linalg.norm(slope) == pytest.approx(length, rel=1e-4, abs=1e-7), source
+        assert abs(slope.reshape(-1) @ direction - along) < 1e-4 * length * np.sqrt(slope.size) + 1e-7, source
 
 
 def test_other_tensors_are_refused() -> None:
