@@ -239,6 +239,7 @@ def test_a_closed_loop_keeps_its_limit(tmp_path: Path) -> None:
     assert run.metrics.duration_s >= 4 * 0.05
 
 
+@pytest.mark.slow
 def test_a_limit_that_holds_a_rate_back_is_told() -> None:
     with scripted([Script(waits_s=(0.3,))]) as server:
         reports = [

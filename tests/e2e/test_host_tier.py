@@ -113,6 +113,7 @@ def test_shards_stages_and_scales(layout: Any) -> None:
     assert tier(inner).num_loaded > loaded
 
 
+@pytest.mark.slow
 def test_groups_of_pages() -> None:
     """Layers with a window give pages back; the tier has pages of each group by itself."""
     asked = [([3 + (i * k) % 80 for i in range(70 + 16 * k)], GREEDY) for k in range(1, 5)]

@@ -127,6 +127,7 @@ def test_cut_preempted_and_hit_by_prefix(dtype: str, alone_results: list[Result]
     assert scheduler(engine).num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_without_prefix_cache_and_with_other_pages(dtype: str, alone: list[list[int]]) -> None:
     engine = build(
         "demo",

@@ -106,6 +106,7 @@ def test_two_builds_side_by_side_never_take_each_others_pages(tmp_path: Path, mo
     assert found == [0, 0, full, full]
 
 
+@pytest.mark.slow
 def test_a_connector_of_somebody_else_serves_two_engines_and_a_flush_reaches_it(tmp_path: Path) -> None:
     SHELVES.clear()
     (tmp_path / "fleet").write_text("0123456789abcdef")

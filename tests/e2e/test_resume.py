@@ -99,6 +99,7 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_cut_goes_on_as_if_there_were_none(engine: Engine, name: str) -> None:
     sampling = SamplingParams(**CASES[name])

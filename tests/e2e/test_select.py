@@ -74,6 +74,7 @@ def test_all_pages_are_dense_attention_whole_in_chunks_hit_by_prefix_preempted_a
     assert scheduler(engine).num_preemptions > 0 and scheduler(engine).memory.tier.num_loaded > 0
 
 
+@pytest.mark.slow
 def test_with_few_pages_a_request_has_the_same_bits_however_it_is_run(dense: list[tuple]) -> None:
     engine = build(MODEL, **ROOMY, **THREE)
     whole = one_by_one(engine, ASKED)

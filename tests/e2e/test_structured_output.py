@@ -46,6 +46,7 @@ def check_schemas(engine: Engine, numbers: Sequence[int]) -> int:
     return num_ended
 
 
+@pytest.mark.slow
 def test_a_sample_of_schemas(engine: Engine) -> None:
     assert check_schemas(engine, range(3, 200, 14)) >= 10
 
@@ -110,6 +111,7 @@ def _tokens(results: list[list[Result]]) -> list[list[int]]:
     return [r.token_ids for [r] in results]
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine) -> None:
     counter = CompileCounter()
     jax.jit(lambda x: x * 5 + 1)(2.0)

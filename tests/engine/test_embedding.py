@@ -83,6 +83,7 @@ def test_the_last_token_alone_needs_no_cached_prefix_again() -> None:
     assert [prompt.num_cached_tokens for prompt in prompts if prompt is not None] == [0, 12]
 
 
+@pytest.mark.slow
 def test_random_crowds_with_little_memory() -> None:
     for seed in range(25):
         rng = random.Random(seed)

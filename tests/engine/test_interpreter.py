@@ -45,6 +45,7 @@ def submit(engine: Engine, seen: list, name: str = "r") -> None:
     engine.submit(request, lambda update: seen.append((gc.isenabled(), gc.get_freeze_count() > 0)))
 
 
+@pytest.mark.slow
 def test_off_while_there_is_work_and_on_again_after_it() -> None:
     engine, seen = engine_with(Interpreter()), []
     submit(engine, seen)

@@ -248,6 +248,7 @@ def test_what_the_sequence_said_before_is_tried_where_there_is_a_choice() -> Non
     assert not any(ord(" ") in draft for draft in drafts)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_text() -> None:
     """Of crowds that are cut, stopped, preempted, forked and held back in every way."""
     num_drafted = num_preempted = 0

@@ -81,6 +81,7 @@ def test_whoever_does_not_come_is_named() -> None:
             met.result(WAIT_S)
 
 
+@pytest.mark.slow
 def test_nobody_answers() -> None:
     with pytest.raises(HostLost, match=r"does not answer within 3 s \(UNAVAILABLE: .*\); is it running"):
         follower("127.0.0.1:9", join_s=3.0)

@@ -334,6 +334,7 @@ def with_tls(authority: Authority, trusted: Authority, name: str) -> Trust:
     return Trust(SECRET, Tls(certificate, key, authorities))
 
 
+@pytest.mark.slow
 def test_tls_on_both_sides(tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     with leading(trust=with_tls(ours, ours, "process-0")) as leader:

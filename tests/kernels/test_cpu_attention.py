@@ -263,6 +263,7 @@ def rows_of(inputs: Inputs, rows: list[int], bucket: int) -> Inputs:
     return dataclasses.replace(inputs, q=q, k=k, v=v, batch=batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "case"),
     pairs(

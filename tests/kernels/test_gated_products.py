@@ -48,6 +48,7 @@ WEIGHTS: dict[str, Callable[[int], Weight]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", FACTORS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_bits_are_those_of_the_definition(name: str, activation: str) -> None:

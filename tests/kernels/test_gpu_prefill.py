@@ -166,6 +166,7 @@ def test_a_batch_of_padding_alone_gives_zeros(watch):
     assert not watch.found_races()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(data=st.data())
 def test_work_list_covers_every_token_once(data):

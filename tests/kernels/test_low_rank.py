@@ -86,6 +86,7 @@ def test_each_token_has_its_own_adapter(body, projection: str) -> None:
         assert not np.asarray(found)[np.asarray(slots) == 0].any(), "a token without an adapter has exact zeros"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [low_rank_product, packed_product])
 def test_bfloat16_is_rounded_no_more_than_its_own_numbers(body) -> None:
     rng, slots = np.random.default_rng(3), np.array([1, 3, 0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2])
@@ -111,6 +112,7 @@ def test_bits_do_not_depend_on_the_slot_or_the_neighbours() -> None:
             np.testing.assert_array_equal(alone, elsewhere)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_base_beside_adapters_has_the_bits_that_it_has_without(dtype: str) -> None:
     """Of packed weights: rows without an adapter, and rows with one of zeros, also where gate and up are multiplied."""

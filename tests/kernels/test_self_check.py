@@ -19,6 +19,7 @@ USE = AttentionUse(
 )
 
 
+@pytest.mark.slow
 def test_a_right_implementation_passes_with_the_difference_that_rounding_makes():
     assert 1e-5 < PAGED_ATTENTION.check(IMPLEMENTATION, USE, V5E) < 5e-3
     assert (

@@ -247,6 +247,7 @@ def test_shared_prefix_pages_serve_two_rows():
     assert relative_error(batch, inputs, out) <= TOLERANCE["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 def test_the_write_stores_what_the_reference_stores_and_nothing_else(dtype):
     rows = ((1, 1), (1, 33), (17, 17), (40, 75))

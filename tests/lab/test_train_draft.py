@@ -69,6 +69,7 @@ def padded(sequence: Sequence[int], *between: Any) -> tuple[Any, ...]:
     return jnp.pad(jnp.asarray(sequence), (0, pad)), *between, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2", "bloom", "gpt_oss"])
 def test_packed_attention_is_that_of_the_engine(name: str) -> None:
     """Windows, soft caps, sinks and slopes included; sequences that share a row do not see each other."""

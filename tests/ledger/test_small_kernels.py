@@ -20,6 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_copy_takes_the_time_of_its_bytes(found: dict[str, dict[str, float]]) -> None:
     copy = found["copy_tiles"]
     assert copy["copied"] == 2 * 16384 * 128 * 4

@@ -11,6 +11,7 @@ import hf_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
@@ -124,6 +125,7 @@ def step(graphdef, groups: PageGroups, layout: Layout, weights, arrays, buffer, 
     return decoder.logits(hidden), (caches, tables, length)
 
 
+@pytest.mark.slow
 def test_rows_that_give_back_pages_equal_transformers() -> None:
     truth = hf_oracle.answers("gemma3")
     lens = [len(answer.prompt) for answer in truth]

@@ -249,6 +249,7 @@ def test_names_as_transformers_has_them_in_memory(tmp_path: Path) -> None:
     load_model(made.directory, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_is_what_is_served(name: str) -> None:
     """Tensors of the checkpoint come back; pictures through the tower and the decoder under `jax.grad` give the logits

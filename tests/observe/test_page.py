@@ -92,6 +92,7 @@ print("a line that is wider than the column of a phone, and therefore scrolls wi
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_sizes_and_both_themes(browser: Browser, scheme: Literal["light", "dark"]) -> None:
     """With everything open that can be: nothing is cut off, and axe finds nothing."""

@@ -168,6 +168,7 @@ def _watching(parts: Served) -> Iterator[None]:
         events.close()
 
 
+@pytest.mark.slow
 def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     program = shutil.which("prometheus")
     if program is None:

@@ -104,6 +104,7 @@ def test_layers_with_windows_leave_room_for_more_tokens():
     assert (memory.page_size, memory.kv_tokens) == (128, memory.num_pages * 8192 // pages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "on", "wanted", "tensor"),
     [
@@ -130,6 +131,7 @@ def test_nothing_of_a_chip_may_be_large_enough(tmp_path):
     assert not plan.fits and plan.suggestion is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [2, 8])
 def test_weights_are_those_that_a_server_loads(tmp_path, tensor):
     """8 devices share 4 key/value heads: two copies of each."""

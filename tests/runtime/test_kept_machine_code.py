@@ -96,6 +96,7 @@ def second(first: dict[str, Any], folder: Path) -> dict[str, Any]:
     return start(folder)
 
 
+@pytest.mark.slow
 def test_the_first_process_traces_and_compiles(first: dict[str, Any]) -> None:
     """Or the second one would show nothing."""
     assert first["traced"] == ["attend", "multiply"]

@@ -147,6 +147,7 @@ def least_p(tokens: np.ndarray) -> float:
     return min(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True], ids=["likeliest tokens", "the rows' own noise"])
 def test_tokens_have_the_distribution_of_the_model(draws: dict[bool, tuple[np.ndarray, float]], coupled: bool) -> None:
     tokens, share = draws[coupled]

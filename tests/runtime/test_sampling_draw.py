@@ -185,6 +185,7 @@ def test_draws_from_a_flat_large_vocabulary():
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_the_same_request_draws_the_same_tokens_in_any_batch():
     """Alone, in any slot of any batch size, in any row of the engine, beside anything: identical tokens."""
     vocab_size = 100

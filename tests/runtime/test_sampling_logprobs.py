@@ -140,6 +140,7 @@ def test_a_plain_greedy_batch_leaves_everything_else_out():
     assert not re.search(r" (while|sort|exponential)\(", entry)
 
 
+@pytest.mark.slow
 def test_logits_spread_over_devices_give_the_same_and_are_not_gathered():
     num_rows, vocab_size = 4, 32768
     state = init_sampling_state(8, vocab_size)

@@ -4,6 +4,7 @@ import collections
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -55,6 +56,7 @@ def run_world(seed: int) -> World:
     return world
 
 
+@pytest.mark.slow
 def test_random_operations_agree_with_the_naive_model():
     preempted = hits = ended = forks = several = fewer = saved = loaded = waited = skipped = 0
     flushed = resized = encoded = found = evicted = 0

@@ -228,6 +228,7 @@ def test_running_out_of_device_memory_is_tried_once_more(tmp_path):
     assert "RESOURCE_EXHAUSTED" in results.found[task["id"]]["failure"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3-8b-tp8/busy/64/bfloat16/small", "demo/short/16/int8"])
 def test_written_right_sees_a_number_in_a_wrong_page(name):
     case = find_case(name)

@@ -82,6 +82,7 @@ def test_capture_hears_python_and_other_programs_of_the_process(capfd):
     assert capfd.readouterr().out == "after\n"
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_kernels_for_an_h200_are_reported_and_leave_a_multiprocessor_to_two_programs(monkeypatch):
     """Where shared memory has room for two programs, so must the registers: one computes while the other waits. The

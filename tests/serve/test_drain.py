@@ -40,6 +40,7 @@ def _computed(server: Served) -> bool:
     return server.runner.inner.num_steps > 0 and not server.scheduler.has_work()
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_does_not_keep_a_server(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_client_that_is_killed_frees_its_pages(server: Served) -> None:
         assert_all_free(server)
 
 
+@pytest.mark.slow
 def test_a_client_that_falls_silent_is_found_by_pings() -> None:
     """A stopped process stands for a cut cable: its kernel keeps the connection, and nobody answers.
 

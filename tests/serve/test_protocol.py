@@ -72,6 +72,7 @@ def test_a_client_that_pings_too_often_is_sent_away_alone() -> None:
         wait_until(lambda: server.scheduler.num_held_pages == 0, "pages are free")
 
 
+@pytest.mark.slow
 def test_a_server_that_vanishes_does_not_keep_a_client_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process stands for a cut cable: its kernel keeps the connection, and nobody answers."""
     short = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}

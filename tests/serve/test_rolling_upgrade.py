@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 from route_parts import fake_server, routed
@@ -26,6 +27,7 @@ from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 NUM_TOKENS = 400  # of a stream, which takes longer than a drain
 
 
+@pytest.mark.slow
 def test_a_rolling_upgrade_loses_nothing() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     expected = [(97 + i) % 128 for i in range(1, NUM_TOKENS + 1)]

@@ -212,6 +212,7 @@ print(len(answer.outputs[0].token_ids), [name for name in sys.modules if name.sp
 """
 
 
+@pytest.mark.slow
 def test_text_needs_no_pillow_and_pictures_say_how_to_install_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_PILLOW, str(Path(__file__).parents[1] / "fixtures")],

@@ -60,6 +60,7 @@ def examples() -> list[str]:
     return [block for block in blocks if f'"{MODEL}"' in block]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.split()[1])
 def test_examples_run_as_pasted(server: Served, example: str) -> None:
     """Question, call, result, answer: with OpenAI's client, openai-agents and Anthropic's client."""

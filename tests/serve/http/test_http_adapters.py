@@ -72,6 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         made.user.close()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_model(server: Server) -> None:
     cards = server.user.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == [NAME, "first"]

@@ -75,6 +75,7 @@ def known(events: Sequence[Event], count: int) -> list[dict[str, Any]]:
     return have
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_cut_gives_the_rest(client: httpx.Client, name: str) -> None:
     count = CASES[name][1].get("n", 1)

@@ -69,6 +69,7 @@ def check_unharmed(server: Served) -> None:
     server.scheduler.check()
 
 
+@pytest.mark.slow
 def test_a_few_requests_for_each_operation(server: Served, tmp_path: Path) -> None:
     run_schemathesis(server, tmp_path, "fuzzing", 10, 1200)
     check_unharmed(server)

@@ -152,6 +152,7 @@ def raise_from_serving(parts: Served, **http: Any) -> None:
 # ---- sizes and times -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_large_body_is_refused_before_it_is_read(server: Served, client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={"prompt": "a" * 300_000})
     assert response.status_code == 413
