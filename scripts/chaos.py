@@ -15,7 +15,8 @@ not at all; the recovery of a stream is the time between its last token before i
 With `--door ray` the servers are replicas of `deploy/ray/serve.yaml`, on a cluster of `tests/fleet/ray_fleet.py`, which
 Ray starts again by itself. The report then also counts by which of Ray's errors its ingress has lost them, and moves
 that were left to the client library. Ray looks for a replica that is halted much later than a router does, so a stream
-of a short halt only pauses.
+of a short halt only pauses. `--proxies`, `--ingresses` and `--controllers` kill processes of Ray Serve itself: that
+which holds the clients' connections, that which routes, and that which starts the others.
 
 `--streams` says how the kills, halts and upgrades are spread, and how many streams there are at least: the load goes on
 until the last of them is done and its server serves again, at most `--at-most-s` seconds.
@@ -40,7 +41,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,34 @@ class RayReplica:
         return self._number < len(self._ready())
 
 
+class RayPart:
+    """The one process of Ray Serve with some title; Ray starts it again where it was killed."""
+
+    def __init__(self, title: str, fleet: "Fleet") -> None:
+        self._title = title
+        self._fleet = fleet
+
+    @property
+    def name(self) -> str:
+        return f"{self._title}, process {self._pid()}"
+
+    def _pid(self) -> int:
+        while not (found := self._fleet.titled(self._title)):
+            time.sleep(0.1)
+        return min(found)
+
+    def kill_and_start(self) -> None:
+        os.kill(self._pid(), signal.SIGKILL)
+
+
+RAY_PARTS = {  # the titles of their processes
+    "proxy": "ray::ProxyActor",
+    "ingress": "ray::ServeReplica:jaxserve:Ingress",
+    "controller": "ray::ServeController",
+}
+DEEDS = ("kill", "stop", "upgrade", *RAY_PARTS)
+
+
 def sizes(max_rows: int) -> dict[str, Any]:
     """Settings of every server."""
     return {
@@ -278,13 +307,16 @@ class Load:
                 self.num_ended += 1
 
 
-def disturb(servers: Sequence[Any], load: Load, args: argparse.Namespace) -> list[dict[str, Any]]:
+def disturb(
+    servers: Sequence[Any], parts: Mapping[str, RayPart], load: Load, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Spreads the kills and halts evenly over the least number of streams, and waits until all servers serve again.
 
-    Returns what was done when.
+    Returns what was done when. `parts`: of Ray Serve, by the names of the deeds that kill them.
     """
     rng = random.Random(args.seed)
     deeds = ["kill"] * args.kills + ["stop"] * args.stops
+    deeds += ["proxy"] * args.proxies + ["ingress"] * args.ingresses + ["controller"] * args.controllers
     rng.shuffle(deeds)
     deeds += ["upgrade"] * args.upgrades * len(servers)
     done: list[dict[str, Any]] = []
@@ -305,16 +337,19 @@ def disturb(servers: Sequence[Any], load: Load, args: argparse.Namespace) -> lis
             well = [server for server in servers if server.serves]
         if not going():
             break
-        server = servers[(number - 1) % len(servers)] if deed == "upgrade" else rng.choice(well)
+        if deed in parts:
+            server = parts[deed]
+        else:
+            server = servers[(number - 1) % len(servers)] if deed == "upgrade" else rng.choice(well)
         done.append({"deed": deed, "server": server.name, "at_s": round(time.monotonic() - begun_s, 3)})
         print(f"{done[-1]}, {load.num_ended} streams have ended", flush=True)
         if deed == "upgrade":
             server.upgrade()
             done[-1]["seconds"] = round(time.monotonic() - begun_s - done[-1]["at_s"], 3)
-        elif deed == "kill":
-            server.kill_and_start()
-        else:
+        elif deed == "stop":
             server.halt(args.halt_s)
+        else:
+            server.kill_and_start()
     while going() and not all(server.serves for server in servers):
         time.sleep(0.2)
     return done
@@ -345,7 +380,8 @@ def on_ray(args: argparse.Namespace, log_path: Path) -> Iterator["Fleet"]:
     from ray_fleet import environment, run_fleet
 
     overrides = {**sizes(args.rows), "cache.memory_bytes": None, "route.policy": "least_load", "route.retries": 5}
-    numbers = {"min_replicas": args.servers, "max_replicas": args.servers, "health_check_period_s": 1.0}
+    numbers = {"min_replicas": args.servers, "max_replicas": args.servers}
+    numbers |= {"health_check_period_s": 1.0, "health_check_timeout_s": 3.0}
     with run_fleet({"overrides": overrides, **numbers}, environment(), log_path) as fleet:
         replicas = [RayReplica(number, fleet) for number in range(args.servers)]
         while not all(replica.serves for replica in replicas):  # the fleet serves when one does
@@ -357,7 +393,7 @@ def recoveries(
     streams: Sequence[Stream], log: str, deeds: Sequence[dict[str, Any]], begun_s: float
 ) -> dict[str, list[float]]:
     """Of each kind of deed, the seconds between the last token before each move and the first one after, sorted."""
-    found: dict[str, list[float]] = {"kill": [], "stop": [], "upgrade": []}
+    found: dict[str, list[float]] = {deed: [] for deed in DEEDS}
     for name, num_tokens in _LEAVES.findall(log):
         stream = streams[int(name.removeprefix("r"))]
         counts = stream.counts
@@ -409,6 +445,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--stops", type=int, default=5)
     parser.add_argument("--upgrades", type=int, default=0, help="Of every server.")
+    parser.add_argument("--proxies", type=int, default=0, help="Kills of Ray Serve's proxy.")
+    parser.add_argument("--ingresses", type=int, default=0, help="Kills of the ingress on Ray.")
+    parser.add_argument("--controllers", type=int, default=0, help="Kills of Ray Serve's controller.")
     parser.add_argument("--drain-s", type=float, default=2.0, help="serve.drain_s: seconds of streams in an upgrade.")
     parser.add_argument("--halt-s", type=float, default=20.0, help="Seconds of a SIGSTOP.")
     parser.add_argument("--threads", type=int, default=48, help="Streams at once.")
@@ -419,6 +458,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.door == "ray" and args.upgrades:
         parser.error("--door ray has no --upgrades: it is Ray that replaces its replicas")
+    if args.door != "ray" and (args.proxies or args.ingresses or args.controllers):
+        parser.error("--proxies, --ingresses and --controllers are of Ray Serve: give --door ray")
     own_log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: own_log.append(record.getMessage())
@@ -455,7 +496,8 @@ def main() -> int:
         print(f"{args.streams} streams at least through {addresses}", flush=True)
         begun_s = time.monotonic()
         load = Load(addresses, kinds, args.streams, args.threads)
-        done = disturb(servers, load, args)
+        parts = {} if fleet is None else {deed: RayPart(title, fleet) for deed, title in RAY_PARTS.items()}
+        done = disturb(servers, parts, load, args)
         load.finish()
         while load.running:
             time.sleep(0.1)
@@ -464,14 +506,11 @@ def main() -> int:
         log = "\n".join(own_log) + (router_log.read_text() if router_log.exists() else "")
         log += "" if fleet is None else fleet.log()
     moved = recoveries(load.streams, log, done, begun_s)
-    everything = sorted(moved["kill"] + moved["stop"] + moved["upgrade"])
-    deeds = {deed: sum(one["deed"] == deed for one in done) for deed in ("kill", "stop", "upgrade")}
-    asked = args.kills + args.stops + args.upgrades * args.servers
+    everything = sorted(itertools.chain.from_iterable(moved.values()))
+    asked = args.kills + args.stops + args.upgrades * args.servers + args.proxies + args.ingresses + args.controllers
     report = {
         "wall_s": round(wall_s, 1),
-        "kills": deeds["kill"],
-        "stops": deeds["stop"],
-        "upgrades": deeds["upgrade"],
+        "done": collections.Counter(one["deed"] for one in done),
         **judge(load.streams, expected),
         "moves": len(_LEAVES.findall(log)),
         "moves_by_clients": len(moved_by_clients),
@@ -480,8 +519,8 @@ def main() -> int:
         "recovery_p50_s": quantile(everything, 0.5),
         "recovery_p99_s": quantile(everything, 0.99),
         "recovery_max_s": quantile(everything, 1.0),
-        **{f"recovery_after_{deed}_p50_s": quantile(times_s, 0.5) for deed, times_s in moved.items()},
-        **{f"recovery_after_{deed}_p99_s": quantile(times_s, 0.99) for deed, times_s in moved.items()},
+        **{f"recovery_after_{deed}_p50_s": quantile(times_s, 0.5) for deed, times_s in moved.items() if times_s},
+        **{f"recovery_after_{deed}_p99_s": quantile(times_s, 0.99) for deed, times_s in moved.items() if times_s},
         "deeds": done,
     }
     print(json.dumps(report, indent=1))

@@ -20,6 +20,7 @@ RUN python -m pip install --no-cache-dir --constraint constraints.txt ".[${EXTRA
 ENV PYTHONUNBUFFERED=1 \
     JAXSERVE_COMPILE_CACHE=/var/cache/jaxserve \
     RAY_USAGE_STATS_ENABLED=0 \
+    RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1 \
     JAX_PLATFORMS=cpu
 
 USER 10001:10001

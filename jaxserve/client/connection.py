@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from jaxserve.errors import ConfigError, JaxserveError, Status
-from jaxserve.serve.status import status_of_grpc
+from jaxserve.serve.status import status_of_call
 from jaxserve.serve.status_details import is_draining, retry_after_s
 
 CHANNEL_OPTIONS = (
@@ -84,7 +84,7 @@ def failure_of(error: grpc.RpcError) -> RequestFailed:
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), f"an error without a status: {error!r}"
     text = error.details() or str(error.code())
     return RequestFailed(
-        status_of_grpc(error.code()), text, retry_after_s=retry_after_s(error), draining=is_draining(error)
+        status_of_call(error.code(), text), text, retry_after_s=retry_after_s(error), draining=is_draining(error)
     )
 
 

@@ -32,6 +32,9 @@ class ReplicaOptions(Section):
     health_check_period_s: float = pydantic.Field(
         default=2.0, gt=0, description="Seconds between looks at a replica; three bad ones replace it."
     )
+    health_check_timeout_s: float = pydantic.Field(
+        default=10.0, gt=0, description="Seconds after which a look that has found no answer is a bad one."
+    )
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:

@@ -90,6 +90,7 @@ def build_engine_deployment(options: ReplicaOptions, resolved: ResolvedConfig, n
         graceful_shutdown_timeout_s=_leaving_s(resolved.config),
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=options.health_check_period_s,
+        health_check_timeout_s=options.health_check_timeout_s,
     )(EngineReplica)
 
 

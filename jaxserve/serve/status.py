@@ -45,10 +45,13 @@ HTTP_CODES: dict[Status, int] = {
 _MAX_MESSAGE_BYTES = 2000
 
 
+_DEFECT = "internal error; the server's log has the details under "
+
+
 def public_message(error: Exception, where: str) -> str:
     """The part of `error` that a client may read: all of a typed error; of a defect only where to look for it."""
     if not isinstance(error, JaxserveError) or error.status is Status.INTERNAL:
-        return f"internal error; the server's log has the details under {where}"
+        return f"{_DEFECT}{where}"
     encoded = str(error).encode("utf-8", errors="replace")
     if len(encoded) <= _MAX_MESSAGE_BYTES:
         return encoded.decode()
@@ -77,6 +80,17 @@ def error_of_grpc(code: grpc.StatusCode, text: str) -> JaxserveError:
     """
     status = status_of_grpc(code)
     return _ERRORS[status](text) if status in _ERRORS else JaxserveError(f"a server answers {code.name}: {text}")
+
+
+def status_of_call(code: grpc.StatusCode, text: str) -> Status:
+    """The status of a failed call, for clients.
+
+    INTERNAL without the text of a server's own defect comes from what stands between: gRPC says so of a stream that a
+    gateway resets, and Ray's proxy of one whose ingress has died. The server is gone, then.
+    """
+    if code is grpc.StatusCode.INTERNAL and _DEFECT not in text:
+        return Status.UNAVAILABLE
+    return status_of_grpc(code)
 
 
 def status_of_grpc(code: grpc.StatusCode) -> Status:

@@ -52,11 +52,15 @@ class Fleet:
         return "\n".join(file.read_text(errors="replace") for file in sorted(files))
 
     def pids(self, deployment: str = "Engine") -> set[int]:
-        """Processes of the replicas of a deployment, found by the titles that Ray gives them."""
+        """Processes of the replicas of a deployment."""
+        return self.titled(TITLE + deployment)
+
+    def titled(self, beginning: str) -> set[int]:
+        """Processes of this cluster, by the titles that Ray gives them, such as ray::ProxyActor."""
         found = set()
         for process in self._head.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(TITLE + deployment):
+                if " ".join(process.cmdline()).startswith(beginning):
                     found.add(process.pid)
         return found
 
@@ -71,7 +75,9 @@ def environment() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray is polite to its neighbours on a machine (niceness 15), and starves where there are others at work.
         "RAY_worker_niceness": "0",
-        # There a proxy that takes six seconds to start is not broken either.
+        # A replica that answers no look at it would not answer a request to end either.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        # On a busy machine a proxy that takes six seconds to start is not broken either.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(WAIT_S),
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(WAIT_S),
     }

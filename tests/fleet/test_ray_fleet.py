@@ -117,13 +117,14 @@ def test_prompts_are_computed_by_some_replicas_for_others(
         (computing,) = fleet.pids("Prefill")
         os.kill(computing, signal.SIGKILL)
         assert client.complete(LONG[1], SAMPLING, timeout_s=WAIT_S).text == expected[LONG[1]]
-        (answering,) = fleet.pids()
-        texts = []
-        for reply in client.generate(LONG[2], SAMPLING, timeout_s=WAIT_S):
-            texts.append(reply.text)
-            if len(texts) == MID_ANSWER:
-                os.kill(answering, signal.SIGKILL)
-        assert "".join(texts) == expected[LONG[2]]
+        (answering,), (routing,) = fleet.pids(), fleet.pids("Ingress")
+        for victim in (answering, routing):
+            texts = []
+            for reply in client.generate(LONG[2], SAMPLING, timeout_s=WAIT_S):
+                texts.append(reply.text)
+                if len(texts) == MID_ANSWER:
+                    os.kill(victim, signal.SIGKILL)
+            assert "".join(texts) == expected[LONG[2]]
         wait_until(lambda: len(fleet.pids("Prefill") - {computing}) == 1, "Ray starts another one")
         assert client.complete(LONG[3], SAMPLING, timeout_s=WAIT_S).text == expected[LONG[3]]
 

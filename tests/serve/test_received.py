@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError, Draining, EngineStopped, QueueFull
 from jaxserve.serve.convert import request_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.received import Received
+from jaxserve.serve.status import public_message
 from jaxserve.serve.status_details import details_of, is_draining
 from jaxserve.testing import ManualClock
 
@@ -144,7 +145,8 @@ def test_calls_that_are_not_sent_again() -> None:
     assert attempts().wait_after(broken(UNAVAILABLE)) is not None
     begun = attempts()
     begun.take(reply(0, [5], 0, "a"))
-    refused(begun, broken(grpc.StatusCode.INTERNAL))
+    refused(begun, broken(grpc.StatusCode.INTERNAL, public_message(KeyError(), "error 12ab")))
+    assert begun.wait_after(broken(grpc.StatusCode.INTERNAL, "The actor died")) is not None, "a proxy's word for it"
     never = attempts(attempts=0)
     never.take(reply(0, [5], 0, "a"))
     refused(never, broken(UNAVAILABLE))

@@ -13,7 +13,7 @@ from jaxserve.errors import (
     Status,
     Unauthenticated,
 )
-from jaxserve.serve.status import GRPC_CODES, HTTP_CODES, public_message, status_of, status_of_grpc
+from jaxserve.serve.status import GRPC_CODES, HTTP_CODES, public_message, status_of, status_of_call, status_of_grpc
 
 
 def test_every_status_has_its_own_code_and_the_way_back() -> None:
@@ -55,6 +55,16 @@ def test_defects_keep_their_text_to_themselves(error: Exception) -> None:
     message = public_message(error, "error 12ab")
     assert "secret" not in message
     assert "error 12ab" in message
+
+
+def test_internal_is_a_defect_of_the_server_or_the_end_of_something_before_it() -> None:
+    defect = public_message(KeyError("x"), "error 12ab")
+    broke_off = f"the answer broke off after 3 tokens: {defect}"  # an ingress on Ray
+    assert status_of_call(grpc.StatusCode.INTERNAL, defect) is Status.INTERNAL
+    assert status_of_call(grpc.StatusCode.INTERNAL, broke_off) is Status.INTERNAL
+    assert status_of_call(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2") is Status.UNAVAILABLE
+    assert status_of_call(grpc.StatusCode.INTERNAL, "The actor died unexpectedly") is Status.UNAVAILABLE
+    assert status_of_call(grpc.StatusCode.NOT_FOUND, "no model") is Status.NOT_FOUND
 
 
 def test_long_messages_are_cut_at_a_character() -> None:
