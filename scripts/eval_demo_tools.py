@@ -1,12 +1,14 @@
 """How often the demo model's adapter for tools calls the right function rightly, on held-out chats, over HTTP.
 
     python -m jaxserve.run --config configs/demo-tools.yaml &
-    python scripts/eval_demo_tools.py [--items 100] [--json benchmarks/demo_tools.json]
+    python scripts/eval_demo_tools.py [--items 1000] [--json benchmarks/demo_tools.json]
 
 Chats come from `demo_tool_tasks.py`, `--items` of each kind. They are sent by OpenAI's client to a server, greedy and
 without any constraint: tools are not strict, and `tool_choice` is `auto`. A call is right when it is the only one,
 there is no text beside it, and name and arguments are those of the item. An answer is right when its text is, whole;
 where there is none that is right alone (a story), it must call nothing.
+
+Exit code 1: of calls of the calculator alone in the list, less than 95 % are right.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from record import write_record
 from rich.console import Console
 from rich.table import Table
 
-ENOUGH = 0.95
+ENOUGH = 0.95  # of calls of the calculator
 # Names and parameters that it was not taught are told, but not counted.
 PROMISED = tuple(kind for kind in KINDS if kind != "new_names")
 STREAMS = 16  # items at once
@@ -84,14 +86,14 @@ async def run(args: argparse.Namespace) -> int:
         console.print(f"    wanted {item.call or item.answer['content']!r}", markup=False)
     if args.json:
         write_record(args.json, {**shares, "all but new_names": mean}, items=args.items, seed=args.seed)
-    return 0 if mean >= ENOUGH else 1
+    return 0 if shares["call"] >= ENOUGH else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="demo-tools")
-    parser.add_argument("--items", type=int, default=100, help="of each kind")
+    parser.add_argument("--items", type=int, default=1000, help="of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the items; training is judged by those of 0")
     parser.add_argument("--show", type=int, default=10, help="wrong answers to print")
     parser.add_argument("--json", type=Path, help="record of the shares")

@@ -117,6 +117,7 @@ async def test_pydantic_ai(server: Served, kind: type[OpenAIChatModel | OpenAIRe
 @pytest.mark.slow
 async def test_held_out_calls(server: Served) -> None:
     async with client_of(server) as client:
+        calls, wrong_calls = await evaluate(client, MODEL, 250, seed=2, kinds=("call",))
         shares, wrong = await evaluate(client, MODEL, 25, seed=2, kinds=PROMISED)
-    assert shares["call"] >= ENOUGH, wrong
-    assert min(shares.values()) >= 0.5, (shares, wrong)  # 0.70 to 0.98 in benchmarks/demo_tools.json
+    assert calls["call"] >= ENOUGH, wrong_calls  # 0.982 of 1,000 in benchmarks/demo_tools.json
+    assert min(shares.values()) >= 0.5, (shares, wrong)  # 0.75 to 0.98 there
