@@ -30,6 +30,8 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(f"jaxserve needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; try: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@echo "==> updating pip, which says nothing while it unpacks packages before 25.1"
+	@$(PIP) install --quiet --upgrade 'pip>=25.1' || echo "==> not updated: the next step may be silent for some ten seconds"
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> installing jaxserve (about 1.1 GB; a few minutes)"
