@@ -21,7 +21,7 @@ help:
 	@echo "make serve      gRPC service with the demo model"
 	@echo "make serve-tools  HTTP service with the demo model and its adapter that calls tools"
 	@echo "make test       the quick tests (those of the web page need Chromium)"
-	@echo "make test-slow  the slow ones, as long again"
+	@echo "make test-slow  the slow ones, two to three times as long"
 	@echo "make test-all   both in one run, which compiles what they share once: what CI runs"
 	@echo "make test-long  those of tests/long.txt, which CI leaves out: before a release"
 	@echo "make lint type  ruff and the type checker"

@@ -139,6 +139,7 @@ def write_batch(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_killed_goes_on_and_gives_each_answer_once(
     tmp_path: Path, fakes: Fakes, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_scores_are_those_of_the_next_token(llm: LLM, monkeypatch: pytest.Monkey
         assert output.outputs.score == pytest.approx(math.exp(yes) / (math.exp(yes) + math.exp(no)), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_function_but_for_rounding(llm: LLM) -> None:
     """`load_trainable` takes sums in another order than the engine. A token that the model is sure of hardly shows it,
     since a change of its logit is one of the sum as well."""
@@ -156,6 +157,7 @@ def demo(llm: LLM, whole: list[tuple[Item, str]]) -> Iterator[Served]:
         yield parts
 
 
+@pytest.mark.slow
 async def test_streamed_answers_are_the_same(demo: Served, whole: list[tuple[Item, str]]) -> None:
     async def stream(client: openai.AsyncOpenAI, item: Item) -> str:
         messages: Any = list(item.messages)

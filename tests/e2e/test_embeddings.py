@@ -97,6 +97,7 @@ def check(found: list[list[float]], expected: list[np.ndarray]) -> None:
     assert np.abs(expected[2] - expected[3]).max() > 0.05, "the prompts are too alike to show anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", Pooling)
 def test_equals_a_plain_forward_and_nothing_compiles(
     engine: Engine, hidden_states: list[np.ndarray], pooling: Pooling

@@ -95,6 +95,7 @@ def _bits(results: list[Result]) -> list[tuple]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
+@pytest.mark.slow
 def test_sampled_requests_differ_from_greedy_ones(alone: list[list[int]]) -> None:
     assert len({tuple(t) for t in alone}) > 8, "the requests are too alike to show anything"
 

@@ -64,6 +64,8 @@ def engine() -> Engine:
         cache__num_pages=400,
         runtime__batch_invariant=True,
         speculation__method="ngram",
+        speculation__adaptive=False,  # else the times of steps say whether it drafts
+        runtime__background_buckets=False,  # and until the shapes for drafts are compiled, it would not
         sched__max_waiting=4096,
     )
 

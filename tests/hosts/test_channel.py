@@ -329,6 +329,7 @@ def test_what_ends_a_follower(
 FILL = {"do": "fill", "pages": [{"salt": "a secret", "content": "0" * 64}], "slots": [1], "deadline_s": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frame", "has_store", "text"),
     [

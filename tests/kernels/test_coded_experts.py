@@ -71,6 +71,7 @@ IDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "storage", "arithmetic"), USES, ids=IDS)
 def test_rows_meet_the_codes_of_their_own_expert(name: str, storage: Storage, arithmetic: Arithmetic) -> None:
     """Against float64. Rounded rows are within what 254 steps of the largest number explain."""

@@ -114,6 +114,7 @@ def test_bfloat16_queries_come_back_as_bfloat16(implementation, case):
     assert relative_error(case, low, np.asarray(out)) <= TOLERANCE["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @every_implementation(quick=False)
 def test_scales_are_exact_factors(implementation, dtype):

@@ -81,6 +81,7 @@ def test_products_are_exact_but_for_float32_sums(out_shape, in_shape, storage, r
     assert (np.abs(out - wanted) <= 2e-6 * bound).all()
 
 
+@pytest.mark.slow
 def test_rounded_activations_are_those_of_xla_and_what_is_not_finite_stays_in_its_row():
     weight = coded((2, 20), (5, 32), INT8, IN_INTEGERS)
     converted = interpreted.convert(weight)

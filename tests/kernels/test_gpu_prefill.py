@@ -108,13 +108,15 @@ def test_heads_that_do_not_fill_the_rows_and_cross_warpgroups(heads, watch):
     check(case, watch, blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("stages", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [1, 3])
 def test_slots_are_used_again(stages, cache_dtype, watch):
     case = rows_case(narrowed_spec(SPEC), ((30, 500),), cache_dtype=cache_dtype)
     check(case, watch, PrefillBlocks(block_q=64, block_kv=64, stages=stages, heads=2, landing=2))
 
 
+@pytest.mark.slow
 def test_128_rows_for_each_warpgroup(watch):
     case = rows_case(narrowed_spec(SPEC), ((100, 150),), 32)
     check(case, watch, PrefillBlocks(block_q=128, block_kv=64, stages=2, heads=2))
@@ -141,6 +143,7 @@ def test_random_ragged_batches_among_poison(page_size, window, watch, data):
 PLAIN = dataclasses.replace(IMPLEMENTATION, write=plain_write)
 
 
+@pytest.mark.slow
 def test_shared_prefix_pages_serve_two_rows(watch):
     page = 16
     case = rows_case(narrowed_spec(SPEC), ((6, 2 * page + 9), (3, 2 * page + 5)), page)
@@ -152,6 +155,7 @@ def test_shared_prefix_pages_serve_two_rows(watch):
     check(case, watch, inputs=dataclasses.replace(inputs, batch=shared, keys=keys, values=values))
 
 
+@pytest.mark.slow
 def test_a_batch_of_padding_alone_gives_zeros(watch):
     case, room = bucketed(((1, 5),), 16, narrowed_spec(SPEC), "bfloat16", "bfloat16")
     inputs = make_inputs(case, PLAIN, poison=True, room=room)

@@ -39,6 +39,7 @@ def make_case(kv_heads: int, head_dim: int, page_size: int, dtype: str, rows=ROW
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "page_size", "dtype"),
     [

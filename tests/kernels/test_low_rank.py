@@ -72,6 +72,7 @@ def _expected(x: np.ndarray, weights: LowRank, slots: np.ndarray) -> np.ndarray:
     return np.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_each_token_has_its_own_adapter(body, projection: str) -> None:
@@ -98,6 +99,7 @@ def test_bfloat16_is_rounded_no_more_than_its_own_numbers(body) -> None:
         assert np.abs(found - exact).max() < 2e-2 * np.abs(exact).max()
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_slot_or_the_neighbours() -> None:
     rng = np.random.default_rng(1)
     for projection in PROJECTIONS:

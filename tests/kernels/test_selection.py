@@ -179,6 +179,7 @@ def test_quest_chooses_the_pages_and_gives_the_numbers_of_the_loops(attention: P
     assert differences > 40, "pages were left out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [*INVARIANT, XLA_ATTENTION], ids=lambda attention: attention.name)
 def test_all_pages_give_the_bits_of_the_implementation(attention: PagedAttention) -> None:
     dense, chosen = (
@@ -208,6 +209,7 @@ class EveryOther:
         return jnp.broadcast_to(jnp.arange(shape[2]) % 2 == 1, shape)
 
 
+@pytest.mark.slow
 def test_a_selector_by_its_path_always_has_the_newest_page_and_none_behind_it() -> None:
     selector = find_selector(f"{__name__}:EveryOther", SelectorOptions(num_pages=None, page_size=PAGE))
     assert selector is not None
@@ -221,6 +223,7 @@ def test_a_selector_by_its_path_always_has_the_newest_page_and_none_behind_it() 
     assert np.abs(out - expected).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_copied_pages_have_their_summaries() -> None:
     attention = with_selector(XLA_ATTENTION, QUEST, [USE])
     world = World(attention)

@@ -107,12 +107,13 @@ def test_random_ragged_batches_among_poison(watch, data):
 LONG_ROWS = ((1, 1), (1, 64), (1, 65), (1, 256), (1, 250), (1, 257), (1, 700), (1, 17))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "window", "dtype"),
     [
         (16, None, "bfloat16"),
-        pytest.param(24, 100, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(24, None, "float32", marks=pytest.mark.slow),
+        (24, 100, "bfloat16"),
+        (24, None, "float32"),
     ],
 )
 def test_blocks_of_several_compute_blocks(page_size, window, dtype, watch):
@@ -178,6 +179,7 @@ EMPTY_LISTS = {  # no padding tokens, but padding rows: their first token would 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EMPTY_LISTS)
 def test_nothing_beside_the_arrays_is_read_or_written(name, watch, monkeypatch):
     rows, padding_rows = EMPTY_LISTS[name]
@@ -303,6 +305,7 @@ def test_page_ids_of_a_long_row_come_in_pieces_of_128(watch):
     check(dataclasses.replace(long, padding_rows=1), watch)
 
 
+@pytest.mark.slow
 def test_a_decode_row_is_bitwise_the_same_alone_and_in_any_crowd():
     crowd, room = bucketed(((1, 65), (1, 7), (1, 120), (17, 60)), 16, SPEC, "bfloat16", "bfloat16")
     inputs = make_inputs(crowd, IMPLEMENTATION, room=room)

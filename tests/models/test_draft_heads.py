@@ -113,6 +113,7 @@ def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         assert np.abs(got[kept] - want[kept]).max() < 2e-4 * max(1.0, np.abs(want[kept]).max() / 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [

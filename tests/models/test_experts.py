@@ -135,6 +135,7 @@ def test_the_block_is_the_formula_of_its_family(name):
     np.testing.assert_allclose(out, by_formula(spec, np.asarray(x)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_the_same_but_for_its_rounding():
     x = tokens(19, "bfloat16")
     out = np.asarray(run_of(GPT_OSS, PACKED, "bfloat16")(x, real(19)), np.float32)

@@ -36,6 +36,7 @@ def assert_same_parameters(pair: models.Pair, dtype: str, mesh: jax.sharding.Mes
     return len(coded.kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", models.SCHEMES)
 def test_parameters_are_those_of_the_float_weights(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

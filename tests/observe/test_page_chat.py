@@ -6,6 +6,7 @@ Skipped where no Chromium is installed (Debian: apt-get install chromium).
 import json
 from typing import Any
 
+import pytest
 from page_parts import LASTING_S, answer_page, ask_page, needs_chromium, open_page, piece, say
 from picture_parts import picture_parts, png
 from playwright.sync_api import Page, Route, expect
@@ -408,6 +409,7 @@ def test_half_an_answer_is_kept_and_said_to_be_half(page: Page) -> None:
         expect(page.locator("#chat-error")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_chats_are_kept_in_the_browser(page: Page) -> None:
     with watched() as parts:
         open_page(page, parts)

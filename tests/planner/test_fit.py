@@ -49,6 +49,7 @@ MILLIONS |= {"falcon-7b": 6922, "gemma-2-9b": 9242, "mixtral-8x7b": 46703, "qwen
 MILLIONS |= {"gpt-oss-20b": 20915}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_config_fits_where_it_is_meant_to_run(name):
     config = shipped(name)

@@ -130,6 +130,7 @@ def test_every_layout_gives_the_bytes_that_it_was_given(name: str) -> None:
         assert len({slots for stages, slots in slots_before if stages == 1}) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "page_size"), [("bfloat16", 16), ("float8_e4m3fn", 20)])
 @pytest.mark.parametrize("name", BODIES)
 def test_the_layout_of_an_implementation_is_where_it_writes(name: str, dtype: str, page_size: int) -> None:

@@ -90,6 +90,7 @@ def test_more_tokens_than_the_window_at_once_leave_the_last() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_past_answers_of_the_same_origin_are_found(seed: int) -> None:
     rng = random.Random(seed)

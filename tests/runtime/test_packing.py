@@ -168,6 +168,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["auto", "numba_cpu"])
 @pytest.mark.parametrize("use", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_a_cpu_packs(

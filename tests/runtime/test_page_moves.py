@@ -51,6 +51,7 @@ def as_bytes(state: DeviceState) -> list[np.ndarray]:
     return [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(state.caches)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("dtype", SHAPES)
 def test_pages_come_back_as_they_were(dtype: str, num_devices: int) -> None:

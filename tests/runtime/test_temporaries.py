@@ -22,6 +22,7 @@ def compiled(fn, *shapes, donate=()) -> Module:
     return parse_hlo(text)
 
 
+@pytest.mark.slow
 def test_an_array_on_the_way_is_found_with_where_it_comes_from():
     def best(x):
         with jax.named_scope("ranking"):
@@ -31,6 +32,7 @@ def test_an_array_on_the_way_is_found_with_where_it_comes_from():
     assert found[0].size == 64 * MIB and any("ranking" in t.scope for t in found)
 
 
+@pytest.mark.slow
 def test_an_array_in_one_branch_is_found():
     def one_of(flag, x):
         return jax.lax.cond(flag > 0, lambda x: jnp.sort(x, axis=1)[:, 0], lambda x: x[:, 0], x)
