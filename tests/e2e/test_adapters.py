@@ -72,7 +72,8 @@ def check_merged(
     assert tokens == expected_tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", *FAMILIES])
 def test_equals_merged_weights(name: str, tmp_path: Path) -> None:
     check_merged(FIXTURES / name, tmp_path)
 

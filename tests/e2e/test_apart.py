@@ -95,6 +95,7 @@ def answer(engine: Any, request: Any) -> tuple[list[Any], int]:
     return parts, found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -104,7 +105,6 @@ def answer(engine: Any, request: Any) -> tuple[list[Any], int]:
         pytest.param(
             {"cache__page_size": 8, "cache__num_pages": 80, "kernels__paged_attention": "xla_batched"},
             id="another kernel, pages of 8",
-            marks=pytest.mark.slow,
         ),
     ],
 )

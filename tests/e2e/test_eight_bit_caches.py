@@ -32,7 +32,8 @@ def bits(engine: Any, asked: Any = ASKED) -> list[tuple]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_request_has_the_same_bits_whole_in_chunks_preempted_and_hit_by_prefix(dtype: str) -> None:
     engine = build("demo", cache__dtype=dtype, **DEMO, **ROOMY)
     whole = [bits(engine, [one]) for one in ASKED]

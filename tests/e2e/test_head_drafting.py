@@ -58,16 +58,17 @@ def expected() -> list[list[tuple]]:
     return answers(run(build(FIXTURES / "llama", **POOL), ASKED, stagger=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("eagle", {"speculation__rounds": 3}, marks=pytest.mark.slow),
-        pytest.param("mtp", {}, marks=pytest.mark.slow),
-        pytest.param("medusa", {"speculation__rounds": 3}, marks=pytest.mark.slow),
-        pytest.param("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
+        ("eagle", {"speculation__rounds": 3}),
+        ("mtp", {}),
+        ("medusa", {"speculation__rounds": 3}),
+        ("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}),
         ("llama", {}),
-        pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"speculation__width": 8}, marks=pytest.mark.slow),
+        ("llama", {"parallel__tensor": 2, "speculation__rounds": 3}),
+        ("gpt2", {"speculation__width": 8}),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(

@@ -166,7 +166,8 @@ def test_an_engine_that_cannot_keep_the_bits_does_not_start() -> None:
         build("demo", runtime__batch_invariant=True, kernels__matmul="xla", kernels__paged_attention="xla")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_give_a_row_the_same_bits_alone_and_in_a_crowd(name: str) -> None:
     """The crowd decides which rows an expert has beside it. Steps of other sizes: tests/models/test_experts.py."""
     engine = build(FIXTURES / name, **POOL)
