@@ -14,7 +14,7 @@ from jaxserve.sched import ContinuousScheduler, SchedulerOptions
 from jaxserve.sched.policies import FcfsPolicy
 from jaxserve.testing import make_limits
 
-FOUR = SamplingParams(temperature=0.0, max_tokens=4)
+FOUR = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture

@@ -45,6 +45,11 @@ class Authority:
     ) -> x509.Certificate:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1) - datetime.timedelta(days=age_days)
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        signs = x509.KeyUsage(
+            digital_signature=True, key_cert_sign=is_authority, crl_sign=is_authority, content_commitment=False,
+            key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
+            decipher_only=False,
+        )  # fmt: skip
         return (
             x509.CertificateBuilder()
             .subject_name(_name(name))
@@ -54,6 +59,10 @@ class Authority:
             .not_valid_before(end - datetime.timedelta(days=1))
             .not_valid_after(end)
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            # Python's default context has been strict since 3.13, and asks for these three as RFC 5280 does.
+            .add_extension(signs, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())
         )
