@@ -14,7 +14,8 @@ import jax
 from jaxserve.config import describe_absent_tpu
 from jaxserve.lab.ledger.bundles import Program, UnknownSchedule, parse_program
 
-_FINAL = re.compile(r"^\d+-(?P<name>.+)-\d+-final_bundles\.txt$")
+# libtpu of JAX 0.11 writes numbers of operands behind the name: paged_kv_write.1.refs_13_
+_FINAL = re.compile(r"^\d+-(?P<name>.+?)(\.refs_\d+_)*-\d+-final_bundles\.txt$")
 
 
 def print_schedules(folder: Path) -> None:
