@@ -215,7 +215,9 @@ def assemble(
     pages = None
     if exchanges:
         first = devices[0]
-        pages = CanonicalSlots.of(first.slots, first.slot_form, first.namespace, config.handoff.frame_bytes)
+        pages = CanonicalSlots.of(
+            first.slots, first.slot_form, lambda: devices[0].namespace, config.handoff.frame_bytes
+        )
     adapters = open_adapters(config, devices[0])
     model = describe_model(config, devices, tokenizer, embedding, reranker, pictures, adapters)
     for name, path in config.adapters.load.items():

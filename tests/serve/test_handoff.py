@@ -155,6 +155,15 @@ def test_pages_of_another_model_are_not_used(tmp_path: Path) -> None:
         assert receiver.counts.missed == {"mismatch": 64}
 
 
+def test_pages_of_weights_that_a_server_had_before_are_not_used(tmp_path: Path) -> None:
+    expected = alone(tmp_path)
+    with sides(tmp_path, 8, 8) as [sender, receiver]:
+        ticket = sender.lend(REQUEST)
+        receiver.form.describe = "pages of other weights"
+        assert receiver.fetch(REQUEST, ticket) == (expected, 0)
+        assert receiver.counts.missed == {"mismatch": 64}
+
+
 def test_a_receiver_with_few_slots_computes_the_rest(tmp_path: Path) -> None:
     expected = alone(tmp_path)
     with sides(tmp_path, 8) as [sender]:
