@@ -219,7 +219,10 @@ class AsyncLLM(FrontDoor):
         await asyncio.to_thread(self._assembly.weights.sleep, keep_weights=keep_weights)
 
     async def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
-        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept."""
+        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept.
+
+        Raises as `update_weights`, and CapacityError when the device has no room; it sleeps on then.
+        """
         await asyncio.to_thread(self._assembly.weights.wake_up, weights, version)
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:

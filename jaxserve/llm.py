@@ -80,7 +80,10 @@ class LLM(FrontDoor):
         self._assembly.weights.sleep(self._drive, keep_weights=keep_weights)
 
     def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
-        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept."""
+        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept.
+
+        Raises as `update_weights`, and CapacityError when the device has no room; it sleeps on then.
+        """
         self._assembly.weights.wake_up(weights, version, self._drive)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
@@ -101,8 +104,12 @@ class LLM(FrontDoor):
         self._assembly.adapters.unload(name, self.model_name)
 
     def _drive(self, changes: "Sequence[Future[float]]") -> None:
-        while not all(change.done() for change in changes):
-            self._engine.step()
+        try:
+            while not all(change.done() for change in changes):
+                self._engine.step()
+        except BaseException as error:  # the weights may be half exchanged, so nothing may be drawn by them
+            self._engine.fail(error)
+            raise
 
     def close(self) -> None:
         """Ends the step log and the builds in the background; no method may be called any more.

@@ -287,7 +287,7 @@ class Engine:
         return self._asleep
 
     def set_asleep(self, asleep: bool) -> None:
-        """For `WeightsControl`, which changes the device as well. Any thread."""
+        """For `LiveWeights`, which changes the device as well. Any thread."""
         with self._gate:
             self._asleep = asleep
 
@@ -681,6 +681,9 @@ class Engine:
             if made:
                 try:
                     change.work(self._runner, self._scheduler)
+                except JaxserveError as error:
+                    made = False
+                    change.done.set_exception(error)
                 except BaseException as error:
                     change.done.set_exception(error)
                     raise
@@ -694,8 +697,11 @@ class Engine:
         return True
 
     def _take_buckets(self) -> None:
-        """Between two steps, so that no plan is made for a shape that the runner lacks."""
-        if self._later is None or (limits := self._later.take()) is None:
+        """Between two steps, so that no plan is made for a shape that the runner lacks.
+
+        Not while it sleeps: a runner may time a shape before it takes it, for which it needs its weights.
+        """
+        if self._later is None or self._asleep or (limits := self._later.take()) is None:
             return
         self._stats.use_limits(limits)
         if isinstance(self._scheduler, TakesLimits):

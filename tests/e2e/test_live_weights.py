@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from whole import FIXTURES, POOL, SMALL
+from whole import FIXTURES, POOL, SMALL, always_loads, scheduler
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.assemble.live_weights import Policy
 from jaxserve.engine import Update
-from jaxserve.errors import CheckpointError, ConfigError, EngineStopped, InvalidRequest
+from jaxserve.errors import CapacityError, CheckpointError, ConfigError, EngineStopped, InvalidRequest
 from jaxserve.models import load_trainable
 
 NAME = "qwen3"
@@ -135,6 +135,18 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         check(answers(engine), new, "directory")
 
 
+def test_nothing_is_drawn_after_an_exchange_that_broke_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(weights: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    with llm() as engine:
+        monkeypatch.setattr(engine._engine._runner, "use_weights", breaks)
+        with pytest.raises(RuntimeError, match="is lost"):
+            engine.update_weights(trainable()[1], version="one")
+        with pytest.raises(EngineStopped, match="is lost"):
+            answers(engine)
+
+
 @pytest.mark.slow
 def test_rounded_weights_take_a_directory_alone() -> None:
     with llm(**{"model.quantization": "int8"}) as engine:
@@ -143,6 +155,10 @@ def test_rounded_weights_take_a_directory_alone() -> None:
             engine.update_weights(trainable()[1], version="one")
         engine.update_weights(FIXTURES / NAME, version="one")
         assert [one[0] for one in answers(engine)] == [one[0] for one in before]
+
+
+def full() -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
 
 
 def test_a_device_that_is_given_back_and_taken_again() -> None:
@@ -158,6 +174,14 @@ def test_a_device_that_is_given_back_and_taken_again() -> None:
             engine.sleep()
         with pytest.raises(InvalidRequest, match="give the weights to `wake_up`"):
             engine.update_weights(trainable()[1], version="one")
+        with pytest.raises(InvalidRequest, match="no weights are given"):
+            engine.wake_up(version="one")
+        make_state, stage.make_state = stage.make_state, full
+        with pytest.raises(CapacityError, match="no room for the weights and the pages .* and it sleeps on"):
+            engine.wake_up()
+        stage.make_state = make_state
+        with pytest.raises(EngineStopped, match="sleeps"):
+            engine.generate([{"prompt_token_ids": PROMPTS[0]}], SAMPLING, use_tqdm=False)
         engine.wake_up()
         assert [one[0] for one in answers(engine)] == [one[0] for one in before]
         engine.sleep(keep_weights=False)
@@ -168,6 +192,32 @@ def test_a_device_that_is_given_back_and_taken_again() -> None:
         check(answers(engine), new, "three")
         with pytest.raises(InvalidRequest, match="does not sleep"):
             engine.wake_up()
+
+
+@pytest.mark.slow
+def test_a_store_has_the_pages_of_an_engine_that_slept_until_it_has_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    store = {"store.kind": "file", "store.location": str(tmp_path / "pages"), "store.max_bytes": 1 << 28}
+    with llm(**{"cache.host_bytes": 16 << 20, "store.wait_s": 60.0}, **store) as engine:
+        loader = scheduler(engine._engine).loader
+        always_loads(engine._engine)
+
+        def ask() -> tuple[list[int], int]:
+            """The answer, and how much of the prompt was found, once the store has all pages."""
+            [output] = engine.generate([{"prompt_token_ids": PROMPTS[0] * 3}], SAMPLING, use_tqdm=False)
+            while loader.writing or loader.unwritten:
+                engine._engine.step()
+            return output.outputs[0].token_ids, output.num_cached_tokens
+
+        tokens, found = ask()
+        assert found == 0
+        engine.sleep()
+        engine.wake_up()
+        assert ask() == (tokens, 48)
+        engine.sleep()
+        engine.wake_up(other(1), version="one")
+        again, found = ask()
+        assert again != tokens and found == 0
 
 
 @pytest.mark.slow
