@@ -194,6 +194,7 @@ def assemble(
     create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
     page_stores = prepare_page_stores(config) if config.store.connector is None else prepare_page_connectors(config)
     check_page_events(config)
+    options = scheduler_options(config)
     exchanges = check_handoff(config)
     if config.events.port is not None:
         _check_is_ours(choice, "events.port is set", "tells of no pages; leave events.port out")
@@ -236,9 +237,9 @@ def assemble(
             sender: PageEvents | None,
             dead: Engine | None = None,
         ) -> Engine:
-            options = dataclasses.replace(scheduler_options(config), namespace=device.namespace)
             limits = device.runner.limits
-            made = create_scheduler(choice, limits, options=options, store=store)
+            own = dataclasses.replace(options, namespace=device.namespace)
+            made = create_scheduler(choice, limits, options=own, store=store)
             engine = Engine(
                 runner=device.runner,
                 scheduler=_watched(made, sender, limits),
