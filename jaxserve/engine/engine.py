@@ -381,16 +381,8 @@ class Engine:
             self._degrading.look(self._turned_s)
         if self._changes:
             launch = self._make_changes() and launch
-        if self._entered and not (self._changes and self._changes[0].after_running):
-            with self._telling:
-                self._check_fence()
-                for request_id, request in self._entered.items():
-                    try:
-                        if request_id in live.by_id:  # it may have been aborted
-                            scheduler.add(request)
-                    except JaxserveError as error:
-                        live.refuse(request_id, error)
-                self._entered.clear()
+        if not self._holds_back:
+            self._add_entered()
         self._take_buckets()
         begun_s = stats.start_turn()
         plan = None
@@ -456,9 +448,31 @@ class Engine:
             if isinstance(command, Call):
                 command.carry_out(scheduler)
             elif isinstance(command, Change):
+                held = self._holds_back
                 self._changes.append(command)
+                if not held:  # what came before it counts among what runs
+                    self._add_entered()
             elif isinstance(command, Interrupt):
                 raise command.error
+
+    @property
+    def _holds_back(self) -> bool:
+        """Requests that come wait for a change."""
+        return bool(self._changes) and self._changes[0].after_running
+
+    def _add_entered(self) -> None:
+        """Gives the scheduler the requests that have come."""
+        if not self._entered:
+            return
+        with self._telling:
+            self._check_fence()
+            for request_id, request in self._entered.items():
+                try:
+                    if request_id in self._live.by_id:  # it may have been aborted
+                        self._scheduler.add(request)
+                except JaxserveError as error:
+                    self._live.refuse(request_id, error)
+            self._entered.clear()
 
     def _check_fence(self) -> None:
         if self._fenced:
@@ -694,6 +708,7 @@ class Engine:
             if made:
                 change.done.set_result(self._clock() - self._paused_s)
             self._paused_s = None
+            self._add_entered()  # they have waited for it
         return True
 
     def _take_buckets(self) -> None:

@@ -166,7 +166,10 @@ def test_a_device_that_is_given_back_and_taken_again() -> None:
         before = answers(engine)
         [stage] = engine._engine._runner._stages
         arrays = [*stage.weights, *jax.tree.leaves(stage.state)]
-        engine.sleep()
+        updates: list[Update] = []
+        engine._engine.submit(engine._engine.prepare(PROMPTS[0], SAMPLING), updates.append)
+        engine.sleep()  # it has been taken, and ends before
+        assert updates[-1].last and updates[-1].error is None
         assert all(array.is_deleted() for array in arrays)
         with pytest.raises(EngineStopped, match="sleeps"):
             engine.generate([{"prompt_token_ids": PROMPTS[0]}], SAMPLING, use_tqdm=False)
