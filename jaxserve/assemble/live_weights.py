@@ -226,6 +226,11 @@ class LiveWeights:
                     "this engine keeps the weights that it has: it is one of several processes, its model takes "
                     "pictures, or its device is not jaxserve's own"
                 )
+            if not replica.is_operable:
+                raise InvalidRequest(
+                    "this engine keeps the weights that it has: its scheduler is none of jaxserve's, and could not "
+                    "forget the pages of other weights (see `jaxserve.sched.base.Operable`)"
+                )
 
     @staticmethod
     def _change(works: Sequence[tuple[Engine, Work]], wait: Wait, *, after_running: bool, version: str | None) -> float:

@@ -33,7 +33,7 @@ from jaxserve.engine.waiting import Waiting
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, JaxserveError, StepStalled
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import Exports, InFlight, LaterBuckets, MayWait, Runner, Scheduler, TakesLimits
+from jaxserve.sched.base import Exports, InFlight, LaterBuckets, MayWait, Operable, Runner, Scheduler, TakesLimits
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
@@ -285,6 +285,11 @@ class Engine:
     def asleep(self) -> bool:
         """Its device is given back, or will be when the last request has ended: it takes none until it is woken up."""
         return self._asleep
+
+    @property
+    def is_operable(self) -> bool:
+        """Its scheduler can forget pages of other weights; see `Operable`."""
+        return isinstance(self._scheduler, Operable)
 
     def set_asleep(self, asleep: bool) -> None:
         """For `LiveWeights`, which changes the device as well. Any thread."""

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxserve.assemble.live_weights import Policy
 from jaxserve.engine import Update
 from jaxserve.errors import CapacityError, CheckpointError, ConfigError, EngineStopped, InvalidRequest
 from jaxserve.models import load_trainable
+from jaxserve.sched import Limits, SchedulerOptions, create_scheduler
 
 NAME = "qwen3"
 SETTINGS: dict[str, object] = {"model.path": str(FIXTURES / NAME), **SMALL}
@@ -133,6 +135,21 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         save_file(decoder.to_hf(new), str(tmp_path / "model.safetensors"))
         engine.update_weights(tmp_path, version="directory")
         check(answers(engine), new, "directory")
+
+
+def test_a_scheduler_that_cannot_forget_pages_keeps_the_weights() -> None:
+    def make(limits: Limits, options: SchedulerOptions) -> Any:
+        inner = create_scheduler("fcfs", limits, options=options)
+        return SimpleNamespace(
+            **{name: getattr(inner, name) for name in ("add", "abort", "schedule", "commit", "has_work")}
+        )
+
+    with LLM.from_config(None, SETTINGS, scheduler=make, progress=False) as engine:
+        before = answers(engine)
+        for change in (lambda: engine.update_weights(other(1), version="one"), engine.sleep):
+            with pytest.raises(InvalidRequest, match="its scheduler is none of jaxserve's"):
+                change()
+        assert [one[0] for one in answers(engine)] == [one[0] for one in before]
 
 
 def test_nothing_is_drawn_after_an_exchange_that_broke_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
