@@ -248,9 +248,6 @@ class AsyncLLM(FrontDoor):
             await asyncio.to_thread(self._engine.stop)
             self._streams.close()
 
-    def _sampling(self, given: SamplingParams | None) -> SamplingParams:
-        return self.get_default_sampling_params() if given is None else given
-
     async def _stream(self, prepare: Callable[[], Request]) -> AsyncGenerator[Update, None]:
         request = await self._streams.run(prepare)
         async with contextlib.aclosing(self._streams.stream(request)) as updates:

@@ -340,15 +340,13 @@ class LLM(FrontDoor):
     def _sampling_for(
         self, count: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
-        if sampling_params is None:
-            return [self.get_default_sampling_params()] * count
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * count
+        if not isinstance(sampling_params, Sequence):
+            return [self._sampling(sampling_params)] * count
         if len(sampling_params) != count:
             raise InvalidRequest(
                 f"{count} prompts, but {len(sampling_params)} sampling_params; give one for all, or one for each"
             )
-        return sampling_params
+        return [self._sampling(one) for one in sampling_params]
 
 
 class _Outputs:

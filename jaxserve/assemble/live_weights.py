@@ -199,6 +199,10 @@ class LiveWeights:
     def _make(self, source: WeightSource) -> dict[int, Any]:
         """The weights of each replica. Whatever is wrong with them is found here."""
         self._check_renewable()
+        if not isinstance(source, Mapping | str | os.PathLike):
+            raise InvalidRequest(
+                f"weights are a dictionary of arrays or the directory of a checkpoint, got {type(source).__name__}"
+            )
         devices = enumerate(self._devices)
         return {number: device.new_weights(source) for number, device in devices if device.new_weights is not None}
 
@@ -211,9 +215,9 @@ class LiveWeights:
         return namespace
 
     def _check_version(self, version: str) -> None:
-        if not version or version == self.version:
+        if not isinstance(version, str) or not version or version == self.version:
             raise InvalidRequest(
-                f"version is {version!r}, and that of the weights before {self.version!r}; give another one: answers "
+                f"version is {version!r}, and that of the weights before {self.version!r}; give another text: answers "
                 "say which weights drew their tokens"
             )
 

@@ -124,8 +124,11 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         for source, kind, match in cases:
             with pytest.raises(kind, match=match):
                 engine.update_weights(source, version="bad")
-        with pytest.raises(InvalidRequest, match="version is ''"):
-            engine.update_weights(params, version="")
+        for version in ("", 7):
+            with pytest.raises(InvalidRequest, match=f"version is {version!r}"):
+                engine.update_weights(params, version=version)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="got list"):
+            engine.update_weights([*params.values()], version="x")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="there are finish, recompute, keep"):
             engine.update_weights(params, version="x", policy="replay")  # type: ignore[arg-type]
         assert [one[0] for one in answers(engine)] == [one[0] for one in before]
