@@ -160,7 +160,8 @@ def test_nothing_is_drawn_after_an_exchange_that_broke_in_the_middle(monkeypatch
         raise RuntimeError("the device is lost")
 
     with llm() as engine:
-        monkeypatch.setattr(engine._engine._runner, "use_weights", breaks)
+        [replica] = engine._engine.replicas
+        monkeypatch.setattr(replica._runner, "use_weights", breaks)
         with pytest.raises(RuntimeError, match="is lost"):
             engine.update_weights(trainable()[1], version="one")
         with pytest.raises(EngineStopped, match="is lost"):
@@ -222,7 +223,8 @@ def test_a_store_has_the_pages_of_an_engine_that_slept_until_it_has_other_weight
     (tmp_path / "pages").mkdir(mode=0o700)
     store = {"store.kind": "file", "store.location": str(tmp_path / "pages"), "store.max_bytes": 1 << 28}
     with llm(**{"cache.host_bytes": 16 << 20, "store.wait_s": 60.0}, **store) as engine:
-        loader = scheduler(engine._engine).loader
+        loader = scheduler(engine._engine)._loader
+        assert loader is not None
         always_loads(engine._engine)
 
         def ask() -> tuple[list[int], int]:
