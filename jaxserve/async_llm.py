@@ -219,7 +219,10 @@ class AsyncLLM(FrontDoor):
         await asyncio.to_thread(self._assembly.weights.sleep, keep_weights=keep_weights)
 
     async def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
-        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept."""
+        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept.
+
+        Raises as `update_weights`, and CapacityError when the device has no room; it sleeps on then.
+        """
         await asyncio.to_thread(self._assembly.weights.wake_up, weights, version)
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
@@ -244,9 +247,6 @@ class AsyncLLM(FrontDoor):
         finally:
             await asyncio.to_thread(self._engine.stop)
             self._streams.close()
-
-    def _sampling(self, given: SamplingParams | None) -> SamplingParams:
-        return self.get_default_sampling_params() if given is None else given
 
     async def _stream(self, prepare: Callable[[], Request]) -> AsyncGenerator[Update, None]:
         request = await self._streams.run(prepare)

@@ -80,7 +80,10 @@ class LLM(FrontDoor):
         self._assembly.weights.sleep(self._drive, keep_weights=keep_weights)
 
     def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
-        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept."""
+        """Takes the device again; other weights as in `update_weights`, which are needed where none were kept.
+
+        Raises as `update_weights`, and CapacityError when the device has no room; it sleeps on then.
+        """
         self._assembly.weights.wake_up(weights, version, self._drive)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
@@ -101,8 +104,12 @@ class LLM(FrontDoor):
         self._assembly.adapters.unload(name, self.model_name)
 
     def _drive(self, changes: "Sequence[Future[float]]") -> None:
-        while not all(change.done() for change in changes):
-            self._engine.step()
+        try:
+            while not all(change.done() for change in changes):
+                self._engine.step()
+        except BaseException as error:  # the weights may be half exchanged, so nothing may be drawn by them
+            self._engine.fail(error)
+            raise
 
     def close(self) -> None:
         """Ends the step log and the builds in the background; no method may be called any more.
@@ -333,15 +340,13 @@ class LLM(FrontDoor):
     def _sampling_for(
         self, count: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
-        if sampling_params is None:
-            return [self.get_default_sampling_params()] * count
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * count
+        if not isinstance(sampling_params, Sequence):
+            return [self._sampling(sampling_params)] * count
         if len(sampling_params) != count:
             raise InvalidRequest(
                 f"{count} prompts, but {len(sampling_params)} sampling_params; give one for all, or one for each"
             )
-        return sampling_params
+        return [self._sampling(one) for one in sampling_params]
 
 
 class _Outputs:

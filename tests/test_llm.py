@@ -277,6 +277,7 @@ BAD_PROMPTS = [
     (None, InvalidRequest, "None"),
     (b"abc", InvalidRequest, "bytes"),
     ({"text": "abc"}, InvalidRequest, "text"),
+    ({"prompt": "abc", 7: "abc"}, InvalidRequest, r"got keys \['7', 'prompt'\]"),
     ({"prompt": "a", "cache_salt": 7}, InvalidRequest, "cache_salt"),
 ]
 
@@ -296,6 +297,8 @@ def test_bad_arguments(llm: LLM) -> None:
     for call in (
         lambda: llm.generate(7, FOUR),  # type: ignore[arg-type]
         lambda: llm.generate(["a", "b"], [FOUR]),
+        lambda: llm.generate(["a", "b"], [FOUR, {"max_tokens": 4}]),  # type: ignore[list-item]
+        lambda: llm.generate("a", {"max_tokens": 4}),  # type: ignore[arg-type]
         lambda: llm.generate(["a", "b"], FOUR, priority=[1]),
         lambda: llm.generate(["a", "b"], FOUR, tenant=["t"]),
         lambda: llm.generate("a", FOUR, tenant=7),  # type: ignore[arg-type]

@@ -293,9 +293,10 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(call: Call, fakes: Fake
         ("sched.lengths=lerned", "no length predictor is called 'lerned'"),
         ("route.policy=prefx", "no router is called 'prefx'"),
         ("sched.policy=jaxserve.sched.policy:Policy", "the policy Policy lacks the method key"),
+        ("cache.page_shares={a: 0.7, b: 0.6}", "2 tenants with 1.3 of the pages in all"),
     ],
 )
-def test_a_wrong_name_is_told_before_anything_is_loaded(call: Call, fakes: Fakes, setting: str, words: str) -> None:
+def test_a_wrong_setting_is_told_before_anything_is_loaded(call: Call, fakes: Fakes, setting: str, words: str) -> None:
     code, _, err = call("--prompt", "a", "--set", setting)
     assert code == 2
     assert words in err.splitlines()[-1]

@@ -114,7 +114,7 @@ class Device:
       new_weights: makes other weights for the runner (see `live_weights`); None: it keeps those that it has.
       renew: gives back the memory of the runner, which is used no more, and makes another device of the same weights
         and executables; takes seconds. None where that cannot be.
-      adapters: reads LoRA adapters for the model; None: the engine takes none.
+      adapters: those that requests may name, the same of all replicas; None: the engine takes none.
       join_stores: of a model over several processes: makes the store of all processes from that of this one.
     """
 
@@ -133,7 +133,7 @@ class Device:
     slot_form: SlotForm | None = None
     new_weights: Callable[[WeightSource], Weights] | None = None
     renew: "Callable[[], Device] | None" = None
-    adapters: AdapterReader | None = None
+    adapters: LoadedAdapters | None = None
     join_stores: Callable[[LocalStore], JointStore] | None = None
 
     @property
@@ -194,6 +194,7 @@ def assemble(
     create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
     page_stores = prepare_page_stores(config) if config.store.connector is None else prepare_page_connectors(config)
     check_page_events(config)
+    options = scheduler_options(config)
     exchanges = check_handoff(config)
     if config.events.port is not None:
         _check_is_ours(choice, "events.port is set", "tells of no pages; leave events.port out")
@@ -215,13 +216,10 @@ def assemble(
     pages = None
     if exchanges:
         first = devices[0]
-        pages = CanonicalSlots.of(first.slots, first.slot_form, first.namespace, config.handoff.frame_bytes)
-    adapters = open_adapters(config, devices[0])
-    model = describe_model(config, devices, tokenizer, embedding, reranker, pictures, adapters)
-    for name, path in config.adapters.load.items():
-        assert adapters is not None, "the build has seen it"
-        progress.begin(f"reading the adapter {name}")
-        adapters.load(name, path, model.name)
+        pages = CanonicalSlots.of(
+            first.slots, first.slot_form, lambda: devices[0].namespace, config.handoff.frame_bytes
+        )
+    model = describe_model(config, devices, tokenizer, embedding, reranker, pictures)
     interpreter = process_interpreter()
     with contextlib.ExitStack() as opened:
         if page_stores is not None:
@@ -239,9 +237,9 @@ def assemble(
             sender: PageEvents | None,
             dead: Engine | None = None,
         ) -> Engine:
-            options = dataclasses.replace(scheduler_options(config), namespace=device.namespace)
             limits = device.runner.limits
-            made = create_scheduler(choice, limits, options=options, store=store)
+            own = dataclasses.replace(options, namespace=device.namespace)
+            made = create_scheduler(choice, limits, options=own, store=store)
             engine = Engine(
                 runner=device.runner,
                 scheduler=_watched(made, sender, limits),
@@ -421,7 +419,6 @@ def describe_model(
     embedding: EmbeddingRules,
     reranker: Reranker | None,
     pictures: PictureProcessor | None,
-    adapters: LoadedAdapters | None = None,
 ) -> ModelInfo:
     """The model as front doors see it: the limits that hold on every replica."""
     first = replicas[0]
@@ -430,7 +427,7 @@ def describe_model(
         eos.add(tokenizer.eos_token_id)
     limits = [device.runner.limits for device in replicas]
     return ModelInfo(
-        name=config.model.name or resolve_model_path(config.model.path).name,
+        name=_model_name(config),
         vocab_size=first.vocab_size,
         max_model_len=min(one.max_model_len for one in limits),
         eos_token_ids=tuple(sorted(eos)),
@@ -441,20 +438,20 @@ def describe_model(
         reranker=reranker,
         drafter=config.speculation.method,
         pictures=pictures,
-        adapters=adapters,
+        adapters=first.adapters,
     )
 
 
-def open_adapters(config: Config, device: Device) -> LoadedAdapters | None:
-    """The adapters of an engine, none of them loaded yet; None where it takes none."""
-    reader, asked = device.adapters, config.adapters
-    if reader is None:
-        return None
-    return LoadedAdapters(reader.read, num_bytes=reader.num_bytes, limit_bytes=asked.host_bytes)
+def _model_name(config: Config) -> str:
+    return config.model.name or resolve_model_path(config.model.path).name
 
 
-def _adapter_reader(config: Config, loaded: LoadedModel) -> AdapterReader | None:
-    """Raises ConfigError for models that cannot have adapters yet, and settings that leave no room for one."""
+def _load_adapters(config: Config, loaded: LoadedModel, progress: Progress) -> LoadedAdapters | None:
+    """The adapters of an engine, with those of `adapters.load`; None where it takes none.
+
+    Raises AdapterError, and ConfigError for models that cannot have adapters yet, and settings that leave no room for
+    one.
+    """
     asked, checkpoint = config.adapters, loaded.checkpoint
     if not asked.slots:
         return None
@@ -473,7 +470,11 @@ def _adapter_reader(config: Config, loaded: LoadedModel) -> AdapterReader | None
             f"adapters.host_bytes is {asked.host_bytes}, and one adapter of rank {asked.max_rank} takes "
             f"{reader.num_bytes} bytes of this model; raise it, or lower adapters.max_rank"
         )
-    return reader
+    adapters = LoadedAdapters(reader.read, num_bytes=reader.num_bytes, limit_bytes=asked.host_bytes)
+    for name, path in asked.load.items():
+        progress.begin(f"reading the adapter {name}")
+        adapters.load(name, path, _model_name(config))
+    return adapters
 
 
 def _check_not_shared(choice: SchedulerChoice, num_replicas: int) -> None:
@@ -508,7 +509,7 @@ def build_devices(
     progress.begin("looking for devices and at the checkpoint")
     first, *others = make_meshes(config.parallel, find_devices(config))
     planned = _plan_stages(config, first)
-    reader = _adapter_reader(config, planned[0].shapes)
+    adapters = _load_adapters(config, planned[0].shapes, progress)  # a wrong one is found before the model is loaded
     tower = plan_pictures(config, planned[0].shapes.mesh, planned[0].shapes.dtype)
     planned_s = time.perf_counter()
     replicas = build_runners(
@@ -533,11 +534,11 @@ def build_devices(
     meshes = None if hooks.one_of_many else first
     if tower is not None:
         meshes = None  # the embeddings of pictures would be those of another model's tower
-    return [_describe_device(config, built, planned_s - begin_s, meshes, reader) for built in replicas]
+    return [_describe_device(config, built, planned_s - begin_s, meshes, adapters) for built in replicas]
 
 
 def _describe_device(
-    config: Config, built: Built, plan_s: float, meshes: Sequence[Mesh] | None, reader: AdapterReader | None
+    config: Config, built: Built, plan_s: float, meshes: Sequence[Mesh] | None, adapters: LoadedAdapters | None
 ) -> Device:
     """`meshes`: of the first replica, for which other weights are planned; None: there are no other weights, since all
     of several processes would need them at the same step."""
@@ -564,8 +565,8 @@ def _describe_device(
         page_layout=built.page_layout,
         slot_form=built.slot_form,
         new_weights=None if meshes is None else functools.partial(_new_weights, config, built, meshes),
-        renew=lambda: _describe_device(config, built.renew(), plan_s, meshes, reader),
-        adapters=reader,
+        renew=lambda: _describe_device(config, built.renew(), plan_s, meshes, adapters),
+        adapters=adapters,
     )
 
 

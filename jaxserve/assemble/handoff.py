@@ -60,19 +60,22 @@ class CanonicalSlots:
     Attributes:
       page_tokens: of a page.
       token_bytes: of a token of all layers, in the canonical form.
-      describe: equal for engines that may exchange pages.
     """
 
-    def __init__(self, slots: SlotBytes, form: SlotForm, namespace: str) -> None:
+    def __init__(self, slots: SlotBytes, form: SlotForm, namespace: Callable[[], str]) -> None:
+        """`namespace`: of the keys of pages, which is another one once the engine has other weights."""
         self.page_tokens = form.page_size
         self.token_bytes = sum(2 * kind.num_heads * kind.head_dim * kind.bits.itemsize for kind in form.layers)
         layers = collections.Counter(map(str, form.layers))  # their order follows from the checkpoint
-        self.describe = f"jaxserve {__version__}, canonical pages 1, {dict(layers)}, {namespace}"
+        self._described = f"jaxserve {__version__}, canonical pages 1, {dict(layers)}"
+        self._namespace = namespace
         self._form = form
         self._bytes: Callable[[int], list[memoryview]] = bytes_of(slots)
 
     @classmethod
-    def of(cls, slots: SlotBytes | None, form: SlotForm | None, namespace: str, frame_bytes: int) -> "CanonicalSlots":
+    def of(
+        cls, slots: SlotBytes | None, form: SlotForm | None, namespace: Callable[[], str], frame_bytes: int
+    ) -> "CanonicalSlots":
         """Raises ConfigError where the layout of pages is not known, or no page fits into a frame."""
         if slots is None or form is None:
             raise ConfigError(
@@ -86,6 +89,11 @@ class CanonicalSlots:
                 f"handoff.frame_bytes, {frame_bytes}; raise that, on all servers, or lower cache.page_size"
             )
         return made
+
+    @property
+    def describe(self) -> str:
+        """Equal for engines that may exchange pages now."""
+        return f"{self._described}, {self._namespace()}"
 
     def read(self, lent: Lent, begin: int, end: int) -> Frame:
         """The blocks [begin, end) of what is lent."""

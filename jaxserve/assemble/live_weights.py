@@ -59,17 +59,20 @@ class LiveWeights:
 
     Attributes:
       version: of the weights, as the last update named them; empty: those of the start.
-      asleep: the device has been given back.
     """
 
     def __init__(self, engine: AnyEngine, devices: list["Device"]) -> None:
         """`devices`: of the replicas; one that is built again has another in its place."""
         self.version = ""
-        self.asleep = False
         self._engine = engine
         self._devices = devices
         self._weights_kept = False  # on the host, while it sleeps
         self._changing = threading.Lock()
+
+    @property
+    def asleep(self) -> bool:
+        """The device of a replica has been given back, or will be. One that is built again meanwhile is awake."""
+        return any(replica.asleep and replica.failure is None for replica in self._engine.replicas)
 
     def update(self, source: WeightSource, version: str, policy: str, wait: Wait = wait_for) -> float:
         """Gives every replica other weights. Returns the longest pause of a loop, in seconds.
@@ -94,55 +97,57 @@ class LiveWeights:
         if policy not in known:
             raise InvalidRequest(f"policy is {policy!r}; there are {', '.join(known)}")
         self._check_version(version)
-        made = self._make(source)
-
-        def use(number: int, weights: Any) -> Work:
-            def work(runner: Runner, scheduler: Scheduler) -> None:
-                assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
-                runner.use_weights(weights)
-                scheduler.begin_anew(self._rename(number, version), recompute=policy == Policy.RECOMPUTE)
-
-            return work
-
-        works = [use(number, weights) for number, weights in enumerate(made)]
+        recompute = policy == Policy.RECOMPUTE
+        replicas, made = self._engine.replicas, self._make(source)
+        works = [(replicas[number], self._use(number, made[number], version, recompute)) for number in made]
         pause_s = self._change(works, wait, after_running=policy == Policy.FINISH, version=version)
         self.version = version
         return pause_s
 
+    def _use(self, number: int, weights: Any, version: str, recompute: bool) -> Work:
+        def work(runner: Runner, scheduler: Scheduler) -> None:
+            assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
+            runner.use_weights(weights)
+            scheduler.begin_anew(self._rename(number, version), recompute=recompute)
+
+        return work
+
     def sleep(self, wait: Wait = wait_for, *, keep_weights: bool) -> None:
         """Gives back the device's memory once the running requests have ended; new ones are refused from now on.
 
-        `keep_weights`: they go to the host's memory, for `wake_up`. Raises InvalidRequest when it sleeps already.
+        `keep_weights`: they go to the host's memory, for `wake_up`. Raises InvalidRequest when it sleeps already; and
+        EngineStopped when a replica dies meanwhile: the others sleep, and the same call gives back that of the new one.
         """
         with self._alone():
             self._sleep(wait, keep_weights=keep_weights)
 
     def _sleep(self, wait: Wait, *, keep_weights: bool) -> None:
-        if self.asleep:
-            raise InvalidRequest("the engine sleeps already; wake it up")
         self._check_renewable()
-        for replica, _ in self._parts:
+        awake = [(number, replica) for number, replica in enumerate(self._engine.replicas) if not replica.asleep]
+        if not awake:
+            raise InvalidRequest("the engine sleeps already; wake it up")
+        self._weights_kept = keep_weights and (self._weights_kept or not self.asleep)
+        for _, replica in awake:
             replica.set_asleep(True)
-        self.asleep = True
 
         def fall_asleep(number: int) -> Work:
             def work(runner: Runner, scheduler: Scheduler) -> None:
                 assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
-                scheduler.begin_anew(self._rename(number, self.version), recompute=False)
+                # The same name: pages in a store are those of these weights still, and may be needed again.
+                scheduler.begin_anew(self._devices[number].namespace, recompute=False)
                 runner.sleep(keep_weights=keep_weights)
 
             return work
 
-        self._change(
-            [fall_asleep(number) for number in range(len(self._devices))], wait, after_running=True, version=None
-        )
-        self._weights_kept = keep_weights
+        works = [(replica, fall_asleep(number)) for number, replica in awake]
+        self._change(works, wait, after_running=True, version=None)
 
     def wake_up(self, source: WeightSource | None, version: str, wait: Wait = wait_for) -> None:
         """Takes the device again, with an empty cache.
 
         `source` and `version` as in `update`; None and empty: the weights that were kept. Raises InvalidRequest when
-        there are none or it does not sleep, and as `update`; it sleeps on then.
+        there are none or it does not sleep, and as `update`; what sleeps sleeps on then. Of the replicas that are
+        awake, such as one that was built again meanwhile, each gets these weights, too.
         """
         with self._alone():
             self._wake_up(source, version, wait)
@@ -150,25 +155,35 @@ class LiveWeights:
     def _wake_up(self, source: WeightSource | None, version: str, wait: Wait) -> None:
         if not self.asleep:
             raise InvalidRequest("the engine does not sleep")
+        if source is None and version:
+            raise InvalidRequest(
+                f"version is {version!r}, but no weights are given: those that were kept have theirs; leave one out"
+            )
         if source is None and not self._weights_kept:
             raise InvalidRequest("the weights were dropped; give `wake_up` others, with a version")
+        self._check_renewable()
         if source is not None:
             self._check_version(version)
-        made = [None] * len(self._devices) if source is None else self._make(source)
+        made = {} if source is None else self._make(source)
 
-        def rise(weights: Any) -> Work:
+        def rise(number: int, replica: Engine) -> Work:
             def work(runner: Runner, scheduler: Scheduler) -> None:
-                assert isinstance(runner, Renewable)
-                runner.wake_up(weights)
+                assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
+                runner.wake_up(made.get(number))
+                if source is not None:
+                    scheduler.begin_anew(self._rename(number, version), recompute=False)
+                replica.set_asleep(False)
 
             return work
 
-        told = None if source is None else version
-        self._change([rise(weights) for weights in made], wait, after_running=False, version=told)
-        self.version = version if source is not None else self.version
-        self.asleep = False
-        for replica, _ in self._parts:
-            replica.set_asleep(False)
+        works: list[tuple[Engine, Work]] = []
+        for number, replica in enumerate(self._engine.replicas):
+            if replica.asleep:
+                works.append((replica, rise(number, replica)))
+            elif source is not None:  # it was built again while the others slept
+                works.append((replica, self._use(number, made[number], version, recompute=True)))
+        self._change(works, wait, after_running=False, version=version or None)
+        self.version = version or self.version
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -181,14 +196,15 @@ class LiveWeights:
         finally:
             self._changing.release()
 
-    @property
-    def _parts(self) -> list[tuple[Engine, "Device"]]:
-        return list(zip(self._engine.replicas, self._devices, strict=True))
-
-    def _make(self, source: WeightSource) -> list[Any]:
+    def _make(self, source: WeightSource) -> dict[int, Any]:
         """The weights of each replica. Whatever is wrong with them is found here."""
         self._check_renewable()
-        return [device.new_weights(source) for _, device in self._parts if device.new_weights is not None]
+        if not isinstance(source, Mapping | str | os.PathLike):
+            raise InvalidRequest(
+                f"weights are a dictionary of arrays or the directory of a checkpoint, got {type(source).__name__}"
+            )
+        devices = enumerate(self._devices)
+        return {number: device.new_weights(source) for number, device in devices if device.new_weights is not None}
 
     def _rename(self, number: int, version: str) -> str:
         """The name of what a replica computes from now on: of one update alone, for versions may come again."""
@@ -199,14 +215,14 @@ class LiveWeights:
         return namespace
 
     def _check_version(self, version: str) -> None:
-        if not version or version == self.version:
+        if not isinstance(version, str) or not version or version == self.version:
             raise InvalidRequest(
-                f"version is {version!r}, and that of the weights before {self.version!r}; give another one: answers "
+                f"version is {version!r}, and that of the weights before {self.version!r}; give another text: answers "
                 "say which weights drew their tokens"
             )
 
     def _check_renewable(self) -> None:
-        for replica, device in self._parts:
+        for replica, device in zip(self._engine.replicas, self._devices, strict=True):
             if replica.failure is not None:
                 raise EngineStopped(f"a replica has died: {reason_of(replica.failure)}")
             if device.new_weights is None:
@@ -214,12 +230,23 @@ class LiveWeights:
                     "this engine keeps the weights that it has: it is one of several processes, its model takes "
                     "pictures, or its device is not jaxserve's own"
                 )
+            if not replica.is_operable:
+                raise InvalidRequest(
+                    "this engine keeps the weights that it has: its scheduler is none of jaxserve's, and could not "
+                    "forget the pages of other weights (see `jaxserve.sched.base.Operable`)"
+                )
 
-    def _change(self, works: Sequence["Work"], wait: Wait, *, after_running: bool, version: str | None) -> float:
-        """Each replica does its own; the longest pause of a loop in seconds."""
-        done = [
-            replica.change(work, after_running=after_running, version=version)
-            for (replica, _), work in zip(self._parts, works, strict=True)
-        ]
+    @staticmethod
+    def _change(works: Sequence[tuple[Engine, Work]], wait: Wait, *, after_running: bool, version: str | None) -> float:
+        """Each of these replicas does its own; the longest pause of a loop in seconds."""
+        done: list[concurrent.futures.Future[float]] = []
+        stopped: EngineStopped | None = None
+        for replica, work in works:
+            try:
+                done.append(replica.change(work, after_running=after_running, version=version))
+            except EngineStopped as error:  # it has died since it was looked at, and the others go on
+                stopped = error
         wait(done)
+        if stopped is not None:
+            raise stopped
         return max(one.result() for one in done)

@@ -70,7 +70,7 @@ class LoadedAdapters:
         self._held: list[weakref.ref[Adapter]] = []  # all that somebody has, and some that nobody has any more
         self._num_reading = 0  # adapters that have room, and are being read
         self._loading: set[str] = set()
-        self._reloads: dict[str, Future[Adapter]] = {}
+        self._reloads: dict[AdapterInfo, Future[Adapter]] = {}
         self._events: dict[str, int] = dict.fromkeys(("loaded", "unloaded", "evicted", "reloaded", "failed"), 0)
         self._lock = threading.Lock()
 
@@ -114,10 +114,10 @@ class LoadedAdapters:
             if self._known.get(name) is info and (adapter := self._kept.get(name)) is not None:
                 self._kept.move_to_end(name)
                 return adapter
-            reload = self._reloads.get(name)
+            reload = self._reloads.get(info)
             mine = reload is None
             if reload is None:
-                reload = self._reloads[name] = Future()
+                reload = self._reloads[info] = Future()
         if mine:
             try:
                 reload.set_result(self._read_again(info))
@@ -125,7 +125,7 @@ class LoadedAdapters:
                 reload.set_exception(error)
             finally:
                 with self._lock:
-                    del self._reloads[name]
+                    del self._reloads[info]
         try:
             return reload.result()
         finally:

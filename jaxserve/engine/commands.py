@@ -53,7 +53,8 @@ class Change(NamedTuple):
     """Work with the device and the scheduler while no step is in flight, such as to give it other weights.
 
     Attributes:
-      work: called on the loop's thread. What it raises ends the loop.
+      work: called on the loop's thread. A typed error is the caller's, and says that all is as it was; any other one
+        ends the loop.
       after_running: only when all sequences have ended that run; requests that come meanwhile wait for it.
       version: of the weights from then on; None: they stay.
       done: gets the seconds for which the loop launched no step, from the first that it could have launched on.

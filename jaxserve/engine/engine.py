@@ -33,7 +33,7 @@ from jaxserve.engine.waiting import Waiting
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, JaxserveError, StepStalled
 from jaxserve.sched import uses_priority
-from jaxserve.sched.base import Exports, InFlight, LaterBuckets, MayWait, Runner, Scheduler, TakesLimits
+from jaxserve.sched.base import Exports, InFlight, LaterBuckets, MayWait, Operable, Runner, Scheduler, TakesLimits
 from jaxserve.sched.plan import Limits, StepPlan, StepResult
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
@@ -286,8 +286,13 @@ class Engine:
         """Its device is given back, or will be when the last request has ended: it takes none until it is woken up."""
         return self._asleep
 
+    @property
+    def is_operable(self) -> bool:
+        """Its scheduler can forget pages of other weights; see `Operable`."""
+        return isinstance(self._scheduler, Operable)
+
     def set_asleep(self, asleep: bool) -> None:
-        """For `WeightsControl`, which changes the device as well. Any thread."""
+        """For `LiveWeights`, which changes the device as well. Any thread."""
         with self._gate:
             self._asleep = asleep
 
@@ -381,16 +386,8 @@ class Engine:
             self._degrading.look(self._turned_s)
         if self._changes:
             launch = self._make_changes() and launch
-        if self._entered and not (self._changes and self._changes[0].after_running):
-            with self._telling:
-                self._check_fence()
-                for request_id, request in self._entered.items():
-                    try:
-                        if request_id in live.by_id:  # it may have been aborted
-                            scheduler.add(request)
-                    except JaxserveError as error:
-                        live.refuse(request_id, error)
-                self._entered.clear()
+        if not self._holds_back:
+            self._add_entered()
         self._take_buckets()
         begun_s = stats.start_turn()
         plan = None
@@ -456,9 +453,31 @@ class Engine:
             if isinstance(command, Call):
                 command.carry_out(scheduler)
             elif isinstance(command, Change):
+                held = self._holds_back
                 self._changes.append(command)
+                if not held:  # what came before it counts among what runs
+                    self._add_entered()
             elif isinstance(command, Interrupt):
                 raise command.error
+
+    @property
+    def _holds_back(self) -> bool:
+        """Requests that come wait for a change."""
+        return bool(self._changes) and self._changes[0].after_running
+
+    def _add_entered(self) -> None:
+        """Gives the scheduler the requests that have come."""
+        if not self._entered:
+            return
+        with self._telling:
+            self._check_fence()
+            for request_id, request in self._entered.items():
+                try:
+                    if request_id in self._live.by_id:  # it may have been aborted
+                        self._scheduler.add(request)
+                except JaxserveError as error:
+                    self._live.refuse(request_id, error)
+            self._entered.clear()
 
     def _check_fence(self) -> None:
         if self._fenced:
@@ -681,6 +700,9 @@ class Engine:
             if made:
                 try:
                     change.work(self._runner, self._scheduler)
+                except JaxserveError as error:
+                    made = False
+                    change.done.set_exception(error)
                 except BaseException as error:
                     change.done.set_exception(error)
                     raise
@@ -691,11 +713,15 @@ class Engine:
             if made:
                 change.done.set_result(self._clock() - self._paused_s)
             self._paused_s = None
+            self._add_entered()  # they have waited for it
         return True
 
     def _take_buckets(self) -> None:
-        """Between two steps, so that no plan is made for a shape that the runner lacks."""
-        if self._later is None or (limits := self._later.take()) is None:
+        """Between two steps, so that no plan is made for a shape that the runner lacks.
+
+        Not while it sleeps: a runner may time a shape before it takes it, for which it needs its weights.
+        """
+        if self._later is None or self._asleep or (limits := self._later.take()) is None:
             return
         self._stats.use_limits(limits)
         if isinstance(self._scheduler, TakesLimits):

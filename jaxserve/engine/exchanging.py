@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from jaxserve.sched.base import Exchanges, Scheduler
 from jaxserve.sched.page_exchange import Lent, PageExchange, Place, Prompt, Wanted
 
 _TURN_S = 60.0  # a loop comes round after each step
+_LOOK_S = 0.5  # between two looks whether the loop lives
 
 T = TypeVar("T")
 
@@ -32,11 +34,13 @@ class Exchanger:
         """See `PageExchange.lend`; waits until the slots have their pages. After an error nothing is lent."""
         done: concurrent.futures.Future[Lent] = concurrent.futures.Future()
         self._on_loop(lambda exchange: exchange.lend(name, prompt, done.set_result))
-        try:
-            return done.result(timeout_s)
-        except TimeoutError:
-            self.tell_release(name)
-            raise DeadlineExceeded(f"the pages of a prompt were not saved within {timeout_s:g} s") from None
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                return done.result(min(left_s, _LOOK_S))
+            self._engine.call(lambda scheduler: None)  # raises when the loop has ended, which tells nobody who waits
+        self.tell_release(name)
+        raise DeadlineExceeded(f"the pages of a prompt were not saved within {timeout_s:g} s")
 
     def is_whole(self, name: bytes) -> bool:
         """See `PageExchange.is_whole`."""

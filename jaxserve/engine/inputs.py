@@ -205,7 +205,8 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens:
         known = [k for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
         extra = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt", "multi_modal_data"}
         if extra or not known:
-            raise InvalidRequest(f"a prompt dictionary has 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}")
+            found = sorted(map(str, prompt))
+            raise InvalidRequest(f"a prompt dictionary has 'prompt' or 'prompt_token_ids', got keys {found}")
         prompt = prompt[known[0]]  # type: ignore[assignment]  # the ids win when both are given, as in vLLM
     if isinstance(prompt, str):
         if tokenizer is None:

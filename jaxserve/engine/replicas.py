@@ -218,9 +218,12 @@ class EngineGroup:
 
     @property
     def load(self) -> Load:
-        """The load of the living replicas together."""
-        loads = [replica.load for replica in self._replicas if replica.failure is None]
-        return Load(*map(sum, zip(*loads, strict=True))) if loads else Load(0, 0, 0, 0, 0)
+        """The load of the living replicas together; of all of them, who have nothing to do, if none lives.
+
+        So the bounds are never 0: a call that comes while replicas are built again is not too large, but too early.
+        """
+        living = [replica for replica in self._replicas if replica.failure is None] or self._replicas
+        return Load(*map(sum, zip(*[replica.load for replica in living], strict=True)))
 
     def prepare(self, prompt: Prompt, sampling: SamplingParams, options: RequestOptions = NO_OPTIONS) -> Request:
         """See `Engine.prepare`. Numbers and seeds come from one counter, so they do not depend on the replicas."""

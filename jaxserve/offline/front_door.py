@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, Self
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import ResolvedConfig, get_value, load_config
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.progress import show_progress
 from jaxserve.text import Tokenizer
 
@@ -187,3 +187,11 @@ class FrontDoor:
     def get_default_sampling_params(self) -> SamplingParams:
         """The recommendations of the checkpoint's generation_config.json; the rest as in `SamplingParams()`."""
         return SamplingParams.from_dict(self._assembly.sampling_defaults)
+
+    def _sampling(self, given: SamplingParams | None) -> SamplingParams:
+        """Those that a caller gave, or the defaults. Raises InvalidRequest for anything else."""
+        if given is None:
+            return self.get_default_sampling_params()
+        if not isinstance(given, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {given!r:.80}")
+        return given

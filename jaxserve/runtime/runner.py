@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxserve.api import TokenLogprobs
-from jaxserve.errors import MissingBucket
+from jaxserve.errors import CapacityError, MissingBucket
 from jaxserve.runtime.adapters import AdapterWriter
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.pack import NUM_STOPS, Layout, following_tokens, pack, split_grants
@@ -66,6 +66,7 @@ COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
 MASK_SLOTS = 16  # masks of one `write_masks` launch
 _TIMED_STEPS = 4
+_NO_ROOM = "RESOURCE_EXHAUSTED"  # begins what JAX says when the memory of a device is full
 ROW_SLOTS = 16  # rows of one `enter_rows` or `leave_rows` launch
 TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
 
@@ -219,12 +220,25 @@ class DeviceRunner:
     def wake_up(self, weights: Weights | None) -> None:
         """See `Renewable`."""
         assert self._kept is not None, "it does not sleep"
-        if weights is None:
-            weights = [tuple(jax.device_put(array, where) for array, where in kept) for kept in self._kept]
-        for stage in self._here:
-            stage.state = stage.make_state()
+        states: list[DeviceState] = []
+        made: list[tuple[jax.Array, ...]] = []
+        try:
+            states += [stage.make_state() for stage in self._here]
+            if weights is None:
+                made += [tuple(jax.device_put(array, where) for array, where in kept) for kept in self._kept]
+            jax.block_until_ready((states, made))  # else a later step would meet the error
+        except jax.errors.JaxRuntimeError as error:
+            if _NO_ROOM not in str(error):
+                raise
+            _free(jax.tree.leaves((states, made)))
+            raise CapacityError(
+                f"the device has no room for the weights and the pages that this engine had before it slept, and it "
+                f"sleeps on; free memory of the device, then wake it up again: {error}"
+            ) from error
+        for stage, state in zip(self._here, states, strict=True):
+            stage.state = state
         self._last_tokens = _LastTokens(self._limits.max_rows, self._num_parts)
-        self.use_weights(weights)
+        self.use_weights(made if weights is None else weights)
 
     def _time(self, bucket: Bucket) -> float:
         """Milliseconds of a round in which all rows are the padding row, which has the dummy page; the best of some,

@@ -274,7 +274,10 @@ class Renewable(Protocol):
         ...
 
     def wake_up(self, weights: Any | None) -> None:
-        """Takes the device again, with an empty cache. `weights`: None takes those that were kept."""
+        """Takes the device again, with an empty cache. `weights`: None takes those that were kept.
+
+        Raises CapacityError when the device has no room for both; it sleeps on then.
+        """
         ...
 
 

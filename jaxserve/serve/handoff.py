@@ -24,7 +24,7 @@ class PageForm(Protocol):
 
     @property
     def describe(self) -> str:
-        """Equal for engines that may exchange pages."""
+        """Equal for engines that may exchange pages now: it is another text once an engine has other weights."""
         ...
 
     def step(self, page_tokens: int, most_bytes: int) -> int:

@@ -113,7 +113,6 @@ class HandoffReceiver:
         self._secret = read_secret(config.secret_file, "handoff.secret_file")
         self._credentials = _credentials(config)
         self._form = setup.form
-        self._pages = digest_of(setup.form.describe)
         self._exchanger = exchanger
         self._counts = counts
         self._clock = clock
@@ -172,7 +171,8 @@ class HandoffReceiver:
     def _pull(self, ticket: Ticket, wanted: Wanted, receipt: Receipt, begun_s: float) -> _Fetched:
         if self._credentials is None and not is_loopback(ticket.address.rpartition(":")[0]):
             return _Fetched(set(), "no_tls")
-        if ticket.pages != self._pages:
+        # Asked now and not at the start, since this engine may have other weights by now.
+        if ticket.pages != digest_of(self._form.describe):
             return _Fetched(set(), "mismatch")
         with self._lock:
             if self._faults[ticket.name.epoch] >= _MAX_FAULTS:

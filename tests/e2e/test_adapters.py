@@ -12,7 +12,7 @@ from whole import FIXTURES, POOL, build, scheduler
 
 from jaxserve.api import RequestOptions, SamplingParams, TokenLogprobs
 from jaxserve.engine import AnyEngine
-from jaxserve.errors import ConfigError, InvalidRequest, UnknownModel
+from jaxserve.errors import AdapterError, ConfigError, InvalidRequest, UnknownModel
 
 LLAMA = FIXTURES / "llama"
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=0)
@@ -235,6 +235,19 @@ def test_limits(engine: AnyEngine, adapters: dict[str, Path]) -> None:
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_of(LLAMA, **settings)
+
+
+def test_a_wrong_adapter_of_the_config_is_found_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights are read and steps compiled")
+
+    monkeypatch.setattr("jaxserve.assemble.build_runners", costs)
+    large = write_adapter(tmp_path / "large", LLAMA, rank=16)
+    for path, message in ((large, "has rank 16"), (tmp_path / "absent", "is no directory")):
+        with pytest.raises(AdapterError, match=message):
+            engine_of(LLAMA, adapters__load={"tuned": str(path)})
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from jaxserve.config import load_config
 from jaxserve.engine import pooling_params
 from jaxserve.engine.exchanging import Exchanger
 from jaxserve.errors import ConfigError
+from jaxserve.models import load_trainable
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.serve.handoff import HandoffCounts, HandoffSetup
 from jaxserve.serve.handoff_receiver import HandoffReceiver, Receipt
@@ -51,6 +52,7 @@ class Side:
         made = assemble(resolved)
         assert made.pages is not None
         self.engine: Any = made.engine
+        self.weights = made.weights
         # A step of this model is so short that computing may win by the clock of a busy machine.
         scheduler(self.engine).memory.costs.note_commit = lambda *args: None
         self.counts = HandoffCounts()
@@ -131,6 +133,26 @@ def test_tokens_are_those_of_one_engine_alone(tmp_path: Path, other: dict[str, A
             assert found_tokens == expected and found == num_full // 16 * 16
         assert not receiver.counts.missed and compiles.count == 0
         assert sender.counts.bytes_sent == receiver.counts.bytes_pulled > 0
+
+
+@pytest.mark.slow
+def test_pages_of_other_weights_are_not_fetched(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    _, params = load_trainable("demo")
+    with side(secret) as sender, side(secret, handoff__role="decode") as receiver:
+        request = receiver.engine.prepare(PROMPT, SAMPLINGS[0])
+        expected, _ = answer(receiver.engine, request)
+        receiver.engine.call(lambda scheduler: scheduler.flush(None)).result()
+        sender.weights.update({name: array * 1.5 for name, array in params.items()}, "other", "recompute")
+        answer(sender.engine, sender.engine.prepare(PROMPT, SAMPLINGS[0]))
+        ticket, num_tokens = sender.sender.lend(sender.sender.leases.reserve(), request)
+        assert num_tokens > 0
+        receipt = Receipt()
+        receiver.receiver.fetch(request, receiver.receiver.open(request, ticket), receipt)
+        assert answer(receiver.engine, dataclasses.replace(request, request_id="again")) == (expected, 0)
+        receiver.receiver.release(receipt)
+        assert receiver.counts.missed == {"mismatch": num_tokens}
 
 
 def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from whole import FIXTURES, POOL, SMALL
+from whole import FIXTURES, POOL, SMALL, always_loads, scheduler
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.assemble.live_weights import Policy
 from jaxserve.engine import Update
-from jaxserve.errors import CheckpointError, ConfigError, EngineStopped, InvalidRequest
+from jaxserve.errors import CapacityError, CheckpointError, ConfigError, EngineStopped, InvalidRequest
 from jaxserve.models import load_trainable
+from jaxserve.sched import Limits, SchedulerOptions, create_scheduler
 
 NAME = "qwen3"
 SETTINGS: dict[str, object] = {"model.path": str(FIXTURES / NAME), **SMALL}
@@ -122,8 +124,11 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         for source, kind, match in cases:
             with pytest.raises(kind, match=match):
                 engine.update_weights(source, version="bad")
-        with pytest.raises(InvalidRequest, match="version is ''"):
-            engine.update_weights(params, version="")
+        for version in ("", 7):
+            with pytest.raises(InvalidRequest, match=f"version is {version!r}"):
+                engine.update_weights(params, version=version)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="got list"):
+            engine.update_weights([*params.values()], version="x")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="there are finish, recompute, keep"):
             engine.update_weights(params, version="x", policy="replay")  # type: ignore[arg-type]
         assert [one[0] for one in answers(engine)] == [one[0] for one in before]
@@ -133,6 +138,34 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         save_file(decoder.to_hf(new), str(tmp_path / "model.safetensors"))
         engine.update_weights(tmp_path, version="directory")
         check(answers(engine), new, "directory")
+
+
+def test_a_scheduler_that_cannot_forget_pages_keeps_the_weights() -> None:
+    def make(limits: Limits, options: SchedulerOptions) -> Any:
+        inner = create_scheduler("fcfs", limits, options=options)
+        return SimpleNamespace(
+            **{name: getattr(inner, name) for name in ("add", "abort", "schedule", "commit", "has_work")}
+        )
+
+    with LLM.from_config(None, SETTINGS, scheduler=make, progress=False) as engine:
+        before = answers(engine)
+        for change in (lambda: engine.update_weights(other(1), version="one"), engine.sleep):
+            with pytest.raises(InvalidRequest, match="its scheduler is none of jaxserve's"):
+                change()
+        assert [one[0] for one in answers(engine)] == [one[0] for one in before]
+
+
+def test_nothing_is_drawn_after_an_exchange_that_broke_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(weights: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    with llm() as engine:
+        [replica] = engine._engine.replicas
+        monkeypatch.setattr(replica._runner, "use_weights", breaks)
+        with pytest.raises(RuntimeError, match="is lost"):
+            engine.update_weights(trainable()[1], version="one")
+        with pytest.raises(EngineStopped, match="is lost"):
+            answers(engine)
 
 
 @pytest.mark.slow
@@ -145,12 +178,19 @@ def test_rounded_weights_take_a_directory_alone() -> None:
         assert [one[0] for one in answers(engine)] == [one[0] for one in before]
 
 
+def full() -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
+
+
 def test_a_device_that_is_given_back_and_taken_again() -> None:
     with llm() as engine:
         before = answers(engine)
         [stage] = engine._engine._runner._stages
         arrays = [*stage.weights, *jax.tree.leaves(stage.state)]
-        engine.sleep()
+        updates: list[Update] = []
+        engine._engine.submit(engine._engine.prepare(PROMPTS[0], SAMPLING), updates.append)
+        engine.sleep()  # it has been taken, and ends before
+        assert updates[-1].last and updates[-1].error is None
         assert all(array.is_deleted() for array in arrays)
         with pytest.raises(EngineStopped, match="sleeps"):
             engine.generate([{"prompt_token_ids": PROMPTS[0]}], SAMPLING, use_tqdm=False)
@@ -158,6 +198,14 @@ def test_a_device_that_is_given_back_and_taken_again() -> None:
             engine.sleep()
         with pytest.raises(InvalidRequest, match="give the weights to `wake_up`"):
             engine.update_weights(trainable()[1], version="one")
+        with pytest.raises(InvalidRequest, match="no weights are given"):
+            engine.wake_up(version="one")
+        make_state, stage.make_state = stage.make_state, full
+        with pytest.raises(CapacityError, match="no room for the weights and the pages .* and it sleeps on"):
+            engine.wake_up()
+        stage.make_state = make_state
+        with pytest.raises(EngineStopped, match="sleeps"):
+            engine.generate([{"prompt_token_ids": PROMPTS[0]}], SAMPLING, use_tqdm=False)
         engine.wake_up()
         assert [one[0] for one in answers(engine)] == [one[0] for one in before]
         engine.sleep(keep_weights=False)
@@ -168,6 +216,33 @@ def test_a_device_that_is_given_back_and_taken_again() -> None:
         check(answers(engine), new, "three")
         with pytest.raises(InvalidRequest, match="does not sleep"):
             engine.wake_up()
+
+
+@pytest.mark.slow
+def test_a_store_has_the_pages_of_an_engine_that_slept_until_it_has_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    store = {"store.kind": "file", "store.location": str(tmp_path / "pages"), "store.max_bytes": 1 << 28}
+    with llm(**{"cache.host_bytes": 16 << 20, "store.wait_s": 60.0}, **store) as engine:
+        loader = scheduler(engine._engine)._loader
+        assert loader is not None
+        always_loads(engine._engine)
+
+        def ask() -> tuple[list[int], int]:
+            """The answer, and how much of the prompt was found, once the store has all pages."""
+            [output] = engine.generate([{"prompt_token_ids": PROMPTS[0] * 3}], SAMPLING, use_tqdm=False)
+            while loader.writing or loader.unwritten:
+                engine._engine.step()
+            return output.outputs[0].token_ids, output.num_cached_tokens
+
+        tokens, found = ask()
+        assert found == 0
+        engine.sleep()
+        engine.wake_up()
+        assert ask() == (tokens, 48)
+        engine.sleep()
+        engine.wake_up(other(1), version="one")
+        again, found = ask()
+        assert again != tokens and found == 0
 
 
 @pytest.mark.slow

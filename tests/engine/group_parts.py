@@ -21,13 +21,29 @@ WAIT_S = 120.0
 
 
 class FragileRunner(FakeRunner):
-    """Raises at its next dispatch when `broken`; waits there while `held`."""
+    """Raises at its next dispatch when `broken`; waits there while `held`. Its `weights` may be exchanged."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
         self.broken = False
         self.open = threading.Event()
         self.open.set()
+        self.weights: Any = "first"
+        self.sleeps = False
+
+    def use_weights(self, weights: Any) -> None:
+        assert not self.sleeps
+        self.weights = weights
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        assert not self.sleeps
+        self.sleeps = True
+        self.weights = self.weights if keep_weights else None
+
+    def wake_up(self, weights: Any | None) -> None:
+        assert self.sleeps
+        self.sleeps = False
+        self.weights = self.weights if weights is None else weights
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         flight, runner = super().dispatch(plan), self

@@ -293,6 +293,36 @@ def test_a_call_that_is_cancelled_in_time_is_not_carried_out() -> None:
     assert done == ["second"]
 
 
+def test_a_change_waits_for_the_requests_that_came_before_it() -> None:
+    """Also for those that the loop takes out of its inbox together with it, or that wait for an earlier change."""
+    parts = Parts()
+    ids = [parts.submit("a")]
+    ended: list[list[bool]] = []
+
+    def work(runner: object, scheduler: object) -> None:
+        ended.append([bool(parts.updates[i]) and parts.updates[i][-1].last for i in ids])
+
+    changes = [parts.engine.change(work, after_running=True)]
+    ids.append(parts.submit("b"))
+    changes.append(parts.engine.change(work, after_running=True))
+    parts.engine.run_until_idle()
+    assert ended == [[True, False], [True, True]]
+    assert all(change.done() for change in changes) and [parts.end(i).error for i in ids] == [None] * 2
+
+
+def test_a_change_that_leaves_all_as_it_was_ends_nothing() -> None:
+    parts = Parts()
+    request_id = parts.submit("a")
+
+    def refuses(runner: object, scheduler: object) -> None:
+        raise InvalidRequest("there is no room")
+
+    change = parts.engine.change(refuses, after_running=False, version="other")
+    parts.engine.run_until_idle()
+    assert isinstance(change.exception(), InvalidRequest) and not parts.end(request_id).weights
+    assert parts.text(request_id) == "bcdef"
+
+
 def test_what_can_never_fit_is_refused_with_the_reason() -> None:
     parts = Parts(num_pages=3, page_size=4)
     request_id = parts.submit(list(range(10)), SamplingParams(max_tokens=20))

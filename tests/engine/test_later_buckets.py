@@ -83,6 +83,23 @@ def test_tokens_do_not_depend_on_when_shapes_arrive(arrivals: dict[int, Limits])
     assert engine.stats[0].bucket_counts == BucketCounts(2, len(ALL.buckets) - 2, 0)
 
 
+def test_a_runner_that_sleeps_is_given_no_shape() -> None:
+    runner = Growing({0: ALL})
+    engine = Engine(
+        runner=runner,
+        scheduler=create_scheduler("fcfs", runner.limits),
+        tokenizer=ByteTokenizer(),
+        model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,)),
+        later=runner,
+    )
+    engine.set_asleep(True)
+    engine.step()
+    assert runner.limits == FIRST
+    engine.set_asleep(False)
+    engine.step()
+    assert runner.limits == ALL
+
+
 def test_the_scheduler_fills_smaller_shapes_as_soon_as_they_are_there() -> None:
     late, soon = Growing({7: ALL}), Growing({0: ALL})
     _run(late)

@@ -135,6 +135,29 @@ def test_requests_that_need_one_adapter_share_its_read(paths: dict[str, Path]) -
     assert files.num_reads == 3 and loaded.kept == frozenset()
 
 
+def test_a_name_that_is_loaded_anew_does_not_get_the_weights_that_are_being_read_for_another(
+    paths: dict[str, Path],
+) -> None:
+    files = SlowFiles()
+    loaded = LoadedAdapters(files.read, num_bytes=10, limit_bytes=20)
+    for name in "abc":
+        loaded.load(name, paths[name], MODEL)
+    files.held = True
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        before = pool.submit(loaded.find, "a", MODEL)
+        assert files.begun.acquire(timeout=WAIT_S)
+        files.held = False
+        loaded.load("a", paths["d"], MODEL, replace=True)
+        loaded.find("b", MODEL)  # there is room for it and what is being read, so the new weights give way
+        assert loaded.kept == {"b"}
+        files.held = True
+        after = pool.submit(loaded.find, "a", MODEL)
+        concurrent.futures.wait([after], 0.1)  # it has looked whether somebody reads already, or will read by itself
+        files.go_on.set()
+        assert before.result(WAIT_S).weights == b"weights of a"
+        assert after.result(WAIT_S).weights == b"weights of d"
+
+
 def test_a_read_that_fails_changes_nothing_and_its_room_is_given_back(paths: dict[str, Path], tmp_path: Path) -> None:
     loaded = byte_adapters(1)
     loaded.load("a", paths["a"], MODEL)

@@ -4,12 +4,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from group_parts import GREEDY, LONG, WAIT_S, FragileRunner, Group
 
 from jaxserve.api import FinishReason, RequestOptions, ResumeReason, SamplingParams
-from jaxserve.engine import AnyEngine, AsyncEngine
+from jaxserve.assemble import Device
+from jaxserve.assemble.live_weights import LiveWeights
+from jaxserve.engine import AnyEngine, AsyncEngine, Engine
+from jaxserve.engine.restarting import RestartOptions
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.sched import InFlight, StepPlan
 
@@ -257,6 +261,92 @@ def test_streams_of_asyncio(threaded: Group) -> None:
             streams.close()
 
     assert len(set(asyncio.run(asyncio.wait_for(main(), WAIT_S)))) == 1
+
+
+def test_a_call_is_not_too_large_while_every_replica_is_built_again() -> None:
+    built = threading.Event()
+
+    def rebuild(number: int, dead: Engine) -> Engine:
+        assert built.wait(WAIT_S)
+        raise RuntimeError("the test is over")
+
+    parts = Group(deadline_s=WAIT_S, rebuild=rebuild, restarts=RestartOptions(backoff_s=0.001))
+    parts.group.start()
+
+    async def call() -> None:
+        streams = AsyncEngine(parts.group)
+        try:
+            request = await streams.run(lambda: parts.group.prepare("abc", GREEDY), prompts=1)
+            async for _ in streams.stream(request):
+                raise AssertionError("nobody could answer")
+        finally:
+            streams.close()
+
+    try:
+        for engine in parts.engines:
+            engine.interrupt(RuntimeError("the device is lost"))
+        while any(engine.failure is None for engine in parts.engines):
+            time.sleep(0.001)
+        assert parts.group.failure is None, "they may come back"
+        with pytest.raises(EngineStopped, match="one is being built again; try later"):
+            asyncio.run(asyncio.wait_for(call(), WAIT_S))
+    finally:
+        built.set()
+        parts.group.stop()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("weights", [None, "second"])
+def test_a_replica_that_is_built_again_while_the_others_fall_asleep(weights: str | None, again: bool) -> None:
+    """It is awake, and sleeps and wakes up with the others from then on."""
+
+    def device(runner: FragileRunner) -> Device:
+        make: Any = lambda source: source  # noqa: E731
+        return Device(runner=runner, vocab_size=259, eos_token_ids=(257,), sampling_defaults={}, new_weights=make)
+
+    def rebuild(number: int, dead: Engine) -> Engine:
+        engine = parts.make_engine(number, dead)
+        devices[number] = device(parts.runners[number])
+        return engine
+
+    parts = Group(deadline_s=WAIT_S, rebuild=rebuild, restarts=RestartOptions(backoff_s=0.001))
+    devices = [device(runner) for runner in parts.runners]
+    live = LiveWeights(parts.group, devices)
+    failed: list[BaseException] = []
+
+    def sleep() -> None:
+        try:
+            live.sleep(keep_weights=True)
+        except EngineStopped as error:
+            failed.append(error)
+
+    parts.runners[0].open.clear()
+    parts.group.start()
+    [doomed, _] = parts.engines
+    doomed.submit(doomed.prepare("abc", LONG), lambda update: None)
+    falling = threading.Thread(target=sleep)
+    falling.start()
+    while not live.asleep:
+        time.sleep(0.001)
+    parts.runners[0].broken = True
+    parts.runners[0].open.set()
+    falling.join(WAIT_S)
+    assert len(failed) == 1
+    while parts.group.replicas[0] is doomed:
+        time.sleep(0.001)
+    assert live.asleep and [runner.sleeps for runner in parts.runners] == [False, True]
+    if again:
+        live.sleep(keep_weights=True)
+        assert [runner.sleeps for runner in parts.runners] == [True, True] and not parts.group.accepting
+    live.wake_up(weights, "" if weights is None else weights)  # type: ignore[arg-type]
+    assert not live.asleep and [runner.sleeps for runner in parts.runners] == [False, False]
+    assert [runner.weights for runner in parts.runners] == [weights or "first"] * 2
+    for replica in parts.group.replicas:
+        ended = threading.Event()
+        replica.submit(replica.prepare("abc", GREEDY), lambda update, ended=ended: ended.set() if update.last else None)
+        assert ended.wait(WAIT_S)
+    parts.group.stop()
+    parts.check_idle()
 
 
 def test_a_drain_waits_for_what_moves(threaded: Group) -> None:

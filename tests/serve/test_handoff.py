@@ -19,7 +19,7 @@ from serve_parts import ONE_CALL, WAIT_S, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed
-from jaxserve.errors import ConfigError, InvalidRequest, QueueFull
+from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.kv.gen import handoff_pb2 as pb
 from jaxserve.kv.gen import handoff_pb2_grpc as pb_grpc
 from jaxserve.kv.handoff import HandoffPeer
@@ -30,6 +30,7 @@ from jaxserve.serve.gen import handoff_pb2_grpc as route_grpc
 from jaxserve.serve.gen import inference_pb2 as infer_pb
 from jaxserve.serve.gen import inference_pb2_grpc as infer_grpc
 from jaxserve.serve.handoff_receiver import Receipt
+from jaxserve.serve.handoff_sender import prompt_of
 from jaxserve.serve.status_details import is_draining
 from jaxserve.testing import ManualClock, make_request
 
@@ -153,6 +154,26 @@ def test_pages_of_another_model_are_not_used(tmp_path: Path) -> None:
         sender.form.describe = "pages of another"
         assert receiver.fetch(REQUEST, sender.lend(REQUEST)) == (expected, 0)
         assert receiver.counts.missed == {"mismatch": 64}
+
+
+def test_pages_of_weights_that_a_server_had_before_are_not_used(tmp_path: Path) -> None:
+    expected = alone(tmp_path)
+    with sides(tmp_path, 8, 8) as [sender, receiver]:
+        ticket = sender.lend(REQUEST)
+        receiver.form.describe = "pages of other weights"
+        assert receiver.fetch(REQUEST, ticket) == (expected, 0)
+        assert receiver.counts.missed == {"mismatch": 64}
+
+
+def test_an_engine_that_dies_while_it_saves_pages_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(plan: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with sides(tmp_path, 8) as [sender]:
+        sender.answer(REQUEST)
+        monkeypatch.setattr(sender.parts.engine._runner, "dispatch", breaks)
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            sender.exchanger.lend(b"name", prompt_of(REQUEST), 3600.0)
 
 
 def test_a_receiver_with_few_slots_computes_the_rest(tmp_path: Path) -> None:
