@@ -90,7 +90,7 @@ def responses_router(door: Door) -> APIRouter:
         answer_id = new_id(None, call)
         asked = messages_of(body)
         work = functools.partial(_prepare, door, body, before, asked, answer_id, trace_of(call))
-        chat = await door.engine.run(work, prompts=1)
+        chat = await door.engine.run(work, prompts=1, tenant=body.user or "")
         keep = stored if stored.keeps and body.store is not False else None
         answer = _Answer(door, body, chat, answer_id, _Keeping(keep, owner, before, asked))
         if body.stream:
