@@ -156,17 +156,11 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _list_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
-    """A list of calls. `$defs` of a tool's schema move up, where its references look for them."""
-    definitions: dict[str, Any] = {}
+    """A list of calls. The parameters of each tool are a schema resource of their own, so that `#` in a reference is
+    the root of these parameters (JSON Schema 2020-12, 8.2.1), wherever their definitions stand."""
     calls = []
-    for tool in tools:
-        parameters = dict(_parameters(tool))
-        moved = parameters.pop("$defs", {})
-        if not isinstance(moved, dict):
-            raise InvalidRequest(f"the parameters of {tool.function.name} have $defs that are no object")
-        for name, definition in moved.items():
-            if definitions.setdefault(name, definition) != definition:
-                raise InvalidRequest(f"two tools define {name!r} in $defs, each in its own way; rename one")
+    for number, tool in enumerate(tools):
+        parameters = {**_parameters(tool), "$id": f"urn:jaxserve:tool:{number}"}
         properties = {"name": {"enum": [tool.function.name]}, "parameters": parameters}
         required = ["name", "parameters"]
         call = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -175,6 +169,4 @@ def _list_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
     if most is not None:
         schema["maxItems"] = most
-    if definitions:
-        schema["$defs"] = definitions
     return schema
