@@ -48,6 +48,7 @@ MAX_STOP_TOKEN_IDS = 32  # per-row device slots, the end-of-sequence ids of the 
 MAX_LOGIT_BIAS = 512  # per-row device slots; OpenAI documents 300
 MAX_BAD_WORDS = 32  # per-row device slots, a token sequence each; most words need two, with and without a space
 MAX_BAD_WORD_LEN = 8  # tokens of one bad word
+_MAX_BAD_WORD_CHARS = 1024  # more than so many tokens spell; each word is encoded several times to find them
 
 
 class FinishReason(enum.StrEnum):
@@ -302,6 +303,12 @@ def _check_collections(params: SamplingParams) -> None:
         raise UnsupportedOption(f"{len(stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work. Give fewer.")
     if len(params.bad_words) > MAX_BAD_WORDS:
         raise UnsupportedOption(f"{len(params.bad_words)} bad_words; at most {MAX_BAD_WORDS} work. Give fewer.")
+    for word in params.bad_words:
+        if len(word) > _MAX_BAD_WORD_CHARS:
+            raise UnsupportedOption(
+                f"a bad word is {len(word)} characters long; at most {_MAX_BAD_WORD_CHARS} work, and "
+                f"{MAX_BAD_WORD_LEN} tokens. Give a shorter part of it."
+            )
     for token_id, bias in (params.logit_bias or {}).items():
         if token_id < 0 or not math.isfinite(bias) or not -100 <= bias <= 100:
             raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, but must be a number in [-100, 100]")

@@ -1,6 +1,11 @@
-"""Which addresses stay inside a machine: doors without a secret listen on no others."""
+"""Addresses: how they are written, and which stay inside a machine: doors without a secret listen on no others."""
 
 import ipaddress
+
+
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxserve.config.addresses import address_of
 from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import DoorCounts
@@ -130,7 +131,7 @@ class GrpcServer:
         # When it fails to bind, gRPC would print a line of its own: so the address is checked before.
         held = self._port or HeldPort(self._host, self._config.port, "serve.grpc.port")
         held.close()
-        address = f"[{self._host}]:{held.number}" if ":" in self._host else f"{self._host}:{held.number}"
+        address = address_of(self._host, held.number)
         try:
             if self._credentials is None:
                 port = self._server.add_insecure_port(address)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import grpc
 
 from jaxserve.api import Request
+from jaxserve.config.addresses import address_of
 from jaxserve.config.secret_files import read_secret
 from jaxserve.engine.exchanging import Exchanger
 from jaxserve.errors import ConfigError, JaxserveError
@@ -97,8 +98,7 @@ class HandoffSender:
             options=[("grpc.max_receive_message_length", _MAX_REQUEST_BYTES), *PORT_OPTIONS],
         )
         pb_grpc.add_HandoffsServicer_to_server(self, server)
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        address = f"{host}:{held.number}"
+        address = address_of(config.host, held.number)
         try:
             if self._credentials is None:
                 server.add_insecure_port(address)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from jaxserve.config.addresses import address_of
 from jaxserve.config.schema import Config, KVServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.blobs import Blobs, BlobsError, BlobTooLarge
@@ -55,8 +56,7 @@ async def kv_server(
     finally:
         held.close()
     server = _server(config, blobs)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    address = f"{host}:{held.number}"
+    address = address_of(config.host, held.number)
     try:
         if credentials is None:
             server.add_insecure_port(address)

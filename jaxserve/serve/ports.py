@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
+from jaxserve.config.addresses import address_of
 from jaxserve.config.schema import ServeConfig
 from jaxserve.errors import ConfigError
 
@@ -34,7 +35,8 @@ class HeldPort:
         except (OSError, OverflowError) as error:
             self._socket.close()
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error}; set {host_setting} or {setting}, 0 takes a free port"
+                f"cannot listen on {address_of(host, port)}: {error}; set {host_setting} or {setting}, 0 takes a free "
+                "port"
             ) from error
         self.number: int = self._socket.getsockname()[1]
 

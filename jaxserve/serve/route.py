@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from jaxserve.config.addresses import address_of
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
@@ -85,8 +86,8 @@ async def route(
         admin=None if admins is None else RouterAdminService(quarantine),
         admins=admins,
     )
-    http_address = None if http is None else f"{serving.host}:{await http.start()}"
-    address = f"{serving.host}:{await server.start(healthy=False)}"
+    http_address = None if http is None else address_of(serving.host, await http.start())
+    address = address_of(serving.host, await server.start(healthy=False))
     pool.start()
     report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
     tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from jaxserve.config.addresses import address_of
 from jaxserve.config.schema import ServeConfig
 from jaxserve.engine import AnyEngine, AsyncEngine, CacheControl
 from jaxserve.engine.base import reason_of
@@ -202,7 +203,7 @@ async def serve(
         addresses: dict[str, str] = {}
         lending = None if exchange is None else exchange.start()  # before a ticket can be asked for
         for door in doors:
-            addresses[door.protocol] = f"{serve_config.host}:{await door.start()}"
+            addresses[door.protocol] = address_of(serve_config.host, await door.start())
         engine.start()
         for protocol, address in addresses.items():
             logger.info("serving %s over %s on %s", engine.model.name, protocol, address)

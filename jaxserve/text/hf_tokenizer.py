@@ -58,7 +58,9 @@ class HfTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer.encode`. The file's own post processor adds the special tokens."""
         check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: the library lets other threads run for a batch, and for a single text it does not.
+        [encoded] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""

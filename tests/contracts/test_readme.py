@@ -7,6 +7,8 @@ from pathlib import Path
 import check_readme
 import pytest
 
+from jaxserve.cli import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -37,6 +39,12 @@ def test_links_between_pages_lead_somewhere() -> None:
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{page}: {path}"
             assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
+
+
+def test_every_command_of_a_page_exists() -> None:
+    for page in (README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))):
+        named = re.findall(r"^ {4}(?:\$ )?jaxserve ([a-z]\S*)|`jaxserve ([a-z][a-z-]*)", page, re.MULTILINE)
+        assert {"".join(names) for names in named} <= set(COMMANDS)
 
 
 def test_what_is_pasted_is_bash_and_python() -> None:

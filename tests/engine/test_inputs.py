@@ -188,5 +188,7 @@ def test_every_limit_names_a_remedy() -> None:
     for options in too_many:
         with pytest.raises(UnsupportedOption, match="Give fewer"):
             SamplingParams.from_dict(json.loads(json.dumps(options)))
+    with pytest.raises(UnsupportedOption, match="1025 characters long.*Give a shorter part"):  # nothing is encoded
+        SamplingParams(bad_words=["a" * 1025])
     with pytest.raises(UnsupportedOption, match="34 token sequences .most words make two.*Give fewer"):
         prepare("a", SamplingParams(bad_words=[chr(97 + i) for i in range(17)]))

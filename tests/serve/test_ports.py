@@ -62,17 +62,24 @@ def test_the_first_of_two_is_let_go_when_the_second_cannot_be_had() -> None:
     HeldPort("127.0.0.1", probe.number, "").close()
 
 
-def test_doors_open_on_the_ports_that_were_held() -> None:
+@pytest.mark.parametrize(("host", "written"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_doors_open_on_the_ports_that_were_held(host: str, written: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
     engine, shutdown, opened = serve_bytes().engine, Shutdown(), []
+    config = BOTH.model_copy(update={"host": host})
 
     def on_ready(addresses: Addresses) -> None:
         opened.append(addresses)
         shutdown.drain.set()
 
     async def main(ports: HeldPorts) -> int:
-        return await serve(engine, BOTH, shutdown, on_ready, ports=ports)
+        return await serve(engine, config, shutdown, on_ready, ports=ports)
 
-    with hold_ports(BOTH) as ports:
+    with hold_ports(config) as ports:
         assert ports.grpc is not None and ports.http is not None
         assert asyncio.run(asyncio.wait_for(main(ports), WAIT_S)) == 0
-        assert opened == [Addresses(f"127.0.0.1:{ports.grpc.number}", f"127.0.0.1:{ports.http.number}")]
+        assert opened == [Addresses(f"{written}:{ports.grpc.number}", f"{written}:{ports.http.number}")]

@@ -42,11 +42,14 @@ def test_a_rate_is_kept_by_both_doors_together() -> None:
         assert 0 < int(refused.headers["retry-after"]) <= 100
         chat = {"messages": [{"role": "user", "content": "a"}], "user": "busy"}
         assert httpx.post(f"{server.http_url}/v1/chat/completions", json=chat, timeout=WAIT_S).status_code == 429
-        score = {"input": "a", "user": "busy"}
-        assert httpx.post(f"{server.http_url}/v1/embeddings", json=score, timeout=WAIT_S).status_code == 429
+        items = {"input": "a", "user": "busy"}
+        for route in ("responses", "embeddings"):
+            assert httpx.post(f"{server.http_url}/v1/{route}", json=items, timeout=WAIT_S).status_code == 429
+        message = {"model": "fake", "max_tokens": 5, "metadata": {"user_id": "busy"}, "messages": chat["messages"]}
+        assert httpx.post(f"{server.http_url}/v1/messages", json=message, timeout=WAIT_S).status_code == 429
         assert client.complete("a", SHORT, options=_as("calm"), timeout_s=WAIT_S).num_generated_tokens == 5
         assert _refused(server, "tenant_requests", "grpc") == 1
-        assert _refused(server, "tenant_requests", "http") == 3
+        assert _refused(server, "tenant_requests", "http") == 5
 
 
 def test_tokens_at_once_are_free_again_when_a_client_leaves() -> None:

@@ -1,7 +1,9 @@
 """Ids and text against what transformers gives (see scripts/make_tokenizer_fixtures.py), and unusable directories."""
 
+import itertools
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,22 @@ def test_text_matches_transformers(tokenizer, expected):
     for case in expected["cases"]:
         assert tokenizer.decode(case["ids"]) == case["decoded"], case
         assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded_full"], case
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer = load_tokenizer(FIXTURES / "llama3")
+    turns, over = itertools.count(), threading.Event()
+
+    def take_turns():
+        while not over.wait(0.001):
+            next(turns)
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    tokenizer.encode("the quick fox " * 100_000)  # half a second
+    over.set()
+    other.join()
+    assert next(turns) > 5
 
 
 def test_named_ids_and_sizes(tokenizer, expected):

@@ -118,10 +118,15 @@ class _Answer:
         usage = usage_in_all(self._body.stream_options)
         events: list[str] = []
         if update.index not in self._begun:
-            self._begun.add(update.index)
             first = ChatMessage(role="assistant", content="")
             choice = ChatChunkChoice(index=update.index, delta=first, finish_reason=None)
-            events.append(event(self._chunk([choice], usage=usage)))
+            chunk = self._chunk([choice], usage=usage)
+            if not self._begun and self._body.return_token_ids:
+                chunk.prompt_token_ids = list(self._request.prompt_token_ids)
+            if update.prompt is not None and update.prompt.logprobs is not None:
+                chunk.prompt_logprobs = prompt_logprobs(self._tokenizer, update.prompt.logprobs)
+            self._begun.add(update.index)
+            events.append(event(chunk))
         events += [event(self._chunk([choice], usage=usage)) for choice in self._choices(update)]
         return "".join(events)
 

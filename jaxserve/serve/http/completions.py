@@ -115,9 +115,10 @@ class _Answer:
             for request in requests
             for _ in range(sampling.n)
         ]
-        for index, builder in enumerate(self._logprobs if body.resume and body.logprobs is not None else ()):
-            if known := requests[0].known(index).token_ids:
-                builder.skip(known, echo=bool(body.echo))
+        has = [requests[0].known(index).token_ids for index in range(sampling.n)] if body.resume else []
+        for index, known in enumerate(has if body.logprobs is not None else ()):
+            if known or has[0]:  # the prompt was scored with the first sequence, and is not again
+                self._logprobs[index].skip(known, echo=bool(body.echo))
                 self._begun.add(index)
         self._id = f"cmpl-{answer_id}"
         self._created_s = int(time.time())

@@ -167,7 +167,7 @@ class ChatChunkChoice(pydantic.BaseModel):
 
 
 class ChatChunk(pydantic.BaseModel):
-    """One event of a stream."""
+    """One event of a stream. What was asked for about the prompt is in the first."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -175,6 +175,8 @@ class ChatChunk(pydantic.BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Embedding(pydantic.BaseModel):

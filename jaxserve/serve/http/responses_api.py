@@ -90,7 +90,7 @@ def responses_router(door: Door) -> APIRouter:
         answer_id = new_id(None, call)
         asked = messages_of(body)
         work = functools.partial(_prepare, door, body, before, asked, answer_id, trace_of(call))
-        chat = await door.engine.run(work, prompts=1)
+        chat = await door.engine.run(work, prompts=1, tenant=body.user or "")
         keep = stored if stored.keeps and body.store is not False else None
         answer = _Answer(door, body, chat, answer_id, _Keeping(keep, owner, before, asked))
         if body.stream:
@@ -98,9 +98,12 @@ def responses_router(door: Door) -> APIRouter:
         return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
 
     @router.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
-    async def retrieve_response(response_id: str, call: HttpRequest) -> Response:
-        """An answer that was kept."""
+    async def retrieve_response(response_id: str, call: HttpRequest, stream: bool = False) -> Response:
+        """An answer that was kept, which is never a stream of events."""
         found = _find(stored, owner_of(call.headers), response_id, "response_id")
+        if stream:
+            text = "only the events of an answer with background true are kept, which this server does not have"
+            raise HttpRefusal(400, f"stream is true, but {text}; leave it out", param="stream")
         return Response(found.response, media_type="application/json")
 
     @router.delete(f"{PATH}/{{response_id}}")

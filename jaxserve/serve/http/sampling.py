@@ -55,7 +55,7 @@ def completion_sampling(body: CompletionRequest) -> SamplingParams:
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
         # The log-probabilities of an echoed prompt are part of the answer.
-        if body.echo and 0 <= (body.prompt_logprobs or 0) < body.logprobs:
+        if body.echo and (body.prompt_logprobs is None or 0 <= body.prompt_logprobs < body.logprobs):
             options["prompt_logprobs"] = body.logprobs
     return SamplingParams(**options, structured=structured(body))
 

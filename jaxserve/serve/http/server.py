@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from jaxserve.config.addresses import address_of
 from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import HTTP, HTTP_REASONS, OTHER, DoorCounts
 from jaxserve.serve.http.connections import Acceptor, Client, Connections
@@ -302,6 +303,6 @@ class HttpServer:
             listener.listen(_BACKLOG)
         except OSError as error:  # another process was faster
             listener.close()
-            raise ConfigError(f"cannot listen on {self._host}:{held.number}: {error}") from error
+            raise ConfigError(f"cannot listen on {address_of(self._host, held.number)}: {error}") from error
         listener.setblocking(False)
         return listener

@@ -6,11 +6,11 @@ in silence looks to a client like a model that will not call it.
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.serve.http.formats import ListParser, NamedParser, NoCalls, ParserMaker, ToolFormat
+from jaxserve.serve.http.formats import Functions, ListParser, NamedParser, NoCalls, ParserMaker, ToolFormat
 from jaxserve.serve.http.requests import (
     AllowedTools,
     ChatRequest,
@@ -62,16 +62,14 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice demands a call, but tools is empty; give the tools")
         return none
-    tools: Sequence[Tool] = body.tools
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) != len(names):
+    tools = {tool.function.name: tool for tool in body.tools}
+    if len(tools) != len(body.tools):
         raise InvalidRequest("tools has two functions of one name; give each a name of its own")
     if isinstance(choice, AllowedTools):
-        allowed = [_known(tool.function.name, names) for tool in choice.allowed_tools.tools]
+        allowed = {_known(tool.function.name, tools) for tool in choice.allowed_tools.tools}
         if not allowed:
             raise InvalidRequest("tool_choice allows no tool; name one, or set it to none")
-        tools = [tool for tool in tools if tool.function.name in allowed]
-        names = [tool.function.name for tool in tools]
+        tools = {name: tool for name, tool in tools.items() if name in allowed}
         choice = choice.allowed_tools.mode
     if choice == "none":
         return none
@@ -85,24 +83,24 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
             "the output is constrained by structured_outputs, so that no tool can be called; set tool_choice to none, "
             "or leave the constraint out"
         )
-    shown = [as_fields(tool) for tool in tools]
+    shown = [as_fields(tool) for tool in tools.values()]
+    functions = {name: _parameters(tool) for name, tool in tools.items()}
     if isinstance(choice, NamedTool):
-        name = _known(choice.function.name, names)
-        tool = tools[names.index(name)]
-        return ToolUse(shown=shown, forced=_compact(_parameters(tool)), make=lambda: NamedParser(name), is_free=False)
+        name = _known(choice.function.name, tools)
+        return ToolUse(shown=shown, forced=_compact(functions[name]), make=lambda: NamedParser(name), is_free=False)
     if choice == "required":
-        schema = _list_schema(tools, 1 if body.parallel_tool_calls is False else None)
-        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(names), is_free=False)
+        schema = _list_schema(functions, 1 if body.parallel_tool_calls is False else None)
+        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(functions), is_free=False)
     answer = _answer_schema(body)
     if answer is not None and (tool_format.grammar is None or has_special_tags):
         raise UnsupportedOption(
             "response_format constrains the answer, and this model's format of calls cannot be part of the constraint; "
             "demand a call by tool_choice, set it to none, or leave the constraint out"
         )
-    functions = {tool.function.name: _parameters(tool) for tool in tools}
+    strict = {name for name, tool in tools.items() if tool.function.strict}
     return ToolUse(
         shown=shown,
-        forced=None if has_special_tags else _grammar(tools, tool_format, answer),
+        forced=None if has_special_tags else _grammar(functions, strict, tool_format, answer),
         make=lambda: tool_format.make(functions),
         is_free=answer is None,
         keep_special_tokens=has_special_tags,
@@ -117,20 +115,17 @@ def _answer_schema(body: ChatRequest) -> dict[str, Any] | None:
 
 
 def _grammar(
-    tools: Sequence[Tool], tool_format: ToolFormat, answer: Mapping[str, Any] | None
+    functions: Functions, strict: Collection[str], tool_format: ToolFormat, answer: Mapping[str, Any] | None
 ) -> StructuredOutput | None:
     """Answers in which the arguments of strict functions fit their schema, and what is no call fits `answer`.
 
     None: there is nothing to enforce, or no grammar is known. A grammar is of text, and tags of calls have to be text.
     """
-    is_strict = any(tool.function.strict for tool in tools)
-    if tool_format.grammar is None or (answer is None and not is_strict):
+    if tool_format.grammar is None or (answer is None and not strict):
         return None
     schemas = {
-        tool.function.name: _enforceable(
-            {"x-guidance": _COMPACT, **(_parameters(tool) if tool.function.strict else _ANY_ARGUMENTS)}
-        )
-        for tool in tools
+        name: _enforceable({"x-guidance": _COMPACT, **(parameters if name in strict else _ANY_ARGUMENTS)})
+        for name, parameters in functions.items()
     }
     return StructuredOutput(grammar=tool_format.grammar(schemas, None if answer is None else _enforceable(answer)))
 
@@ -139,14 +134,14 @@ def _enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(without_unique_items(json.dumps(schema)))
 
 
-def _known(name: str, names: Sequence[str]) -> str:
+def _known(name: str, names: Collection[str]) -> str:
     """The name itself. Raises InvalidRequest for one that is not that of a tool."""
     if name not in names:
         raise InvalidRequest(f"tool_choice names {name!r:.80}, but tools has {', '.join(names)}")
     return name
 
 
-def _compact(schema: dict[str, Any]) -> StructuredOutput:
+def _compact(schema: Mapping[str, Any]) -> StructuredOutput:
     """Text that fits the schema, without runs of white space unless the schema says how they are to be."""
     return schema_output({"x-guidance": _COMPACT, **schema})
 
@@ -155,19 +150,13 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or _NO_ARGUMENTS
 
 
-def _list_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
-    """A list of calls. `$defs` of a tool's schema move up, where its references look for them."""
-    definitions: dict[str, Any] = {}
+def _list_schema(functions: Functions, most: int | None) -> dict[str, Any]:
+    """A list of calls. The parameters of each tool are a schema resource of their own, so that `#` in a reference is
+    the root of these parameters (JSON Schema 2020-12, 8.2.1), wherever their definitions stand."""
     calls = []
-    for tool in tools:
-        parameters = dict(_parameters(tool))
-        moved = parameters.pop("$defs", {})
-        if not isinstance(moved, dict):
-            raise InvalidRequest(f"the parameters of {tool.function.name} have $defs that are no object")
-        for name, definition in moved.items():
-            if definitions.setdefault(name, definition) != definition:
-                raise InvalidRequest(f"two tools define {name!r} in $defs, each in its own way; rename one")
-        properties = {"name": {"enum": [tool.function.name]}, "parameters": parameters}
+    for number, (name, parameters) in enumerate(functions.items()):
+        resource = {**parameters, "$id": f"urn:jaxserve:tool:{number}"}
+        properties = {"name": {"enum": [name]}, "parameters": resource}
         required = ["name", "parameters"]
         call = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
         calls.append(call)
@@ -175,6 +164,4 @@ def _list_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
     if most is not None:
         schema["maxItems"] = most
-    if definitions:
-        schema["$defs"] = definitions
     return schema

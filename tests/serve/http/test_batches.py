@@ -188,9 +188,35 @@ def test_refusals(client: openai.OpenAI, server: Served) -> None:
         client.batches.create(input_file_id="file-1", endpoint="/v1/moderations", completion_window="24h")
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve("../../etc/passwd")
-    with browse(server, **{"x-api-key": KEYS[0]}) as http:  # as a form of a web page could come to an open server
-        refused = http.post("/v1/files", files={"file": b"a"}, data={"purpose": "batch"})
-    assert (refused.status_code, "Authorization" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_a_form_needs_a_header_that_no_web_page_sends_with_it(tmp_path: Path, server: Served) -> None:
+    form: Any = {"files": {"file": b"a"}, "data": {"purpose": "batch"}}
+    with http_served(Served(), batch_dir=str(tmp_path)) as open_server, browse(open_server) as http:
+        refused = http.post("/v1/files", **form)
+        assert (refused.status_code, "Authorization" in refused.json()["error"]["message"]) == (400, True)
+        assert http.post("/v1/files", headers={"authorization": "Bearer any"}, **form).status_code == 200
+    with browse(server, **{"x-api-key": KEYS[0]}) as http:  # as every route takes it
+        assert http.post("/v1/files", **form).status_code == 200
+
+
+def test_files_are_listed_by_their_purpose_and_in_pages(tmp_path: Path) -> None:
+    with (
+        http_served(Served(tokenizer=ToolTokenizer()), batch_dir=str(tmp_path)) as parts,
+        openai_client(parts) as client,
+    ):
+        end_of(client, begin(client, line("a")))
+        made = [client.files.create(file=("in.jsonl", b"a"), purpose="batch").id for _ in range(3)]
+        every = [file.id for file in client.files.list()]
+        assert len(every) == 5
+        assert [file.id for file in client.files.list(limit=2)] == every, "the client asks for the next pages"
+        assert [file.id for file in client.files.list(limit=2).data] == every[:2]
+        assert [file.id for file in client.files.list(after=every[3])] == every[4:]
+        assert [file.id for file in client.files.list(order="asc")] == every[::-1]
+        [answers] = client.files.list(purpose="batch_output")
+        assert {file.id for file in client.files.list(purpose="batch")} == {*every} - {answers.id} > {*made}
+        with pytest.raises(openai.NotFoundError, match="after is 'file-1'"):
+            client.files.list(after="file-1")
 
 
 def test_a_batch_goes_on_after_the_end_of_its_server(tmp_path: Path, keys: str) -> None:

@@ -102,6 +102,19 @@ def test_every_cut_gives_the_rest(client: httpx.Client, name: str) -> None:
         assert rest[-1].body["usage"]["prompt_tokens"] == usage.body["usage"]["prompt_tokens"]
 
 
+def test_a_choice_that_had_not_begun_has_no_part_of_the_scores_of_its_prompt(client: httpx.Client) -> None:
+    body = {"prompt": "a", "n": 2, "logprobs": 1, "echo": True, "max_tokens": 3, "seed": 3, "stream": True}
+    resume = [{"token_ids": [98]}, {"token_ids": []}]
+    answer = client.post("/v1/completions", json={**body, "temperature": 0, "resume": resume})
+    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(part)["choices"][0] for part in data]
+    for index, tokens, offsets in ((0, ["c", "d"], [2, 3]), (1, ["b", "c", "d"], [1, 2, 3])):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == ("cd" if index == 0 else "abcd"), "the text has the prompt"
+        assert [token for choice in mine for token in choice["logprobs"]["tokens"]] == tokens
+        assert [offset for choice in mine for offset in choice["logprobs"]["text_offset"]] == offsets
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

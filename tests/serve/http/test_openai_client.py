@@ -127,6 +127,14 @@ def test_completion_logprobs_with_echo(client: openai.OpenAI) -> None:
         assert [len(top) for top in logprobs.top_logprobs[1:]] == [2, 2, 2, 2]
 
 
+def test_logprobs_of_an_echoed_prompt_without_alternatives(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="ab", max_tokens=2, logprobs=0, echo=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["<s>", "a", "b", "c", "d"]
+    assert logprobs.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5]
+
+
 def test_logprobs_beyond_ascii(client: openai.OpenAI) -> None:
     """Byte tokens keep names of their own, and offsets count the characters of the text that is sent back."""
     prompt = "é日!"
@@ -237,6 +245,16 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
         assert [d.finish_reason for d in deltas] == [None, None, None, "length"]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 6
+
+
+def test_a_chat_stream_begins_with_what_was_asked_about_the_prompt(client: openai.OpenAI) -> None:
+    options: Any = {"max_tokens": 2, "extra_body": {"return_token_ids": True, "prompt_logprobs": 1}}
+    whole: Any = client.chat.completions.create(model="fake", messages=MESSAGES, **options)
+    assert len(whole.prompt_token_ids) == len(whole.prompt_logprobs) == whole.usage.prompt_tokens
+    chunks: Any = list(client.chat.completions.create(model="fake", messages=MESSAGES, n=2, stream=True, **options))
+    told = [{k: v for k, v in c.model_dump(exclude_unset=True).items() if k.startswith("prompt_")} for c in chunks]
+    assert told[0] == {"prompt_token_ids": whole.prompt_token_ids, "prompt_logprobs": whole.prompt_logprobs}
+    assert not any(told[1:])
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
@@ -421,6 +439,27 @@ def test_a_demanded_call_is_constrained(client: openai.OpenAI, choice: Any, stre
     assert set(json.loads(arguments)) == {"days"}
     assert re.fullmatch(r'\{"days": ?-?\d+\}', arguments), "no white space but what models write"
     assert reason == "tool_calls"
+
+
+def test_references_are_within_the_parameters_of_their_tool(client: openai.OpenAI) -> None:
+    """As generators of schemas write them: to `definitions`, to `$defs`, and by any path from the root."""
+
+    def tool(name: str, reference: str, **beside: Any) -> Any:
+        parameters = {"type": "object", "properties": {"a": {"$ref": reference}}, **beside}
+        parameters |= {"required": list(parameters["properties"]), "additionalProperties": False}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    older = tool("f", "#/definitions/D", definitions={"D": {"const": 7}})
+    newer = tool("g", "#/$defs/D", **{"$defs": {"D": {"const": 8}}})
+    path = tool("h", "", properties={"a": {"const": 9}, "b": {"$ref": "#/properties/a"}})
+    wanted = {"f": {"a": 7}, "g": {"a": 8}, "h": {"a": 9, "b": 9}}
+    for tools in ([older], [newer], [path], [newer, older]):
+        answer = client.chat.completions.create(
+            model="fake", messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False
+        )
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == wanted[call.function.name]
 
 
 @pytest.mark.parametrize(

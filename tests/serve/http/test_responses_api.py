@@ -187,6 +187,8 @@ def test_answers_belong_to_a_key(client: openai.OpenAI, server: Served) -> None:
                 call()
     with pytest.raises(openai.BadRequestError, match="is complete"):
         client.responses.cancel(answer.id)
+    with pytest.raises(openai.BadRequestError, match="stream is true"):
+        client.responses.retrieve(answer.id, stream=True)
 
 
 def test_the_methods_of_a_path_are_those_of_all_its_routes(server: Served) -> None:

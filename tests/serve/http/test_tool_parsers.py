@@ -128,6 +128,27 @@ def test_long_arguments_come_whole_out_of_small_pieces() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("qwen3_coder", "<function=f>\n<parameter=x>\nNaN\n</parameter>\n</function>", {"x": "NaN"}),
+        ("qwen3_coder", "<function=f>\n<parameter=x>\n[1e999]\n</parameter>\n</function>", {"x": "[1e999]"}),
+        ("qwen3_coder", '<function=f>\n<parameter=x>\n"\\ud800"\n</parameter>\n</function>', {"x": "\ufffd"}),
+        ("gemma", "<|tool_call>call:f{x:-Infinity,y:1.5}<tool_call|>", {"x": "-Infinity", "y": 1.5}),
+        ("gemma", '<|tool_call>call:f{x:"\\ud800"}<tool_call|>', {"x": "\ufffd"}),
+        ("pythonic", "[f(x='\\ud83d\\ude00 \\ud800 ü')]", {"x": "😀 \ufffd ü"}),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>', {"x": "\ufffd"}),
+    ],
+)
+def test_what_json_or_utf8_cannot_say_is_told_all_the_same(name: str, text: str, wanted: dict[str, object]) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    content, [(_, arguments)] = read(lambda: TOOL_FORMATS.get(name).make(NAMES), [text])
+    assert content == ""
+    assert json.loads(arguments.encode(), parse_constant=refuse) == wanted
+
+
+@pytest.mark.parametrize(
     ("wanted", "template", "name"),
     [
         ("auto", None, "hermes"),

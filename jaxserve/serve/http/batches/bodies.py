@@ -26,7 +26,7 @@ class FileObject(pydantic.BaseModel):
 class FileList(pydantic.BaseModel):
     object: Literal["list"] = "list"
     data: list[FileObject]
-    has_more: Literal[False] = False
+    has_more: bool
 
 
 class DeletedFile(pydantic.BaseModel):

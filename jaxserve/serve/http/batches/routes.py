@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, File, Form, Query, Request, UploadFile
 from starlette.responses import FileResponse
@@ -25,6 +25,9 @@ from jaxserve.serve.http.guard import FILES
 from jaxserve.serve.http.keys import owner_of
 
 _WINDOW_S = 24 * 3600
+_MOST_FILES = 10_000  # of one list, as OpenAI has it
+
+_Object = TypeVar("_Object", FileObject, BatchObject)
 
 
 def batches_routers(store: BatchStore, runner: BatchRunner) -> tuple[APIRouter, APIRouter]:
@@ -40,16 +43,24 @@ def _files_router(store: BatchStore) -> APIRouter:
         call: Request, file: Annotated[UploadFile, File()], purpose: Annotated[Literal["batch"], Form()]
     ) -> FileObject:
         """Keeps a file of requests, one JSON object a line."""
-        # A page of any origin may send a form to any server, but no header of this name with it.
-        if "authorization" not in call.headers:
+        # A page of any origin may send a form to any server, but no header of these names with it.
+        if not {"authorization", "x-api-key"}.intersection(call.headers):
             text = "a file needs the header 'Authorization: Bearer KEY', with any key where the server has none"
             raise HttpRefusal(400, text)
         return await asyncio.to_thread(store.add_file, owner_of(call.headers), file.filename or "", file.file)
 
     @router.get(FILES)
-    async def list_files(call: Request) -> FileList:
-        """The files of this key, the newest first."""
-        return FileList(data=store.files(owner_of(call.headers)))
+    async def list_files(
+        call: Request,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=_MOST_FILES)] = _MOST_FILES,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> FileList:
+        """The files of this key, the newest first unless `order` is `asc`; `after`: those behind this one."""
+        found = [each for each in store.files(owner_of(call.headers)) if purpose in (None, each.purpose)]
+        found = _behind(found if order == "desc" else found[::-1], after)
+        return FileList(data=found[:limit], has_more=len(found) > limit)
 
     @router.get(f"{FILES}/{{file_id}}")
     async def retrieve_file(file_id: str, call: Request) -> FileObject:
@@ -100,10 +111,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
         call: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> BatchList:
         """The batches of this key, the newest first; `after`: those behind this one."""
-        found = store.batches(owner_of(call.headers))
-        if after is not None:
-            store.batch(owner_of(call.headers), after)
-            found = found[[batch.id for batch in found].index(after) + 1 :]
+        found = _behind(store.batches(owner_of(call.headers)), after)
         shown = [_shown(batch) for batch in found[:limit]]
         ids = [batch.id for batch in shown] or [None]
         return BatchList(data=shown, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
@@ -125,6 +133,16 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
         return _shown(batch)
 
     return router
+
+
+def _behind(found: list[_Object], after: str | None) -> list[_Object]:
+    """Those behind the one with the id `after`; None: all. Raises HttpRefusal with 404."""
+    if after is None:
+        return found
+    for number, each in enumerate(found, start=1):
+        if each.id == after:
+            return found[number:]
+    raise HttpRefusal(404, f"after is {after!r:.80}, which is not in this list", param="after", kind="not_found")
 
 
 def _shown(batch: BatchObject) -> BatchObject:

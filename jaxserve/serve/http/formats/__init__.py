@@ -17,7 +17,15 @@ and a line of a registry here, or an entry point of another package in the same 
 from typing import TypeVar
 
 from jaxserve.registry import Registry
-from jaxserve.serve.http.formats.base import AnswerParser, NoCalls, ParserMaker, Piece, ThinkingFormat, ToolFormat
+from jaxserve.serve.http.formats.base import (
+    AnswerParser,
+    Functions,
+    NoCalls,
+    ParserMaker,
+    Piece,
+    ThinkingFormat,
+    ToolFormat,
+)
 from jaxserve.serve.http.formats.constrained import ListParser, NamedParser
 from jaxserve.serve.http.formats.thinking import ThinkingParser
 
@@ -25,6 +33,7 @@ __all__ = [
     "THINKING_FORMATS",
     "TOOL_FORMATS",
     "AnswerParser",
+    "Functions",
     "ListParser",
     "NamedParser",
     "NoCalls",

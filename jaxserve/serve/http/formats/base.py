@@ -1,6 +1,8 @@
 """`Piece`, an increment of an answer; the protocol of parsers; and what a format says of itself."""
 
 import dataclasses
+import json
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -89,6 +91,28 @@ class NoCalls:
 
     def finish(self) -> list[Piece]:
         return []
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for what is none: JSON knows no NaN, and no number without an end."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
+
+
+def write_json(value: Any) -> str:
+    """Raises ValueError for what JSON has no words for."""
+    return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def whole_characters(text: str) -> str:
+    """The text with each pair of surrogates as its character, and U+FFFD for half of one, which no answer can carry."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def may_begin(text: str, tags: Sequence[str]) -> int:

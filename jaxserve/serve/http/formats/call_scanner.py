@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from typing import NamedTuple
 
-from jaxserve.serve.http.formats.base import Piece
+from jaxserve.serve.http.formats.base import Piece, whole_characters
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -142,7 +142,7 @@ class CallScanner:
             return
         self.state = State.CALL
         if self._as_text:
-            self._arguments = [_text_of("".join(self._arguments)) or "{}"]
+            self._arguments = [whole_characters(_text_of("".join(self._arguments)) or "{}")]
         elif not self._has_arguments:
             self._arguments = ["{}"]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.serve.http.formats.base import AnswerParser, Functions, ToolFormat
+from jaxserve.serve.http.formats.base import AnswerParser, Functions, ToolFormat, read_json
 from jaxserve.serve.http.formats.tagged import Call, TaggedParser
 
 _TAGS = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
@@ -70,7 +70,7 @@ class _Reader:
         if not word:
             raise ValueError("a value is missing")
         try:
-            return json.loads(word)
+            return read_json(word)
         except ValueError:
             return word
 

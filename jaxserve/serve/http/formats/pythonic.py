@@ -5,12 +5,11 @@ the beginning decides. They are told when the list is whole.
 """
 
 import ast
-import json
 import re
 import warnings
 from typing import Any
 
-from jaxserve.serve.http.formats.base import Functions, Piece, ToolFormat
+from jaxserve.serve.http.formats.base import Functions, Piece, ToolFormat, write_json
 from jaxserve.serve.http.formats.call_scanner import BracketScanner
 
 _START, _END = "<|python_start|>", "<|python_end|>"
@@ -105,7 +104,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise ValueError("no call with named arguments")
     arguments = {str(word.arg): _value(word.value) for word in node.keywords}
-    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ast.unparse(node.func), write_json(arguments)
 
 
 def _value(node: ast.expr) -> Any:

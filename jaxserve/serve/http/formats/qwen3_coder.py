@@ -12,12 +12,11 @@ The schema of the function says which of them are numbers, lists and so on. The 
 now and then.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.serve.http.formats.base import AnswerParser, Functions, ToolFormat
+from jaxserve.serve.http.formats.base import AnswerParser, Functions, ToolFormat, read_json
 from jaxserve.serve.http.formats.tagged import Call, TaggedParser
 
 _OPEN, _CLOSE, _FUNCTION, _END = "<tool_call>", "</tool_call>", "<function=", "</function>"
@@ -53,7 +52,7 @@ def _value(text: str, schema: Any) -> Any:
     if kinds == "string" or (isinstance(schema, Mapping) and "string" in (kinds or ()) and text != "null"):
         return text
     try:
-        return json.loads(text)
+        return read_json(text)
     except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 

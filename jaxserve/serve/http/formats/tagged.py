@@ -3,11 +3,10 @@
 A call in such a format can only be told once all of it is there, since its arguments become JSON.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.serve.http.formats.base import Piece, Spaced, first_of, may_begin
+from jaxserve.serve.http.formats.base import Piece, Spaced, first_of, may_begin, write_json
 
 
 class Call(NamedTuple):
@@ -96,7 +95,6 @@ class TaggedParser:
         self._behind_call = True
         pieces = []
         for call in calls:
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            pieces.append(Piece(call=self._num_calls, name=call.name, arguments=arguments))
+            pieces.append(Piece(call=self._num_calls, name=call.name, arguments=write_json(call.arguments)))
             self._num_calls += 1
         return pieces
