@@ -4,7 +4,6 @@ The order of a step, the inbox and the loop thread are here. A request that the 
 `live`; which sequences run is decided by the scheduler, which shapes by the runner.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import itertools
@@ -161,8 +160,8 @@ class Engine:
         self._gate = threading.Lock()
         self._launched: Launched | None = None
         self._committed: Committed | None = None
-        self._changes: collections.deque[Change] = collections.deque()
-        self._entered: dict[str, Request] = {}  # which the scheduler does not have yet; of one id, the last is live
+        # What the scheduler does not have yet, in its order: requests by id, of which the last is live, and changes.
+        self._coming: dict[str | Change, Request | Change] = {}
         self._paused_s: float | None = None  # since when it has launched nothing, for that
         self._accepting = True
         self._asleep = False
@@ -384,10 +383,21 @@ class Engine:
         self._take_commands()
         if self._degrading is not None:
             self._degrading.look(self._turned_s)
-        if self._changes:
-            launch = self._make_changes() and launch
-        if not self._holds_back:
-            self._add_entered()
+        while self._coming:
+            key, first = next(iter(self._coming.items()))
+            if isinstance(first, Change):
+                if not self._make_change(first):
+                    launch = launch and first.after_running  # else it waits for the step in flight, and no other
+                    break
+            else:
+                with self._telling:
+                    self._check_fence()
+                    try:
+                        if key in live.by_id:  # it may have been aborted
+                            scheduler.add(first)
+                    except JaxserveError as error:
+                        live.refuse(first.request_id, error)
+                    del self._coming[key]
         self._take_buckets()
         begun_s = stats.start_turn()
         plan = None
@@ -444,7 +454,8 @@ class Engine:
                 command = self._next_command()
                 if isinstance(command, Submit):
                     if (request := live.enter(command, self.tokenizer)) is not None:
-                        self._entered[request.request_id] = request
+                        self._coming.pop(request.request_id, None)
+                        self._coming[request.request_id] = request
                 elif isinstance(command, Abort):
                     live.abort(command)
                 elif command is None:
@@ -453,31 +464,9 @@ class Engine:
             if isinstance(command, Call):
                 command.carry_out(scheduler)
             elif isinstance(command, Change):
-                held = self._holds_back
-                self._changes.append(command)
-                if not held:  # what came before it counts among what runs
-                    self._add_entered()
+                self._coming[command] = command
             elif isinstance(command, Interrupt):
                 raise command.error
-
-    @property
-    def _holds_back(self) -> bool:
-        """Requests that come wait for a change."""
-        return bool(self._changes) and self._changes[0].after_running
-
-    def _add_entered(self) -> None:
-        """Gives the scheduler the requests that have come."""
-        if not self._entered:
-            return
-        with self._telling:
-            self._check_fence()
-            for request_id, request in self._entered.items():
-                try:
-                    if request_id in self._live.by_id:  # it may have been aborted
-                        self._scheduler.add(request)
-                except JaxserveError as error:
-                    self._live.refuse(request_id, error)
-            self._entered.clear()
 
     def _check_fence(self) -> None:
         if self._fenced:
@@ -683,37 +672,33 @@ class Engine:
         if (later := self._later) is not None:
             self._stats.watch_buckets(lambda: later.counts)
 
-    def _make_changes(self) -> bool:
-        """Makes the changes whose time has come. False: no step may be launched in this turn, since one waits for what
-        is in flight."""
-        while self._changes:
-            change = self._changes[0]
-            if change.after_running and self._scheduler.has_work():
-                return True
-            if self._paused_s is None:
-                self._paused_s = self._clock()
-            if self._launched is not None:
-                return False
-            self._changes.popleft()
-            self.allowed_s = math.inf  # weights of any size go to or from the host as long as it takes
-            made = change.done.set_running_or_notify_cancel()
-            if made:
-                try:
-                    change.work(self._runner, self._scheduler)
-                except JaxserveError as error:
-                    made = False
-                    change.done.set_exception(error)
-                except BaseException as error:
-                    change.done.set_exception(error)
-                    raise
-            with self._telling:
-                self._check_fence()
-                if made and change.version is not None:
-                    self._live.note_weights(change.version)
-            if made:
-                change.done.set_result(self._clock() - self._paused_s)
-            self._paused_s = None
-            self._add_entered()  # they have waited for it
+    def _make_change(self, change: Change) -> bool:
+        """Makes the first change if its time has come. False: it waits for what runs, or for the step in flight."""
+        if change.after_running and self._scheduler.has_work():
+            return False
+        if self._paused_s is None:
+            self._paused_s = self._clock()
+        if self._launched is not None:
+            return False
+        del self._coming[change]
+        self.allowed_s = math.inf  # weights of any size go to or from the host as long as it takes
+        made = change.done.set_running_or_notify_cancel()
+        if made:
+            try:
+                change.work(self._runner, self._scheduler)
+            except JaxserveError as error:
+                made = False
+                change.done.set_exception(error)
+            except BaseException as error:
+                change.done.set_exception(error)
+                raise
+        with self._telling:
+            self._check_fence()
+            if made and change.version is not None:
+                self._live.note_weights(change.version)
+        if made:
+            change.done.set_result(self._clock() - self._paused_s)
+        self._paused_s = None
         return True
 
     def _take_buckets(self) -> None:
@@ -776,10 +761,10 @@ class Engine:
             logger.exception("the last tokens could not be delivered")
         self.waits = False
         unheard: list[Submit] = []
-        for change in self._changes:
-            change.refuse(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
-        self._changes.clear()
-        self._entered.clear()
+        for change in self._coming.values():
+            if isinstance(change, Change):
+                change.refuse(EngineStopped(f"the engine does nothing more: {reason_of(self.failure)}"))
+        self._coming.clear()
         while (command := self._next_command()) is not None:
             if isinstance(command, Submit):
                 unheard.append(command)

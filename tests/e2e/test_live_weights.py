@@ -302,7 +302,7 @@ async def test_requests_that_come_while_others_finish_wait_and_can_be_aborted() 
         running = engine.generate({"prompt_token_ids": PROMPTS[0]}, long)
         first = await anext(running)
         change = asyncio.create_task(engine.update_weights(other(1), version="one", policy=Policy.FINISH.value))
-        while not engine._engine._changes:
+        while not engine._engine._coming:
             await asyncio.sleep(0.001)
         waiting = engine.generate({"prompt_token_ids": PROMPTS[1]}, SAMPLING, request_id="waits")
         gone = engine.generate({"prompt_token_ids": PROMPTS[2]}, SAMPLING, request_id="goes")
