@@ -141,7 +141,9 @@ def _plain(rest: str) -> str:
 
     def keep(match: re.Match[str]) -> str:
         inner = match.group(1)
-        return match.group(0) if re.fullmatch(r"\w+=| [\w\-]+-to-[\w\-]+ | core id ", inner) else ""
+        if inner.endswith(" core id "):  # libtpu of JAX 0.11: "megacore core id :: core id"
+            return "/* core id */"
+        return match.group(0) if re.fullmatch(r"\w+=| [\w\-]+-to-[\w\-]+ ", inner) else ""
 
     return _COMMENT.sub(keep, rest)
 
