@@ -58,7 +58,8 @@ def _files_router(store: BatchStore) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> FileList:
         """The files of this key, the newest first unless `order` is `asc`; `after`: those behind this one."""
-        found = [each for each in store.files(owner_of(call.headers)) if purpose in (None, each.purpose)]
+        owned = await asyncio.to_thread(store.files, owner_of(call.headers))  # one file is read for each
+        found = [each for each in owned if purpose in (None, each.purpose)]
         found = _behind(found if order == "desc" else found[::-1], after)
         return FileList(data=found[:limit], has_more=len(found) > limit)
 
@@ -111,7 +112,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
         call: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> BatchList:
         """The batches of this key, the newest first; `after`: those behind this one."""
-        found = _behind(store.batches(owner_of(call.headers)), after)
+        found = _behind(await asyncio.to_thread(store.batches, owner_of(call.headers)), after)
         shown = [_shown(batch) for batch in found[:limit]]
         ids = [batch.id for batch in shown] or [None]
         return BatchList(data=shown, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
