@@ -295,9 +295,6 @@ class ParallelConfig(Section):
         ge=1,
         description="Parts of the parallel.tensor devices over which experts are dealt; it divides their number.",
     )
-    sequence: int = pydantic.Field(
-        default=1, ge=1, description="Devices that share one long context; must be 1 in this version."
-    )
     microbatches: int | None = pydantic.Field(
         default=None, ge=1, description="Parts of a step in flight through the pipeline; default: parallel.pipeline."
     )

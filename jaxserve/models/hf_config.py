@@ -325,10 +325,15 @@ def read_layer_types(config: HfConfig, num_layers: int) -> list[str] | None:
     return kinds
 
 
+def read_switched_window(config: HfConfig) -> int | None:
+    """The window of families with `use_sliding_window`: an absent `sliding_window` means 4096, null means none."""
+    is_on, is_null = config.flag("use_sliding_window", False), config.is_null("sliding_window")
+    return config.integer("sliding_window", 4096) if is_on and not is_null else None
+
+
 def read_layer_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     """Windows of families with `use_sliding_window`, `max_window_layers` and, newer, `layer_types` (Qwen)."""
-    size, is_on = config.get("sliding_window"), config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window") if is_on and size is not None else None
+    window = read_switched_window(config)
     kinds, first = read_layer_types(config, num_layers), config.get("max_window_layers", 28)
     if kinds is None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:

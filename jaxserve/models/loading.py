@@ -13,7 +13,6 @@ in a loop costs tens of milliseconds a step on large models.
 import dataclasses
 import functools
 import logging
-import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -51,7 +50,7 @@ from jaxserve.models.quantised import read_scheme
 from jaxserve.models.quantised.coding import CODED, CodedTensor, RoundedParam
 from jaxserve.models.quantised.storing import Kept, KeptPart, Quantisation, Sizes, choose_kept
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader, window_reader
-from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
+from jaxserve.models.sharding import EXPERT_AXIS, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, name_of, plan_weights
 
 logger = logging.getLogger(__name__)
@@ -175,7 +174,7 @@ def plan_model(
     config = with_cache(config, cache_dtype)
     mesh = one_device_mesh(jax.local_devices()[0]) if mesh is None else mesh
     chosen = choose_dtype(dtype, mesh.devices.flat[0].platform, checkpoint)
-    partition = Partition.of(config, math.prod(mesh.shape[axis] for axis in LAYER_AXES), mesh.shape[EXPERT_AXIS])
+    partition = Partition.of(config, mesh.size, mesh.shape[EXPERT_AXIS])
     graphdef, dense = split_abstract(partition, chosen, layers)
     first_layer = 0 if layers is None else layers.start
     kept = plan_kept(checkpoint, family, partition, quantisation, backend_of(mesh))

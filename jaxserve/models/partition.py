@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec, LayerSpec, MlpSpec
-from jaxserve.models.sharding import EXPERT_AXIS, LAYER_AXES, Axes, Placement, Shards
+from jaxserve.models.sharding import EXPERT_AXIS, MESH_AXES, Axes, Placement, Shards
 
 _MASK_BITS = 32  # token masks keep 32 tokens in a word, and a word lies on one device
 
@@ -81,7 +81,7 @@ class Partition:
         for to, start, size in self._head_runs():
             query_heads[to : to + size] = range(start, start + size)
         return Placement(
-            shards=Shards(count=self.devices, axis=LAYER_AXES),
+            shards=Shards(count=self.devices, axis=MESH_AXES),
             experts=Shards(count=self.expert_parts, axis=EXPERT_AXIS),
             num_tokens=self.model.vocab_size,
             query_heads=tuple(query_heads),

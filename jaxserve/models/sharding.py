@@ -28,22 +28,19 @@ from jaxserve.kernels.xla_matmul import DenseWeight
 # Logical axis -> mesh axis, or several, the first of which varies slowest; None or absent: replicated.
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS = "expert", "sequence", "model"
-MESH_AXES = (EXPERT_AXIS, SEQUENCE_AXIS, TENSOR_AXIS)  # of one stage of one replica; the last varies fastest
-
-LAYER_AXES = (EXPERT_AXIS, TENSOR_AXIS)  # of all devices that share a layer
+EXPERT_AXIS, TENSOR_AXIS = "expert", "model"
+MESH_AXES = (EXPERT_AXIS, TENSOR_AXIS)  # of one stage of one replica, whose devices share each layer
 
 # Megatron's layout (Shoeybi et al., 2019): heads and ffn columns on the first matmul of a block, rows on the second,
 # one sum per block, over all devices. Experts are dealt out over some of them, and the columns of each cut over the
-# others. "context": its rule stands, nothing uses it yet.
+# others.
 TENSOR_PARALLEL: Rules = {
-    "vocab": LAYER_AXES,
-    "heads": LAYER_AXES,
-    "kv_heads": LAYER_AXES,
-    "mlp": LAYER_AXES,
+    "vocab": MESH_AXES,
+    "heads": MESH_AXES,
+    "kv_heads": MESH_AXES,
+    "mlp": MESH_AXES,
     "experts": EXPERT_AXIS,
     "expert_mlp": TENSOR_AXIS,
-    "context": SEQUENCE_AXIS,
 }
 
 
@@ -81,7 +78,7 @@ class Shards:
         return jnp.where((local >= 0) & (local < size), local, size)
 
 
-WHOLE = Shards(count=1, axis=LAYER_AXES)
+WHOLE = Shards(count=1, axis=MESH_AXES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

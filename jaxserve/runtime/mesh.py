@@ -24,12 +24,12 @@ STAGE_AXIS = "stage"  # of programs over several stages (`stage_links`)
 def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[Mesh]]:
     """[replica][stage] meshes with the axes `MESH_AXES`, over the first devices of the list.
 
-    Raises ConfigError when there are too few devices, or for an axis that no model here can use.
+    Raises ConfigError when there are too few devices, or they cannot be dealt out so.
     """
     check_layout(parallel, len(devices), on_cpu=len(devices) > 0 and devices[0].platform == "cpu")
     needed = parallel.data * parallel.pipeline * parallel.tensor
     grid = np.asarray(devices[:needed]).reshape(
-        parallel.data, parallel.pipeline, parallel.expert, parallel.sequence, parallel.tensor // parallel.expert
+        parallel.data, parallel.pipeline, parallel.expert, parallel.tensor // parallel.expert
     )
     return [[Mesh(stage, MESH_AXES) for stage in replica] for replica in grid]
 
@@ -37,17 +37,12 @@ def make_meshes(parallel: ParallelConfig, devices: Sequence[Any]) -> list[list[M
 def abstract_meshes(parallel: ParallelConfig, num_devices: int) -> list[AbstractMesh]:
     """The meshes of one replica without devices: enough to count what each would hold. Raises as `make_meshes`."""
     check_layout(parallel, num_devices)
-    shape = (parallel.expert, parallel.sequence, parallel.tensor // parallel.expert)
+    shape = (parallel.expert, parallel.tensor // parallel.expert)
     return [AbstractMesh(shape, MESH_AXES)] * parallel.pipeline
 
 
 def check_layout(parallel: ParallelConfig, num_devices: int, *, on_cpu: bool = False) -> None:
-    """Raises ConfigError when there are too few devices, or for an axis that no model here can use."""
-    if parallel.sequence != 1:
-        raise ConfigError(
-            f"parallel.sequence is {parallel.sequence}, but no model of this version is cut along that axis; "
-            "set it to 1 and use parallel.tensor"
-        )
+    """Raises ConfigError when there are too few devices, or they cannot be dealt out so."""
     if parallel.tensor % parallel.expert:
         divisors = [n for n in range(1, parallel.tensor + 1) if parallel.tensor % n == 0]
         raise ConfigError(

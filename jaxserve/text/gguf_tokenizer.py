@@ -143,15 +143,6 @@ class _Vocabulary:
     def fail(self, name: str, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {_KEY}{name}: {problem}; {_REMEDY}")
 
-    def templates(self) -> dict[str, str]:
-        start = "tokenizer.chat_template"
-        found = {
-            key.removeprefix(start).lstrip(".") or "default": self._file.get(key, str)
-            for key in self._file.metadata
-            if key == start or key.startswith(f"{start}.")
-        }
-        return {name: source for name, source in found.items() if source is not None}
-
     def files(self, options: Mapping[str, Any]) -> TokenizerFiles:
         """What the small files of a directory would say. `options`: tokenizer_config.json's."""
         named = {f"{role}_token": text for role in ("bos", "eos") if (text := self.token(role)) is not None}
@@ -164,7 +155,7 @@ class _Vocabulary:
             added_tokens=(),
             bos_id=None,
             eos_id=None,
-            chat_templates=self.templates(),
+            chat_template=self._file.get("tokenizer.chat_template", str),
         )
 
     def _array(self, name: str, kind: type, count: int | None) -> list[Any]:

@@ -44,7 +44,6 @@ class HfTokenizer:
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_token_id = _named_id(backend, files, "bos_token", files.bos_id)
         self.eos_token_id = _named_id(backend, files, "eos_token", files.eos_id)
@@ -81,11 +80,10 @@ class HfTokenizer:
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if token_id in self._added_ids:
-            return piece.encode()
         if self._decoded_by == ["ByteLevel"]:
             spelled = [_BYTE_OF.get(character) for character in piece]
-            # A piece with another character in it stands for itself, as in the library's decoder.
+            # A piece with another character in it stands for itself, as in the library's decoder. Added tokens are
+            # pieces like the others there.
             return piece.encode() if None in spelled else bytes(spelled)  # pyright: ignore[reportArgumentType]
         if self._decoded_by == ["Metaspace"]:
             return piece_bytes(piece)

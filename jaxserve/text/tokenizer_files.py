@@ -42,7 +42,7 @@ class TokenizerFiles:
       special_texts: texts of all tokens that some file calls special.
       added_tokens: tokens with an explicit id.
       bos_id, eos_id: of config.json, which comes last in precedence. Of a list of ids, the first.
-      chat_templates: name to Jinja source; the usual one is "default".
+      chat_template: Jinja source; of several with names, the one called "default".
     """
 
     directory: Path
@@ -52,11 +52,7 @@ class TokenizerFiles:
     added_tokens: tuple[AddedToken, ...]
     bos_id: int | None
     eos_id: int | None
-    chat_templates: Mapping[str, str]
-
-    @property
-    def chat_template(self) -> str | None:
-        return self.chat_templates.get("default")
+    chat_template: str | None
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
@@ -80,7 +76,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         added_tokens=added,
         bos_id=_first_id(model.get("bos_token_id")),
         eos_id=_first_id(model.get("eos_token_id")),
-        chat_templates=_chat_templates(directory, options),
+        chat_template=_chat_template(directory, options),
     )
 
 
@@ -136,19 +132,24 @@ def _added_tokens(directory: Path, options: Mapping[str, Any]) -> tuple[AddedTok
     return tuple(token for token in tokens.values() if token.content)
 
 
-def _chat_templates(directory: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    """A template file wins over tokenizer_config.json, as in transformers 5."""
+def _chat_template(directory: Path, options: Mapping[str, Any]) -> str | None:
+    """A template file wins over tokenizer_config.json, as in transformers 5; that of models with pictures may be an
+    older one, chat_template.json."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
-            return {"default": path.read_text(encoding="utf-8")}
+            return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise read_failure(path, error) from error
-    entry = options.get("chat_template")
-    if isinstance(entry, str):
-        return {"default": entry}
+    path = directory / "chat_template.json"
+    if path.is_file():
+        entry = _read_json(path).get("chat_template")
+    else:
+        path, entry = directory / "tokenizer_config.json", options.get("chat_template")
+    if entry is None or isinstance(entry, str):
+        return entry
     try:
-        return {item["name"]: item["template"] for item in entry or ()}
+        return {item["name"]: item["template"] for item in entry}.get("default")
     except (KeyError, TypeError) as error:
         cause = ValueError("chat_template must be a string or a list of {name, template}")
-        raise read_failure(directory / "tokenizer_config.json", cause) from error
+        raise read_failure(path, cause) from error

@@ -133,7 +133,7 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--set cache.memory_bytes=1000000", "set cache.num_pages"),
         ("--device v5e:2x2 --set parallel.pipeline=2", "simulate with --set parallel.pipeline=1"),
         ("--device v5e:2x2 --set parallel.data=8", "tensor x parallel.data is 1 x 8, but v5e:2x2 has 4"),
-        ("--device v5e:2x2 --set parallel.expert=2", "no model of this version is cut along"),
+        ("--device v5e:2x2 --set parallel.expert=2", "know no parts of experts"),
         ("--device v5e:2x2 --set parallel.data=2 --replicas 2", "leave one of the two out"),
         ("--device h200:1*2 --replicas 3", "3 replicas were asked for, and 2 devices"),
         ("--device h200:1*x", "write h200:1*2"),

@@ -30,6 +30,7 @@ LLAMA = {
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
+    "rope_scaling": {"rope_type": "default"},
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,

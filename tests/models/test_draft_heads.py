@@ -33,7 +33,7 @@ THEN = [31, 8, 77]
 
 
 def mesh_of(count: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:count]).reshape(1, 1, count), MESH_AXES)
+    return Mesh(np.array(jax.devices()[:count]).reshape(1, count), MESH_AXES)
 
 
 @functools.cache
@@ -90,8 +90,8 @@ def chain(head: LoadedHead, count: int) -> list[np.ndarray]:
         return found
 
     cache = XLA_ATTENTION.init_cache(8, PAGE, kv_heads, SIZES.head_dim, jnp.float32)
-    by_heads, whole = PartitionSpec(None, MESH_AXES[0::2]), PartitionSpec()
-    out = PartitionSpec(MESH_AXES[0::2])
+    by_heads, whole = PartitionSpec(None, MESH_AXES), PartitionSpec()
+    out = PartitionSpec(MESH_AXES)
     specs = (specs_for(model.state), specs_for(head.state), jax.tree.map(lambda _: by_heads, cache), whole)
     fn = on_mesh(run, model.mesh, (*specs, *(whole for _ in taps)), out)
     found = jax.jit(fn)(model.state, head.state, cache, hidden, *taps)
@@ -175,9 +175,7 @@ def test_medusa(own: bool, count: int, tmp_path: Path) -> None:
         return [module.logits(i, x, decoder) for i, x in enumerate(module.outputs(hidden))]
 
     specs = (specs_for(model.state), specs_for(head.state), PartitionSpec())
-    found = jax.jit(on_mesh(run, model.mesh, specs, PartitionSpec(None, MESH_AXES[0::2])))(
-        model.state, head.state, hidden
-    )
+    found = jax.jit(on_mesh(run, model.mesh, specs, PartitionSpec(None, MESH_AXES)))(model.state, head.state, hidden)
     table = load_file(FIXTURE / "model.safetensors")["lm_head.weight"]
     wanted = draft_oracle.medusa(tensors, hidden, 3, 2, table)
     check([np.asarray(logits)[:, : SIZES.vocab] for logits in found], wanted)

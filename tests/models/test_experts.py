@@ -20,7 +20,6 @@ from jaxserve.models.experts import Experts
 from jaxserve.models.layers import total
 from jaxserve.models.sharding import (
     EXPERT_AXIS,
-    LAYER_AXES,
     MESH_AXES,
     TENSOR_AXIS,
     WHOLE,
@@ -207,7 +206,7 @@ def test_a_token_of_nan_spoils_itself_alone():
 
 
 def mesh_of(experts: int, tensor: int, devices: Sequence[Any]) -> Mesh:
-    return Mesh(np.array(devices).reshape(experts, 1, tensor), MESH_AXES)
+    return Mesh(np.array(devices).reshape(experts, tensor), MESH_AXES)
 
 
 def part_of(spec: ExpertSpec, mesh: Mesh, hidden: int = HIDDEN, dtype: str = "float32") -> tuple[Any, ExpertSpec]:
@@ -229,7 +228,7 @@ def part_of(spec: ExpertSpec, mesh: Mesh, hidden: int = HIDDEN, dtype: str = "fl
 
 def sharded(graph: Any, state: nnx.State, mesh: Mesh) -> Any:
     def run(state: nnx.State, x: jax.Array) -> jax.Array:
-        return block_of(graph, state, x, real(len(x)), Shards(count=mesh.size, axis=LAYER_AXES))
+        return block_of(graph, state, x, real(len(x)), Shards(count=mesh.size, axis=MESH_AXES))
 
     specs = specs_for(state), PartitionSpec()
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))

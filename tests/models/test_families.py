@@ -596,6 +596,15 @@ def test_qwen2_biases_and_windows() -> None:
     assert adapt(QWEN25_7B, rope_scaling=yarn).max_position == 131072
 
 
+@pytest.mark.parametrize("base", [QWEN25_7B, QWEN3_06B])
+def test_an_absent_window_that_is_switched_on_is_that_of_transformers(base: dict) -> None:
+    on = {k: v for k, v in base.items() if k != "sliding_window"} | {"use_sliding_window": True, "max_window_layers": 2}
+    config = adapt(on)
+    assert config.windows == (None,) * 2 + (4096,) * (config.num_layers - 2)
+    assert set(adapt(on, sliding_window=None).windows) == {None}
+    assert set(adapt(on, use_sliding_window=False, sliding_window=0).windows) == {None}  # as transformers 5 writes it
+
+
 def test_qwen3_norms_heads_and_ties() -> None:
     config = adapt(QWEN3_06B)
     assert (config.layers[0].qk_norm, config.head_dim, config.tied_embeddings) == (QkNorm.HEAD, 128, True)
@@ -853,6 +862,10 @@ def test_experts_of_published_configs() -> None:
     some = adapt(QWEN15_MOE, decoder_sparse_step=2, mlp_only_layers=[1])
     assert [isinstance(mlp, ExpertSpec) for mlp in some.mlps[:6]] == [False, False, False, True, False, True]
     assert some.mlps[0] == MlpSpec(size=18944)
+    on = {k: v for k, v in QWEN3_30B_A3B.items() if k != "sliding_window"}
+    assert set(adapt(on, use_sliding_window=True).windows) == {4096}
+    absent = {k: v for k, v in MIXTRAL_8X7B.items() if k not in ("rope_theta", "rms_norm_eps")}
+    assert (adapt(absent).ropes[0].theta, adapt(absent).norm.eps) == (1e6, 1e-5)
 
 
 def test_gpt_oss() -> None:
@@ -862,6 +875,8 @@ def test_gpt_oss() -> None:
     assert set(config.mlps) == {ExpertSpec(count=32, per_token=4, size=2880, router_bias=True, bias=True, limit=7.0)}
     assert not config.norm.round_first and not config.ropes[0].truncate
     assert config.max_position == 131072
+    absent = adapt({k: v for k, v in GPT_OSS_20B.items() if k not in ("rope_theta", "rms_norm_eps")})
+    assert (absent.ropes[0].theta, absent.norm.eps) == (150_000.0, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -873,6 +888,7 @@ def test_gpt_oss() -> None:
         (QWEN3_30B_A3B, {"mlp_only_layers": "first"}, "mlp_only_layers"),
         (QWEN15_MOE, {"use_sliding_window": True}, "layer_types is missing"),
         (GPT_OSS_20B, {"swiglu_alpha": 2.0}, "swiglu_alpha"),
+        (GPT_OSS_20B, {"rope_scaling": None}, "rope_scaling is missing"),
     ],
 )
 def test_experts_that_cannot_run_are_refused_by_name(base: dict, changes: dict, name: str) -> None:

@@ -15,7 +15,7 @@ from jaxserve.config.schema import ParallelConfig
 from jaxserve.kernels.matmul import Axes, Matmul, Weight
 from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.models import LoadedModel, load_model, plan_model
-from jaxserve.models.sharding import LAYER_AXES, WeightParameter, specs_for
+from jaxserve.models.sharding import MESH_AXES, WeightParameter, specs_for
 from jaxserve.runtime.convert_weights import Forms, converted
 from jaxserve.runtime.executables import device_bytes
 from jaxserve.runtime.mesh import make_meshes
@@ -88,9 +88,9 @@ def test_leaves_are_cut_each_by_itself() -> None:
             device += leaf.addressable_shards[0].data.nbytes
         if isinstance(variable, WeightParameter):
             found.append((path[-2:], *(tuple(spec) for spec in specs)))
-    assert (("down", "kernel"), (None, LAYER_AXES), (None,)) in found, (
+    assert (("down", "kernel"), (None, MESH_AXES), (None,)) in found, (
         "each device has a part of all sums, and all scales"
     )
-    assert (("gate_up", "kernel"), (None, LAYER_AXES, None), (None, LAYER_AXES)) in found
+    assert (("gate_up", "kernel"), (None, MESH_AXES, None), (None, MESH_AXES)) in found
     assert model.num_params == load_model(hf_oracle.FIXTURES / "qwen2", mesh=model.mesh).num_params, "scales are none"
     assert device_bytes(model.state, specs_for(model.state), model.mesh) == device

@@ -55,7 +55,7 @@ def as_bytes(state: DeviceState) -> list[np.ndarray]:
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("dtype", SHAPES)
 def test_pages_come_back_as_they_were(dtype: str, num_devices: int) -> None:
-    mesh = Mesh(np.array(jax.devices()[:num_devices]).reshape(1, 1, num_devices), MESH_AXES)
+    mesh = Mesh(np.array(jax.devices()[:num_devices]).reshape(1, num_devices), MESH_AXES)
     whole = PartitionSpec()
     state = state_of(dtype)
     specs = jax.tree.map(lambda _: whole, state)
@@ -95,7 +95,7 @@ def test_a_slot_that_is_saved_again_while_its_page_is_on_its_way_gets_the_later_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot is ready once the result of its plan is read, and may be given to another page at once."""
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), MESH_AXES)
     slots = SlotBytes(2, [StagePages(sharding=NamedSharding(mesh, BY_HEADS), words=3)])
     first, later = jnp.full((2, 3), 1, jnp.uint32), jnp.full((1, 3), 2, jnp.uint32)
     going = threading.Event()
@@ -117,7 +117,7 @@ def test_a_slot_that_is_saved_again_while_its_page_is_on_its_way_gets_the_later_
 
 
 def test_a_copy_that_fails_is_told_to_whoever_needs_the_page() -> None:
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), MESH_AXES)
     slots = SlotBytes(2, [StagePages(sharding=NamedSharding(mesh, BY_HEADS), words=3)])
     slots.save([0], [jnp.zeros((1, 4), jnp.uint32)])  # of another size
     with pytest.raises(RuntimeError, match="could not be copied"):

@@ -96,13 +96,13 @@ def test_meshes_are_cut_from_the_list_of_devices_in_order() -> None:
     meshes = make_meshes(ParallelConfig(data=2, pipeline=2, tensor=2), devices)
     order = [[[device.id for device in stage.devices.flat] for stage in replica] for replica in meshes]
     assert order == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    assert meshes[0][0].shape == {"expert": 1, "sequence": 1, "model": 2}
+    assert meshes[0][0].shape == {"expert": 1, "model": 2}
     with pytest.raises(ConfigError, match="2 x 2 x 4 needs 16 devices, but there are 8"):
         make_meshes(ParallelConfig(data=2, pipeline=2, tensor=4), devices)
     with pytest.raises(ConfigError, match=r"expert is 4, but .* does not divide them; take one of 1, 2, 3, 6"):
         make_meshes(ParallelConfig(tensor=6, expert=4), devices)
     dealt = make_meshes(ParallelConfig(data=2, tensor=4, expert=2), devices)[1][0]
-    assert dealt.shape == {"expert": 2, "sequence": 1, "model": 2} and dealt.devices.flat[0].id == 4
+    assert dealt.shape == {"expert": 2, "model": 2} and dealt.devices.flat[0].id == 4
     with pytest.raises(ConfigError, match=r"parallel\.microbatches is 2, but parallel\.pipeline is 1"):
         make_meshes(ParallelConfig(microbatches=2), devices)
 

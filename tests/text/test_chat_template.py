@@ -53,6 +53,8 @@ def test_where_templates_come_from(tmp_path):
     assert load_tokenizer(tmp_path).chat_template == "one"
     write([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
     assert load_tokenizer(tmp_path).chat_template == "d"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "older file"}))
+    assert load_tokenizer(tmp_path).chat_template == "older file"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert load_tokenizer(tmp_path).chat_template == "file"
 

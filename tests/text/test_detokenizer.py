@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.text import Detokenizer, Tokenizer, load_tokenizer
 
@@ -123,6 +125,34 @@ def test_any_ids_stream_as_they_decode(kind, data, cuts, skip):
 @example(prompt=b"", data=[0xF0, 256, 0x9F, 257, 0x98, 259, 0x80], cuts=list(range(7)), skip=True)
 def test_any_bytes_stream_as_they_decode(prompt, data, cuts, skip):
     check_stream(Bytes(), list(prompt), data, cuts, skip)
+
+
+def _wordpiece() -> tokenizers.Tokenizer:
+    """A decoder that puts spaces between tokens."""
+    vocabulary = {"[UNK]": 0, "a": 1, "b": 2}
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[UNK]"])
+    return backend
+
+
+def _byte_level() -> tokenizers.Tokenizer:
+    """An added token with a letter that stands for another byte in byte-level pieces."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(["été"])
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "ids"), [(_wordpiece(), [1, 0, 2, 0, 0, 1]), (_byte_level(), [64, 256, 64, 64, 256])]
+)
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4, 5], [2, 3]])
+def test_added_tokens_stream_as_the_library_decodes_them(tmp_path, backend, ids, cuts):
+    backend.save(str(tmp_path / "tokenizer.json"))
+    check_stream(load_tokenizer(tmp_path), [], ids, cuts, False)
 
 
 def test_no_half_character_is_shown():

@@ -221,6 +221,17 @@ def _work(state: int, kind: Any) -> None:
 
 
 @njit
+def _call(frame: Any, kind: Any, worker: int) -> int:
+    state, error = enter(frame), 0
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        error = launch(frame, state, num_items, shared[_ROOMS], worker)
+        _work(state, kind)
+    return error
+
+
+@njit
 def _work_float32(state: int) -> None:
     _work(state, np.float32(0))
 
@@ -257,54 +268,24 @@ def attention_float32(frame: Any) -> int:
     Integers: window or 0, whether there are a cap, sinks, slopes, then the fields of `AttentionScratch`. Numbers:
     scale, cap, sinks [N], slopes [N], and the scales of keys [K] and of values [K], which are 1 in a cache without.
     """
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _float32_worker())
-        _work_float32(state)
-    return error
+    return _call(frame, np.float32(0), _float32_worker())
 
 
 def attention_bfloat16(frame: Any) -> int:
     """`attention_float32` of a cache in bfloat16."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _bfloat16_worker())
-        _work_bfloat16(state)
-    return error
+    return _call(frame, np.uint16(0), _bfloat16_worker())
 
 
 def attention_int8(frame: Any) -> int:
     """`attention_float32` of a cache in int8."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _int8_worker())
-        _work_int8(state)
-    return error
+    return _call(frame, np.int8(0), _int8_worker())
 
 
 def attention_float8_e4m3fn(frame: Any) -> int:
     """`attention_float32` of a cache in float8_e4m3fn."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _float8_e4m3fn_worker())
-        _work_float8_e4m3fn(state)
-    return error
+    return _call(frame, np.uint8(0), _float8_e4m3fn_worker())
 
 
 def attention_float8_e5m2(frame: Any) -> int:
     """`attention_float32` of a cache in float8_e5m2."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _float8_e5m2_worker())
-        _work_float8_e5m2(state)
-    return error
+    return _call(frame, np.int16(0), _float8_e5m2_worker())

@@ -78,6 +78,15 @@ def _work(state: int, kind: Any) -> None:
 
 
 @njit
+def _call(frame: Any, kind: Any, worker: int) -> int:
+    state, error = enter(frame), 0
+    if state != 0:
+        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, worker)
+        _work(state, kind)
+    return error
+
+
+@njit
 def _work_float32(state: int) -> None:
     _work(state, np.float32(0))
 
@@ -92,17 +101,9 @@ _float32_worker, _bfloat16_worker = c_function(_work_float32), c_function(_work_
 
 def grouped_matmul_float32(frame: Any) -> int:
     """(x [M, in], panels [E, out / W, in, W], group sizes [E]) -> (out [M, out], scratch)."""
-    state, error = enter(frame), 0
-    if state != 0:
-        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _float32_worker())
-        _work_float32(state)
-    return error
+    return _call(frame, np.float32(0), _float32_worker())
 
 
 def grouped_matmul_bfloat16(frame: Any) -> int:
     """`grouped_matmul_float32` of bfloat16: x, and panels [E, out / W, in / 2, W, 2]."""
-    state, error = enter(frame), 0
-    if state != 0:
-        error = launch(frame, state, _begin(frame_of(frame), words(state, WORDS)), MAX_WORKERS, _bfloat16_worker())
-        _work_bfloat16(state)
-    return error
+    return _call(frame, np.uint32(0), _bfloat16_worker())

@@ -63,6 +63,19 @@ def _work(state: int, kind: Any, up_kind: Any) -> None:
 
 
 @njit
+def _call(frame: Any, kind: Any, up_kind: Any, worker: int) -> int:
+    state, error = enter(frame), 0
+    if state != 0:
+        shared = words(state, WORDS)
+        num_items = _begin(frame_of(frame), shared)
+        if up_kind is not None:
+            begin_low_rank(frame_of(frame), shared, 3)
+        error = launch(frame, state, num_items, shared[_ROOMS], worker)
+        _work(state, kind, up_kind)
+    return error
+
+
+@njit
 def _work_float32(state: int) -> None:
     _work(state, np.float32(0), None)
 
@@ -92,46 +105,20 @@ def matmul_float32(frame: Any) -> int:
 
     With `gating_numbers`, panels have gate and up side by side, and results are (out [T, out / 2], scratch).
     """
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _float32_worker())
-        _work_float32(state)
-    return error
+    return _call(frame, np.float32(0), None, _float32_worker())
 
 
 def matmul_bfloat16(frame: Any) -> int:
     """`matmul_float32` of x and panels [out / W, in / 2, W, 2] in bfloat16."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        error = launch(frame, state, num_items, shared[_ROOMS], _bfloat16_worker())
-        _work_bfloat16(state)
-    return error
+    return _call(frame, np.uint32(0), None, _bfloat16_worker())
 
 
 def matmul_adapted_float32(frame: Any) -> int:
     """`matmul_float32` with the operands of `PackedLowRank.operands` behind the others, and the scratch of
     `LowRankScratch` before that of rooms."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        begin_low_rank(frame_of(frame), shared, 3)
-        error = launch(frame, state, num_items, shared[_ROOMS], _adapted_float32_worker())
-        _work_adapted_float32(state)
-    return error
+    return _call(frame, np.float32(0), np.float32(0), _adapted_float32_worker())
 
 
 def matmul_adapted_bfloat16(frame: Any) -> int:
     """`matmul_adapted_float32` of bfloat16: x and panels as of `matmul_bfloat16`."""
-    state, error = enter(frame), 0
-    if state != 0:
-        shared = words(state, WORDS)
-        num_items = _begin(frame_of(frame), shared)
-        begin_low_rank(frame_of(frame), shared, 3)
-        error = launch(frame, state, num_items, shared[_ROOMS], _adapted_bfloat16_worker())
-        _work_adapted_bfloat16(state)
-    return error
+    return _call(frame, np.uint32(0), np.uint16(0), _adapted_bfloat16_worker())

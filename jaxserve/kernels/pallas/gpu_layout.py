@@ -158,16 +158,9 @@ def copies_per_tile(page_size: int, tokens: int = TILE) -> int:
     return max(1, tokens // page_size)
 
 
-def tile_columns(page_size: int, columns: int, tokens: int = TILE) -> int:
-    """Columns of a block table such that its last tile has a page id for each of its copies."""
-    per_tile = copies_per_tile(page_size, tokens)
-    return -(-columns // per_tile) * per_tile
-
-
-def pad_tables(block_tables: Int[Array, "R P"], page_size: int, tokens: int = TILE) -> Int[Array, "R P'"]:
-    """The tables with `tile_columns` columns; the dummy page fills up."""
-    columns = block_tables.shape[1]
-    return jnp.pad(block_tables, ((0, 0), (0, tile_columns(page_size, columns, tokens) - columns)))
+def pad_tables(block_tables: Int[Array, "R P"], page_size: int) -> Int[Array, "R P'"]:
+    """The tables with a page id for each copy of their last tile; the dummy page fills up."""
+    return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % copies_per_tile(page_size))))
 
 
 def tile_page_ids(tables_ref: Any, row: Array, first_token: Array, page_size: int, tokens: int = TILE) -> list[Array]:

@@ -296,12 +296,11 @@ def _tensor(config: Config, topology: Topology, tensor: int | None) -> int:
 
 
 def _check_axes(config: Config) -> None:
-    for axis in ("expert", "sequence"):
-        if getattr(config.parallel, axis) != 1:
-            raise ConfigError(
-                f"parallel.{axis} is {getattr(config.parallel, axis)}, but no model of this version is cut along that "
-                "axis; set it to 1 and use parallel.tensor"
-            )
+    if config.parallel.expert != 1:
+        raise ConfigError(
+            f"parallel.expert is {config.parallel.expert}, but the times of a simulated device know no parts of "
+            "experts; set it to 1 and use parallel.tensor"
+        )
 
 
 def _check_layout(config: Config, header: LogHeader) -> None:

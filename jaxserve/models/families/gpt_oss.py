@@ -8,7 +8,7 @@ import dataclasses
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.families import llama, mixtral
 from jaxserve.models.family import Family, Rule
-from jaxserve.models.hf_config import HfConfig, read_layer_types
+from jaxserve.models.hf_config import HfConfig, read_layer_types, read_rope
 
 _LAYER, _MLP = "model.layers.{layer}", "layers.{layer}.mlp"
 # Columns of gate and up lie by turns, and matrices with the inputs before the outputs.
@@ -42,10 +42,17 @@ def adapt(config: HfConfig) -> DecoderConfig:
         bias=True,
         limit=config.number("swiglu_limit", 7.0),
     )
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config.fail(
+            "rope_scaling is missing, and readers differ on what that means for gpt-oss; set it in model.overrides: "
+            "the published models have yarn, and rope_type default is no scaling"
+        )
     bias = config.flag("attention_bias", True)
     base = llama.adapt(
         config,
         default_head_dim=64,
+        default_eps=1e-5,
+        rope=read_rope(config, config.heads(64).head_dim, default_theta=150_000.0),
         windows=[window if kind == "sliding_attention" else None for kind in kinds[:num_layers]],
         mlp=experts,
         sinks=True,

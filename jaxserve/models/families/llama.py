@@ -52,6 +52,7 @@ def adapt(
     config: HfConfig,
     *,
     default_head_dim: int | None = None,
+    default_eps: float = 1e-6,
     windows: Sequence[int | None] | None = None,
     rope: RopeConfig | None = None,
     **changes: Any,
@@ -61,6 +62,7 @@ def adapt(
     Args:
       config: with Llama's fields.
       default_head_dim: where the config gives none; None means hidden_size over heads.
+      default_eps: of norms, where the config gives none.
       windows: of each layer; None: full attention.
       rope: of all layers; None: as Llama's fields say it.
       changes: fields of every `LayerSpec` that the relative of Llama has otherwise.
@@ -89,7 +91,7 @@ def adapt(
         head_dim=heads.head_dim,
         max_position=read_max_position(config, rope),
         layers=tuple(dataclasses.replace(layer, window=window) for window in windows),
-        norm=NormSpec(eps=config.number("rms_norm_eps", 1e-6), round_first=True),
+        norm=NormSpec(eps=config.number("rms_norm_eps", default_eps), round_first=True),
         tied_embeddings=config.flag("tie_word_embeddings", False),
     )
 

@@ -6,7 +6,7 @@ Also the rules and the reader that other families with experts share.
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.families import llama
 from jaxserve.models.family import Family, Rule
-from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.hf_config import HfConfig, read_rope
 
 _MOE, _MLP = "model.layers.{layer}.block_sparse_moe", "layers.{layer}.mlp"
 WEIGHTS = (
@@ -40,7 +40,9 @@ def adapt(config: HfConfig) -> DecoderConfig:
     experts = ExpertSpec(
         count=count, per_token=per_token, size=config.integer("intermediate_size"), activation=config.activation()
     )
-    return llama.adapt(config, windows=(window,) * config.integer("num_hidden_layers"), mlp=experts)
+    windows = (window,) * config.integer("num_hidden_layers")
+    rope = read_rope(config, config.heads().head_dim, default_theta=1e6)
+    return llama.adapt(config, default_eps=1e-5, windows=windows, rope=rope, mlp=experts)
 
 
 FAMILY = Family(architecture="MixtralForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, inert=INERT)

@@ -3,10 +3,9 @@
 Checkpoints of the long context stretch each frequency by a table of its own (longrope); they are refused.
 """
 
-import dataclasses
 from collections.abc import Mapping
 
-from jaxserve.models.decoder_config import DecoderConfig, NormSpec
+from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.families import llama
 from jaxserve.models.family import Family, Rule
 from jaxserve.models.hf_config import HfConfig, read_rope
@@ -36,9 +35,8 @@ def adapt(config: HfConfig) -> DecoderConfig:
     size = config.get("sliding_window")
     window = None if size is None else config.integer("sliding_window")
     rope = read_rope(config, config.heads().head_dim, default_share=1.0)
-    decoder = llama.adapt(config, windows=(window,) * config.integer("num_hidden_layers"), rope=rope)
-    norm = NormSpec(eps=config.number("rms_norm_eps", 1e-5), round_first=True)
-    return dataclasses.replace(decoder, norm=norm)
+    windows = (window,) * config.integer("num_hidden_layers")
+    return llama.adapt(config, default_eps=1e-5, windows=windows, rope=rope)
 
 
 def _refuse_scaling(config: HfConfig) -> None:

@@ -3,7 +3,7 @@
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec, QkNorm
 from jaxserve.models.families import llama, mixtral, qwen2_moe, qwen3
 from jaxserve.models.family import Family
-from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.hf_config import HfConfig, read_switched_window
 
 WEIGHTS = (*qwen2_moe.WEIGHTS, *qwen3.QK_NORMS)
 
@@ -11,8 +11,6 @@ WEIGHTS = (*qwen2_moe.WEIGHTS, *qwen3.QK_NORMS)
 def adapt(config: HfConfig) -> DecoderConfig:
     """From a Qwen3MoeConfig. A window, where it is switched on, is on every layer; `max_window_layers` says nothing."""
     config.require("mlp_bias", False, None)
-    size, is_on = config.get("sliding_window"), config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window") if is_on and size is not None else None
     count, per_token = mixtral.read_counts(config, "num_experts", "num_local_experts")
     experts = ExpertSpec(
         count=count,
@@ -21,7 +19,7 @@ def adapt(config: HfConfig) -> DecoderConfig:
         renormalise=config.flag("norm_topk_prob", False),
         activation=config.activation(),
     )
-    windows = (window,) * config.integer("num_hidden_layers")
+    windows = (read_switched_window(config),) * config.integer("num_hidden_layers")
     return qwen2_moe.with_experts(config, llama.adapt(config, windows=windows, qk_norm=QkNorm.HEAD), experts)
 
 

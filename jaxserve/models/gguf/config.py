@@ -81,6 +81,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
+    config.setdefault("rope_theta", 10_000.0)  # of every architecture in llama.cpp; families have other defaults
     if (length := reader.take("attention.value_length")) not in (None, config["head_dim"]):
         reader.fail(
             "attention.value_length", f"it is {length}, but keys have {config['head_dim']}: both must be the same"
