@@ -17,11 +17,19 @@ import typer
 
 from jaxserve import __version__
 from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, one_line, with_model
-from jaxserve.config import format_config, load_config
+from jaxserve.config import format_config, load_config, refuse_settings_of_others
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError, Status
 from jaxserve.new_directory import new_directory
 from jaxserve.progress import show_progress
+
+_LOGGING = ("runtime.log_level", "runtime.log_format")
+_ROUTER_READS = ("route", "serve", "sched.max_waiting", *_LOGGING)
+_SERVERS_ALONE = (
+    *("serve.tenants", "serve.export_s", "serve.grpc.refuse_special_text"),
+    *(f"serve.http.{name}" for name in ("web_page", "vllm_metrics", "profile_dir", "weights_dir")),
+    *(f"serve.http.batch_{name}" for name in ("dir", "dir_bytes", "file_bytes", "lines")),
+)
 
 
 def config_command(config: ConfigOption = None, set_: SetOption = None) -> None:
@@ -206,6 +214,7 @@ def route_command(
     given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
     flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
     resolved = load_config(config, [*(set_ or ()), *flags])
+    refuse_settings_of_others(resolved, "jaxserve route", _ROUTER_READS, _SERVERS_ALONE)
     set_up_logging(resolved.config.runtime)
     return route_forever(resolved.config)
 
@@ -222,6 +231,7 @@ def kv_server_command(
     given = {"kv_server.port": port, "kv_server.directory": directory}
     flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
     resolved = load_config(config, [*(set_ or ()), *flags])
+    refuse_settings_of_others(resolved, "jaxserve kv-server", ("kv_server", *_LOGGING))
     set_up_logging(resolved.config.runtime)
     return kv_server_forever(resolved.config)
 

@@ -146,6 +146,29 @@ def load_config(
     return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
 
 
+def refuse_settings_of_others(
+    resolved: ResolvedConfig, command: str, read: Sequence[str], but_not: Sequence[str] = ()
+) -> None:
+    """Raises ConfigError when a file or a flag sets what this command would ignore: limits of tenants, say, which a
+    router does not keep. The environment may hold settings for other commands.
+
+    `read`: dotted names of the fields and sections that the command reads; `but_not`: exceptions among them.
+    """
+    ignored = [
+        f"{doc.name} ({source})"
+        for doc in field_docs()
+        if (source := resolved.sources[doc.name]) != "default" and not source.startswith("environment ")
+        if _is_within(doc.name, but_not) or not _is_within(doc.name, read)
+        if get_value(resolved.config, doc.name) != doc.default
+    ]
+    if ignored:
+        raise ConfigError(f"{command} does not use {', '.join(ignored)}; set this for the servers, or leave it out")
+
+
+def _is_within(name: str, sections: Sequence[str]) -> bool:
+    return any(name == section or name.startswith(f"{section}.") for section in sections)
+
+
 def field_docs() -> list[FieldDoc]:
     """Every field of the tree, in the order of the schema."""
     return [

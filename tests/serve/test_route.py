@@ -596,6 +596,12 @@ def test_addresses_and_names() -> None:
         (["--port", "0"], "give --to HOST:PORT"),
         (["--to", "a:1"], "set serve.grpc.port"),
         (["--to", "a:1", "--port", "0", "--policy", "prefx"], "Did you mean 'prefix'"),
+        (
+            ["--to", "a:1", "--set", "serve.tenants.default.tokens_per_s=9"],
+            "does not use serve.tenants.default.tokens_per_s",
+        ),
+        (["--to", "a:1", "--set", "model.dtype=bfloat16"], "does not use model.dtype (--set)"),
+        (["--to", "a:1", "--set", "serve.http.batch_dir=/tmp"], "does not use serve.http.batch_dir (--set)"),
     ],
 )
 def test_the_command_says_what_is_missing(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
