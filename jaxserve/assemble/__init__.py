@@ -112,6 +112,7 @@ class Device:
       page_layout: how the bytes of a slot are arranged.
       slot_form: the same as a value, where it is known.
       new_weights: makes other weights for the runner (see `live_weights`); None: it keeps those that it has.
+      namespace_of: what `namespace` is with the weights of this directory; None: that is not known.
       renew: gives back the memory of the runner, which is used no more, and makes another device of the same weights
         and executables; takes seconds. None where that cannot be.
       adapters: those that requests may name, the same of all replicas; None: the engine takes none.
@@ -132,6 +133,7 @@ class Device:
     page_layout: str = ""
     slot_form: SlotForm | None = None
     new_weights: Callable[[WeightSource], Weights] | None = None
+    namespace_of: Callable[[str], str] | None = None
     renew: "Callable[[], Device] | None" = None
     adapters: LoadedAdapters | None = None
     join_stores: Callable[[LocalStore], JointStore] | None = None
@@ -561,6 +563,7 @@ def _describe_device(
             "cache scales": "none" if loaded.cache_scales is None else loaded.cache_scales.digest,
         },
         namespace=_namespace(config, loaded),
+        namespace_of=lambda directory: _namespace(_with_model(config, directory), loaded),
         slots=built.runner.slots,
         page_layout=built.page_layout,
         slot_form=built.slot_form,
@@ -574,8 +577,12 @@ def _new_weights(config: Config, built: Built, meshes: Sequence[Mesh], source: W
     """See `Device.new_weights`. Raises CheckpointError and ConfigError."""
     if isinstance(source, Mapping):
         return built.new_weights.from_arrays(source)
-    model = config.model.model_copy(update={"path": os.fspath(source), "random_weights": False})
-    return built.new_weights.from_models(_plan_stages(config.model_copy(update={"model": model}), meshes))
+    return built.new_weights.from_models(_plan_stages(_with_model(config, os.fspath(source)), meshes))
+
+
+def _with_model(config: Config, directory: str) -> Config:
+    model = config.model.model_copy(update={"path": directory, "random_weights": False})
+    return config.model_copy(update={"model": model})
 
 
 def _namespace(config: Config, loaded: LoadedModel) -> str:

@@ -16,7 +16,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -38,6 +38,14 @@ _THEN = ", then weights "
 def wait_for(changes: Sequence["concurrent.futures.Future[float]"]) -> None:
     """For engines whose loops have threads of their own."""
     concurrent.futures.wait(changes)
+
+
+class _Made(NamedTuple):
+    """Other weights for a replica, and what its pages are named by from then on: the directory that they are from, so
+    that engines with the same weights find each other's pages, or this update alone."""
+
+    weights: Any
+    namespace: str
 
 
 class Policy(enum.StrEnum):
@@ -98,17 +106,17 @@ class LiveWeights:
             raise InvalidRequest(f"policy is {policy!r}; there are {', '.join(known)}")
         self._check_version(version)
         recompute = policy == Policy.RECOMPUTE
-        replicas, made = self._engine.replicas, self._make(source)
-        works = [(replicas[number], self._use(number, made[number], version, recompute)) for number in made]
+        replicas, made = self._engine.replicas, self._make(source, version)
+        works = [(replicas[number], self._use(number, made[number], recompute)) for number in made]
         pause_s = self._change(works, wait, after_running=policy == Policy.FINISH, version=version)
         self.version = version
         return pause_s
 
-    def _use(self, number: int, weights: Any, version: str, recompute: bool) -> Work:
+    def _use(self, number: int, made: _Made, recompute: bool) -> Work:
         def work(runner: Runner, scheduler: Scheduler) -> None:
             assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
-            runner.use_weights(weights)
-            scheduler.begin_anew(self._rename(number, version), recompute=recompute)
+            runner.use_weights(made.weights)
+            self._begin_anew(number, scheduler, made.namespace, recompute)
 
         return work
 
@@ -164,14 +172,16 @@ class LiveWeights:
         self._check_renewable()
         if source is not None:
             self._check_version(version)
-        made = {} if source is None else self._make(source)
+        made = {} if source is None else self._make(source, version)
 
         def rise(number: int, replica: Engine) -> Work:
             def work(runner: Runner, scheduler: Scheduler) -> None:
                 assert isinstance(runner, Renewable) and isinstance(scheduler, Operable)
-                runner.wake_up(made.get(number))
-                if source is not None:
-                    scheduler.begin_anew(self._rename(number, version), recompute=False)
+                if source is None:
+                    runner.wake_up(None)
+                else:
+                    runner.wake_up(made[number].weights)
+                    self._begin_anew(number, scheduler, made[number].namespace, recompute=False)
                 replica.set_asleep(False)
 
             return work
@@ -181,7 +191,7 @@ class LiveWeights:
             if replica.asleep:
                 works.append((replica, rise(number, replica)))
             elif source is not None:  # it was built again while the others slept
-                works.append((replica, self._use(number, made[number], version, recompute=True)))
+                works.append((replica, self._use(number, made[number], recompute=True)))
         self._change(works, wait, after_running=False, version=version or None)
         self.version = version or self.version
 
@@ -196,23 +206,28 @@ class LiveWeights:
         finally:
             self._changing.release()
 
-    def _make(self, source: WeightSource) -> dict[int, Any]:
+    def _make(self, source: WeightSource, version: str) -> dict[int, _Made]:
         """The weights of each replica. Whatever is wrong with them is found here."""
         self._check_renewable()
         if not isinstance(source, Mapping | str | os.PathLike):
             raise InvalidRequest(
                 f"weights are a dictionary of arrays or the directory of a checkpoint, got {type(source).__name__}"
             )
-        devices = enumerate(self._devices)
-        return {number: device.new_weights(source) for number, device in devices if device.new_weights is not None}
+        update = f"{version!r} of update {uuid.uuid4().hex}"  # a version may come again, with other arrays
+        made: dict[int, _Made] = {}
+        for number, device in enumerate(self._devices):
+            if device.new_weights is None:
+                continue
+            namespace = f"{device.namespace.split(_THEN)[0]}{_THEN}{update}"
+            if device.namespace_of is not None and not isinstance(source, Mapping):
+                namespace = device.namespace_of(os.fspath(source))
+            made[number] = _Made(device.new_weights(source), namespace)
+        return made
 
-    def _rename(self, number: int, version: str) -> str:
-        """The name of what a replica computes from now on: of one update alone, for versions may come again."""
-        device = self._devices[number]
-        first = device.namespace.split(_THEN)[0]
-        namespace = f"{first}{_THEN}{version!r} of update {uuid.uuid4().hex}"
-        self._devices[number] = dataclasses.replace(device, namespace=namespace)
-        return namespace
+    def _begin_anew(self, number: int, scheduler: Operable, namespace: str, recompute: bool) -> None:
+        """On the replica's loop, at the step from which it computes under this name."""
+        self._devices[number] = dataclasses.replace(self._devices[number], namespace=namespace)
+        scheduler.begin_anew(namespace, recompute=recompute)
 
     def _check_version(self, version: str) -> None:
         if not isinstance(version, str) or not version or version == self.version:

@@ -136,7 +136,7 @@ def test_tokens_are_those_of_one_engine_alone(tmp_path: Path, other: dict[str, A
 
 
 @pytest.mark.slow
-def test_pages_of_other_weights_are_not_fetched(tmp_path: Path) -> None:
+def test_pages_of_other_weights_are_not_fetched_until_both_have_the_same(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     _, params = load_trainable("demo")
@@ -153,6 +153,14 @@ def test_pages_of_other_weights_are_not_fetched(tmp_path: Path) -> None:
         assert answer(receiver.engine, dataclasses.replace(request, request_id="again")) == (expected, 0)
         receiver.receiver.release(receipt)
         assert receiver.counts.missed == {"mismatch": num_tokens}
+        receiver.engine.call(lambda scheduler: scheduler.flush(None)).result()
+        sender.weights.update("demo", "as at the start", "recompute")
+        answer(sender.engine, sender.engine.prepare(PROMPT, SAMPLINGS[0]))
+        ticket, _ = sender.sender.lend(sender.sender.leases.reserve(), request)
+        receipt = Receipt()
+        receiver.receiver.fetch(request, receiver.receiver.open(request, ticket), receipt)
+        assert answer(receiver.engine, dataclasses.replace(request, request_id="a third time")) == (expected, 144)
+        receiver.receiver.release(receipt)
 
 
 def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:

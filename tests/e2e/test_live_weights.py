@@ -219,7 +219,7 @@ def test_a_device_that_is_given_back_and_taken_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_store_has_the_pages_of_an_engine_that_slept_until_it_has_other_weights(tmp_path: Path) -> None:
+def test_a_store_has_the_pages_of_an_engine_that_slept_while_it_has_those_weights(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir(mode=0o700)
     store = {"store.kind": "file", "store.location": str(tmp_path / "pages"), "store.max_bytes": 1 << 28}
     with llm(**{"cache.host_bytes": 16 << 20, "store.wait_s": 60.0}, **store) as engine:
@@ -243,6 +243,8 @@ def test_a_store_has_the_pages_of_an_engine_that_slept_until_it_has_other_weight
         engine.wake_up(other(1), version="one")
         again, found = ask()
         assert again != tokens and found == 0
+        engine.update_weights(FIXTURES / NAME, version="as at the start")
+        assert ask() == (tokens, 48)
 
 
 @pytest.mark.slow

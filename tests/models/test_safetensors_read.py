@@ -67,7 +67,7 @@ def test_weights_shared_with_the_directory_above(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", range(12))
 def test_one_trained_tensor_makes_another_checkpoint(tmp_path: Path, changed: int) -> None:
-    """Pages of keys and values are found again by this digest: the weights of the one must not meet those of the other."""
+    """Pages of keys and values are found again by this digest, and those of other weights must not be."""
     digests: list[str] = []
     for step in range(2):
         tensors = {f"layers.{i:02d}.weight": np.zeros(1 << 17, np.float32) for i in range(12)}
