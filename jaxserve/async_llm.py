@@ -209,7 +209,8 @@ class AsyncLLM(FrontDoor):
             that. "recompute": they go on with their tokens, whose keys and values the new weights compute anew.
             "keep": they go on with the old keys and values, too.
 
-        Raises CheckpointError, ConfigError or InvalidRequest for what does not fit; nothing has changed then.
+        Raises CheckpointError, ConfigError or InvalidRequest for what does not fit, and CapacityError when the device
+        has no room for both sets of weights; nothing has changed then.
         """
         return await asyncio.to_thread(self._assembly.weights.update, weights, version, policy)
 

@@ -71,7 +71,8 @@ class LLM(FrontDoor):
           version: a name for `CompletionOutput.weights` to tell.
           policy: of sequences that run, which a batch has none of between two calls; see `AsyncLLM.update_weights`.
 
-        Raises CheckpointError, ConfigError or InvalidRequest for what does not fit; nothing has changed then.
+        Raises CheckpointError, ConfigError or InvalidRequest for what does not fit, and CapacityError when the device
+        has no room for both sets of weights; nothing has changed then.
         """
         return self._assembly.weights.update(weights, version, policy, self._drive)
 

@@ -22,7 +22,8 @@ import jax
 
 from jaxserve.engine import AnyEngine, Engine
 from jaxserve.engine.base import reason_of
-from jaxserve.errors import ChangeUnderWay, EngineStopped, InvalidRequest
+from jaxserve.errors import CapacityError, ChangeUnderWay, EngineStopped, InvalidRequest
+from jaxserve.runtime.runner import is_full
 from jaxserve.sched.base import Operable, Renewable, Runner, Scheduler
 
 if TYPE_CHECKING:
@@ -92,8 +93,9 @@ class LiveWeights:
           policy: of sequences that run, see `Policy`.
           wait: returns when all of these are done; the default is for loops on threads of their own.
 
-        Raises InvalidRequest, CheckpointError or ConfigError for what does not fit: nothing has changed then; and
-        EngineStopped when a replica dies meanwhile: the others have the weights, and the same call gives them to it.
+        Raises InvalidRequest, CheckpointError or ConfigError for what does not fit, and CapacityError when the device
+        has no room for both sets of weights: nothing has changed then; and EngineStopped when a replica dies meanwhile:
+        the others have the weights, and the same call gives them to it.
         """
         with self._alone():
             return self._update(source, version, policy, wait)
@@ -155,7 +157,8 @@ class LiveWeights:
 
         `source` and `version` as in `update`; None and empty: the weights that were kept. Raises InvalidRequest when
         there are none or it does not sleep, and as `update`; what sleeps sleeps on then. Of the replicas that are
-        awake, such as one that was built again meanwhile, each gets these weights, too.
+        awake, such as one that was built again meanwhile, each gets these weights, too. Once one replica has them, the
+        others wake up with weights that are given alone: those that were kept are of another version.
         """
         with self._alone():
             self._wake_up(source, version, wait)
@@ -168,7 +171,9 @@ class LiveWeights:
                 f"version is {version!r}, but no weights are given: those that were kept have theirs; leave one out"
             )
         if source is None and not self._weights_kept:
-            raise InvalidRequest("the weights were dropped; give `wake_up` others, with a version")
+            raise InvalidRequest(
+                "the weights were dropped, or another replica has others by now; give `wake_up` others, with a version"
+            )
         self._check_renewable()
         if source is not None:
             self._check_version(version)
@@ -182,6 +187,7 @@ class LiveWeights:
                 else:
                     runner.wake_up(made[number].weights)
                     self._begin_anew(number, scheduler, made[number].namespace, recompute=False)
+                    self._weights_kept = False
                 replica.set_asleep(False)
 
             return work
@@ -221,8 +227,22 @@ class LiveWeights:
             namespace = f"{device.namespace.split(_THEN)[0]}{_THEN}{update}"
             if device.namespace_of is not None and not isinstance(source, Mapping):
                 namespace = device.namespace_of(os.fspath(source))
-            made[number] = _Made(device.new_weights(source), namespace)
+            try:
+                made[number] = _Made(device.new_weights(source), namespace)
+            except jax.errors.JaxRuntimeError as error:
+                if not is_full(error):
+                    raise
+                raise self._no_room(error) from error
         return made
+
+    def _no_room(self, error: Exception) -> CapacityError:
+        what, remedy = "the weights that it has", "`sleep(keep_weights=False)` and `wake_up` need room for one set"
+        if self.asleep:
+            what, remedy = "what else it holds, and the engine sleeps on", "free memory of the device"
+        return CapacityError(
+            f"the device has no room for new weights beside {what}; {remedy}, or start with fewer pages "
+            f"(cache.num_pages, cache.memory_fraction): {error}"
+        )
 
     def _begin_anew(self, number: int, scheduler: Operable, namespace: str, recompute: bool) -> None:
         """On the replica's loop, at the step from which it computes under this name."""

@@ -66,7 +66,6 @@ COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
 MASK_SLOTS = 16  # masks of one `write_masks` launch
 _TIMED_STEPS = 4
-_NO_ROOM = "RESOURCE_EXHAUSTED"  # begins what JAX says when the memory of a device is full
 ROW_SLOTS = 16  # rows of one `enter_rows` or `leave_rows` launch
 TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
 
@@ -228,7 +227,7 @@ class DeviceRunner:
                 made += [tuple(jax.device_put(array, where) for array, where in kept) for kept in self._kept]
             jax.block_until_ready((states, made))  # else a later step would meet the error
         except jax.errors.JaxRuntimeError as error:
-            if _NO_ROOM not in str(error):
+            if not is_full(error):
                 raise
             _free(jax.tree.leaves((states, made)))
             raise CapacityError(
@@ -556,6 +555,11 @@ class DeviceRunner:
         array = np.asarray(array)
         shards = [jax.device_put(array, device) for device in sorted(stage.sharding.addressable_devices, key=_number)]
         return jax.make_array_from_single_device_arrays(array.shape, stage.sharding, shards)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error of JAX says that the memory of a device has no room."""
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _free(arrays: Iterable[jax.Array]) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 from group_parts import GREEDY, LONG, WAIT_S, FragileRunner, Group
 
@@ -14,7 +15,7 @@ from jaxserve.assemble import Device
 from jaxserve.assemble.live_weights import LiveWeights
 from jaxserve.engine import AnyEngine, AsyncEngine, Engine
 from jaxserve.engine.restarting import RestartOptions
-from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull
+from jaxserve.errors import CapacityError, Draining, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.sched import InFlight, StepPlan
 
 
@@ -347,6 +348,61 @@ def test_a_replica_that_is_built_again_while_the_others_fall_asleep(weights: str
         assert ended.wait(WAIT_S)
     parts.group.stop()
     parts.check_idle()
+
+
+def _awake_pair(new_weights: Callable[[Any], Any]) -> tuple[Group, LiveWeights]:
+    """Two replicas that run, with weights that are texts."""
+    parts = Group()
+    devices = [
+        Device(runner=one, vocab_size=259, eos_token_ids=(257,), sampling_defaults={}, new_weights=new_weights)
+        for one in parts.runners
+    ]
+    parts.group.start()
+    return parts, LiveWeights(parts.group, devices)
+
+
+def _full() -> Exception:
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
+
+
+def test_a_device_without_room_for_new_weights_says_so_and_goes_on() -> None:
+    errors = [_full(), jax.errors.JaxRuntimeError("INTERNAL: a defect"), _full()]
+
+    def new_weights(source: Any) -> Any:
+        raise errors.pop(0)
+
+    parts, live = _awake_pair(new_weights)
+    with pytest.raises(CapacityError, match="no room for new weights beside the weights that it has; `sleep"):
+        live.update("second", "second", "recompute")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a defect"):
+        live.update("second", "second", "recompute")
+    live.sleep(keep_weights=True)
+    with pytest.raises(CapacityError, match="the engine sleeps on; free memory"):
+        live.wake_up("second", "second")
+    assert live.asleep
+    live.wake_up(None, "")
+    assert [runner.weights for runner in parts.runners] == ["first"] * 2
+    parts.group.stop()
+
+
+def test_replicas_do_not_wake_up_with_the_kept_weights_beside_one_that_has_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(weights: Any) -> None:
+        raise CapacityError("no room")
+
+    parts, live = _awake_pair(lambda source: source)
+    live.sleep(keep_weights=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.runners[1], "wake_up", refuses)
+        with pytest.raises(CapacityError, match="no room"):
+            live.wake_up("second", "second")
+    assert live.asleep and [runner.sleeps for runner in parts.runners] == [False, True]
+    with pytest.raises(InvalidRequest, match="another replica has others by now"):
+        live.wake_up(None, "")
+    live.wake_up("second", "second")
+    assert not live.asleep and [runner.weights for runner in parts.runners] == ["second"] * 2
+    parts.group.stop()
 
 
 def test_a_drain_waits_for_what_moves(threaded: Group) -> None:
