@@ -154,6 +154,7 @@ def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_pat
     with pytest.raises(HttpRefusal, match="serve.http.batch_dir_bytes.*delete files"):
         store.add_file(b"key", "large", io.BytesIO(bytes(5000)))
     (tmp_path / "files" / f"{kept[0].id}.json").write_text("{")
+    (tmp_path / "files" / "renamed.tmp").symlink_to("nowhere")  # as a file that is renamed between listing and looking
     assert [file.id for file in store.files(b"key")] == [kept[1].id]
     store.remove_file(b"key", kept[1].id)
     assert store.add_file(b"key", "large", io.BytesIO(bytes(5000))).bytes == 5000

@@ -33,7 +33,8 @@ _MAX_UNFINISHED = 100  # batches of a key
 
 
 class BatchStore:
-    """Used on one event loop; `add_file` may run on a thread, for it takes as long as the disk takes.
+    """Used on one event loop; `add_file`, `files` and `batches` may run on a thread, for they take as long as the disk
+    takes.
 
     Args:
       most_bytes: of all that is in the directory, above which no file and no batch is taken any more.
@@ -136,8 +137,7 @@ class BatchStore:
 
     def _check_room(self, num_bytes: int) -> None:
         """Whether a file of this size has room. Two at once may both find the last of it."""
-        there = (path.stat() for name in ("files", "batches") for path in (self.folder / name).iterdir())
-        taken = sum(max(each.st_size, _LEAST_BYTES) for each in there)
+        taken = sum(_bytes_of(path) for name in ("files", "batches") for path in (self.folder / name).iterdir())
         if taken + max(num_bytes, _LEAST_BYTES) > self._most_bytes:
             text = (
                 f"files and batches of all keys have {taken} of {self._most_bytes} bytes (serve.http.batch_dir_bytes), "
@@ -176,6 +176,13 @@ class BatchStore:
             target.flush()
             os.fsync(target.fileno())
         partial.replace(path)
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return max(path.stat().st_size, _LEAST_BYTES)
+    except FileNotFoundError:  # removed or renamed meanwhile
+        return 0
 
 
 def _read(path: Path, kind: type[_Object]) -> tuple[bytes, _Object]:
