@@ -166,7 +166,7 @@ def test_as_many_devices_as_the_config_wants(found: list[Workload]) -> None:
     parallel = {w.name: w.config.config.parallel for w in found}
     for w in found:
         p = parallel[w.name]
-        wanted = p.tensor * p.pipeline * p.data * p.expert
+        wanted = p.tensor * p.pipeline * p.data
         num_processes = w.config.config.hosts.num_processes
         limits = w.container["resources"]["limits"]
         devices = sum(limits.get(name, 0) for name in ACCELERATORS) * num_processes
