@@ -149,6 +149,17 @@ def test_what_json_or_utf8_cannot_say_is_told_all_the_same(name: str, text: str,
 
 
 @pytest.mark.parametrize(
+    ("schema", "wanted"), [({"type": ["string", "null"]}, "7"), ({"type": 5}, 7), ({"type": {"string": 1}}, 7), (5, 7)]
+)
+def test_a_wrong_schema_of_a_parameter_costs_no_answer(schema: object, wanted: object) -> None:
+    text = "<function=f>\n<parameter=x>\n7\n</parameter>\n</function>"
+    _, [(_, arguments)] = read(
+        lambda: TOOL_FORMATS.get("qwen3_coder").make({"f": {"properties": {"x": schema}}}), [text]
+    )
+    assert json.loads(arguments) == {"x": wanted}
+
+
+@pytest.mark.parametrize(
     ("wanted", "template", "name"),
     [
         ("auto", None, "hermes"),

@@ -47,9 +47,10 @@ def _read(text: str, functions: Functions) -> Call | None:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A text where the schema allows one; else the JSON that it is, and a text if it is none."""
+    """A text where the schema allows one; else the JSON that it is, and a text if it is none. The schema is the
+    client's, and may be wrong."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    if kinds == "string" or (isinstance(schema, Mapping) and "string" in (kinds or ()) and text != "null"):
+    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and text != "null"):
         return text
     try:
         return read_json(text)
