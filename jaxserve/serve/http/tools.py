@@ -152,10 +152,12 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 def _list_schema(functions: Functions, most: int | None) -> dict[str, Any]:
     """A list of calls. The parameters of each tool are a schema resource of their own, so that `#` in a reference is
-    the root of these parameters (JSON Schema 2020-12, 8.2.1), wherever their definitions stand."""
+    the root of these parameters (JSON Schema 2020-12, 8.2.1), wherever their definitions stand. Their `$schema` goes:
+    older drafts name a resource in another way, or not at all beside a reference."""
     calls = []
     for number, (name, parameters) in enumerate(functions.items()):
-        resource = {**parameters, "$id": f"urn:jaxserve:tool:{number}"}
+        fields = {key: value for key, value in parameters.items() if key != "$schema"}
+        resource = {**fields, "$id": f"tool://jaxserve/{number}"}
         properties = {"name": {"enum": [name]}, "parameters": resource}
         required = ["name", "parameters"]
         call = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

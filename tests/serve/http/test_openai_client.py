@@ -449,11 +449,16 @@ def test_references_are_within_the_parameters_of_their_tool(client: openai.OpenA
         parameters |= {"required": list(parameters["properties"]), "additionalProperties": False}
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
-    older = tool("f", "#/definitions/D", definitions={"D": {"const": 7}})
+    draft_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
+    older = tool("f", "#/definitions/D", definitions={"D": {"enum": [7]}}, **draft_4)
     newer = tool("g", "#/$defs/D", **{"$defs": {"D": {"const": 8}}})
+    whole: Any = {"type": "function", "function": {"name": "i", "parameters": {
+        "$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/D",
+        "definitions": {"D": {**newer["function"]["parameters"], "properties": {"a": {"const": 6}}}},
+    }}}  # fmt: skip
     path = tool("h", "", properties={"a": {"const": 9}, "b": {"$ref": "#/properties/a"}})
-    wanted = {"f": {"a": 7}, "g": {"a": 8}, "h": {"a": 9, "b": 9}}
-    for tools in ([older], [newer], [path], [newer, older]):
+    wanted = {"f": {"a": 7}, "g": {"a": 8}, "h": {"a": 9, "b": 9}, "i": {"a": 6}}
+    for tools in ([older], [newer], [path], [whole], [newer, path]):
         answer = client.chat.completions.create(
             model="fake", messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False
         )
