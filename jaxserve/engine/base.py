@@ -36,6 +36,9 @@ class Load(NamedTuple):
     max_waiting_tokens: int
 
 
+ASLEEP = "the engine sleeps, and its device is given back; wake it up first"
+
+
 def refusal_of(failure: BaseException | None) -> EngineStopped:
     """The error of a request that is not taken any more, by an engine that has failed or is shutting down."""
     kind = Draining if failure is None else EngineStopped

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
-from jaxserve.engine.base import Load, reason_of, refusal_of
+from jaxserve.engine.base import ASLEEP, Load, reason_of, refusal_of
 from jaxserve.engine.commands import Abort, Call, Change, Command, Interrupt, Submit, Wake
 from jaxserve.engine.degrading import DegradeOptions, Degrading
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
@@ -229,7 +229,7 @@ class Engine:
         """
         with self._gate:
             if self._asleep:
-                raise EngineStopped("the engine sleeps, and its device is given back; wake it up first")
+                raise EngineStopped(ASLEEP)
             if not self.accepting:
                 raise refusal_of(self.failure)
             self._waiting.enter(request, bounded=not accepted)

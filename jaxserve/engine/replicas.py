@@ -26,7 +26,7 @@ from jaxserve.api import (
     ResumeReason,
     SamplingParams,
 )
-from jaxserve.engine.base import Load, refusal_of
+from jaxserve.engine.base import ASLEEP, Load, refusal_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink, Update
@@ -282,6 +282,8 @@ class EngineGroup:
 
     def _refusal(self) -> EngineStopped:
         if self._accepting and self.failure is None:
+            if any(replica.asleep and replica.failure is None for replica in self._replicas):
+                return EngineStopped(ASLEEP)
             return EngineStopped("no replica takes requests: all have died, and one is being built again; try later")
         return refusal_of(self.failure)
 

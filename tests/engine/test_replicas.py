@@ -380,6 +380,8 @@ def test_a_device_without_room_for_new_weights_says_so_and_goes_on() -> None:
     with pytest.raises(CapacityError, match="the engine sleeps on; free memory"):
         live.wake_up("second", "second")
     assert live.asleep
+    with pytest.raises(EngineStopped, match="the engine sleeps"):
+        parts.submit()
     live.wake_up(None, "")
     assert [runner.weights for runner in parts.runners] == ["first"] * 2
     parts.group.stop()
