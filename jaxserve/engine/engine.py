@@ -692,12 +692,14 @@ class Engine:
             except BaseException as error:
                 change.done.set_exception(error)
                 raise
+        self._turned_s = self._clock()
         with self._telling:
             self._check_fence()
+            self._num_turns += 1  # else its time would count for the step that this turn may launch
             if made and change.version is not None:
                 self._live.note_weights(change.version)
         if made:
-            change.done.set_result(self._clock() - self._paused_s)
+            change.done.set_result(self._turned_s - self._paused_s)
         self._paused_s = None
         return True
 

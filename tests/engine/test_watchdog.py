@@ -13,7 +13,7 @@ from jaxserve.engine.restarting import Rebuilder, RestartOptions, Restarts
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.errors import Draining, EngineStopped, StepStalled
-from jaxserve.sched import Chunk, StepPlan
+from jaxserve.sched import Chunk, InFlight, StepPlan
 from jaxserve.testing import ManualClock
 
 DEADLINE_S = 10.0
@@ -107,6 +107,28 @@ def test_a_slow_step_has_its_own_deadline() -> None:
     assert not parts.engines[0].red
     parts.let_pass(1)
     assert parts.engines[0].red
+    parts.end_all()
+
+
+def test_the_time_of_a_change_does_not_count_for_the_step_behind_it() -> None:
+    """Weights take as long as they take; the first step after that begins in the same turn."""
+    parts = Watched()
+    engine, runner = parts.engines[0], parts.runners[0]
+    request_id, dispatch = parts.hang(0), runner.dispatch
+
+    def dispatch_and_look(plan: StepPlan) -> InFlight:
+        parts.watchdog.look()
+        return dispatch(plan)
+
+    def work(*_: object) -> None:
+        runner.dispatch = dispatch_and_look
+        parts.let_pass(100)
+
+    change = engine.change(work, after_running=False)
+    runner.open.set()
+    change.result(WAIT_S)
+    wait_until(lambda: bool(parts.updates[request_id]) and parts.updates[request_id][-1].last)
+    assert engine.failure is None and not engine.red and engine.stats[0].num_fences == 0
     parts.end_all()
 
 
