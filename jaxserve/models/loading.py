@@ -543,7 +543,7 @@ class _Filler:
 
 def _check_arrays(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises CheckpointError for names, shapes or types that are not those of the model."""
-    if wrong := sorted(params.keys() ^ shapes.keys()):
+    if wrong := sorted(params.keys() ^ shapes.keys(), key=str):
         listed = ", ".join(f"{name} ({'missing' if name in shapes else 'unknown'})" for name in wrong[:_MAX_LISTED])
         raise CheckpointError(
             f"{len(wrong)} names are not those of the model's {len(shapes)} parameters: {listed}; give the tree of "
@@ -551,6 +551,13 @@ def _check_arrays(params: Mapping[str, jax.Array], shapes: Mapping[str, tuple[in
         )
     for name, shape in shapes.items():
         array = params[name]
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise CheckpointError(f"{name} is a {type(array).__name__}, but must be an array of JAX or NumPy")
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise CheckpointError(
+                f"{name} has been deleted: donated to a step of the trainer, for instance; give the arrays that the "
+                "step returned"
+            )
         if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
             raise CheckpointError(
                 f"{name} is {array.dtype}{list(array.shape)}, and the model needs floats {list(shape)}; is the tree "

@@ -110,11 +110,16 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     decoder, params, _ = trainable()
     name, array = next(iter(params.items()))
     without = {key: value for key, value in params.items() if key != name}
+    donated = jnp.array(array)
+    donated.delete()
     with llm() as engine:
         before = answers(engine)
         cases: list[tuple[Any, type[Exception], str]] = [
             (without, CheckpointError, rf"1 names .* {name} \(missing\)"),
             ({**params, "head": array}, CheckpointError, r"head \(unknown\)"),
+            ({**without, 7: array}, CheckpointError, r"2 names .* 7 \(unknown\)"),
+            ({**params, name: [1.0]}, CheckpointError, f"{name} is a list, but must be an array"),
+            ({**params, name: donated}, CheckpointError, f"{name} has been deleted: donated"),
             ({**params, name: array[:3]}, CheckpointError, f"{name} is float32.* needs floats"),
             ({**params, name: jnp.zeros(array.shape, jnp.int32)}, CheckpointError, f"{name} is int32"),
             ({**params, name: array.at[0, 0].set(jnp.nan)}, CheckpointError, "1 of .* not finite"),
