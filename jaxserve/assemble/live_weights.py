@@ -224,15 +224,16 @@ class LiveWeights:
         for number, device in enumerate(self._devices):
             if device.new_weights is None:
                 continue
-            namespace = f"{device.namespace.split(_THEN)[0]}{_THEN}{update}"
-            if device.namespace_of is not None and not isinstance(source, Mapping):
-                namespace = device.namespace_of(os.fspath(source))
             try:
-                made[number] = _Made(device.new_weights(source), namespace)
+                weights = device.new_weights(source)
             except jax.errors.JaxRuntimeError as error:
                 if not is_full(error):
                     raise
                 raise self._no_room(error) from error
+            namespace = f"{device.namespace.split(_THEN)[0]}{_THEN}{update}"
+            if device.namespace_of is not None and not isinstance(source, Mapping):
+                namespace = device.namespace_of(os.fspath(source))  # once it is known to be a checkpoint that fits
+            made[number] = _Made(weights, namespace)
         return made
 
     def _no_room(self, error: Exception) -> CapacityError:

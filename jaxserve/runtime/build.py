@@ -26,6 +26,7 @@ from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.ops import MATMUL, PAGED_ATTENTION
 from jaxserve.kernels.paged_attention import PagedAttention
 from jaxserve.kernels.selection import single_head, with_selector
+from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import LoadedModel, PlannedModel
 from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, specs_for
 from jaxserve.models.tower_loading import PlannedTower
@@ -159,13 +160,20 @@ class NewWeights:
         ]
 
     def from_models(self, planned: Sequence[PlannedModel]) -> Weights:
-        """Of another checkpoint. Raises ConfigError when its arrays are not of the same shapes, CheckpointError."""
+        """Of another checkpoint. Raises ConfigError when its arrays are not of the same shapes, or its config says that
+        something else is computed with them; CheckpointError."""
         models = [converted(model, self._forms) for model in planned]
         for own, other in zip(self._planned, models, strict=True):
             if jax.tree.map(_form_of, own.shapes.state) != jax.tree.map(_form_of, other.shapes.state):
                 raise ConfigError(
                     f"{other.shapes.checkpoint.path}: its weights have other shapes or types than those of "
                     f"{own.shapes.checkpoint.path}, for which the steps are compiled; start an engine for it"
+                )
+            if names := _differing(own.shapes.config, other.shapes.config):
+                raise ConfigError(
+                    f"{other.shapes.checkpoint.path}: by its config.json it has other {', '.join(names)} than "
+                    f"{own.shapes.checkpoint.path}, for which the steps are compiled; start an engine for it, or write "
+                    "the weights with the same config"
                 )
         return [self._flat(model, model.load().state, mesh) for model, mesh in zip(models, self._meshes, strict=True)]
 
@@ -174,6 +182,12 @@ class NewWeights:
         if mesh != planned.shapes.mesh:
             state = _copied(dataclasses.replace(planned.shapes, state=state), mesh).state
         return flat_weights(jax.block_until_ready(state))
+
+
+def _differing(own: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """Names of the fields that say what is computed; how long a sequence may be was decided at the start."""
+    names = [field.name for field in dataclasses.fields(own) if field.name != "max_position"]
+    return [name for name in names if getattr(own, name) != getattr(other, name)]
 
 
 def _form_of(leaf: Any) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ against checkpoints."""
 
 import asyncio
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,11 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         new = other(2)
         (tmp_path / "config.json").write_bytes((FIXTURES / NAME / "config.json").read_bytes())
         save_file(decoder.to_hf(new), str(tmp_path / "model.safetensors"))
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+        with pytest.raises(ConfigError, match="by its config.json it has other norm than"):
+            engine.update_weights(tmp_path, version="directory")
+        (tmp_path / "config.json").write_text(json.dumps(config))
         engine.update_weights(tmp_path, version="directory")
         check(answers(engine), new, "directory")
 
