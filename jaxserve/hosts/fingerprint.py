@@ -118,7 +118,8 @@ def _sampled(file: Path, size: int) -> list[int]:
                 header = json.loads(opened.read(min(length, size)))
             header.pop("__metadata__", None)
             spans = [tensor["data_offsets"] for tensor in header.values()]
-            return [0, *(8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2) for begin, end in spans)]
+            if all(type(begin) is type(end) is int and 0 <= begin <= end for begin, end in spans):
+                return [0, *(8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2) for begin, end in spans)]
         except (ValueError, TypeError, AttributeError, KeyError):
             pass  # whoever reads the weights says what is wrong with it
     return [*range(0, size, _STRIDE)]
