@@ -173,6 +173,11 @@ class Roofline:
                 f"a step on {self.tensor} devices was asked for, but {self.topology.name} has "
                 f"{self.topology.num_devices}; lower `tensor` or name a larger topology"
             )
+        if self.tensor > 1 and not self.topology.chip.link_bandwidth:
+            raise ConfigError(
+                f"a step on {self.tensor} devices of {self.topology.name} was asked for, and nothing is known of the "
+                "links between them; take a tensor of 1"
+            )
         self.work = Work(
             model=local_shape(model, self.tensor),
             weight_size=_ITEM_BYTES[dtype],
@@ -198,7 +203,8 @@ class Roofline:
             base = self._of_bucket[bucket] = self._base(bucket)
         memory_s, compute_s, collective_s = base
         if self._has_windows:
-            attended = self.work.flops(bucket.tokens, 0, pairs) - self.work.flops(bucket.tokens, 0, 0.0)
+            tokens = plan.num_tokens  # without padding, which attends to nothing
+            attended = self.work.flops(tokens, 0, pairs) - self.work.flops(tokens, 0, 0.0)
             compute_s += self._seconds(flops=attended).compute
             memory_s += self._seconds(moved_bytes=self.work.cache_bytes(0, num_rows, context / num_rows)).memory
         else:
@@ -293,9 +299,8 @@ class Roofline:
 
 def _checked_dtype(topology: Topology, dtype: str) -> str:
     flops = topology.chip.flops
-    if not dtype:
-        return "bfloat16" if "bfloat16" in flops else "float32"
-    offered = {*flops, "float32"}  # bfloat16 units compute float32 in several passes
+    offered = {*flops, *(("float32",) if "bfloat16" in flops else ())}  # whose units compute it in several passes
+    dtype = dtype or ("bfloat16" if "bfloat16" in flops else "float32")
     if dtype not in offered:
         raise ConfigError(f"{topology.name} computes {', '.join(sorted(offered))}, but {dtype!r} was asked for")
     return dtype
