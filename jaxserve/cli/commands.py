@@ -183,13 +183,15 @@ def plan_command(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens a row in predictions.")] = None,
 ) -> int:
     """Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit."""
+    if quick and (buckets or exact is not None):
+        raise ConfigError("--quick compiles nothing, and --buckets, --exact and --extend are for what is; leave them out")
     resolved = load_config(config, with_model(set_, model))
     with show_progress(write=complain) as progress:
         progress.begin("importing JAX")
         from jaxserve.lab.planner.command import PlanOptions, make_plans, print_plans
 
         options = PlanOptions(
-            tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
+            tensor=int(tensor) if tensor is not None and tensor.isdecimal() else tensor,
             buckets=tuple(buckets or ()),
             context=context,
             compile=not quick,

@@ -311,8 +311,8 @@ def _predict(
         limits=limits,
         replicas=absent.config.parallel.data,
     )
-    # Without a compiled step the bytes between devices are unknown.
-    if not steps and absent.config.parallel.tensor > 1:
+    # Without a compiled step the bytes between devices are unknown; of devices of a CPU, how fast they would cross.
+    if absent.config.parallel.tensor > 1 and not (steps and topology.chip.link_bandwidth):
         return ()
     decoding = dict.fromkeys((b.width, b.rows) for b in sizes.buckets if b.decode_only)
     largest = max(b.tokens for b in sizes.buckets if not b.decode_only)
@@ -361,6 +361,8 @@ def _notes(
             f"compiled with {layers} layers, extended to {model.num_layers}; bytes of weights and pages are exact "
             "(--exact compiles all)"
         )
+    if steps and config.parallel.tensor > 1 and not topology.chip.link_bandwidth:
+        notes.append(f"no time is predicted: nothing is known of the links between devices of {topology.name}")
     if steps and not any(step.kernels for step in steps):
         notes.append("no Pallas kernel is inside: attention runs as XLA made it")
     if steps and uncounted is not None:
