@@ -12,6 +12,7 @@ from jaxserve.cli import main
 from jaxserve.config import load_config
 from jaxserve.config.schema import CacheConfig
 from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.chip_profile import topology_of
 from jaxserve.lab.simulation.cli import ALL_FAILED
 from jaxserve.lab.simulation.compare import compare_policies
 from jaxserve.lab.simulation.requests import Trace
@@ -96,6 +97,23 @@ def test_servers_that_are_unlike_and_that_come_and_go(tmp_path: Path, capsys: py
     assert "fcfs, least_load" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("memory_gib: .inf, memory_gb_s: 600, tflops: {bfloat16: 70}", "memory_gib: Input should be a finite number"),
+        ("memory_gib: 24, memory_gb_s: .inf, tflops: {bfloat16: 70}", "memory_gb_s: Input should be a finite number"),
+        ("memory_gib: 24, memory_gb_s: 600, tflops: {bfloat16: .inf}", "tflops.bfloat16: Input should be a finite"),
+        ("memory_gib: 24, memory_gb_s: 600, tflops: {bfloat16: 70}, link_gb_s: .inf", "link_gb_s: Input should be a"),
+        ("memory_gib: 2024-13-99", "cannot be read"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_told(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "chip.yaml"
+    path.write_text(f"{{name: mine, {text}}}")
+    with pytest.raises(ConfigError, match=words):
+        topology_of(f"{path}:1")
+
+
 def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--dataset", "agent", "--turns", "3", "--session-rate", "2", "--max-session-len", "900"]) == 0
     assert "of the input, cached" in capsys.readouterr().out
@@ -130,6 +148,25 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--percentiles 100", "between 0 and 100"),
         ("--goodput itl:3", "--goodput"),
         ("--json /none/x.json", "no directory"),
+        ("--json /proc/x.json", "--json: cannot write /proc/x.json"),
+        (f"--json {'x' * 400}", "File name too long"),
+        ("--device ", "no topology is called ''"),
+        ("--device cpu:2", "take a tensor of 1"),
+        ("--acceptance ", "--acceptance is ''; write numbers"),
+        ("--percentiles ", "--percentiles is ''; write numbers"),
+        ("--handoff-bandwidth nan", "--handoff-bandwidth is nan GB/s, but must be a number above 0"),
+        ("--handoff-bandwidth inf", "--handoff-bandwidth is inf GB/s"),
+        ("--turns inf", "--turns is inf"),
+        ("--think nan", "--think nan"),
+        ("--autoscale 1:2:inf", "target and interval_s are numbers above 0"),
+        ("--autoscale 1:2:4:inf", "the other times from 0"),
+        (
+            "--store-latency-ms 0 --store-bandwidth inf --set store.kind=memory --set cache.host_bytes=67108864",
+            "a number from 0, and one above 0",
+        ),
+        ("--rate 2 --burstiness 1e-06", "no times of 20 requests can be drawn for rate 2 and burstiness 1e-06"),
+        ("--rate 1e-320", "raise the rate"),
+        ("--burstiness 2", "give --rate, --ramp or --diurnal"),
         ("--set cache.memory_bytes=1000000", "set cache.num_pages"),
         ("--device v5e:2x2 --set parallel.pipeline=2", "simulate with --set parallel.pipeline=1"),
         ("--device v5e:2x2 --set parallel.data=8", "tensor x parallel.data is 1 x 8, but v5e:2x2 has 4"),
@@ -144,7 +181,7 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *arguments.replace("SHAPE", SHAPE).split(" ")]) == 2
+    assert main([*SMALL, *arguments.replace("SHAPE", SHAPE).split(" ")]) == 2
     out, err = capsys.readouterr()
     assert not out
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]

@@ -241,6 +241,8 @@ def test_a_bad_file_is_told_by_its_line(tmp_path: Path, name: str, text: str, wo
         ({"length_scale": 0.0}, "--length-scale"),
         ({"length_scale": float("inf")}, "--length-scale"),
         ({"speed": float("nan")}, "--speed"),
+        ({"name": "sharegpt", "length_scale": 1e300}, "at most 1000"),
+        ({"name": "lognormal", "length_cv": 1e200}, "at most 1000"),
         ({"name": "custom", "path": Path("/does/not/exist")}, "cannot read"),
     ],
 )

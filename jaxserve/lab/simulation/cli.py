@@ -1,6 +1,7 @@
 """The command `jaxserve simulate`: its options, and the way from them to printed results."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -263,6 +264,10 @@ class _Options:
 
     def __post_init__(self) -> None:
         check_percentiles(self.percentiles)
+        if not 0 < self.handoff_bandwidth < math.inf:
+            raise ConfigError(
+                f"--handoff-bandwidth is {self.handoff_bandwidth / 1e9:g} GB/s, but must be a number above 0"
+            )
         check_writable(self.json, "--json")
         check_writable(self.plot, "--plot")
         if self.plot is not None:
@@ -322,7 +327,7 @@ def _worlds(options: _Options, config: Config) -> list[World]:
         return [world_of_log(logs, config, acceptance=options.acceptance, store_link=options.store_link)]
     return worlds_of_devices(
         config,
-        options.device or _DEFAULT_DEVICE,
+        _DEFAULT_DEVICE if options.device is None else options.device,
         options.tensor,
         acceptance=options.acceptance,
         store_link=options.store_link,
