@@ -190,12 +190,16 @@ def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
     """Bytes of a number of these weights on average, with its share of scales and zeros."""
     stored = numbers = 0
     for variable in weights:
-        weight = variable.get_raw_value()
-        per_byte = 2 if isinstance(weight, PackedCodes) and weight.code == "int4" else 1
-        for path, leaf in jax.tree_util.tree_leaves_with_path(weight):
-            stored += array_bytes(leaf.size, leaf.dtype)
-            names = {getattr(step, "name", "") for step in path}
-            numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size * per_byte
+        # Panels may be a part of the weight: beside others, in an order, with offsets, or of experts.
+        parts = jax.tree_util.tree_leaves_with_path(
+            variable.get_raw_value(), is_leaf=lambda part: isinstance(part, PackedCodes)
+        )
+        for place, part in parts:
+            per_byte = 2 if isinstance(part, PackedCodes) and part.code == "int4" else 1
+            for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+                stored += array_bytes(leaf.size, leaf.dtype)
+                names = {getattr(step, "name", "") for step in (*place, *path)}
+                numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size * per_byte
     return stored / numbers
 
 
