@@ -12,6 +12,7 @@ from jaxserve.cli import main
 from jaxserve.config import load_config
 from jaxserve.config.schema import CacheConfig
 from jaxserve.errors import ConfigError
+from jaxserve.lab.planner import PlanOptions, make_plan
 from jaxserve.lab.simulation.chip_profile import topology_of
 from jaxserve.lab.simulation.cli import ALL_FAILED
 from jaxserve.lab.simulation.compare import compare_policies
@@ -21,7 +22,7 @@ from jaxserve.lab.simulation.world import World, world_of_device
 from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.routing import RouterOptions
 from jaxserve.runtime.memory import memory_share
-from jaxserve.sched import Bucket, Limits, SchedulerOptions
+from jaxserve.sched import Bucket, Limits, SchedulerOptions, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 SHAPE = str(Path(__file__).parents[2] / "configs" / "shapes" / "llama3.1-8b")
@@ -283,6 +284,25 @@ def test_pages_take_the_share_of_memory_that_a_server_takes() -> None:
     page_bytes = most.page_size * 2 * 32 * 8 * 128 * 2
     pool = memory_share(CacheConfig(), "gpu").fraction
     assert most.num_pages - half.num_pages == pytest.approx((0.9 - 0.5) * pool * memory / page_bytes, abs=1)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_weights_of_fewer_bits_take_the_time_of_the_plan(scheme: str) -> None:
+    settings = {"model.path": SHAPE, "model.max_len": 4096, "sched.max_rows": 16}
+    whole, coded = (
+        world_of_device(load_config(None, settings | more).config, "v6e:1")
+        for more in ({}, {"model.quantization": scheme})
+    )
+    config = load_config(None, settings | {"model.quantization": scheme}).config
+    plan = make_plan(config, "v6e:1", PlanOptions(compile=False, context=2048))
+    step = StepPlan(step_id=0, decode_rows=tuple(range(16)), decode_positions=(2047,) * 16)
+    found, slower = (world.cost_model.step_seconds(step, Bucket(16, 16, True)).device_s for world in (coded, whole))
+    predicted = next(one for one in plan.predictions if one.rows == 16)
+    assert found == pytest.approx(predicted.seconds, rel=1e-9) and found < 0.7 * slower
+    mine = dataclasses.replace(parse_topology("v6e:1").chip, name="mine").topology((1, 1))
+    with pytest.raises(ConfigError, match=r"how mine:1x1 computes with them; set model.quantization=none"):
+        world_of_device(config, mine)
+    assert coded.limits.num_pages == pytest.approx(plan.memory.num_pages, rel=0.05) and f"and {scheme}" in coded.about
 
 
 def test_layers_with_windows_have_tables_of_their_own() -> None:

@@ -134,6 +134,7 @@ class Roofline:
       tensor: devices that share every layer; None: all of the topology.
       dtype: of weights and matrix products; bfloat16, or float32 on a CPU, when empty. `cache_dtype`: of keys and
         values, the same when empty.
+      stored: the bytes of a number of weights that are kept as codes are those in it; None: all are in `dtype`.
       assumed, host: assumptions that are in no data sheet.
       tower, patch_buckets: of a model that takes pictures: its tower, and the sizes that a picture is padded to. A step
         takes as much longer as the pictures take that are encoded before it.
@@ -149,6 +150,7 @@ class Roofline:
         tensor: int | None = None,
         dtype: str = "",
         cache_dtype: str = "",
+        stored: Work | None = None,
         assumed: Assumptions | None = None,
         host: HostCost | None = None,
         tower: TowerWork | None = None,
@@ -180,7 +182,10 @@ class Roofline:
             )
         self.work = Work(
             model=local_shape(model, self.tensor),
-            weight_size=_ITEM_BYTES[dtype],
+            weight_size=_ITEM_BYTES[dtype] if stored is None else stored.weight_size,
+            expert_size=None if stored is None else stored.expert_size,
+            head_size=None if stored is None else stored.head_size,
+            activation_size=_ITEM_BYTES[dtype],
             cache_size=_ITEM_BYTES[cache_dtype],
         )
         self._has_windows = any(window is not None for window in self.work.model.windows)
@@ -253,8 +258,8 @@ class Roofline:
         m = self.work.model
         if self.tower is not None:
             reserved_bytes += self.tower.num_bytes
-        embeddings = 2 * m.vocab_size * m.hidden_size
-        weights = int(self.work.weight_size * (self.work.read_params(_ALL) + embeddings))
+        tables = (self.work.head_size or self.work.weight_size) + self.work.activation_bytes
+        weights = int(self.work.matrix_bytes(_ALL) + tables * m.vocab_size * m.hidden_size)
         page = self.page_bytes(page_size, page_layers or m.num_layers)
         budget = int(self.topology.chip.allocatable_bytes * memory_fraction) - reserved_bytes
         if budget - weights < page:
