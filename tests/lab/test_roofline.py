@@ -74,6 +74,12 @@ def test_windows_cap_what_is_read() -> None:
     full = Roofline("h100:1", LLAMA_3_8B)
     assert windowed.step_seconds(*decode_plan(64, 512)) == pytest.approx(full.step_seconds(*decode_plan(64, 512)))
     assert windowed.step_seconds(*decode_plan(64, 8000)) == pytest.approx(windowed.step_seconds(*decode_plan(64, 512)))
+    # Each row by itself: a long one does not read the windows of short ones.
+    mixed, capped = (
+        StepPlan(step_id=0, decode_rows=tuple(range(64)), decode_positions=(*(99,) * 63, last)) for last in (7999, 511)
+    )
+    bucket = Bucket(64, 64, True)
+    assert windowed.step_seconds(mixed, bucket) == pytest.approx(full.step_seconds(capped, bucket))
     # A piece of a prompt in a larger step: each of its tokens sees a window, and padding sees nothing.
     fast = Assumptions(memory_share=1e3)
     windowed, full = (Roofline("h100:1", model.work.model, assumed=fast) for model in (windowed, full))

@@ -8,6 +8,7 @@ The work that a compiler adds, and the host, are unknown here. Compare with `jax
 step for the same device, before you believe an absolute figure; differences between policies depend on it far less.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -188,33 +189,24 @@ class Roofline:
             activation_size=_ITEM_BYTES[dtype],
             cache_size=_ITEM_BYTES[cache_dtype],
         )
-        self._has_windows = any(window is not None for window in self.work.model.windows)
+        self._windows = collections.Counter(self.work.model.windows)
         self._of_bucket: dict[Bucket, Seconds] = {}
-        # Of one more pair of tokens, and one more token of context, in all layers; meaningless with windows.
-        self._of_pair_s = self._seconds(flops=self.work.flops(0, 0, 1.0)).compute
-        self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory
+        # Of one more pair of tokens, and one more token of context, in a layer.
+        layers = self.work.model.num_layers
+        self._of_pair_s = self._seconds(flops=self.work.flops(1, 0, 1.0) - self.work.flops(1, 0, 0.0)).compute / layers
+        self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory / layers
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
         """See `CostModel`."""
         num_rows = len(plan.decode_rows) + len(plan.chunks)
-        context = sum(plan.decode_positions) + len(plan.decode_positions)
-        pairs = context * plan.width
-        for chunk in plan.chunks:
-            length = len(chunk.token_ids)
-            context += chunk.start + length
-            pairs += length * chunk.start + length * (length + 1) // 2
         base = self._of_bucket.get(bucket)
         if base is None:
             base = self._of_bucket[bucket] = self._base(bucket)
         memory_s, compute_s, collective_s = base
-        if self._has_windows:
-            tokens = plan.num_tokens  # without padding, which attends to nothing
-            attended = self.work.flops(tokens, 0, pairs) - self.work.flops(tokens, 0, 0.0)
-            compute_s += self._seconds(flops=attended).compute
-            memory_s += self._seconds(moved_bytes=self.work.cache_bytes(0, num_rows, context / num_rows)).memory
-        else:
-            compute_s += self._of_pair_s * pairs
-            memory_s += self._of_context_s * context
+        for window, num_layers in self._windows.items():
+            context, pairs = _attended(plan, window)
+            compute_s += self._of_pair_s * pairs * num_layers
+            memory_s += self._of_context_s * context * num_layers
         host = self.host
         device_s = ((memory_s if memory_s > compute_s else compute_s) + collective_s) * plan.rounds
         for encode in plan.encodes:
@@ -300,6 +292,21 @@ class Roofline:
             sent_bytes=sent_bytes,
             group=self.tensor,
         )
+
+
+def _attended(plan: StepPlan, window: int | None) -> tuple[int, int]:
+    """Tokens of context that the rows of a step read in a layer, and pairs of a token and one that it sees."""
+    if window is None:
+        context = sum(plan.decode_positions) + len(plan.decode_positions)
+    else:
+        context = sum(min(position + 1, window) for position in plan.decode_positions)
+    pairs = context * plan.width
+    for chunk in plan.chunks:
+        length = len(chunk.token_ids)
+        seen, of_chunk = chunk.start + length, length * chunk.start + length * (length + 1) // 2
+        context += seen if window is None else min(seen, window)
+        pairs += of_chunk if window is None else min(of_chunk, length * window)
+    return context, pairs
 
 
 def _checked_dtype(topology: Topology, dtype: str) -> str:
