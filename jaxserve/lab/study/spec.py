@@ -65,7 +65,7 @@ _TYPES: Mapping[str, Any] = {
     "tensor": _COUNT,
     "length_error": Annotated[float | None, pydantic.Field(ge=1, allow_inf_nan=False)],
 }
-_FORMAT = 3  # of the files of runs; another one is run again
+_FORMAT = 4  # of the files of runs; another one is run again
 
 
 class Targets(pydantic.BaseModel):
