@@ -124,9 +124,12 @@ def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(itl.split()[2:]) == {"-"}
 
 
-def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--num-prompts", "3", "--input-len", "5000"]) == ALL_FAILED
-    assert "3 failed; the first: request '0' has a prompt of 5000 tokens" in capsys.readouterr().out
+def test_all_failed_is_told_by_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "x.png"
+    assert main(["simulate", "--num-prompts", "3", "--input-len", "5000", "--plot", str(plot)]) == ALL_FAILED
+    out, err = capsys.readouterr()
+    assert "3 failed; the first: request '0' has a prompt of 5000 tokens" in out
+    assert "nothing to draw" in err and not plot.exists()
 
 
 @pytest.mark.parametrize(

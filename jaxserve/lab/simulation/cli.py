@@ -316,7 +316,11 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
     if options.json is not None:
         write_json(options.json, _as_json(results, worlds, trace, options))
     if options.plot is not None:
-        save_figure(plot_overview(results, title), options.plot)
+        drawn = [result for result in results if result.simulation.steps]
+        if drawn:
+            save_figure(plot_overview(drawn, title), options.plot)
+        else:
+            complain(f"no step was computed, so there is nothing to draw: {options.plot} was not written")
     return 0 if any(result.metrics.completed for result in results) else ALL_FAILED
 
 
