@@ -209,7 +209,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e6, help="after so many no part is begun")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not 0 < args.parts <= args.requests:
+        parser.error(f"--parts is {args.parts} of {args.requests} requests; each part needs one at least")
+    if unknown := [tier for tier in args.tiers.split("/") if tier not in (*TIERS, BELADY)]:
+        parser.error(f"--tiers has {unknown[0]!r}; there are {', '.join((*TIERS, BELADY))}")
+    return args
 
 
 if __name__ == "__main__":

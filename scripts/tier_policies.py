@@ -216,6 +216,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device-tokens", type=int, default=307_200)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    if not 0 < args.block <= min(*args.tokens, args.device_tokens):
+        parser.error(f"--block is {args.block}; it must be above 0, and --tokens and --device-tokens hold one at least")
     if args.dataset_path is None and args.requests is None:
         args.requests = 5000
     return args

@@ -42,6 +42,8 @@ def calibrate_cache(
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give the name of a new file")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {out}: there is no directory {out.absolute().parent}; make it first")
     if config.parallel.pipeline > 1:
         raise ConfigError(
             f"parallel.pipeline is {config.parallel.pipeline}, but calibration runs all layers on the same devices; "

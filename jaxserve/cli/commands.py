@@ -183,13 +183,15 @@ def plan_command(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens a row in predictions.")] = None,
 ) -> int:
     """Say whether a config fits devices that are not here, and how fast it could be. Exit code 3: it does not fit."""
+    if quick and (buckets or exact is not None):
+        raise ConfigError("--quick compiles nothing: leave out --buckets, --exact and --extend")
     resolved = load_config(config, with_model(set_, model))
     with show_progress(write=complain) as progress:
         progress.begin("importing JAX")
         from jaxserve.lab.planner.command import PlanOptions, make_plans, print_plans
 
         options = PlanOptions(
-            tensor=int(tensor) if tensor is not None and tensor.isdigit() else tensor,
+            tensor=int(tensor) if tensor is not None and tensor.isdecimal() else tensor,
             buckets=tuple(buckets or ()),
             context=context,
             compile=not quick,
@@ -259,7 +261,7 @@ def steps_command(log: Annotated[Path, typer.Argument(help="Step log, as runtime
 def health_command(
     address: Annotated[str, typer.Argument(help="HOST:PORT of a server or a router.")],
     service: Annotated[str, typer.Option(help="Name of the health service; 'live': worth keeping.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.001, max=1e6, help="Seconds to wait for the answer.")] = 5.0,
     wait: Annotated[
         bool, typer.Option("--wait", help="Until a server that is starting answers, or --timeout.")
     ] = False,
@@ -275,6 +277,8 @@ def health_command(
     """Ask a server how it is: exit code 0 when it is serving, 1 when it is not or does not answer."""
     from jaxserve.client import Client, RequestFailed, Tls  # gRPC: not needed elsewhere
 
+    if not address:
+        raise ConfigError("the address is ''; give HOST:PORT of a server or a router")
     if ca is None and (certificate, key, server_name) != (None, None, None):
         raise ConfigError("--certificate, --key and --server-name are for servers with TLS; add --ca FILE")
     tls = Tls(ca=ca, certificate=certificate, key=key, server_name=server_name) if ca is not None else None
@@ -292,8 +296,8 @@ def health_command(
 def top_command(
     url: Annotated[str, typer.Argument(help="HOST:PORT of a server's HTTP door, or a whole URL.")] = "127.0.0.1:8000",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key, where the server wants one.")] = None,
-    tls_ca: Annotated[str | None, typer.Option(help="PEM file of authorities for https.")] = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 1.0,
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of authorities for https.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds between readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
 ) -> int:
     """Watch a running server: rates, pages, latencies."""
@@ -301,7 +305,7 @@ def top_command(
     from jaxserve.serve.keys import read_keys
 
     key = read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None
-    return show(url, key, every_s=every, once=once, tls_ca=tls_ca)
+    return show(url, key, every_s=every, once=once, tls_ca=None if tls_ca is None else str(tls_ca))
 
 
 def version_command() -> None:

@@ -273,6 +273,8 @@ def show(
     reading fails.
     """
     source, console = metrics_url(url), console or Console()
+    if tls_ca is not None and not source.startswith("https://"):
+        raise ConfigError(f"--tls-ca is given, but {source} is not https://")
     views = _views(source, lambda: fetch(source, api_key, tls_ca), lambda: console.width, lambda: sleep(every_s))
     try:
         if once:

@@ -249,6 +249,7 @@ def test_what_cannot_be_is_refused() -> None:
         Slowdown(at_s=0.0, replica=0, factor=0.0)
     with pytest.raises(ConfigError):
         Autoscale(target=0.0, min_replicas=1, max_replicas=2)
+    assert Autoscale(target=1e-320, min_replicas=1, max_replicas=2).wanted(5) == 2
 
 
 SLOTS = dataclasses.replace(LIMITS, slots=HostSlots(200, 32, 32, 0.1, 0.1, 1024))

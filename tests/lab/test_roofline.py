@@ -1,5 +1,7 @@
 """The roofline of the simulator against the planner's, and against arithmetic done by hand."""
 
+import dataclasses
+
 import pytest
 
 from jaxserve.chips import CHIPS, parse_topology
@@ -72,6 +74,19 @@ def test_windows_cap_what_is_read() -> None:
     full = Roofline("h100:1", LLAMA_3_8B)
     assert windowed.step_seconds(*decode_plan(64, 512)) == pytest.approx(full.step_seconds(*decode_plan(64, 512)))
     assert windowed.step_seconds(*decode_plan(64, 8000)) == pytest.approx(windowed.step_seconds(*decode_plan(64, 512)))
+    # Each row by itself: a long one does not read the windows of short ones.
+    mixed, capped = (
+        StepPlan(step_id=0, decode_rows=tuple(range(64)), decode_positions=(*(99,) * 63, last)) for last in (7999, 511)
+    )
+    bucket = Bucket(64, 64, True)
+    assert windowed.step_seconds(mixed, bucket) == pytest.approx(full.step_seconds(capped, bucket))
+    # A piece of a prompt in a larger step: each of its tokens sees a window, and padding sees nothing.
+    fast = Assumptions(memory_share=1e3)
+    windowed, full = (Roofline("h100:1", model.work.model, assumed=fast) for model in (windowed, full))
+    (plan, _), bucket = prefill_plan(8000, 256), Bucket(4096, 8, False)
+    seen = 4 * 32 * 32 * 128 * 256 * (8000 + 257 / 2 - 512)
+    more = full.step_seconds(plan, bucket).device_s - windowed.step_seconds(plan, bucket).device_s
+    assert more == pytest.approx(seen / (0.5 * 989e12), rel=1e-9)
 
 
 def test_more_devices_share_the_work_and_pay_for_talking() -> None:
@@ -102,3 +117,7 @@ def test_what_does_not_exist_is_refused() -> None:
         Roofline("v5e:1x1", LLAMA_3_8B, dtype="float8")
     with pytest.raises(ConfigError, match="v99"):
         Roofline("v99:1", LLAMA_3_8B)
+    with pytest.raises(ConfigError, match=r"links between them; take a tensor of 1"):
+        Roofline("cpu:2", LLAMA_3_8B)
+    with pytest.raises(ConfigError, match="computes int8, but 'float32' was asked for"):
+        Roofline(dataclasses.replace(CHIPS["v5e"], flops={"int8": 1e12}).topology((1, 1)), LLAMA_3_8B)

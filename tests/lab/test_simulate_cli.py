@@ -12,6 +12,8 @@ from jaxserve.cli import main
 from jaxserve.config import load_config
 from jaxserve.config.schema import CacheConfig
 from jaxserve.errors import ConfigError
+from jaxserve.lab.planner import PlanOptions, make_plan
+from jaxserve.lab.simulation.chip_profile import topology_of
 from jaxserve.lab.simulation.cli import ALL_FAILED
 from jaxserve.lab.simulation.compare import compare_policies
 from jaxserve.lab.simulation.requests import Trace
@@ -20,7 +22,7 @@ from jaxserve.lab.simulation.world import World, world_of_device
 from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.routing import RouterOptions
 from jaxserve.runtime.memory import memory_share
-from jaxserve.sched import Bucket, Limits, SchedulerOptions
+from jaxserve.sched import Bucket, Limits, SchedulerOptions, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 SHAPE = str(Path(__file__).parents[2] / "configs" / "shapes" / "llama3.1-8b")
@@ -96,6 +98,23 @@ def test_servers_that_are_unlike_and_that_come_and_go(tmp_path: Path, capsys: py
     assert "fcfs, least_load" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("memory_gib: .inf, memory_gb_s: 600, tflops: {bfloat16: 70}", "memory_gib: Input should be a finite number"),
+        ("memory_gib: 24, memory_gb_s: .inf, tflops: {bfloat16: 70}", "memory_gb_s: Input should be a finite number"),
+        ("memory_gib: 24, memory_gb_s: 600, tflops: {bfloat16: .inf}", "tflops.bfloat16: Input should be a finite"),
+        ("memory_gib: 24, memory_gb_s: 600, tflops: {bfloat16: 70}, link_gb_s: .inf", "link_gb_s: Input should be a"),
+        ("memory_gib: 2024-13-99", "cannot be read"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_told(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "chip.yaml"
+    path.write_text(f"{{name: mine, {text}}}")
+    with pytest.raises(ConfigError, match=words):
+        topology_of(f"{path}:1")
+
+
 def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--dataset", "agent", "--turns", "3", "--session-rate", "2", "--max-session-len", "900"]) == 0
     assert "of the input, cached" in capsys.readouterr().out
@@ -105,9 +124,12 @@ def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(itl.split()[2:]) == {"-"}
 
 
-def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--num-prompts", "3", "--input-len", "5000"]) == ALL_FAILED
-    assert "3 failed; the first: request '0' has a prompt of 5000 tokens" in capsys.readouterr().out
+def test_all_failed_is_told_by_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "x.png"
+    assert main(["simulate", "--num-prompts", "3", "--input-len", "5000", "--plot", str(plot)]) == ALL_FAILED
+    out, err = capsys.readouterr()
+    assert "3 failed; the first: request '0' has a prompt of 5000 tokens" in out
+    assert "nothing to draw" in err and not plot.exists()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +152,25 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
         ("--percentiles 100", "between 0 and 100"),
         ("--goodput itl:3", "--goodput"),
         ("--json /none/x.json", "no directory"),
+        ("--json /proc/x.json", "--json: cannot write /proc/x.json"),
+        (f"--json {'x' * 400}", "File name too long"),
+        ("--device ", "no topology is called ''"),
+        ("--device cpu:2", "take a tensor of 1"),
+        ("--acceptance ", "--acceptance is ''; write numbers"),
+        ("--percentiles ", "--percentiles is ''; write numbers"),
+        ("--handoff-bandwidth nan", "--handoff-bandwidth is nan GB/s, but must be a number above 0"),
+        ("--handoff-bandwidth inf", "--handoff-bandwidth is inf GB/s"),
+        ("--turns inf", "--turns is inf"),
+        ("--think nan", "--think nan"),
+        ("--autoscale 1:2:inf", "target and interval_s are numbers above 0"),
+        ("--autoscale 1:2:4:inf", "the other times from 0"),
+        (
+            "--store-latency-ms 0 --store-bandwidth inf --set store.kind=memory --set cache.host_bytes=67108864",
+            "a number from 0, and one above 0",
+        ),
+        ("--rate 2 --burstiness 1e-06", "no times of 20 requests can be drawn for rate 2 and burstiness 1e-06"),
+        ("--rate 1e-320", "raise the rate"),
+        ("--burstiness 2", "give --rate, --ramp or --diurnal"),
         ("--set cache.memory_bytes=1000000", "set cache.num_pages"),
         ("--device v5e:2x2 --set parallel.pipeline=2", "simulate with --set parallel.pipeline=1"),
         ("--device v5e:2x2 --set parallel.data=8", "tensor x parallel.data is 1 x 8, but v5e:2x2 has 4"),
@@ -144,7 +185,7 @@ def test_all_failed_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *arguments.replace("SHAPE", SHAPE).split(" ")]) == 2
+    assert main([*SMALL, *arguments.replace("SHAPE", SHAPE).split(" ")]) == 2
     out, err = capsys.readouterr()
     assert not out
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -246,6 +287,25 @@ def test_pages_take_the_share_of_memory_that_a_server_takes() -> None:
     page_bytes = most.page_size * 2 * 32 * 8 * 128 * 2
     pool = memory_share(CacheConfig(), "gpu").fraction
     assert most.num_pages - half.num_pages == pytest.approx((0.9 - 0.5) * pool * memory / page_bytes, abs=1)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_weights_of_fewer_bits_take_the_time_of_the_plan(scheme: str) -> None:
+    settings = {"model.path": SHAPE, "model.max_len": 4096, "sched.max_rows": 16}
+    whole, coded = (
+        world_of_device(load_config(None, settings | more).config, "v6e:1")
+        for more in ({}, {"model.quantization": scheme})
+    )
+    config = load_config(None, settings | {"model.quantization": scheme}).config
+    plan = make_plan(config, "v6e:1", PlanOptions(compile=False, context=2048))
+    step = StepPlan(step_id=0, decode_rows=tuple(range(16)), decode_positions=(2047,) * 16)
+    found, slower = (world.cost_model.step_seconds(step, Bucket(16, 16, True)).device_s for world in (coded, whole))
+    predicted = next(one for one in plan.predictions if one.rows == 16)
+    assert found == pytest.approx(predicted.seconds, rel=1e-9) and found < 0.7 * slower
+    mine = dataclasses.replace(parse_topology("v6e:1").chip, name="mine").topology((1, 1))
+    with pytest.raises(ConfigError, match=r"how mine:1x1 computes with them; set model.quantization=none"):
+        world_of_device(config, mine)
+    assert coded.limits.num_pages == pytest.approx(plan.memory.num_pages, rel=0.05) and f"and {scheme}" in coded.about
 
 
 def test_layers_with_windows_have_tables_of_their_own() -> None:

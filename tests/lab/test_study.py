@@ -164,12 +164,33 @@ def test_an_oracle_of_lengths_orders_by_them(tmp_path: Path) -> None:
         ("{base: {device: tpu9, load.num_prompts: 2}}", "the point: .*tpu9"),
         ("{base: {router: prefix, load.num_prompts: 2}}", "give replicas of 2 or more"),
         ("{base: {length_error: 0.5, load.num_prompts: 2}}", "length_error is 0.5"),
+        ("{base: {length_error: .inf}}", "length_error is inf"),
+        ("{base: {load.num_prompts: 2.5}}", "load.num_prompts is 2.5: Input should be a valid integer"),
+        ("{base: {load.num_prompts: true}}", "load.num_prompts is True: Input should be a valid integer"),
+        ("{base: {load.tenants: 2.5}}", "load.tenants is 2.5"),
+        ("{base: {load.rate: '4'}}", "load.rate is '4': Input should be a valid number"),
+        ("{base: {load.ramp: 5}}", "load.ramp is 5: Input should be a valid string"),
+        ("{base: {load.path: 3}}", "load.path is 3"),
+        ("{base: {load.turns: .nan, load.num_prompts: 2}}", "--turns is nan"),
+        ("{grid: {replicas: [1, 0]}}", "replicas is 0"),
+        ("{grid: {tensor: ['2']}}", "tensor is '2'"),
+        ("{base: {device: null}}", "device is None"),
+        ("{base: {autoscale: 5}}", "autoscale is 5"),
+        ("{targets: {ttft: .inf}}", "targets.ttft: Input should be a finite number"),
+        ("{targets: {ttft: 1}, capacity: {low: 1, high: 2, within: 0.00000001}}", "capacity.within"),
+        ("{base: {device: 2024-13-99}}", "cannot be read"),
         ("{base: {config.sched.max_rowz: 2, load.num_prompts: 2}}", "max_rowz"),
     ],
 )
 def test_a_mistake_costs_a_sentence(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_study(read_study(write(tmp_path / "a.yaml", text)), tmp_path / "out", 1)
+
+
+def test_a_folder_that_cannot_take_runs_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match="runs cannot be made"):
+        run_study(Study(base=SMALL), tmp_path, 1)
 
 
 def test_intervals_and_indices_have_their_published_values() -> None:

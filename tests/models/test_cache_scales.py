@@ -205,6 +205,8 @@ def test_a_file_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "out.json").write_text("mine")
     code, said = calibrate(capsys, "demo", tmp_path / "out.json", "--data", tmp_path / "data.txt")
     assert code == 2 and "exists already" in said
+    code, said = calibrate(capsys, "demo", tmp_path / "none" / "out.json", "--data", tmp_path / "data.txt")
+    assert code == 2 and "there is no directory" in said
 
 
 # --- quality --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,10 @@ import rich.console
 from plan_parts import ROOT, SMALL, shipped, small_config, write_shape
 
 from jaxserve.errors import CapacityError, CheckpointError, ConfigError
+from jaxserve.kernels.composed_weight import SideBySide, WithOffsets
+from jaxserve.kernels.packed_coded_experts import PackedCodedExperts
 from jaxserve.kernels.packed_codes import packed_codes_shape
+from jaxserve.kernels.xla_matmul import DenseWeight
 from jaxserve.lab.planner import PlanOptions, make_plan
 from jaxserve.lab.planner.make import _number_bytes
 from jaxserve.lab.planner.show import make_console, show_plan
@@ -215,6 +218,11 @@ def test_a_number_in_panels_of_cpus_has_the_bits_of_its_code(code, size):
     panels = packed_codes_shape((64,), (256,), 128, 32, code=code, zeros=True)
     found = _number_bytes([WeightParameter(panels, logical_axes=("mlp", "embed"))])
     assert found == size + (4 + 2) / 128
+    # The same within weights that are made of others.
+    offsets = DenseWeight(array=jax.ShapeDtypeStruct((64, 2), np.float32), num_in=1)
+    pieces = SideBySide(parts=(WithOffsets(codes=panels, offsets=offsets, group=128), panels), axis=0)
+    for whole, more in ((pieces, 4 / 128 / 2), (PackedCodedExperts(codes=panels), 0)):
+        assert _number_bytes([WeightParameter(whole, logical_axes=("mlp", "embed"))]) == found + more
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

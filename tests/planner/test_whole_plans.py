@@ -76,6 +76,13 @@ def test_few_layers_tell_all(tmp_path):
     assert extended.memory.kv_bytes == exact.memory.kv_bytes
 
 
+def test_no_time_is_predicted_where_no_link_is_known(tmp_path):
+    config = small_config(write_shape(tmp_path / "small", num_hidden_layers=1), **{"cache.num_pages": 50})
+    plan = make_plan(config, "cpu:2", PlanOptions(tensor=2, buckets=DECODE))
+    assert plan.steps[0].collectives and plan.predictions == ()
+    assert any("nothing is known of the links between devices of cpu:2" in note for note in plan.notes)
+
+
 def decoder(tmp_path, windows) -> DecoderConfig:
     model = decoder_config(read_checkpoint(write_shape(tmp_path / "small")))[1]
     return dataclasses.replace(model, layers=tuple(dataclasses.replace(model.layers[0], window=w) for w in windows))
@@ -292,7 +299,7 @@ def test_a_missing_compiler_costs_its_own_line_alone(no_compilers, monkeypatch, 
     out, err = capsys.readouterr()
     assert "v5e:2x2" in out
     assert "h200:1 is not planned: compiling for a device that is not here needs the package jax-cuda13-plugin" in err
-    assert main(["plan", "--config", shipped_config, "--topology", "h200:1"]) == 2
+    assert main(["plan", "--config", shipped_config, "--topology", "h200:1", "--topology", "h200:1"]) == 2
     assert "jax-cuda13-plugin" in capsys.readouterr().err
 
 
@@ -301,6 +308,9 @@ def test_the_command_line_refuses_in_one_line(capsys):
         (("--quick",), "give --topology"),
         (("--topology", "v5e:7x7"), "no topology is called 'v5e:7x7'"),
         (("--topology", "v5e:1", "--model", "nowhere"), "does not exist"),
+        (("--topology", "v5e:1", "--tensor", "²"), "--tensor is '²', but must be 'auto' or a number"),
+        (("--topology", "v5e:1", "--quick", "--buckets", "all"), "--quick compiles nothing"),
+        (("--topology", "v5e:1", "--quick", "--extend"), "--quick compiles nothing"),
     ):
         assert main(["plan", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -60,7 +60,7 @@ ALL_FAILED = 3
 
 app = typer.Typer(add_completion=False, help="Measure an endpoint, or a model in this process.")
 
-VocabOption = Annotated[int | None, typer.Option("--vocab-size", help="Send token ids below this.")]
+VocabOption = Annotated[int | None, typer.Option("--vocab-size", min=1, help="Send token ids below this.")]
 
 
 @app.command("serve")
@@ -243,7 +243,7 @@ def startup_command(
     set_: SetOption = None,
     cold: Annotated[int, typer.Option(min=0, help="Starts with an empty cache of executables.")] = 1,
     warm: Annotated[int, typer.Option(min=0, help="Starts with a filled one.")] = 3,
-    timeout: Annotated[float, typer.Option(help="Seconds for one start.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e6, help="Seconds for one start.")] = 3600.0,
     json_: JsonOption = None,
 ) -> int:
     """Time the way from the start of a process to its first token."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,18 @@ def check_writable(path: Path | None, option: str) -> None:
     """Raises ConfigError for a file that cannot be made, before anything has been measured."""
     if path is None:
         return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no directory {path.absolute().parent}")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory")
+    try:
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no directory {path.absolute().parent}")
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a directory")
+        if not path.exists():
+            path.touch()
+            path.unlink()
+        elif not os.access(path, os.W_OK):
+            raise ConfigError(f"{option} {path} is there, and must not be written to")
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {path}: {error}") from error
 
 
 def write_json(path: Path, tree: Mapping[str, Any]) -> None:

@@ -39,14 +39,18 @@ class Endpoint:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"there is no backend {self.backend!r}; there are {', '.join(BACKENDS)}")
-        if self.backend == "grpc" and "://" in self.url:
+        if self.backend == "grpc" and ("://" in self.url or not self.url):
             raise ConfigError(f"--url is {self.url!r}; for grpc it is HOST:PORT")
         if self.ca_file is not None and self.url.startswith("http://"):
             raise ConfigError(f"--ca-file is given, but {self.url} is not https://")
         if self.backend != "grpc" and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url is {self.url!r}; it begins with http:// or https://")
-        if self.backend == "grpc" and (self.extra or self.model):
+        if self.backend == "grpc" and (self.extra or self.model is not None):
             raise ConfigError("--extra-body and --model are for OpenAI servers, not for grpc")
+        if self.model == "":
+            raise ConfigError("--model is ''; give a name, or leave it out for the first that the server names")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature is {self.temperature}, but must be a number from 0, or nan to send none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,8 @@ class ServeOptions:
             raise ConfigError("give --sweep-rate or --sweep-concurrency, not both")
         if self.sweep_rates and not self.arrivals.recorded:
             raise ConfigError("--sweep-rate takes the place of --rate, --ramp and --diurnal: leave them out")
+        if not self.sweep_rates:
+            self.arrivals.check_drawn()
         check_has_no_sessions(self.dataset)
         if self.sweep_concurrencies and self.max_concurrency is not None:
             raise ConfigError("--sweep-concurrency takes the place of --max-concurrency: leave it out")

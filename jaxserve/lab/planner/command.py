@@ -47,13 +47,14 @@ def make_plans(
         options = dataclasses.replace(options, tensor="auto")
     plans: list[Plan] = []
     missing: dict[str, str] = {}
-    for name in topologies:
+    names = dict.fromkeys(topologies)
+    for name in names:
         progress.begin(f"planning for {name}")
         try:
             plans.append(make_plan(config, name, options, say, progress))
         except MissingCompiler as error:
             missing[name] = str(error)
-            if len(missing) == len(topologies):
+            if len(missing) == len(names):
                 raise
     return Plans(tuple(plans), missing)
 

@@ -190,12 +190,16 @@ def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
     """Bytes of a number of these weights on average, with its share of scales and zeros."""
     stored = numbers = 0
     for variable in weights:
-        weight = variable.get_raw_value()
-        per_byte = 2 if isinstance(weight, PackedCodes) and weight.code == "int4" else 1
-        for path, leaf in jax.tree_util.tree_leaves_with_path(weight):
-            stored += array_bytes(leaf.size, leaf.dtype)
-            names = {getattr(step, "name", "") for step in path}
-            numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size * per_byte
+        # Panels may be a part of the weight: beside others, in an order, with offsets, or of experts.
+        parts = jax.tree_util.tree_leaves_with_path(
+            variable.get_raw_value(), is_leaf=lambda part: isinstance(part, PackedCodes)
+        )
+        for place, part in parts:
+            per_byte = 2 if isinstance(part, PackedCodes) and part.code == "int4" else 1
+            for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+                stored += array_bytes(leaf.size, leaf.dtype)
+                names = {getattr(step, "name", "") for step in (*place, *path)}
+                numbers += 0 if names & {"scales", "zeros", "offsets", "order"} else leaf.size * per_byte
     return stored / numbers
 
 
@@ -311,8 +315,8 @@ def _predict(
         limits=limits,
         replicas=absent.config.parallel.data,
     )
-    # Without a compiled step the bytes between devices are unknown.
-    if not steps and absent.config.parallel.tensor > 1:
+    # Without a compiled step the bytes between devices are unknown; of devices of a CPU, how fast they would cross.
+    if absent.config.parallel.tensor > 1 and not (steps and topology.chip.link_bandwidth):
         return ()
     decoding = dict.fromkeys((b.width, b.rows) for b in sizes.buckets if b.decode_only)
     largest = max(b.tokens for b in sizes.buckets if not b.decode_only)
@@ -361,6 +365,8 @@ def _notes(
             f"compiled with {layers} layers, extended to {model.num_layers}; bytes of weights and pages are exact "
             "(--exact compiles all)"
         )
+    if steps and config.parallel.tensor > 1 and not topology.chip.link_bandwidth:
+        notes.append(f"no time is predicted: nothing is known of the links between devices of {topology.name}")
     if steps and not any(step.kernels for step in steps):
         notes.append("no Pallas kernel is inside: attention runs as XLA made it")
     if steps and uncounted is not None:

@@ -27,11 +27,11 @@ _GIB = 2**30
 class ChipProfile(pydantic.BaseModel):
     """The content of the file."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = pydantic.Field(min_length=1)
     backend: Literal["tpu", "gpu", "cpu"] = "gpu"
-    memory_gib: float = pydantic.Field(gt=0)
+    memory_gib: float = pydantic.Field(gt=0, le=1e6)
     memory_gb_s: float = pydantic.Field(gt=0)
     tflops: dict[Literal["float32", "bfloat16", "float16", "int8", "float8"], pydantic.PositiveFloat] = pydantic.Field(
         min_length=1
@@ -64,9 +64,11 @@ def topology_of(name: str) -> Topology:
         return parse_topology(name)
     path = Path(file)
     try:
-        chip = ChipProfile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).chip()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
         raise ConfigError(f"the profile {path} cannot be read: {error}") from error
+    try:
+        chip = ChipProfile.model_validate(tree).chip()
     except pydantic.ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc'])) or 'profile'}: {one['msg']}" for one in error.errors()]
         raise ConfigError(f"the profile {path}: {'; '.join(problems[:5])}") from error

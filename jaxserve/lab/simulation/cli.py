@@ -1,6 +1,7 @@
 """The command `jaxserve simulate`: its options, and the way from them to printed results."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -263,6 +264,10 @@ class _Options:
 
     def __post_init__(self) -> None:
         check_percentiles(self.percentiles)
+        if not 0 < self.handoff_bandwidth < math.inf:
+            raise ConfigError(
+                f"--handoff-bandwidth is {self.handoff_bandwidth / 1e9:g} GB/s, but must be a number above 0"
+            )
         check_writable(self.json, "--json")
         check_writable(self.plot, "--plot")
         if self.plot is not None:
@@ -311,7 +316,11 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
     if options.json is not None:
         write_json(options.json, _as_json(results, worlds, trace, options))
     if options.plot is not None:
-        save_figure(plot_overview(results, title), options.plot)
+        drawn = [result for result in results if result.simulation.steps]
+        if drawn:
+            save_figure(plot_overview(drawn, title), options.plot)
+        else:
+            complain(f"no step was computed, so there is nothing to draw: {options.plot} was not written")
     return 0 if any(result.metrics.completed for result in results) else ALL_FAILED
 
 
@@ -322,7 +331,7 @@ def _worlds(options: _Options, config: Config) -> list[World]:
         return [world_of_log(logs, config, acceptance=options.acceptance, store_link=options.store_link)]
     return worlds_of_devices(
         config,
-        options.device or _DEFAULT_DEVICE,
+        _DEFAULT_DEVICE if options.device is None else options.device,
         options.tensor,
         acceptance=options.acceptance,
         store_link=options.store_link,

@@ -73,8 +73,9 @@ class Autoscale:
     down_after_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if not (self.target > 0 and self.interval_s > 0 and self.start_up_s >= 0 and self.down_after_s >= 0):
-            raise ConfigError(f"{self}: target and interval_s are more than 0, the other times 0 or more")
+        more, least = (self.target, self.interval_s), (self.start_up_s, self.down_after_s)
+        if not (all(0 < value < math.inf for value in more) and all(0 <= value < math.inf for value in least)):
+            raise ConfigError(f"{self}: target and interval_s are numbers above 0, the other times from 0")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise ConfigError(f"{self}: there must be 1 replica at least, and max_replicas no less than min_replicas")
 
@@ -93,7 +94,7 @@ class Autoscale:
 
     def wanted(self, num_requests: int) -> int:
         """Replicas for that many requests."""
-        return max(self.min_replicas, min(self.max_replicas, math.ceil(num_requests / self.target)))
+        return max(self.min_replicas, math.ceil(min(self.max_replicas, num_requests / self.target)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +119,9 @@ class Apart:
 
     def __post_init__(self) -> None:
         more, least = (self.bandwidth, self.token_bytes, self.wait_s), (self.prefill - 1, self.above, self.latency_s)
-        if min(more) <= 0 or min(least) < 0:
+        if not (all(0 < value < math.inf for value in more) and all(0 <= value < math.inf for value in least)):
             raise ConfigError(
-                f"{self}: prefill is 1 or more, bandwidth, token_bytes and wait_s more than 0, the rest 0 or more"
+                f"{self}: prefill is 1 or more, bandwidth, token_bytes and wait_s are numbers above 0, the rest from 0"
             )
 
     @property

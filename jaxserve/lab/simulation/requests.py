@@ -91,6 +91,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         check_dataset(self.dataset)
+        self.arrivals.check_drawn()
         if self.dataset.name == "agent" and not self.arrivals.recorded:
             raise ConfigError(
                 "the turns of the dataset agent follow each other: leave out --rate, --ramp and --diurnal; "

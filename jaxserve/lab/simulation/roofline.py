@@ -8,6 +8,7 @@ The work that a compiler adds, and the host, are unknown here. Compare with `jax
 step for the same device, before you believe an absolute figure; differences between policies depend on it far less.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -134,6 +135,7 @@ class Roofline:
       tensor: devices that share every layer; None: all of the topology.
       dtype: of weights and matrix products; bfloat16, or float32 on a CPU, when empty. `cache_dtype`: of keys and
         values, the same when empty.
+      stored: the bytes of a number of weights that are kept as codes are those in it; None: all are in `dtype`.
       assumed, host: assumptions that are in no data sheet.
       tower, patch_buckets: of a model that takes pictures: its tower, and the sizes that a picture is padded to. A step
         takes as much longer as the pictures take that are encoded before it.
@@ -149,6 +151,7 @@ class Roofline:
         tensor: int | None = None,
         dtype: str = "",
         cache_dtype: str = "",
+        stored: Work | None = None,
         assumed: Assumptions | None = None,
         host: HostCost | None = None,
         tower: TowerWork | None = None,
@@ -173,37 +176,37 @@ class Roofline:
                 f"a step on {self.tensor} devices was asked for, but {self.topology.name} has "
                 f"{self.topology.num_devices}; lower `tensor` or name a larger topology"
             )
+        if self.tensor > 1 and not self.topology.chip.link_bandwidth:
+            raise ConfigError(
+                f"a step on {self.tensor} devices of {self.topology.name} was asked for, and nothing is known of the "
+                "links between them; take a tensor of 1"
+            )
         self.work = Work(
             model=local_shape(model, self.tensor),
-            weight_size=_ITEM_BYTES[dtype],
+            weight_size=_ITEM_BYTES[dtype] if stored is None else stored.weight_size,
+            expert_size=None if stored is None else stored.expert_size,
+            head_size=None if stored is None else stored.head_size,
+            activation_size=_ITEM_BYTES[dtype],
             cache_size=_ITEM_BYTES[cache_dtype],
         )
-        self._has_windows = any(window is not None for window in self.work.model.windows)
+        self._windows = collections.Counter(self.work.model.windows)
         self._of_bucket: dict[Bucket, Seconds] = {}
-        # Of one more pair of tokens, and one more token of context, in all layers; meaningless with windows.
-        self._of_pair_s = self._seconds(flops=self.work.flops(0, 0, 1.0)).compute
-        self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory
+        # Of one more pair of tokens, and one more token of context, in a layer.
+        layers = self.work.model.num_layers
+        self._of_pair_s = self._seconds(flops=self.work.flops(1, 0, 1.0) - self.work.flops(1, 0, 0.0)).compute / layers
+        self._of_context_s = self._seconds(moved_bytes=self.work.cache_bytes(0, 1, 1.0)).memory / layers
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
         """See `CostModel`."""
         num_rows = len(plan.decode_rows) + len(plan.chunks)
-        context = sum(plan.decode_positions) + len(plan.decode_positions)
-        pairs = context * plan.width
-        for chunk in plan.chunks:
-            length = len(chunk.token_ids)
-            context += chunk.start + length
-            pairs += length * chunk.start + length * (length + 1) // 2
         base = self._of_bucket.get(bucket)
         if base is None:
             base = self._of_bucket[bucket] = self._base(bucket)
         memory_s, compute_s, collective_s = base
-        if self._has_windows:
-            attended = self.work.flops(bucket.tokens, 0, pairs) - self.work.flops(bucket.tokens, 0, 0.0)
-            compute_s += self._seconds(flops=attended).compute
-            memory_s += self._seconds(moved_bytes=self.work.cache_bytes(0, num_rows, context / num_rows)).memory
-        else:
-            compute_s += self._of_pair_s * pairs
-            memory_s += self._of_context_s * context
+        for window, num_layers in self._windows.items():
+            context, pairs = _attended(plan, window)
+            compute_s += self._of_pair_s * pairs * num_layers
+            memory_s += self._of_context_s * context * num_layers
         host = self.host
         device_s = ((memory_s if memory_s > compute_s else compute_s) + collective_s) * plan.rounds
         for encode in plan.encodes:
@@ -247,8 +250,8 @@ class Roofline:
         m = self.work.model
         if self.tower is not None:
             reserved_bytes += self.tower.num_bytes
-        embeddings = 2 * m.vocab_size * m.hidden_size
-        weights = int(self.work.weight_size * (self.work.read_params(_ALL) + embeddings))
+        tables = (self.work.head_size or self.work.weight_size) + self.work.activation_bytes
+        weights = int(self.work.matrix_bytes(_ALL) + tables * m.vocab_size * m.hidden_size)
         page = self.page_bytes(page_size, page_layers or m.num_layers)
         budget = int(self.topology.chip.allocatable_bytes * memory_fraction) - reserved_bytes
         if budget - weights < page:
@@ -291,11 +294,25 @@ class Roofline:
         )
 
 
+def _attended(plan: StepPlan, window: int | None) -> tuple[int, int]:
+    """Tokens of context that the rows of a step read in a layer, and pairs of a token and one that it sees."""
+    if window is None:
+        context = sum(plan.decode_positions) + len(plan.decode_positions)
+    else:
+        context = sum(min(position + 1, window) for position in plan.decode_positions)
+    pairs = context * plan.width
+    for chunk in plan.chunks:
+        length = len(chunk.token_ids)
+        seen, of_chunk = chunk.start + length, length * chunk.start + length * (length + 1) // 2
+        context += seen if window is None else min(seen, window)
+        pairs += of_chunk if window is None else min(of_chunk, length * window)
+    return context, pairs
+
+
 def _checked_dtype(topology: Topology, dtype: str) -> str:
     flops = topology.chip.flops
-    if not dtype:
-        return "bfloat16" if "bfloat16" in flops else "float32"
-    offered = {*flops, "float32"}  # bfloat16 units compute float32 in several passes
+    offered = {*flops, *(("float32",) if "bfloat16" in flops else ())}  # whose units compute it in several passes
+    dtype = dtype or ("bfloat16" if "bfloat16" in flops else "float32")
     if dtype not in offered:
         raise ConfigError(f"{topology.name} computes {', '.join(sorted(offered))}, but {dtype!r} was asked for")
     return dtype

@@ -66,10 +66,10 @@ class StoreModel:
         for name in ("num_pages", "page_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a simulated store is {getattr(self, name)}, but must be 1 or more")
-        if not 0 <= self.latency_s < math.inf or not self.bandwidth > 0:
+        if not 0 <= self.latency_s < math.inf or not 0 < self.bandwidth < math.inf:
             raise ConfigError(
                 f"a simulated store has a latency of {self.latency_s} s and {self.bandwidth} bytes a second; they must "
-                "be at least 0, and more than 0"
+                "be a number from 0, and one above 0"
             )
         create_tier_policy(self.policy, TierOptions(admission=self.admission))
 

@@ -8,13 +8,14 @@ import collections
 import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.chips import Topology, parse_topology
+from jaxserve.chips import CHIPS, Topology, parse_topology
 from jaxserve.config.schema import Config, ParallelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.lab.roofline import Work
 from jaxserve.lab.simulation.chip_profile import topology_of
 from jaxserve.lab.simulation.drafts import SimulatedDrafts
 from jaxserve.lab.simulation.fitted import Fitted
@@ -28,6 +29,9 @@ from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.record import LogHeader, StepLog
 
 if TYPE_CHECKING:
+    from jaxserve.models.decoder_config import DecoderConfig
+    from jaxserve.models.quantised import Kept
+    from jaxserve.models.weights import Path as WeightPath
     from jaxserve.runtime.executables import Sizes
 
 _UNPRICED = ("model.seed", "model.random_weights", "checkpoint")  # settings that change tokens, and no time
@@ -70,7 +74,8 @@ def world_of_device(
     `acceptance` has the `rates` of `SimulatedDrafts`, where speculation.method makes drafts: nothing here knows them.
     `store_link`: of the store that the config names; see `model_of_store`.
     A model that takes pictures has its tower and pool, which a config.json alone does not describe: its directory also
-    has the preprocessor_config.json. Loads JAX, and starts no device.
+    has the preprocessor_config.json. Weights that are kept as codes have the bytes that `jaxserve plan` gives them.
+    Loads JAX, and starts no device.
     Raises ConfigError, also for stages of a pipeline, CheckpointError for a file of the model that is missing or cannot
     be read, CapacityError when nothing fits.
     """
@@ -79,7 +84,9 @@ def world_of_device(
     from jaxserve.assemble import router_options, scheduler_options
     from jaxserve.assemble.pictures import plan_pictures
     from jaxserve.models.checkpoint import configured_checkpoint
-    from jaxserve.models.loading import choose_dtype, decoder_config
+    from jaxserve.models.loading import choose_dtype, decoder_config, plan_kept
+    from jaxserve.models.partition import Partition
+    from jaxserve.models.quantised import configured_quantisation
     from jaxserve.runtime.memory import enough_pages, memory_share, reserved_share
     from jaxserve.runtime.mesh import abstract_meshes
     from jaxserve.runtime.resolve import resolve_sizes
@@ -88,10 +95,12 @@ def world_of_device(
     topology = parse_topology(device) if isinstance(device, str) else device
     tensor = _tensor(config, topology, tensor)
     checkpoint = configured_checkpoint(config.model)
-    model = decoder_config(checkpoint)[1]
+    family, model = decoder_config(checkpoint)
     dtype = choose_dtype(config.model.dtype, topology.chip.backend, checkpoint)
     sizes = resolve_sizes(config, model, jnp.dtype(dtype), topology.chip.backend)
     tower = plan_pictures(config, abstract_meshes(ParallelConfig(), 1)[0], jnp.dtype(dtype))
+    wanted, partition = configured_quantisation(config.model), Partition.of(model, tensor)
+    kept = plan_kept(checkpoint, family, partition, wanted, topology.chip.backend)
     pool_bytes = 0
     if tower is not None:
         pictures = picture_sizes(config, tower, has_sections=model.has_sections)
@@ -103,6 +112,7 @@ def world_of_device(
         tensor=tensor,
         dtype=dtype.name,
         cache_dtype="float8" if sizes.cache_dtype.name.startswith("float8") else sizes.cache_dtype.name,
+        stored=_work_of_codes(config, model, topology, tensor, dtype.name, kept) if kept else None,
         tower=None if tower is None else TowerWork.of(tower.planned),
         patch_buckets=() if tower is None else tower.buckets,
     )
@@ -128,6 +138,7 @@ def world_of_device(
         limits = roofline.step_ms(limits)
     name = config.model.name or Path(config.model.path).name
     replicas = config.parallel.data
+    codes = {one.storage.code for found in kept.values() for one in found.each if one.storage}
     cut = f"tensor {tensor}" if replicas == 1 else f"{replicas} replicas of tensor {tensor}"
     return World(
         limits=limits,
@@ -135,9 +146,33 @@ def world_of_device(
         cost_model=roofline,
         options=scheduler_options(config),
         router_options=router_options(config),
-        about=f"{name} in {dtype.name} on {topology.name}, {cut}, by published peaks",
+        about=f"{name} in {' and '.join(sorted({dtype.name, *codes}))} on {topology.name}, {cut}, by published peaks",
         replicas=replicas,
         store=model_of_store(config.store, limits.slots.page_bytes, store_link),
+    )
+
+
+def _work_of_codes(
+    config: Config,
+    model: "DecoderConfig",
+    topology: Topology,
+    tensor: int,
+    dtype: str,
+    kept: "Mapping[WeightPath, Kept]",
+) -> Work:
+    """The work of a step whose weights are codes, in the form that the products of this device want."""
+    from jaxserve.lab.compiled.ahead import place_ahead
+    from jaxserve.lab.planner.fit import with_settings
+    from jaxserve.lab.planner.make import step_work
+
+    if CHIPS.get(topology.chip.name) is not topology.chip:
+        raise ConfigError(
+            f"weights would be kept as codes, and nothing is known of how {topology.name} computes with them; set "
+            "model.quantization=none, or name a device that jaxserve knows"
+        )
+    config = with_settings(config, "parallel", tensor=tensor)
+    return step_work(
+        place_ahead(config, model, topology=topology.name, dtype=dtype, to_compile=False, keep=lambda *_: kept)
     )
 
 

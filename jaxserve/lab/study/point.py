@@ -103,8 +103,6 @@ def _simulate(point: Point, fleet: Fleet, seed: int, rate: float | None) -> _Run
     load = requests if trace.load() is trace else trace.load()
     values, options = point.values, fleet.world.options
     if values["length_error"] is not None:
-        if not values["length_error"] >= 1:
-            raise ConfigError(f"length_error is {values['length_error']}, a factor; it must be 1 or more")
         lengths = {one.request.request_id: one.output_len for one in requests}
         options = dataclasses.replace(options, lengths=Oracle(lengths, values["length_error"]))
     if values["router"] is not None and not fleet.has_router:

@@ -24,7 +24,10 @@ def run_study(study: Study, folder: Path, processes: int, progress: Progress = Q
 
     Raises ConfigError for a point that cannot be simulated; what was finished until then is kept.
     """
-    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder / 'runs'} cannot be made: {error}") from error
     points = study.points()
     for point in points:  # mistakes are found before the first run
         for seed in range(study.seeds):
@@ -90,11 +93,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no run of a study: {error}; remove it") from error
 
 
 def _write(path: Path, run: dict[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(json.dumps(run), encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(run), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error

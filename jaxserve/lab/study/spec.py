@@ -19,9 +19,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import yaml
@@ -45,13 +46,32 @@ _OWN: Mapping[str, Any] = {
 _DATASET = {field.name for field in dataclasses.fields(DatasetOptions)} - {"name", "seed"} | {"dataset"}
 _ARRIVALS = {field.name for field in dataclasses.fields(ArrivalOptions)}
 _CLIENTS = {field.name for field in dataclasses.fields(ClientOptions)}
-_FORMAT = 3  # of the files of runs; another one is run again
+_COUNT = Annotated[int | None, pydantic.Field(ge=1)]
+_TYPES: Mapping[str, Any] = {
+    **{
+        _LOAD + name: type_
+        for options in (DatasetOptions, ArrivalOptions, ClientOptions)
+        for name, type_ in typing.get_type_hints(options).items()
+    },
+    "load.dataset": str,
+    "load.path": str | None,
+    "load.ramp": str | None,
+    "load.diurnal": str | None,
+    "policy": str | None,
+    "router": str | None,
+    "replicas": _COUNT,
+    "autoscale": str | None,
+    "device": str,
+    "tensor": _COUNT,
+    "length_error": Annotated[float | None, pydantic.Field(ge=1, allow_inf_nan=False)],
+}
+_FORMAT = 4  # of the files of runs; another one is run again
 
 
 class Targets(pydantic.BaseModel):
     """Limits in milliseconds, all of which a good request keeps."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     ttft: float | None = pydantic.Field(default=None, gt=0)
     tpot: float | None = pydantic.Field(default=None, gt=0)
@@ -77,7 +97,7 @@ class Capacity(pydantic.BaseModel):
     share: float = pydantic.Field(default=0.9, gt=0, le=1)
     low: float = pydantic.Field(gt=0)
     high: float = pydantic.Field(gt=0, allow_inf_nan=False)
-    within: float = pydantic.Field(default=0.05, gt=0)
+    within: float = pydantic.Field(default=0.05, ge=1e-6, le=1)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Capacity":
@@ -109,8 +129,10 @@ class Study(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Study":
-        for name in (*self.base, *self.grid):
+        for name, values in (*((name, [value]) for name, value in self.base.items()), *self.grid.items()):
             _check_name(name)
+            for value in values:
+                _check_value(name, value)
         if twice := self.base.keys() & self.grid.keys():
             raise ValueError(f"{', '.join(sorted(twice))} is in base and in grid; leave one out")
         if empty := [name for name, values in self.grid.items() if not values]:
@@ -159,10 +181,7 @@ class Point:
         if rate is not None:
             arrivals["rate"] = rate
         clients: dict[str, Any] = {n: given[n] for n in given.keys() & _CLIENTS}
-        try:
-            return DatasetOptions(**dataset, seed=seed), ArrivalOptions(**arrivals), ClientOptions(**clients)
-        except TypeError as error:  # a text where a number belongs
-            raise ConfigError(f"load: {error}") from error
+        return DatasetOptions(**dataset, seed=seed), ArrivalOptions(**arrivals), ClientOptions(**clients)
 
     def key(self, seed: int) -> str:
         """The name of its run with this seed: equal for runs that have equal results."""
@@ -176,7 +195,7 @@ def read_study(path: Path) -> Study:
     """Raises ConfigError, which names the file and the place in it."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return Study.model_validate(tree)
@@ -189,3 +208,13 @@ def _check_name(name: str) -> None:
     known = {*_OWN, *(_LOAD + one for one in _DATASET | _ARRIVALS | _CLIENTS)}
     if name not in known and not name.startswith(_CONFIG):
         raise ValueError(f"{name!r:.100} is no name; there are config.NAME and {', '.join(sorted(known))}")
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Of a setting of a server, the config says it."""
+    if name.startswith(_CONFIG):
+        return
+    try:
+        pydantic.TypeAdapter(_TYPES[name]).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        raise ValueError(f"{name} is {value!r:.60}: {error.errors()[0]['msg']}") from error

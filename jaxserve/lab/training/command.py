@@ -1,5 +1,6 @@
 """`jaxserve train-draft`: a draft head for a model of the user's own, from prompts of the user's own."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +44,8 @@ def train_draft_command(
         raise ConfigError(f"--kind is {kind!r}; known: {', '.join(_KINDS)}")
     if kind == "medusa" and (draft_vocab, ffn, taps) != (None, None, None):
         raise ConfigError("--draft-vocab, --ffn and --taps are for eagle3; a Medusa head has none of them")
-    if not rate > 0:
-        raise ConfigError(f"--rate is {rate}, but must be above 0")
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rate is {rate}, but must be a number above 0")
     overrides = with_model(set_, model)
     resolved = load_config(config, overrides)
     set_up_logging(resolved.config.runtime)
@@ -82,7 +83,7 @@ def train_draft_command(
             open_llm,
             read_questions(data, max_tokens=max_tokens),
             out.expanduser(),
-            out.with_name(out.name + ".run").expanduser() if work is None else work.expanduser(),
+            (out.parent / f"{out.name}.run" if work is None else work).expanduser(),
             options,
             progress=progress,
             say=complain,

@@ -131,7 +131,7 @@ def train_draft(
 
     `open_llm` starts an engine of the same model, which answers the questions.
     """
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already; give a new or empty directory")
     answers = make_answers(open_llm, questions, work, options.train.seed, progress)
     examples, held_out = split_examples(read_examples(answers), options.held_out)

@@ -114,6 +114,14 @@ class ArrivalOptions:
         if sum(value is not None for value in (self.rate, self.ramp, self.diurnal)) > 1:
             raise ConfigError("give one of --rate, --ramp and --diurnal, not two")
 
+    def check_drawn(self) -> None:
+        """Raises ConfigError for a burstiness where no gap is drawn."""
+        if self.burstiness != 1.0 and self.recorded:
+            raise ConfigError(
+                f"--burstiness is {self.burstiness:g}, and without a rate no gap is drawn; give --rate, --ramp or "
+                "--diurnal, or leave it out"
+            )
+
     @property
     def recorded(self) -> bool:
         """Whether times are those of the dataset, if it has any."""
@@ -152,6 +160,17 @@ def draw_times(count: int, options: ArrivalOptions, seed: int) -> np.ndarray:
     assert not options.recorded, options
     if options.rate == math.inf:
         return np.zeros(count)
+    with np.errstate(all="ignore"):
+        times = _draw(count, options, seed)
+    if not np.isfinite(times).all():
+        raise ConfigError(
+            f"no times of {count} requests can be drawn for {options.label} and burstiness {options.burstiness:g}: "
+            "gaps are too long or too uneven for a number; raise the rate, or the burstiness"
+        )
+    return times
+
+
+def _draw(count: int, options: ArrivalOptions, seed: int) -> np.ndarray:
     if options.burstiness == math.inf:
         gaps = np.ones(count)
     else:

@@ -7,6 +7,7 @@ lengths, and with tokens of its own, but for the beginning that all conversation
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -43,8 +44,11 @@ def conversations_of(shapes: Iterable[Shape]) -> list[list[Shape]]:
 def drawn_again(conversations: Sequence[Sequence[Shape]], rate: float, seed: int) -> Iterator[Shape]:
     """Requests without end, in the order of time: conversations drawn evenly, `rate` of them begin in a second.
 
-    Those that begin together share nothing but the first part, even where they are the same recording.
+    Those that begin together share nothing but the first part, even where they are the same recording. Raises
+    ConfigError for a rate that is none.
     """
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"{rate} conversations are to begin in a second; give a number above 0")
     rng = np.random.default_rng(seed)
     first = conversations[0][0].parts[0].key
     open_turns: list[tuple[float, int, int, Sequence[Shape]]] = []  # (time, draw, turn, its conversation)

@@ -13,6 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.workloads.samples import Prompt, Sample, TracePicture
 
 _KNOWN = ("prompt", "messages", "max_tokens", "arrival_s", "pictures")
+_LARGEST_ID = 2**31 - 1
 
 
 def read_custom(path: Path, output_len: int, limit: int | None) -> list[Sample]:
@@ -36,7 +37,7 @@ def read_custom(path: Path, output_len: int, limit: int | None) -> list[Sample]:
 def _sample(line: str, place: str, output_len: int) -> Sample:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: expected an object, got {line.strip():.60}")
@@ -92,9 +93,9 @@ def _prompt(fields: dict[str, Any], place: str) -> tuple[Prompt, int]:
     prompt = fields["prompt"]
     if isinstance(prompt, str) and prompt:
         return prompt, len(prompt.split())
-    if isinstance(prompt, list) and prompt and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+    if isinstance(prompt, list) and prompt and all(type(i) is int and 0 <= i <= _LARGEST_ID for i in prompt):
         return tuple(prompt), len(prompt)
-    raise ConfigError(f"{place}: prompt must be text or a list of token ids, and not empty")
+    raise ConfigError(f"{place}: prompt must be text or a list of token ids from 0 to {_LARGEST_ID}, and not empty")
 
 
 def _is_message(value: Any) -> bool:

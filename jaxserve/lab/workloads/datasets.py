@@ -29,6 +29,7 @@ SHAREGPT_OUTPUT = (5.420, 1.1)
 SHAREGPT_MIN_LEN = 4
 SHAREGPT_MAX_PROMPT = 1024
 SHAREGPT_MAX_TOTAL = 2048
+_MAX_FACTOR = 1000  # of lengths; with larger ones they are beyond any memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +209,15 @@ def check_dataset(options: DatasetOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be 1 or more")
     if not 0 <= options.range_ratio < 1:
         raise ConfigError(f"--range-ratio is {options.range_ratio}, but must be in [0, 1)")
-    if options.turns < 1 or options.think_s < 0:
-        raise ConfigError(f"--turns is {options.turns} and --think {options.think_s}; 1 and 0 are the least")
-    for name in ("length_cv", "length_scale", "speed", "session_rate"):
+    if not (1 <= options.turns < math.inf and 0 <= options.think_s < math.inf):
+        raise ConfigError(
+            f"--turns is {options.turns} and --think {options.think_s}, but must be numbers from 1 and from 0"
+        )
+    for name in ("speed", "session_rate"):
         if not 0 < getattr(options, name) < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be a number above 0")
+    for name in ("length_cv", "length_scale"):
+        if not 0 < getattr(options, name) <= _MAX_FACTOR:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be above 0 and at most {_MAX_FACTOR}"
+            )

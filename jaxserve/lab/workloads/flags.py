@@ -47,7 +47,7 @@ def default_count(num_prompts: int | None, path: Path | None) -> int | None:
 def parse_numbers(text: str | None, option: str) -> list[float]:
     """From '1,2.5,inf'; none from None. Raises ConfigError."""
     try:
-        return [float(part) for part in text.split(",")] if text else []
+        return [] if text is None else [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} is {text!r}; write numbers with commas between them") from error
 
@@ -55,6 +55,6 @@ def parse_numbers(text: str | None, option: str) -> list[float]:
 def parse_counts(text: str | None, option: str) -> list[int]:
     """From '1,4,16'; none from None. Raises ConfigError."""
     try:
-        return [int(part) for part in text.split(",")] if text else []
+        return [] if text is None else [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} is {text!r}; write whole numbers with commas between them") from error

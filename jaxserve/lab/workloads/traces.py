@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.lab.workloads.samples import Part, Shape
@@ -33,8 +32,9 @@ def read_mooncake(path: Path, limit: int | None, scale: float) -> Iterator[Shape
         try:
             row = json.loads(line)
             time_ms = float(row["timestamp"])
-            prompt_len, output_len, ids = int(row["input_length"]), int(row["output_length"]), list(row["hash_ids"])
-        except (ValueError, KeyError, TypeError) as error:
+            prompt_len, output_len = int(row["input_length"]), int(row["output_length"])
+            ids = [int(key) for key in row["hash_ids"]]
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _bad(
                 path, number, f"expected timestamp, input_length, output_length and hash_ids: {error}"
             ) from error
@@ -52,13 +52,13 @@ def read_mooncake(path: Path, limit: int | None, scale: float) -> Iterator[Shape
         )
 
 
-def _blocks(ids: Sequence[Any], block: int, prompt_len: int) -> tuple[Part, ...]:
+def _blocks(ids: Sequence[int], block: int, prompt_len: int) -> tuple[Part, ...]:
     parts: list[Part] = []
     left = prompt_len
     for place, key in enumerate(ids):
         length = left if place == len(ids) - 1 else min(block, left)  # rounding may leave more than a block
         if length:
-            parts.append(Part(int(key), length))
+            parts.append(Part(key, length))
         left -= length
     return tuple(parts)
 
@@ -76,29 +76,37 @@ def read_azure(path: Path, limit: int | None, scale: float) -> Iterator[Shape]:
 def _read_csv(
     path: Path, limit: int | None, scale: float, columns: tuple[str, str, str], seconds: Callable[[str], float]
 ) -> Iterator[Shape]:
-    lines = (line for _, line in _lines(path, None))
-    reader = csv.DictReader(lines)
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"{path} has no column {', '.join(missing)}; it has {', '.join(reader.fieldnames or ())}")
-    count = 0
-    first_s: float | None = None
-    for row in reader:
-        if limit is not None and count >= limit:
-            break
-        try:
+    number = 0  # of the line that was read last; the reader does not see empty ones
+
+    def lines() -> Iterator[str]:
+        nonlocal number
+        for number, line in _lines(path, None):  # noqa: B007 (read below)
+            yield line
+
+    reader = csv.DictReader(lines())
+    try:
+        missing = [name for name in columns if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ConfigError(f"{path} has no column {', '.join(missing)}; it has {', '.join(reader.fieldnames or ())}")
+        count = 0
+        first_s: float | None = None
+        for row in reader:
+            if limit is not None and count >= limit:
+                break
             time_s, prompt_len, output_len = seconds(row[columns[0]]), int(row[columns[1]]), int(row[columns[2]])
-        except (ValueError, TypeError) as error:
-            raise _bad(path, reader.line_num, str(error)) from error
-        if output_len == 0 or prompt_len == 0:
-            continue
-        first_s = time_s if first_s is None else first_s
-        count += 1
-        yield Shape(
-            parts=(Part(reader.line_num, _scaled(prompt_len, scale)),),
-            output_len=_scaled(output_len, scale),
-            arrival_s=_after(path, reader.line_num, time_s, first_s),
-        )
+            if output_len < 0 or prompt_len < 0:
+                raise _bad(path, number, f"{prompt_len} tokens of a prompt and {output_len} of its answer")
+            if output_len == 0 or prompt_len == 0:
+                continue
+            first_s = time_s if first_s is None else first_s
+            count += 1
+            yield Shape(
+                parts=(Part(number, _scaled(prompt_len, scale)),),
+                output_len=_scaled(output_len, scale),
+                arrival_s=_after(path, number, time_s, first_s),
+            )
+    except (csv.Error, ValueError, TypeError, OverflowError) as error:
+        raise _bad(path, number, str(error)) from error
 
 
 def _seconds(text: str) -> float:
