@@ -24,7 +24,9 @@ class ChangesWeights(Protocol):
     """
 
     version: str
-    asleep: bool
+
+    @property
+    def asleep(self) -> bool: ...
 
     def update(self, source: str, version: str, policy: str) -> float:
         """Gives the engine the checkpoint in the directory `source`. Returns the pause of its loop in seconds."""
