@@ -467,8 +467,11 @@ def split_replicas(replicas: Sequence[str]) -> tuple[list[str], list[tuple[str, 
     names: list[tuple[str, int]] = []
     for text in replicas:
         host, _, port = text.removeprefix(DNS_PREFIX).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or "/" in host:
-            raise ConfigError(f"route.replicas has {text!r}, but must have HOST:PORT or {DNS_PREFIX}NAME:PORT")
+        in_brackets = host.startswith("[") and host.endswith("]")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or "/" in host or (":" in host) != in_brackets:
+            raise ConfigError(
+                f"route.replicas has {text!r}, but must have HOST:PORT ([::1]:PORT for IPv6) or {DNS_PREFIX}NAME:PORT"
+            )
         if text in addresses or (host, int(port)) in names:
             raise ConfigError(f"route.replicas has {text!r} twice; name each replica once")
         if text.startswith(DNS_PREFIX):

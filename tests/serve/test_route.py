@@ -575,7 +575,7 @@ def test_a_real_name_is_resolved() -> None:
 # ---- configuration and the command -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["host", "host:", ":80", "host:0", "host:65536", "http://host:80", "dns:///name"])
+@pytest.mark.parametrize("text", ["host", "host:", ":80", "host:0", "host:65536", "http://h:80", "dns:///n", "::1:80"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must have HOST:PORT"):
         split_replicas([text])
