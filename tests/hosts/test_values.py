@@ -1,6 +1,10 @@
 """Frames, digests, facts and silence: the values of the channel, without a network."""
 
+import re
+
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxserve.config.schema import Config, HostsConfig, ModelConfig, RuntimeConfig, SchedConfig
 from jaxserve.errors import PlanCorrupt
@@ -120,15 +124,32 @@ def test_facts_differ_where_it_matters(tmp_path) -> None:
     ]
 
 
-@pytest.mark.parametrize("at", [0, 300_000, 599_999])
-def test_another_training_of_the_same_model_is_another_checkpoint(tmp_path, at: int) -> None:
-    base = _facts(Config(), _checkpoint(tmp_path / "a"))
-    other = _checkpoint(tmp_path / "b")
-    weights = bytearray((other / "model.safetensors").read_bytes())
-    weights[at] ^= 1
-    (other / "model.safetensors").write_bytes(weights)
-    (line,) = differences(base, _facts(Config(), other), "process 1 (b)")
-    assert line.startswith("checkpoint is 600014 bytes, checksum ")
+@pytest.mark.parametrize("changed", range(12))
+def test_one_trained_tensor_makes_another_checkpoint(tmp_path, changed: int) -> None:
+    """Hosts compare this digest, and pages of keys and values are found again by it: those of other weights must not
+    be."""
+    facts: list[dict[str, str]] = []
+    for step in range(2):
+        tensors = {f"layers.{i:02d}.weight": np.zeros(1 << 17, np.float32) for i in range(12)}
+        tensors[f"layers.{changed:02d}.weight"][::100] = step  # few numbers change by more than their rounding
+        directory = _checkpoint(tmp_path / f"step {step}")
+        save_file(tensors, directory / "model.safetensors")
+        facts.append(_facts(Config(), directory))
+    (line,) = differences(facts[0], facts[1], "process 1 (b)")
+    assert re.match(r"checkpoint is \d{7} bytes, digest [0-9a-f]{16} on process 0 and ", line)
+
+
+@pytest.mark.parametrize("at", [0, 1 << 20, 2_599_999])
+def test_other_files_have_samples_at_even_distances(tmp_path, at: int) -> None:
+    weights = bytearray(2_600_000)
+    facts: list[dict[str, str]] = []
+    for name in ("a", "b"):
+        directory = _checkpoint(tmp_path / name)
+        (directory / "weights.bin").write_bytes(weights)
+        facts.append(_facts(Config(), directory))
+        weights[at] = 1
+    (line,) = differences(facts[0], facts[1], "process 1 (b)")
+    assert line.startswith("checkpoint is ")
 
 
 def test_random_weights_need_the_config_alone(tmp_path) -> None:
