@@ -56,17 +56,16 @@ class Degrading:
         pressure, before = self._measure(now_s), self._ladder.rung
         self._ladder = self._ladder.observe(now_s, pressure)
         rung = self._ladder.rung
-        self._stats.note_pressure(rung, pressure)
-        if rung is before:
-            return
-        logger.log(
-            logging.WARNING if rung > before else logging.INFO,
-            "degradation goes from %s to %s: queue %.2f, steps %.2f, tiers %.2f of what is meant to be at most",
-            before.label, rung.label, *pressure,
-        )  # fmt: skip
-        self._waiting.sheds = rung >= Rung.REFUSE
-        if isinstance(self._scheduler, Degrades):
-            self._scheduler.degrade(rung)
+        if rung is not before:
+            logger.log(
+                logging.WARNING if rung > before else logging.INFO,
+                "degradation goes from %s to %s: queue %.2f, steps %.2f, tiers %.2f of what is meant to be at most",
+                before.label, rung.label, *pressure,
+            )  # fmt: skip
+            self._waiting.sheds = rung >= Rung.REFUSE
+            if isinstance(self._scheduler, Degrades):
+                self._scheduler.degrade(rung)
+        self._stats.note_pressure(rung, pressure)  # last: what figures say is so already
 
     def _measure(self, now_s: float) -> Pressure:
         steps, steps_s = self._stats.step_sums

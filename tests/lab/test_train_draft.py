@@ -386,7 +386,7 @@ def test_a_quantised_target_is_refused() -> None:
     [
         (["--kind", "spiral"], "--kind is 'spiral'; known: eagle3, medusa"),
         (["--kind", "medusa", "--ffn", "64"], "--draft-vocab, --ffn and --taps are for eagle3"),
-        (["--rate", "0"], "--rate is 0.0, but must be above 0"),
+        (["--rate", "0"], "--rate is 0.0, but must be a number above 0"),
         ([], "holds no prompts"),
     ],
 )
