@@ -16,6 +16,7 @@ from jaxserve.cli import main
         (["top", "127.0.0.1:9", "--every", "inf"], "'--every'"),
         (["top", "127.0.0.1:9", "--tls-ca", "x"], "--tls-ca is given, but http://127.0.0.1:9/metrics is not https"),
         (["top", "https://127.0.0.1:9", "--once", "--tls-ca", ""], "--tls-ca: cannot read ."),
+        (["kv-server", "--port", "0", "--set", "store.kind=memory"], "does not use store.kind (--set)"),
         (["bench", "startup", "--timeout", "nan"], "'--timeout'"),
         (["bench", "startup", "--timeout", "inf"], "'--timeout'"),
     ],

@@ -49,6 +49,13 @@ class _Made(NamedTuple):
     namespace: str
 
 
+def _name_of(device: "Device", source: WeightSource, version: str) -> str:
+    if device.namespace_of is not None and not isinstance(source, Mapping):
+        return device.namespace_of(os.fspath(source))
+    # A version may come again, with other arrays.
+    return f"{device.namespace.split(_THEN)[0]}{_THEN}{version!r} of update {uuid.uuid4().hex}"
+
+
 class Policy(enum.StrEnum):
     """What becomes of sequences that run when the weights change.
 
@@ -219,7 +226,7 @@ class LiveWeights:
             raise InvalidRequest(
                 f"weights are a dictionary of arrays or the directory of a checkpoint, got {type(source).__name__}"
             )
-        update = f"{version!r} of update {uuid.uuid4().hex}"  # a version may come again, with other arrays
+        namespace: str | None = None
         made: dict[int, _Made] = {}
         for number, device in enumerate(self._devices):
             if device.new_weights is None:
@@ -230,9 +237,8 @@ class LiveWeights:
                 if not is_full(error):
                     raise
                 raise self._no_room(error) from error
-            namespace = f"{device.namespace.split(_THEN)[0]}{_THEN}{update}"
-            if device.namespace_of is not None and not isinstance(source, Mapping):
-                namespace = device.namespace_of(os.fspath(source))  # once it is known to be a checkpoint that fits
+            # Of a directory once it is known to be a checkpoint that fits.
+            namespace = namespace or _name_of(device, source, version)
             made[number] = _Made(weights, namespace)
         return made
 

@@ -154,6 +154,7 @@ def refuse_settings_of_others(
 
     `read`: dotted names of the fields and sections that the command reads; `but_not`: exceptions among them.
     """
+    assert all(name in _FIELDS or name in _SECTIONS for name in (*read, *but_not)), "a name that is none"
     ignored = [
         f"{doc.name} ({source})"
         for doc in field_docs()

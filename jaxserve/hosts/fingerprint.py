@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxserve.config.schema import Config
 from jaxserve.gguf_file import find_gguf, parts_of
@@ -78,12 +79,13 @@ def _short(value: str | None) -> str:
 
 
 def checkpoint_digest(checkpoint: Path, config_only: bool) -> str:
-    """Names and sizes of the files, and samples of every tensor: enough to tell two steps of one training apart, in
-    far less time than reading the whole takes.
+    """Names and sizes of the files, and samples of their content, with which steps of one training are told apart
+    without reading the whole.
 
-    A training may change some tensors alone (an adapter that is merged), and in bfloat16 few numbers of each: with one
-    in a hundred, the chance that a sample of a tensor has none of them is below 1e-8. Pages of keys and values in
-    a store are found again by this digest, so a tensor without a sample would let the pages of other weights in.
+    Hosts compare it, and pages of keys and values in a store are found again by it. A training may change some tensors
+    alone (an adapter that is merged), the last rows of one (new tokens), and in bfloat16 few numbers of each. So each
+    tensor of a safetensors file has two samples of 4 KiB; if one number in a hundred changes, the chance that a sample
+    of bfloat16 has none of them is 1e-9. What changes outside of all samples is not seen.
 
     `checkpoint` is a directory or a GGUF file, whose metadata are its config.
     """
@@ -102,27 +104,28 @@ def checkpoint_digest(checkpoint: Path, config_only: bool) -> str:
         digest.update(f"{name} {size}\n".encode())
         total += size
         with file.open("rb") as opened:
-            for start in sorted({*_sampled(file, size), max(0, size - _SAMPLE_BYTES)}):
+            for start in _samples(opened, file.suffix, size):
                 opened.seek(start)
                 digest.update(opened.read(_SAMPLE_BYTES))
     return f"{total} bytes, digest {digest.hexdigest()}"
 
 
-def _sampled(file: Path, size: int) -> list[int]:
-    """Where samples begin: in a safetensors file at its head and in the middle of each tensor, in others at even
-    distances."""
-    if file.suffix == ".safetensors":
+def _samples(opened: BinaryIO, suffix: str, size: int) -> list[int]:
+    """Where samples begin: in a safetensors file at its head, and in the middle and at the end of each tensor; in
+    others at even distances and at the end."""
+    if suffix == ".safetensors":
         try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(length, size)))
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, size)))
             header.pop("__metadata__", None)
             spans = [tensor["data_offsets"] for tensor in header.values()]
             if all(type(begin) is type(end) is int and 0 <= begin <= end for begin, end in spans):
-                return [0, *(8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2) for begin, end in spans)]
+                last = [(begin, end - _SAMPLE_BYTES) for begin, end in spans]
+                within = {max(begin, start) for begin, at in last for start in ((begin + at) // 2, at)}
+                return [0, *sorted(8 + length + start for start in within)]
         except (ValueError, TypeError, AttributeError, KeyError):
             pass  # whoever reads the weights says what is wrong with it
-    return [*range(0, size, _STRIDE)]
+    return sorted({*range(0, size, _STRIDE), max(0, size - _SAMPLE_BYTES)})
 
 
 def _shared_files(directory: Path) -> list[Path]:

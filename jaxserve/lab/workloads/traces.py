@@ -80,7 +80,8 @@ def _read_csv(
 
     def lines() -> Iterator[str]:
         nonlocal number
-        for number, line in _lines(path, None):  # noqa: B007 (read below)
+        for at, line in _lines(path, None):
+            number = at
             yield line
 
     reader = csv.DictReader(lines())
