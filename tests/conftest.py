@@ -7,15 +7,15 @@ What a test sets up of logging ends with it.
 import gc
 import logging
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+pytest_plugins = ["suite.kept", "suite.order", "suite.failures", "suite.costs", "suite.reach"]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,12 +32,7 @@ hypothesis.settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("patient")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """One folder for all that this run compiles: its worker processes, and those that tests start, find it there."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment is the controller's
-        folder = tempfile.mkdtemp(prefix="jaxserve-tests-")
-        os.environ["JAXSERVE_COMPILE_CACHE"] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a shell; its children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,0 +1,153 @@
+"""Which files of the package each test reaches: `pytest --reach FILE` records it, and `make affected` reads it.
+
+A test reaches a file when a function of it runs, in the test or in a fixture that the test uses, in this process or in
+one that it starts (`reach_site/sitecustomize.py`); a process that was started reaches every module that it imports.
+The record is one of test functions: their parameters are not told apart.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHILDREN = "JAXSERVE_TEST_REACH"  # the file to which started processes write
+_SITE = Path(__file__).parent / "reach_site"
+
+
+def short(path: str) -> str | None:
+    """The path below the root of the repository, of a file that a change can touch."""
+    prefix = f"{ROOT}{os.sep}"
+    inside = path.startswith(prefix) and not path.startswith(f"{prefix}.")
+    return path.removeprefix(prefix) if inside else None
+
+
+class Tracer:
+    """Collects the files whose functions are called. Costs one call of Python for each call of Python."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        self.files.add(frame.f_code.co_filename)
+
+    def start(self) -> None:
+        threading.settrace(self)
+        sys.settrace(self)
+
+    def take(self) -> set[str]:
+        found, self.files = self.files, set()
+        return {name for file in found if (name := short(file)) is not None}
+
+
+class Reach:
+    """In each worker: what is reached, sent to the controller with the report of the test."""
+
+    def __init__(self) -> None:
+        self._tracer = Tracer()
+        self._by_fixture: dict[Any, set[str]] = {}
+        self._children = Path(tempfile.mkdtemp(prefix="jaxserve-reach-")) / "children"
+        self._children.touch()
+        self._read = 0
+        os.environ[CHILDREN] = str(self._children)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
+
+    def _taken(self) -> set[str]:
+        with self._children.open() as lines:
+            lines.seek(self._read)
+            started = lines.read()
+            self._read = lines.tell()
+        return self._tracer.take() | {name for line in started.splitlines() if (name := short(line)) is not None}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        self._tracer.start()
+        self._taken()
+        self._here: set[str] = set()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[Any]:
+        self._here |= self._taken()
+        self._tracer.start()
+        result = yield
+        self._by_fixture[fixturedef] = self._taken()
+        self._here |= self._by_fixture[fixturedef]
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+        if call.when == "teardown":
+            self._here |= self._taken()
+            definitions = getattr(item, "_fixtureinfo", None)
+            for defs in definitions.name2fixturedefs.values() if definitions else ():
+                for definition in defs:
+                    self._here |= self._by_fixture.get(definition, set())
+            item.user_properties.append(("reach", sorted(self._here)))
+        self._tracer.start()
+        return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """What a file of tests has traced would be found by the next one, and not be reached by it."""
+        if "jax" in sys.modules and (nextitem is None or nextitem.path != item.path):
+            sys.modules["jax"].clear_caches()
+
+
+class Writer:
+    """In the controller: the record of all tests."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reached: dict[str, set[str]] = defaultdict(set)
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("[")[0]
+        self._seconds[name] += report.duration
+        for key, value in report.user_properties:
+            if key == "reach":
+                self._reached[name] |= set(value)  # type: ignore[arg-type]
+
+    def pytest_sessionfinish(self) -> None:
+        write_record(self._path, dict(self._reached))
+
+
+def write_record(path: Path, reached: dict[str, set[str]]) -> None:
+    """Files by number, and for each test function the numbers: as hexadecimal digits, a bit a file."""
+    files = sorted({file for names in reached.values() for file in names})
+    numbers = {file: number for number, file in enumerate(files)}
+    by_set: dict[str, list[str]] = defaultdict(list)
+    for test, names in sorted(reached.items()):
+        by_set[f"{sum(1 << numbers[name] for name in names):x}"].append(test)
+    path.write_text(json.dumps({"files": files, "tests": by_set}, indent=0) + "\n")
+
+
+def read_record(path: Path) -> dict[str, set[str]]:
+    """By test function: the files that it reaches."""
+    record = json.loads(path.read_text())
+    return {
+        test: {file for number, file in enumerate(record["files"]) if int(bits, 16) >> number & 1}
+        for bits, tests in record["tests"].items()
+        for test in tests
+    }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reach", metavar="FILE", help="record which files each test reaches; takes about twice as long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--reach"):
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            config.pluginmanager.register(Writer(Path(path).absolute()), "reach-writer")
+        if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+            config.pluginmanager.register(Reach(), "reach")
