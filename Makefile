@@ -14,7 +14,10 @@ export JAX_PLATFORMS ?= cpu
 # Tests start many processes, and each would compile the package's source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve serve-tools test test-slow test-all test-long lint type fmt clean
+# What is given to pytest beside its choice of tests: `make test TESTS=--costs=costs.jsonl`.
+TESTS ?=
+
+.PHONY: help demo serve serve-tools test test-slow test-all test-long affected reach lint type fmt clean
 
 help:
 	@echo "make demo       answer a few prompts, one about a picture, with the demo models (installs first)"
@@ -23,7 +26,8 @@ help:
 	@echo "make test       the quick tests (those of the web page need Chromium)"
 	@echo "make test-slow  the slow ones, two to three times as long"
 	@echo "make test-all   both in one run, which compiles what they share once: what CI runs"
-	@echo "make test-long  those of tests/long.txt, which CI leaves out: before a release"
+	@echo "make test-long  those of tests/long.txt, which CI leaves out: before a release; goes on where it was ended"
+	@echo "make affected   within three minutes, the tests that a change can break (BASE=REF, ALL=1)"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:
@@ -38,9 +42,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[cpu,vision]'
 	@touch $@
 
+# Python compiles the modules that are imported; pip would compile all, which takes a minute.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> installing jaxserve and what its tests need"
-	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	$(PIP) install --progress-bar on --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
@@ -61,17 +66,24 @@ serve-tools: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	@echo "==> running the tests"
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long" $(TESTS)
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m "slow and not long"
+	$(PYTEST) -m "slow and not long" $(TESTS)
 
 test-all: $(VENV)/.dev
 	@echo "==> running all tests but those marked as long"
-	$(PYTEST) -m "not long" --durations=60
+	$(PYTEST) -m "not long" --maxfail=10 --durations=40 $(TESTS)
 
 test-long: $(VENV)/.dev
-	$(PYTEST) -m long --durations=40
+	$(PYTEST) -m long --resume --durations=40 $(TESTS)
+
+affected: $(VENV)/.dev
+	@$(BIN)/python scripts/affected_tests.py $(if $(BASE),--base $(BASE)) $(if $(ALL),--all)
+
+# Which files each test reaches, for `make affected`: once in a while, since it takes twice as long as `make test-all`.
+reach: $(VENV)/.dev
+	JAXSERVE_TEST_CACHE=off $(PYTEST) -m "not long" -q --reach=tests/reach.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["suite.kept", "suite.order", "suite.failures", "suite.costs", "suite.reach"]
+pytest_plugins = ["suite.kept", "suite.order", "suite.failures", "suite.costs", "suite.reach", "suite.resumed"]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,28 +82,26 @@ def machine_code_folder() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_once() -> Iterator[None]:
-    """JAX itself keeps what it compiles, for the whole run: where tests make the same functions anew.
+    """Processes that tests start keep what they compile where this one does."""
+    from suite.kept import settings_of_jax
 
-    Engines have a store of their own, which does not write what comes out of this one, so their tests go without.
-    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings_of_jax().items():
+            patch.setenv(name.upper(), str(value))
+        yield
+
+
+@pytest.fixture(scope="module")
+def store_alone() -> Iterator[None]:
+    """JAX's own cache is off: for tests that say what the store of executables does without it, as for most users."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    folder = os.path.join(os.environ["JAXSERVE_COMPILE_CACHE"], "jax")
-    settings = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))  # of processes that tests start
-        compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
 
 

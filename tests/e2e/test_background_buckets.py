@@ -12,6 +12,8 @@ from jaxserve.runtime.compile import Compiler
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.sched import BucketCounts
 
+pytestmark = pytest.mark.usefixtures("store_alone")
+
 SHAPES = {
     "model__skip_tokenizer": True,
     "model__max_len": 64,

@@ -16,6 +16,8 @@ from jaxserve.runtime import build
 from jaxserve.runtime.compile import Compiler, Job, build_replicas
 from jaxserve.runtime.store import ExecutableStore, Stored
 
+pytestmark = pytest.mark.usefixtures("store_alone")
+
 WAIT_S = 120.0  # for what must happen: far more than a busy machine takes
 
 

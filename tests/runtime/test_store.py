@@ -14,6 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxserve.runtime.compile import Compiler, Job
 from jaxserve.runtime.store import ExecutableStore
 
+pytestmark = pytest.mark.usefixtures("store_alone")
+
 
 @pytest.fixture
 def jax_cache(tmp_path: Path) -> Iterator[None]:

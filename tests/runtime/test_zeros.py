@@ -68,6 +68,7 @@ def test_memory_that_was_used_before_is_zeroed_to_its_edges_and_no_further(offse
     assert (memory[: 4096 + offset] == 7).all() and (memory[4096 + offset + size :] == 7).all()
 
 
+@pytest.mark.usefixtures("store_alone")
 def test_the_state_of_a_start_has_untouched_pages(tmp_path: Path) -> None:
     shapes = plan_model("demo").shapes
     sizes = resolve_sizes(load_config(None).config, shapes.partition.model, shapes.dtype, "cpu")

@@ -1,7 +1,8 @@
-"""What each test costs: `pytest --costs FILE` writes a line of JSON a test, `scripts/test_costs.py` makes tables of them.
+"""What each test costs: `pytest --costs FILE` writes lines of JSON, of which `scripts/test_costs.py` makes tables.
 
-A line has seconds of the wall clock by phase, seconds of this process and of the processes it waited for, what JAX traced,
-lowered and compiled, how many processes were started, and the seconds of each fixture that was set up for the test.
+A line is one phase of a test with its seconds. That of the teardown also has seconds of processors, of this process and
+of those that it waited for; what JAX traced, lowered and compiled, and Numba compiled; how many processes were started;
+and the seconds of each fixture that was set up for the test.
 """
 
 import json
@@ -26,10 +27,11 @@ class Costs:
     """Counts in the process that runs the tests, and writes in the one that hears of all their reports."""
 
     def __init__(self, path: str | None) -> None:
-        self._file = open(path, "w", encoding="utf-8") if path else None  # noqa: SIM115: closed at the session's end
+        self._file = open(path, "w", encoding="utf-8") if path else None  # noqa: SIM115
         self._now: Counter[str] = Counter()
         self._fixtures: dict[str, float] = {}
         self._hears_jax = False
+        self._numba: Any = None
         sys.addaudithook(self._started)
 
     def _started(self, event: str, _: tuple[object, ...], starts: frozenset[str] = _STARTS) -> None:
@@ -42,12 +44,15 @@ class Costs:
             self._now[name.replace("_s", "s")] += 1
 
     def _listen(self) -> None:
-        """JAX is not imported for this: most tests of the scheduler do without it."""
-        if not self._hears_jax and "jax" in sys.modules:
-            monitoring = sys.modules.get("jax.monitoring")
-            if monitoring is not None:
-                monitoring.register_event_duration_secs_listener(self._jax_event)
-                self._hears_jax = True
+        """Neither JAX nor Numba is imported for this: most tests of the scheduler do without them."""
+        monitoring = sys.modules.get("jax.monitoring")
+        if not self._hears_jax and monitoring is not None:
+            monitoring.register_event_duration_secs_listener(self._jax_event)
+            self._hears_jax = True
+        events = sys.modules.get("numba.core.event")
+        if self._numba is None and events is not None:
+            self._numba = events.TimingListener()
+            events.register("numba:compile", self._numba)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -55,6 +60,7 @@ class Costs:
         self._now.clear()
         self._fixtures = {}
         before = os.times()
+        numba_s = self._numba.duration if self._numba is not None and self._numba.done else 0.0
         item.user_properties.append(("slow", item.get_closest_marker("slow") is not None))
 
         def ended() -> dict[str, Any]:
@@ -62,8 +68,14 @@ class Costs:
             after = os.times()
             own = after.user + after.system - before.user - before.system
             children = after.children_user + after.children_system - before.children_user - before.children_system
+            if self._numba is not None and self._numba.done:
+                self._now["numba_s"] += self._numba.duration - numba_s  # type: ignore[assignment]
             counts = {name: round(value, 3) for name, value in self._now.items()}
-            return counts | {"own_cpu_s": round(own, 3), "children_cpu_s": round(children, 3), "fixtures": self._fixtures}
+            return counts | {
+                "own_cpu_s": round(own, 3),
+                "children_cpu_s": round(children, 3),
+                "fixtures": self._fixtures,
+            }
 
         item._costs = ended  # type: ignore[attr-defined]
         return (yield)
@@ -88,7 +100,12 @@ class Costs:
         if self._file is None:
             return
         properties = dict(report.user_properties)
-        line = {"test": report.nodeid, "phase": report.when, "outcome": report.outcome, "seconds": round(report.duration, 3)}
+        line = {
+            "test": report.nodeid,
+            "phase": report.when,
+            "outcome": report.outcome,
+            "seconds": round(report.duration, 3),
+        }
         if report.when == "teardown":
             line |= {"slow": properties.get("slow"), **properties.get("costs", {})}  # type: ignore[dict-item]
             line["worker"] = getattr(report, "worker_id", None)

@@ -22,7 +22,6 @@ class Failures:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._terminal = config.pluginmanager.get_plugin("terminalreporter")
         self._failed: dict[str, None] = {}
         self._broken = False
         self._flaky: list[str] = []
@@ -37,6 +36,10 @@ class Failures:
 
     def pytest_internalerror(self) -> None:
         self._broken = True
+
+    @property
+    def _terminal(self) -> Any:
+        return self._config.pluginmanager.get_plugin("terminalreporter")
 
     def _show(self, title: str, text: str) -> None:
         if self._terminal is not None:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -44,6 +45,7 @@ def _processor() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One folder for all that this run compiles: its worker processes, and those that tests start, find it there."""
+    config.pluginmanager.register(Programs(), "programs")
     if "PYTEST_XDIST_WORKER" in os.environ:  # whose environment is the controller's
         return
     kept = kept_folder()
@@ -55,6 +57,40 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _forget_unused(folder / "jax")
     os.environ["JAXSERVE_COMPILE_CACHE"] = str(folder)
+
+
+class Programs:
+    """Turns on JAX's own cache in a process that runs tests, before the first of them that has JAX.
+
+    Engines have a store of their own in front of it; after a change of the source they trace anew, and find here what
+    XLA made of the same program. Compilers for absent devices can write their programs, not read them.
+    """
+
+    def __init__(self) -> None:
+        self._on = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if self._on or "jax" not in sys.modules:
+            return
+        self._on = True
+        import jax
+        from jax._src import compilation_cache
+
+        for name, value in settings_of_jax().items():
+            jax.config.update(name, value)
+        is_used = compilation_cache.is_cache_used
+        compilation_cache.is_cache_used = lambda backend: backend.platform == "cpu" and is_used(backend)
+        compilation_cache.reset_cache()
+
+
+def settings_of_jax() -> dict[str, Any]:
+    """Of its cache, for all that this run compiles, however small."""
+    return {
+        "jax_compilation_cache_dir": os.path.join(os.environ["JAXSERVE_COMPILE_CACHE"], "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
 
 
 def _forget_unused(folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""Which files of the package each test reaches: `pytest --reach FILE` records it, and `make affected` reads it.
+"""Which files of the repository each test reaches: `pytest --reach FILE` records it, `make affected` reads the record.
 
-A test reaches a file when a function of it runs, in the test or in a fixture that the test uses, in this process or in
-one that it starts (`reach_site/sitecustomize.py`); a process that was started reaches every module that it imports.
-The record is one of test functions: their parameters are not told apart.
+A test reaches a file when it opens it, or runs a function of it: in the test or in a fixture that the test uses, in
+this process or in one that it starts (`reach_site/sitecustomize.py`). A process that was started reaches every module
+that it imports. The record is one of test functions: their parameters are not told apart.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -31,10 +32,15 @@ def short(path: str) -> str | None:
 
 
 class Tracer:
-    """Collects the files whose functions are called. Costs one call of Python for each call of Python."""
+    """Collects the files that are opened and those whose functions are called. Costs a call of Python for each call."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
+        sys.addaudithook(self._opened)
+
+    def _opened(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | os.PathLike):
+            self.files.add(os.path.abspath(os.fspath(arguments[0])))
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         self.files.add(frame.f_code.co_filename)
@@ -45,7 +51,7 @@ class Tracer:
 
     def take(self) -> set[str]:
         found, self.files = self.files, set()
-        return {name for file in found if (name := short(file)) is not None}
+        return {name for file in found if (name := short(file)) is not None and not name.endswith(".pyc")}
 
 
 class Reach:
@@ -71,7 +77,7 @@ class Reach:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         self._tracer.start()
         self._taken()
-        self._here: set[str] = set()
+        self._here: set[str] = {item.nodeid.partition("::")[0]}
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -118,26 +124,48 @@ class Writer:
                 self._reached[name] |= set(value)  # type: ignore[arg-type]
 
     def pytest_sessionfinish(self) -> None:
-        write_record(self._path, dict(self._reached))
+        tests = {name: Reached(seconds=self._seconds[name], files=files) for name, files in self._reached.items()}
+        write_record(self._path, tests)
 
 
-def write_record(path: Path, reached: dict[str, set[str]]) -> None:
-    """Files by number, and for each test function the numbers: as hexadecimal digits, a bit a file."""
-    files = sorted({file for names in reached.values() for file in names})
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Of one test function with all its parameters. `seconds` are those of the recording, which is slower."""
+
+    seconds: float
+    files: set[str]
+
+
+def write_record(path: Path, tests: dict[str, Reached]) -> None:
+    """Files by number; the tests that reach the same ones together, under those numbers as bits of a hexadecimal one.
+
+    Data of a folder of fixtures count as the folder, since a test that reads one of its files follows from all.
+    """
+    by_name = {name: {_data_folder(file) for file in test.files} for name, test in tests.items()}
+    files = sorted({file for names in by_name.values() for file in names})
     numbers = {file: number for number, file in enumerate(files)}
-    by_set: dict[str, list[str]] = defaultdict(list)
-    for test, names in sorted(reached.items()):
-        by_set[f"{sum(1 << numbers[name] for name in names):x}"].append(test)
+    by_set: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, reached in sorted(by_name.items()):
+        bits = f"{sum(1 << numbers[file] for file in reached):x}"
+        by_set[bits][name] = round(tests[name].seconds, 2)
     path.write_text(json.dumps({"files": files, "tests": by_set}, indent=0) + "\n")
 
 
-def read_record(path: Path) -> dict[str, set[str]]:
-    """By test function: the files that it reaches."""
+def _data_folder(file: str) -> str:
+    path = Path(file)
+    return str(path.parent) if path.suffix != ".py" and "fixtures" in path.parts else file
+
+
+def read_record(path: Path) -> dict[str, Reached]:
+    """By test function."""
     record = json.loads(path.read_text())
     return {
-        test: {file for number, file in enumerate(record["files"]) if int(bits, 16) >> number & 1}
+        test: Reached(
+            seconds=seconds,
+            files={file for number, file in enumerate(record["files"]) if int(bits, 16) >> number & 1},
+        )
         for bits, tests in record["tests"].items()
-        for test in tests
+        for test, seconds in tests.items()
     }
 
 

@@ -1,4 +1,5 @@
-"""In a process that a test starts while `--reach` records: writes the file of each module as it is imported.
+"""In a process that a test starts while `--reach` records: writes each module as it is imported, and each file as it
+is opened.
 
 A line is written at once, since many of these processes end by SIGKILL.
 """
@@ -10,8 +11,10 @@ _file = os.environ.get("JAXSERVE_TEST_REACH")
 if _file and os.path.exists(_file):
     _out = os.open(_file, os.O_WRONLY | os.O_APPEND)
 
-    def _executed(event: str, arguments: tuple[object, ...]) -> None:
+    def _reached(event: str, arguments: tuple[object, ...]) -> None:
         if event == "exec" and getattr(arguments[0], "co_name", "") == "<module>":
             os.write(_out, f"{arguments[0].co_filename}\n".encode())  # type: ignore[attr-defined]
+        elif event == "open" and isinstance(arguments[0], str):
+            os.write(_out, f"{os.path.abspath(arguments[0])}\n".encode())
 
-    sys.addaudithook(_executed)
+    sys.addaudithook(_reached)
