@@ -62,13 +62,15 @@ def expected() -> list[list[tuple]]:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("eagle", {"speculation__rounds": 3}),
-        ("mtp", {}),
-        ("medusa", {"speculation__rounds": 3}),
-        ("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}),
-        ("llama", {}),
-        ("llama", {"parallel__tensor": 2, "speculation__rounds": 3}),
-        ("gpt2", {"speculation__width": 8}),
+        pytest.param("eagle", {"speculation__rounds": 3}, id="eagle"),
+        pytest.param("mtp", {}, id="mtp"),
+        pytest.param("medusa", {}, id="medusa"),
+        pytest.param("medusa", {"speculation__rounds": 3}, id="medusa, rounds"),
+        pytest.param("eagle3", {"speculation__rounds": 3}, id="eagle3"),
+        pytest.param("eagle3", {"parallel__tensor": 2, "speculation__rounds": 3}, id="eagle3, devices"),
+        pytest.param("llama", {}, id="llama"),
+        pytest.param("llama", {"parallel__tensor": 2, "speculation__rounds": 3}, id="llama, devices"),
+        pytest.param("gpt2", {"speculation__width": 8}, id="gpt2"),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(
