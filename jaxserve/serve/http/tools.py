@@ -10,7 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.serve.http.formats import Functions, ListParser, NamedParser, NoCalls, ParserMaker, ToolFormat
+from jaxserve.serve.http.formats import (
+    AnswerParser,
+    BareCalls,
+    Functions,
+    ListParser,
+    NamedParser,
+    NoCalls,
+    NumberedCalls,
+    ParserMaker,
+    ToolFormat,
+)
 from jaxserve.serve.http.requests import (
     AllowedTools,
     ChatRequest,
@@ -87,10 +97,14 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
     functions = {name: _parameters(tool) for name, tool in tools.items()}
     if isinstance(choice, NamedTool):
         name = _known(choice.function.name, tools)
-        return ToolUse(shown=shown, forced=_compact(functions[name]), make=lambda: NamedParser(name), is_free=False)
+        return ToolUse(
+            shown=shown, forced=_compact(functions[name]), make=lambda: NumberedCalls(NamedParser(name)), is_free=False
+        )
     if choice == "required":
         schema = _list_schema(functions, 1 if body.parallel_tool_calls is False else None)
-        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(functions), is_free=False)
+        return ToolUse(
+            shown=shown, forced=_compact(schema), make=lambda: NumberedCalls(ListParser(functions)), is_free=False
+        )
     answer = _answer_schema(body)
     if answer is not None and (tool_format.grammar is None or has_special_tags):
         raise UnsupportedOption(
@@ -98,13 +112,22 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
             "demand a call by tool_choice, set it to none, or leave the constraint out"
         )
     strict = {name for name, tool in tools.items() if tool.function.strict}
+    forced = None if has_special_tags else _grammar(functions, strict, tool_format, answer)
+    # A grammar holds the arguments of marked calls alone, and an answer that fits its own schema is no call.
+    bare = {name: schema for name, schema in functions.items() if forced is None or name not in strict}
     return ToolUse(
         shown=shown,
-        forced=None if has_special_tags else _grammar(functions, strict, tool_format, answer),
-        make=lambda: tool_format.make(functions),
+        forced=forced,
+        make=lambda: _free_parser(tool_format, functions, {} if answer is not None else bare),
         is_free=answer is None,
         keep_special_tokens=has_special_tags,
     )
+
+
+def _free_parser(tool_format: ToolFormat, functions: Functions, bare: Functions) -> AnswerParser:
+    """A parser of text with calls; `bare`: those functions whose calls are read without their marks, if any are."""
+    parser = tool_format.make(functions)
+    return NumberedCalls(BareCalls(parser, bare)) if tool_format.reads_bare_calls and bare else parser
 
 
 def _answer_schema(body: ChatRequest) -> dict[str, Any] | None:

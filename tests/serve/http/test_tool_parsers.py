@@ -11,6 +11,7 @@ from jaxserve.serve.http.formats import (
     ListParser,
     NamedParser,
     NoCalls,
+    NumberedCalls,
     ParserMaker,
     choose_tool_format,
 )
@@ -27,7 +28,7 @@ def llama3() -> AnswerParser:
 
 
 def listed() -> AnswerParser:
-    return ListParser(NAMES)
+    return NumberedCalls(ListParser(NAMES))
 
 
 CASES: list[tuple[ParserMaker, str, str, list[tuple[str, str]]]] = [
@@ -74,7 +75,7 @@ CASES: list[tuple[ParserMaker, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"x": 1}'), ("f", '{"x": 2}')],
     ),
-    (lambda: NamedParser("f"), '{"x": 1}', "", [("f", '{"x": 1}')]),
+    (lambda: NumberedCalls(NamedParser("f")), '{"x": 1}', "", [("f", '{"x": 1}')]),
     (NoCalls, '<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
 ]
 
