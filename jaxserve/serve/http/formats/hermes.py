@@ -68,6 +68,8 @@ class HermesParser:
             self._calls.begin()
             return body
         self._inside = False
+        if self._has_call and body.startswith(_CLOSE):
+            return body[len(_CLOSE) :]
         if self._has_call:
             self._owes_end = True
             return text
