@@ -210,8 +210,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None  # made by the first request that needs it
         self._trial = Trial(seconds=_TRIAL_S, max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES)
-        # A text is the reason why a grammar must not be compiled: finding it out again would hold up other requests.
-        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar | str] = collections.OrderedDict()
+        # An error is the reason why there is no grammar: finding it out again would hold up other requests.
+        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar | InvalidRequest] = collections.OrderedDict()
 
     def compile(
         self,
@@ -254,14 +254,14 @@ class GrammarCompiler:
         if known is None:
             try:
                 known = self._compile(structured, vocabulary)
-            except UnsupportedOption as error:
-                known = str(error)
+            except InvalidRequest as error:
+                known = error
             with self._lock:
                 self._cache[structured] = known
                 if len(self._cache) > _CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
-        if isinstance(known, str):
-            raise UnsupportedOption(known)
+        if isinstance(known, InvalidRequest):
+            raise type(known)(str(known))
         return known
 
     def _compile(self, structured: StructuredOutput, vocabulary: Vocabulary) -> TextGrammar:
