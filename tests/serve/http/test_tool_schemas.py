@@ -59,7 +59,7 @@ def test_formats_of_texts_are_annotations_unless_the_tool_is_strict(way: str) ->
     for strict in (None, False):
         compile_tools(way, PATH, strict=strict, thinks=False)
     with pytest.raises(
-        UnsupportedOption, match="the schema of tool find is strict, but its format 'path' at #/.defs/D"
+        UnsupportedOption, match="tool find is strict, but its format 'path' at #/.defs/D/items"
     ):
         compile_tools(way, PATH, strict=True, thinks=False)
     compile_tools(way, {"type": "string", "format": "date"}, strict=True, thinks=True)
