@@ -58,9 +58,7 @@ def test_a_tool_that_cannot_be_compiled_is_named_with_the_place(way: str, thinks
 def test_formats_of_texts_are_annotations_unless_the_tool_is_strict(way: str) -> None:
     for strict in (None, False):
         compile_tools(way, PATH, strict=strict, thinks=False)
-    with pytest.raises(
-        UnsupportedOption, match="tool find is strict, but its format 'path' at #/.defs/D/items"
-    ):
+    with pytest.raises(UnsupportedOption, match="tool find is strict, but its format 'path' at #/.defs/D/items"):
         compile_tools(way, PATH, strict=True, thinks=False)
     compile_tools(way, {"type": "string", "format": "date"}, strict=True, thinks=True)
 
