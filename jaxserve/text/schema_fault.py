@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from jaxserve.text.json_schema import parts_of, schemas_in
 
@@ -34,12 +35,12 @@ def find_fault(schema: dict[str, Any], reason_of: Callable[[str], str | None]) -
     dialect = {"$schema": inner.pop("$schema")} if "$schema" in inner else {}
 
     def reason_at(place: str) -> str | None:
-        reason = reason_of(json.dumps({**dialect, "$ref": f"#{_WHOLE}{place}", "$defs": {"whole": inner}}))
+        reason = reason_of(json.dumps({**dialect, "$ref": f"#{_WHOLE}{quote(place)}", "$defs": {"whole": inner}}))
         return None if reason is None else reason.replace(_WHOLE, "")
 
     def target_of(place: str) -> str | None:
         reference = parts[place].get("$ref")
-        return reference.removeprefix(f"#{_WHOLE}") if isinstance(reference, str) else None
+        return unquote(reference.removeprefix(f"#{_WHOLE}")) if isinstance(reference, str) else None
 
     def below(place: str) -> Iterator[str]:
         yield from (place + step for step, _ in parts_of(parts[place]))

@@ -198,6 +198,8 @@ NO = {"not": {"type": "string"}}
         (NO, "at #: Unimplemented keys"),
         ({"properties": {"a": {"type": "array", "items": NO}}}, 'at #/properties/a/items: Unimplemented keys: ."not".'),
         ({"properties": {"a/b~c": NO}}, "at #/properties/a~1b~0c: Unimplemented"),
+        ({"properties": {"50% é x": {"$ref": "#/$defs/a%20b"}}, "$defs": {"a b": NO}}, "at #/.defs/a b: Unimplemented"),
+        ({"properties": {"50% é x": NO}}, "at #/properties/50% é x: Unimplemented"),
         ({"anyOf": [{"type": "string"}, NO]}, "at #/anyOf/1: "),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"x": NO}}}}, "at #/.defs/A/properties/x: "),
         ({"items": {"$ref": "#"}, "properties": {"x": NO}}, "at #/properties/x: "),
