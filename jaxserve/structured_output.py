@@ -12,8 +12,6 @@ from jaxserve.errors import InvalidRequest, UnsupportedOption
 
 MAX_STRUCTURED_CHARS = 2**17  # of a schema, a regex or a grammar; of all choices together
 _TEXTS = ("json_schema", "regex", "grammar")
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-_DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +82,6 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         return json.dumps(dict(schema))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"structured.json_schema cannot be written as JSON: {error}") from error
-
-
-def without_unique_items(schema: str) -> str:
-    """The schema without its `uniqueItems`, which no grammar can hold a list to. Raises InvalidRequest for no JSON."""
-    try:
-        root = json.loads(schema)
-        left = [(root, True)]
-        while left:
-            part, is_schema = left.pop()
-            if isinstance(part, list):
-                left += [(value, True) for value in part]
-            elif isinstance(part, dict):
-                if is_schema:
-                    part.pop("uniqueItems", None)
-                for key, value in part.items():
-                    if not (is_schema and key in _DATA):
-                        left.append((value, not (is_schema and key in _NAMED_SCHEMAS)))
-        return json.dumps(root)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the json_schema cannot be read: {error}") from error
 
 
 class Matcher(Protocol):

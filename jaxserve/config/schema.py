@@ -557,6 +557,11 @@ class HttpConfig(Section):
         description="Format in which the model writes tool calls: hermes, llama3, qwen3_coder, mistral, gpt_oss, "
         "gemma, pythonic, or one of an installed package; auto: found from its chat template.",
     )
+    bare_tool_calls: bool = pydantic.Field(
+        default=False,
+        description="Read a JSON object that is exactly a call of an offered tool as a call where the model left out "
+        "the marks of its format, as Qwen2.5-Coder does.",
+    )
     reasoning_parser: str = pydantic.Field(
         default="auto",
         description="Format in which the model writes its thoughts before an answer: qwen3, deepseek_r1, mistral, or "

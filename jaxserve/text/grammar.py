@@ -9,20 +9,25 @@ beginning of a text and the prompt has no text, tokens that begin with a space m
 
 import collections
 import dataclasses
+import json
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.structured_output import StructuredOutput, without_unique_items
+from jaxserve.structured_output import StructuredOutput
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.json_schema import enforceable, name_of, schemas_in
+from jaxserve.text.schema_fault import find_fault
 from jaxserve.text.trial import Trial
 
 _CACHED_GRAMMARS = 64
 # Without a bound a model at a high temperature can fill all its tokens with white space.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\n]{0,32}"}
+_EMBEDDED = "%json "  # before a schema within a grammar
 _ANY_OBJECT = '{"type":"object"}'
 _ANCHORS = ("\n", "a", ".")  # many tokenizers put a space before the first word, and none after one of these
 _LONGEST_PIECE = 128
@@ -205,8 +210,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None  # made by the first request that needs it
         self._trial = Trial(seconds=_TRIAL_S, max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES)
-        # A text is the reason why a grammar must not be compiled: finding it out again would hold up other requests.
-        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar | str] = collections.OrderedDict()
+        # An error is the reason why there is no grammar: finding it out again would hold up other requests.
+        self._cache: collections.OrderedDict[StructuredOutput, TextGrammar | InvalidRequest] = collections.OrderedDict()
 
     def compile(
         self,
@@ -249,26 +254,61 @@ class GrammarCompiler:
         if known is None:
             try:
                 known = self._compile(structured, vocabulary)
-            except UnsupportedOption as error:
-                known = str(error)
+            except InvalidRequest as error:
+                known = error
             with self._lock:
                 self._cache[structured] = known
                 if len(self._cache) > _CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
-        if isinstance(known, str):
-            raise UnsupportedOption(known)
+        if isinstance(known, InvalidRequest):
+            raise type(known)(str(known))
         return known
 
     def _compile(self, structured: StructuredOutput, vocabulary: Vocabulary) -> TextGrammar:
-        source = self._source(structured)
-        limits = LLParserLimits(
-            max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
-        )
-        backend = LLMatcher(vocabulary.backend, source, log_level=0, limits=limits)
-        if backend.is_error():
-            raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {_reason(backend)}")
-        first_mask = _read_mask(backend, vocabulary.num_words * 4, "at its beginning")
+        try:
+            source = self._source(structured)
+        except UnsupportedOption as error:
+            fault = self._find_fault(structured, vocabulary, whole_schemas=True)
+            raise error if fault is None else UnsupportedOption(fault) from error
+        backend = _matcher(vocabulary, source)
+        try:
+            if backend.is_error():
+                raise InvalidRequest(f"the {_kind(structured)} cannot be compiled: {_reason(backend)}")
+            first_mask = _read_mask(backend, vocabulary.num_words * 4, "at its beginning")
+        except InvalidRequest as error:
+            fault = self._find_fault(structured, vocabulary)
+            raise error if fault is None else InvalidRequest(fault) from error
         return TextGrammar(backend=backend, first_mask=first_mask, ends=frozenset(self._eos_token_ids))
+
+    def _find_fault(
+        self, structured: StructuredOutput, vocabulary: Vocabulary, *, whole_schemas: bool = False
+    ) -> str | None:
+        """Words for the schema in a form that cannot be compiled, and for the place in it; None: there is no such.
+
+        `whole_schemas`: places are not looked for, since each trial may take as long as the one that failed.
+        """
+
+        def reason_of(schema: str) -> str | None:
+            try:
+                source = self._trial.check("schema", _schema_source(schema))
+            except UnsupportedOption as error:
+                return str(error)
+            backend = _matcher(vocabulary, source)
+            if not backend.is_error():
+                backend.compute_bitmask()  # some faults are found at the first token
+            return _reason(backend) if backend.is_error() else None
+
+        schemas = _schemas_of(structured)
+        for name, schema in schemas:
+            if whole_schemas:
+                reason = reason_of(json.dumps(schema)) if len(schemas) > 1 or structured.grammar else None
+                if reason is not None:
+                    return f"the {name} cannot be compiled: {reason}"
+            elif (fault := find_fault(schema, reason_of)) is not None:
+                return f"the {name} cannot be compiled at #{fault.place}: {fault.reason}"
+        if not schemas or structured.grammar is None:
+            return None
+        return f"the {schemas[0][0]} and what surrounds it cannot be compiled together; give a simpler one"
 
     def _source(self, structured: StructuredOutput) -> str:
         """The source for llguidance, known to compile in bounded time. Raises InvalidRequest when it cannot be read."""
@@ -282,14 +322,51 @@ class GrammarCompiler:
             if "::=" in structured.grammar:
                 return self._trial.check(kind, structured.grammar, is_gbnf=True)
             return self._trial.check(kind, LLMatcher.grammar_from_lark(structured.grammar))
-        schema = structured.json_schema or _ANY_OBJECT
-        if '"uniqueItems"' in schema:
-            schema = without_unique_items(schema)
-        try:
-            source = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
-        except ValueError as error:
-            raise InvalidRequest(f"the {kind} cannot be read: {error}") from error
+        source = _schema_source(enforceable(structured.json_schema or _ANY_OBJECT))
         return source if structured.json_object else self._trial.check(kind, source)
+
+
+def _matcher(vocabulary: Vocabulary, source: str) -> LLMatcher:
+    limits = LLParserLimits(
+        max_items_in_row=_MAX_ITEMS_IN_ROW, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+    )
+    return LLMatcher(vocabulary.backend, source, log_level=0, limits=limits)
+
+
+def _schema_source(schema: str) -> str:
+    """Raises InvalidRequest for a text that is no schema."""
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise InvalidRequest(f"the json_schema cannot be read: {error}") from error
+
+
+def _schemas_of(structured: StructuredOutput) -> list[tuple[str, dict[str, Any]]]:
+    """The schemas of a form with their names for messages: those that were named, else the whole one.
+
+    A grammar of a client has none: its own text is the best place to look.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    for root in _roots(structured):
+        inner_first = sorted(schemas_in(root), key=lambda each: -each[0].count("/"))
+        named = [(name, part) for _, part in inner_first if (name := name_of(part)) is not None]
+        if structured.json_schema is not None and not named and isinstance(root, dict):
+            named = [(_kind(structured), root)]
+        found += named
+    return found
+
+
+def _roots(structured: StructuredOutput) -> Iterator[Any]:
+    if structured.json_schema is not None:
+        try:
+            yield json.loads(enforceable(structured.json_schema))
+        except (ValueError, RecursionError):
+            return  # llguidance has said why
+    for place in re.finditer(re.escape(_EMBEDDED), structured.grammar or ""):
+        try:
+            yield json.JSONDecoder().raw_decode(place.string, place.end())[0]
+        except (ValueError, RecursionError):
+            continue
 
 
 def _escaped(text: str) -> str:
@@ -304,7 +381,7 @@ def _kind(structured: StructuredOutput) -> str:
 
 def _reason(backend: LLMatcher) -> str:
     """llguidance's message, without the parts that only its authors understand."""
-    text = backend.get_error().removesuffix("<non-verbose/>").strip()
+    text = backend.get_error().removesuffix("<non-verbose/>").partition("\n  while processing ")[0].strip()
     return "no text fits it; look for a reference to itself" if text == "NoExtensionBias" else text
 
 

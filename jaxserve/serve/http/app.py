@@ -67,7 +67,7 @@ def make_door(engine: AsyncEngine[Answering], config: HttpConfig, *, any_model: 
     return Door(
         engine=engine,
         config=config,
-        tool_format=choose_tool_format(config.tool_parser, template),
+        tool_format=choose_tool_format(config.tool_parser, template, reads_bare_calls=config.bare_tool_calls),
         thinking_format=choose_thinking_format(config.reasoning_parser, template),
         any_model=any_model,
     )

@@ -15,7 +15,9 @@ from jaxserve.serve.http.requests import (
     JsonSchemaFormat,
     SamplingFields,
 )
+from jaxserve.text.json_schema import check_formats, named
 
+_ANSWER = "schema of the answer"
 # Fields that keep their name. Null means the default.
 _SAME = (
     "frequency_penalty",
@@ -89,7 +91,7 @@ def structured(body: SamplingFields) -> StructuredOutput | None:
     if isinstance(body.response_format, JsonObjectFormat):
         found.append(StructuredOutput(json_object=True))
     elif isinstance(body.response_format, JsonSchemaFormat):
-        found.append(schema_output(body.response_format.json_schema.schema_))
+        found.append(schema_output(answer_schema(body.response_format)))
     if body.structured_outputs is not None:
         given: Any = body.structured_outputs
         options = {"json_schema": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
@@ -117,6 +119,14 @@ def resume_of(body: SamplingFields) -> Resume | None:
     if not body.stream:
         raise InvalidRequest("resume is given, but stream is not true: only a stream can be lost in its middle")
     return Resume(sequences=tuple(Known(tuple(one.token_ids), 0, bool(one.finished)) for one in body.resume))
+
+
+def answer_schema(form: JsonSchemaFormat) -> dict[str, Any]:
+    """The schema of an answer. Raises UnsupportedOption for a format of texts that a strict one asks for in vain."""
+    given = form.json_schema
+    if given.strict:
+        check_formats(given.schema_, _ANSWER)
+    return named(given.schema_, _ANSWER)
 
 
 def schema_output(schema: dict[str, Any]) -> StructuredOutput:

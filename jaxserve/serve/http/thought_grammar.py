@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.serve.http.formats import ThinkingFormat
-from jaxserve.structured_output import StructuredOutput, without_unique_items
+from jaxserve.structured_output import StructuredOutput
+from jaxserve.text.json_schema import enforceable, name_of, named
 
 _SPACE = {"whitespace_pattern": r"[ \t\n]{0,32}"}  # as in constraints without a thought
 _MOST_CHOICES = 64  # as alternatives of a grammar, thousands would be too many
@@ -51,5 +52,6 @@ def _rules(wanted: StructuredOutput, is_ours: bool) -> str | None:
 
 def json_rule(schema: Any) -> str:
     """A JSON schema as grammars have it, with the white space that is allowed elsewhere unless it has its own."""
-    schema = {"x-guidance": _SPACE, **schema} if isinstance(schema, Mapping) else schema
-    return without_unique_items(json.dumps(schema))
+    if isinstance(schema, Mapping):
+        schema = {"x-guidance": _SPACE, **(schema if name_of(schema) else named(schema, "json_schema"))}
+    return enforceable(json.dumps(schema))

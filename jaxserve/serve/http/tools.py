@@ -10,7 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.serve.http.formats import Functions, ListParser, NamedParser, NoCalls, ParserMaker, ToolFormat
+from jaxserve.serve.http.formats import (
+    AnswerParser,
+    BareCalls,
+    Functions,
+    ListParser,
+    NamedParser,
+    NoCalls,
+    NumberedCalls,
+    ParserMaker,
+    ToolFormat,
+)
 from jaxserve.serve.http.requests import (
     AllowedTools,
     ChatRequest,
@@ -20,9 +30,10 @@ from jaxserve.serve.http.requests import (
     Tool,
 )
 from jaxserve.serve.http.responses import as_fields
-from jaxserve.serve.http.sampling import schema_output
-from jaxserve.structured_output import StructuredOutput, without_unique_items
+from jaxserve.serve.http.sampling import answer_schema, schema_output
+from jaxserve.structured_output import StructuredOutput
 from jaxserve.text import ChatTemplate, Tokenizer
+from jaxserve.text.json_schema import check_formats, enforceable, named
 
 # Models write a blank after a comma and a colon, or none. Left free, one can fill an answer with white space.
 _COMPACT: dict[str, Any] = {"whitespace_pattern": "", "item_separator": ", ?", "key_separator": ": ?"}
@@ -84,34 +95,49 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
             "or leave the constraint out"
         )
     shown = [as_fields(tool) for tool in tools.values()]
-    functions = {name: _parameters(tool) for name, tool in tools.items()}
+    functions = {name: named(_parameters(tool), _schema_name(name)) for name, tool in tools.items()}
+    strict = {name for name, tool in tools.items() if tool.function.strict}
     if isinstance(choice, NamedTool):
         name = _known(choice.function.name, tools)
-        return ToolUse(shown=shown, forced=_compact(functions[name]), make=lambda: NamedParser(name), is_free=False)
+        _check_strict({name: functions[name]}, strict)
+        return ToolUse(
+            shown=shown, forced=_compact(functions[name]), make=lambda: NumberedCalls(NamedParser(name)), is_free=False
+        )
     if choice == "required":
+        _check_strict(functions, strict)
         schema = _list_schema(functions, 1 if body.parallel_tool_calls is False else None)
-        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(functions), is_free=False)
+        return ToolUse(
+            shown=shown, forced=_compact(schema), make=lambda: NumberedCalls(ListParser(functions)), is_free=False
+        )
     answer = _answer_schema(body)
     if answer is not None and (tool_format.grammar is None or has_special_tags):
         raise UnsupportedOption(
             "response_format constrains the answer, and this model's format of calls cannot be part of the constraint; "
             "demand a call by tool_choice, set it to none, or leave the constraint out"
         )
-    strict = {name for name, tool in tools.items() if tool.function.strict}
+    forced = None if has_special_tags else _grammar(functions, strict, tool_format, answer)
+    # A grammar holds the arguments of marked calls alone, and an answer that fits its own schema is no call.
+    bare = {name: schema for name, schema in functions.items() if forced is None or name not in strict}
     return ToolUse(
         shown=shown,
-        forced=None if has_special_tags else _grammar(functions, strict, tool_format, answer),
-        make=lambda: tool_format.make(functions),
+        forced=forced,
+        make=lambda: _free_parser(tool_format, functions, {} if answer is not None else bare),
         is_free=answer is None,
         keep_special_tokens=has_special_tags,
     )
+
+
+def _free_parser(tool_format: ToolFormat, functions: Functions, bare: Functions) -> AnswerParser:
+    """A parser of text with calls; `bare`: those functions whose calls are read without their marks, if any are."""
+    parser = tool_format.make(functions)
+    return NumberedCalls(BareCalls(parser, bare)) if tool_format.reads_bare_calls and bare else parser
 
 
 def _answer_schema(body: ChatRequest) -> dict[str, Any] | None:
     """The schema of an answer that is no call; None: it is free."""
     if isinstance(body.response_format, JsonObjectFormat):
         return {"type": "object"}
-    return body.response_format.json_schema.schema_ if isinstance(body.response_format, JsonSchemaFormat) else None
+    return answer_schema(body.response_format) if isinstance(body.response_format, JsonSchemaFormat) else None
 
 
 def _grammar(
@@ -123,6 +149,7 @@ def _grammar(
     """
     if tool_format.grammar is None or (answer is None and not strict):
         return None
+    _check_strict(functions, strict)
     schemas = {
         name: _enforceable({"x-guidance": _COMPACT, **(parameters if name in strict else _ANY_ARGUMENTS)})
         for name, parameters in functions.items()
@@ -130,8 +157,19 @@ def _grammar(
     return StructuredOutput(grammar=tool_format.grammar(schemas, None if answer is None else _enforceable(answer)))
 
 
+def _check_strict(functions: Functions, strict: Collection[str]) -> None:
+    """Raises UnsupportedOption for a strict function whose schema asks for a format of texts in vain."""
+    for name in strict:
+        if name in functions:
+            check_formats(functions[name], _schema_name(name))
+
+
+def _schema_name(name: str) -> str:
+    return f"schema of tool {name}"
+
+
 def _enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(without_unique_items(json.dumps(schema)))
+    return json.loads(enforceable(json.dumps(schema)))
 
 
 def _known(name: str, names: Collection[str]) -> str:

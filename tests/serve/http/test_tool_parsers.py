@@ -11,6 +11,7 @@ from jaxserve.serve.http.formats import (
     ListParser,
     NamedParser,
     NoCalls,
+    NumberedCalls,
     ParserMaker,
     choose_tool_format,
 )
@@ -27,7 +28,7 @@ def llama3() -> AnswerParser:
 
 
 def listed() -> AnswerParser:
-    return ListParser(NAMES)
+    return NumberedCalls(ListParser(NAMES))
 
 
 CASES: list[tuple[ParserMaker, str, str, list[tuple[str, str]]]] = [
@@ -74,8 +75,62 @@ CASES: list[tuple[ParserMaker, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"x": 1}'), ("f", '{"x": 2}')],
     ),
-    (lambda: NamedParser("f"), '{"x": 1}', "", [("f", '{"x": 1}')]),
+    (lambda: NumberedCalls(NamedParser("f")), '{"x": 1}', "", [("f", '{"x": 1}')]),
     (NoCalls, '<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
+]
+
+
+CALL_F = '{"name": "f", "arguments": {"x": 1}}'
+CALL_W = '{"name": "get_weather", "arguments": {}}'
+BOTH = [("f", '{"x": 1}'), ("get_weather", "{}")]
+UNKNOWN = '{"name": "rm", "arguments": {}}'
+# Marks with several lists and objects in them, and a name for each way to write arguments that are none.
+SEVERAL: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    *(
+        ("hermes", f"a <tool_call>{body}</tool_call> b", "a b", BOTH)
+        for body in (
+            f"{CALL_F}{CALL_W}",
+            f"\n{CALL_F}\n{CALL_W}\n",
+            f"{CALL_F}, {CALL_W}",
+            f"\n[{CALL_F},\n {CALL_W}]\n",
+            f"{CALL_F}</tool_call>\n<tool_call>{CALL_W}",
+            f"{CALL_F}<tool_call>{CALL_W}",
+        )
+    ),
+    ("hermes", f"<tool_call>{CALL_F}{UNKNOWN}</tool_call> b", f"{UNKNOWN} b", BOTH[:1]),
+    ("hermes", f"<tool_call>{UNKNOWN}{CALL_F}</tool_call>", f"<tool_call>{UNKNOWN}{CALL_F}</tool_call>", []),
+    ("hermes", f"<tool_call>{CALL_F}}}\n</tool_call> b", "} b", BOTH[:1]),
+    ("hermes", f"<tool_call>{CALL_F}\nSo be it.", "\nSo be it.", BOTH[:1]),
+    ("llama3", f"{CALL_F}, {CALL_W}", "", BOTH),
+    ("mistral", f"[TOOL_CALLS] [{CALL_F}]\n\n[TOOL_CALLS] [{CALL_W}]", "", BOTH),
+    ("mistral", f"[TOOL_CALLS][{CALL_F}][TOOL_CALLS][{CALL_W}, {CALL_F}]", "", [*BOTH, BOTH[0]]),
+    ("mistral", f'[TOOL_CALLS][{CALL_F}][TOOL_CALLS]get_weather{{}}[TOOL_CALLS]f{{"x": 1}}', "", [*BOTH, BOTH[0]]),
+    ("mistral", f'[TOOL_CALLS]f{{"x": 1}}, [TOOL_CALLS][{CALL_W}]', ",", BOTH),
+    ("gemma", "<|tool_call>call:f{x:1}call:get_weather{}<tool_call|>", "", [BOTH[0], BOTH[1]]),
+    ("gemma", "<|tool_call>call:f{x:1}, call:get_weather{}\n<tool_call|>", "", BOTH),
+    ("gemma", "<|tool_call>call:f{x:1}call:rm{}<tool_call|>", "<|tool_call>call:f{x:1}call:rm{}<tool_call|>", []),
+    ("qwen3_coder", "<function=f>\n<parameter=x>\n1</parameter></function><function=get_weather></function>", "", BOTH),
+]
+for written in ("null", " null ", '""', '"null"', '"{}"', "{}"):
+    call = f'{{"name": "f", "arguments": {written}}}'
+    none = [("f", "{}")]
+    SEVERAL += [
+        ("hermes", f"<tool_call>\n{call}\n</tool_call> ok", " ok", none),
+        ("hermes", f'<tool_call>{{"arguments": {written}, "name": "f"}}', "", none),
+        ("llama3", call.replace("arguments", "parameters"), "", none),
+        ("mistral", f"[TOOL_CALLS][{call}, {CALL_W}]", "", [*none, BOTH[1]]),
+    ]
+for written in ("null", " null\n", " ", ""):
+    head = "<|channel|>commentary to=functions.f<|message|>"
+    SEVERAL.append(("gpt_oss", f"{head}{written}<|call|><|start|>assistant{head}null", "", [("f", "{}"), ("f", "{}")]))
+CASES += [
+    (lambda name=name: TOOL_FORMATS.get(name).make(NAMES), text, content, calls)
+    for name, text, content, calls in SEVERAL
+]
+CASES += [
+    (listed, '[{"name": "f", "parameters": null}, {"name": "f"}]', "", [("f", "{}"), ("f", "{}")]),
+    (hermes, '<tool_call>{"name": "f", "arguments": nul', "", [("f", "nul")]),
+    (hermes, '<tool_call>{"name": "f", "arguments": {"x": 1}, "parameters": {"y": 2}}', "", [("f", '{"x": 1}')]),
 ]
 
 
@@ -146,17 +201,6 @@ def test_what_json_or_utf8_cannot_say_is_told_all_the_same(name: str, text: str,
     content, [(_, arguments)] = read(lambda: TOOL_FORMATS.get(name).make(NAMES), [text])
     assert content == ""
     assert json.loads(arguments.encode(), parse_constant=refuse) == wanted
-
-
-@pytest.mark.parametrize(
-    ("schema", "wanted"), [({"type": ["string", "null"]}, "7"), ({"type": 5}, 7), ({"type": {"string": 1}}, 7), (5, 7)]
-)
-def test_a_wrong_schema_of_a_parameter_costs_no_answer(schema: object, wanted: object) -> None:
-    text = "<function=f>\n<parameter=x>\n7\n</parameter>\n</function>"
-    _, [(_, arguments)] = read(
-        lambda: TOOL_FORMATS.get("qwen3_coder").make({"f": {"properties": {"x": schema}}}), [text]
-    )
-    assert json.loads(arguments) == {"x": wanted}
 
 
 @pytest.mark.parametrize(

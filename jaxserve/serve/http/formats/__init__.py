@@ -4,9 +4,11 @@ A parser is a small state machine that is fed text as it comes. A whole answer i
 so that streaming and not streaming cannot differ. Nothing is repaired: text that only looks like a call of a function
 that was offered stays text.
 
-    base         Piece, the protocol of a parser, and what a format says of itself
+    base         Piece, the protocol of a parser, the counter of calls, and what a format says of itself
+    bare         calls without their marks, in the text of any format
     constrained  what the output is constrained to if `tool_choice` demands a call
     tagged       calls between two tags, read when they are whole: for formats whose arguments are not written as JSON
+    typed_text   arguments that are written without quotes, typed by their schema
     thinking     a thought between two tags at the beginning of an answer, before any format of calls
     call_scanner, hermes, llama3, qwen3_coder, mistral, gemma, pythonic, harmony     one format a file
 
@@ -14,13 +16,16 @@ The format of a model is found from its chat template, which shows the model how
 and a line of a registry here, or an entry point of another package in the same group.
 """
 
+import dataclasses
 from typing import TypeVar
 
 from jaxserve.registry import Registry
+from jaxserve.serve.http.formats.bare import BareCalls
 from jaxserve.serve.http.formats.base import (
     AnswerParser,
     Functions,
     NoCalls,
+    NumberedCalls,
     ParserMaker,
     Piece,
     ThinkingFormat,
@@ -33,10 +38,12 @@ __all__ = [
     "THINKING_FORMATS",
     "TOOL_FORMATS",
     "AnswerParser",
+    "BareCalls",
     "Functions",
     "ListParser",
     "NamedParser",
     "NoCalls",
+    "NumberedCalls",
     "ParserMaker",
     "Piece",
     "ThinkingFormat",
@@ -73,12 +80,13 @@ THINKING_FORMATS: Registry[ThinkingFormat] = Registry(
 _Format = TypeVar("_Format", ToolFormat, ThinkingFormat)
 
 
-def choose_tool_format(wanted: str, template: str | None) -> ToolFormat:
+def choose_tool_format(wanted: str, template: str | None, *, reads_bare_calls: bool = False) -> ToolFormat:
     """The format of a name; for "auto" that which a chat template teaches, and Hermes' when it teaches none.
 
-    Raises ConfigError for a name that does not exist.
+    `reads_bare_calls`: as of `ToolFormat`. Raises ConfigError for a name that does not exist.
     """
-    return _choose(TOOL_FORMATS, wanted, template) or TOOL_FORMATS.get("hermes")
+    found = _choose(TOOL_FORMATS, wanted, template) or TOOL_FORMATS.get("hermes")
+    return dataclasses.replace(found, reads_bare_calls=True) if reads_bare_calls else found
 
 
 def choose_thinking_format(wanted: str, template: str | None) -> ThinkingFormat | None:

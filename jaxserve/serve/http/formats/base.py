@@ -1,19 +1,24 @@
-"""`Piece`, an increment of an answer; the protocol of parsers; and what a format says of itself."""
+"""`Piece`, an increment of an answer; the protocol of parsers; the counter of calls; what a format says of itself."""
 
 import dataclasses
 import json
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 # The functions that were offered: of each name the JSON schema of its arguments.
 Functions = Mapping[str, Mapping[str, Any]]
+_NULL = "null"
 
 
 class Piece(NamedTuple):
-    """An increment: text for the reader; or a thought; or of call number `call`: its name with the first piece of it,
-    then arguments, which are JSON when all of them are joined."""
+    """An increment: text for the reader; or a thought; or of a call: its name with the first piece of it, then
+    arguments, which are JSON when all of them are joined.
+
+    The pieces of one call follow each other. Parsers of formats leave `call` alone: it is the number of the call in its
+    answer, which `NumberedCalls` finds.
+    """
 
     content: str = ""
     call: int | None = None
@@ -35,6 +40,61 @@ class AnswerParser(Protocol):
 ParserMaker = Callable[[], AnswerParser]
 
 
+class NumberedCalls:
+    """The pieces of a parser with the numbers of their calls, and `{}` for arguments that are null or blank.
+
+    One counter for all formats: the number of a call is the number of names before it, however many lists or marks the
+    calls came in. Clients pass arguments on by name, and null has no names. Belongs to one sequence.
+    """
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._num_calls = 0
+        self._held: str | None = None  # the beginning of the last call's arguments, as long as they may be null
+
+    def push(self, text: str) -> list[Piece]:
+        return self._read(self._parser.push(text))
+
+    def finish(self) -> list[Piece]:
+        return [*self._read(self._parser.finish()), *self._end()]
+
+    def _read(self, pieces: Iterable[Piece]) -> list[Piece]:
+        told: list[Piece] = []
+        for piece in pieces:
+            if piece.name is not None:
+                told += self._end()
+                self._num_calls += 1
+                self._held = ""
+                arguments = self._take(piece.arguments)
+                told.append(piece._replace(call=self._num_calls - 1, arguments=arguments))
+            elif piece.arguments:
+                arguments = self._take(piece.arguments)
+                told += [self._of_last(arguments)] if arguments else []
+            else:
+                told += [*self._end(), piece]
+        return told
+
+    def _of_last(self, arguments: str) -> Piece:
+        return Piece(call=self._num_calls - 1, arguments=arguments)
+
+    def _take(self, arguments: str) -> str:
+        """What can be told of the arguments once these have come."""
+        if self._held is None:
+            return arguments
+        self._held += arguments
+        if _NULL.startswith(self._held.strip()):
+            return ""
+        told, self._held = self._held, None
+        return told
+
+    def _end(self) -> list[Piece]:
+        """The last call, if there is one, is whole, or was cut."""
+        held, self._held = self._held, None
+        if not held:
+            return []
+        return [self._of_last("{}" if held.strip() in ("", _NULL) else held)]
+
+
 def new_call_id() -> str:
     """An id for a call, as OpenAI's look."""
     return f"call_{uuid.uuid4().hex[:24]}"
@@ -45,11 +105,12 @@ class ToolFormat:
     """A format of tool calls.
 
     Attributes:
-      make: a parser of answers in which these functions may be called.
+      make: a parser of answers in which these functions may be called. Its calls are numbered.
       tags: texts that the model writes around calls; if they are special tokens, they must not be skipped.
       is_taught: whether a chat template (its source) has the model write in this format.
       has_channels: every answer is written in the format, with tools or without, and so are its thoughts.
       new_call_id: makes ids that the templates of these models accept.
+      reads_bare_calls: an object that is exactly a call is one where its marks are missing, too (see `bare`).
       grammar: makes a Lark grammar of answers in which every call fits the schema of its function; with a schema of
         answers, one of answers that are either calls or fit it. None: none is known.
     """
@@ -59,7 +120,12 @@ class ToolFormat:
     is_taught: Callable[[str], bool]
     has_channels: bool = False
     new_call_id: Callable[[], str] = new_call_id
+    reads_bare_calls: bool = False
     grammar: Callable[[Functions, Mapping[str, Any] | None], str] | None = None
+
+    def __post_init__(self) -> None:
+        parser_of = self.make
+        object.__setattr__(self, "make", lambda functions: NumberedCalls(parser_of(functions)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,8 @@ class CallScanner:
             self._token = ""
             if self._key is None:
                 self.state = State.TEXT
+            elif self._key in ARGUMENT_KEYS and self._has_arguments:
+                self._key = ""  # given twice, and the first may have been told
         elif self._depth == 1 and character == ",":
             self._end_value()
         elif self._depth == 0:
@@ -157,11 +159,10 @@ def _text_of(token: str) -> str | None:
 
 
 class Calls:
-    """Reads one such call after another, and numbers them. Mutated by one parser."""
+    """Reads one such call after another. Mutated by one parser."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._num_calls = 0
         self._scanner: CallScanner | None = None
 
     def begin(self) -> None:
@@ -179,13 +180,11 @@ class Calls:
         arguments, rest = scanner.push(text)
         if scanner.has_name and (arguments or not known):
             name = None if known else scanner.name
-            pieces.append(Piece(call=self._num_calls, name=name, arguments=arguments))
+            pieces.append(Piece(name=name, arguments=arguments))
         if scanner.state is State.READING:
             return State.READING, rest
         self._scanner = None
-        if scanner.state is State.CALL or scanner.has_name:
-            self._num_calls += 1
-        else:
+        if scanner.state is State.TEXT and not scanner.has_name:
             pieces.append(Piece(scanner.raw))
         return scanner.state, rest
 

@@ -35,7 +35,7 @@ class NamedParser:
 
     def push(self, text: str) -> list[Piece]:
         name, self._name = self._name, None
-        return [Piece(call=0, name=name, arguments=text)] if text or name else []
+        return [Piece(name=name, arguments=text)] if text or name else []
 
     def finish(self) -> list[Piece]:
         return []

@@ -27,7 +27,6 @@ class HarmonyParser:
         self._held = ""
         self._where = "beginning"  # or header, text, thought, call, between
         self._header = ""
-        self._num_calls = 0
         self._has_arguments = False
         self._told: set[str] = set()  # kinds of text that have been told: the next message of one begins a line
 
@@ -81,7 +80,7 @@ class HarmonyParser:
         name = "" if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
         if name in self._functions:
             self._where, self._has_arguments = "call", False
-            pieces.append(Piece(call=self._num_calls, name=name))
+            pieces.append(Piece(name=name))
         else:
             self._where = "thought" if channel is not None and channel[1] == "analysis" else "text"
             if self._where in self._told:
@@ -104,7 +103,7 @@ class HarmonyParser:
             return []
         if self._where == "call":
             self._has_arguments = True
-            return [Piece(call=self._num_calls, arguments=text)]
+            return [Piece(arguments=text)]
         self._told.add(self._where)
         return [Piece(reasoning=text) if self._where == "thought" else Piece(text)]
 
@@ -112,9 +111,7 @@ class HarmonyParser:
         """A message ends. A call always has an object of arguments."""
         if self._where != "call":
             return []
-        pieces = [] if self._has_arguments else [Piece(call=self._num_calls, arguments="{}")]
-        self._num_calls += 1
-        return pieces
+        return [] if self._has_arguments else [Piece(arguments="{}")]
 
 
 FORMAT = ToolFormat(

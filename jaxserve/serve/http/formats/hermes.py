@@ -1,16 +1,17 @@
 """Hermes' format of calls, which Qwen 2.5 and 3 have, too: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
 
-Calls come after any text, repeated; the tags may have line ends within.
+Calls come after any text, repeated; the tags may have line ends within, and several objects.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.serve.http.formats.base import Functions, Piece, ToolFormat
+from jaxserve.serve.http.formats.base import Functions, Piece, ToolFormat, first_of, may_begin
 from jaxserve.serve.http.formats.call_scanner import Calls, State
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BETWEEN = " \t\r\n,[]"  # what may stand around the objects between the tags
 
 
 class HermesParser:
@@ -20,8 +21,10 @@ class HermesParser:
         self._calls = Calls(functions)
         self._held = ""  # may become a tag
         self._inside = False  # between the tags
+        self._has_call = False  # there was a call since the opening tag
+        self._owes_end = False  # text came where the closing tag of calls belongs; it is left out when it comes
         self._shown = False  # some text was sent
-        self._opening = ""  # the tag and the space around it, in case that no object follows
+        self._mark = ""  # the opening tag and what came behind it, in case that no call follows
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -30,56 +33,64 @@ class HermesParser:
                 text = self._read_call(text, pieces)
                 continue
             text, self._held = self._held + text, ""
-            text = self._between(text) if self._inside else self._outside(text, pieces)
-        return [piece for piece in pieces if piece != Piece()]
+            text = self._within(text, pieces) if self._inside else self._outside(text, pieces)
+        return pieces
 
     def finish(self) -> list[Piece]:
-        pieces = [Piece(self._opening + p.content) for p in self._calls.finish()]
-        if not self._inside and (self._held.strip() or (self._shown and self._held)):
-            pieces.append(Piece(self._held))
-        self._held = ""
-        return pieces
+        held, self._held = self._held, ""
+        if self._calls.reading or self._inside:
+            left = "".join(piece.content for piece in self._calls.finish())
+            left = left if self._has_call else self._mark + left + held
+            return [Piece(left)] if left else []
+        return [Piece(held)] if held.strip() or (self._shown and held) else []
 
     def _read_call(self, text: str, pieces: list[Piece]) -> str:
         found: list[Piece] = []
         state, rest = self._calls.push(text, found)
         for piece in found:
             if piece.content:
-                self._shown = True
-                pieces.append(piece._replace(content=self._opening + piece.content))
+                self._show(piece.content if self._has_call else self._mark + piece.content, pieces)
             else:
+                self._has_call = True
                 pieces.append(piece)
-        self._inside = state is State.CALL
+        if state is State.TEXT:
+            self._inside, self._owes_end = False, self._has_call
         return rest
 
-    def _between(self, text: str) -> str:
-        """After an object, before its closing tag."""
-        stripped = text.lstrip()
-        if stripped.startswith(_CLOSE):
-            self._inside = False
-            return stripped[len(_CLOSE) :]
-        if _CLOSE.startswith(stripped):
-            self._held = stripped
+    def _within(self, text: str, pieces: list[Piece]) -> str:
+        """Between the tags, before an object or behind one: there may be several, also as a list."""
+        body = text.lstrip(_BETWEEN)
+        if not body or (_CLOSE.startswith(body) and body != _CLOSE):
+            self._held = text
             return ""
-        self._inside = False  # the tag was forgotten; go on as if it had been there
-        return stripped
+        self._mark += text[: len(text) - len(body)]
+        if body[0] == "{":
+            self._calls.begin()
+            return body
+        self._inside = False
+        if self._has_call and body.startswith(_CLOSE):
+            return body[len(_CLOSE) :]
+        if self._has_call:
+            self._owes_end = True
+            return text
+        self._show(self._mark, pieces)
+        return body
 
     def _outside(self, text: str, pieces: list[Piece]) -> str:
-        start = text.find(_OPEN)
+        tags = (_OPEN, _CLOSE) if self._owes_end else (_OPEN,)
+        start, tag = first_of(text, tags)
         if start < 0:
-            keep = _kept(text, _OPEN)
+            keep = _kept(text, tags)
             shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
             self._show(shown, pieces)
             return ""
         shown = text[:start].rstrip()
-        body = text[start + len(_OPEN) :].lstrip()
         self._show(shown, pieces)
-        if not body:
-            self._held = text[len(shown) :]
-            return ""
-        self._opening = text[len(shown) : len(text) - len(body)]
-        self._calls.begin()
-        return body
+        self._owes_end = False
+        end = start + len(tag)
+        if tag == _OPEN:
+            self._inside, self._has_call, self._mark = True, False, text[len(shown) : end]
+        return text[end:]
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
         if not self._shown:
@@ -89,13 +100,11 @@ class HermesParser:
             pieces.append(Piece(text))
 
 
-def _kept(text: str, tag: str) -> int:
+def _kept(text: str, tags: Sequence[str]) -> int:
     """Characters at the end of `text` that may belong to a tag: its beginning, and space before it."""
-    for size in range(min(len(tag) - 1, len(text)), -1, -1):
-        if text.endswith(tag[:size]):
-            before = text[: len(text) - size]
-            return size + len(before) - len(before.rstrip())
-    return 0
+    size = may_begin(text, tags)
+    before = text[: len(text) - size]
+    return size + len(before) - len(before.rstrip())
 
 
 def _grammar(functions: Functions, answer: Mapping[str, Any] | None) -> str:

@@ -1,9 +1,10 @@
-"""The format of Llama 3.1 and later: `{"name": "f", "parameters": {...}}` as the whole answer, more calls after ";"."""
+"""The format of Llama 3.1 and later: `{"name": "f", "parameters": {...}}` as a whole answer, more after ";" or ","."""
 
 from jaxserve.serve.http.formats.base import Functions, Piece, ToolFormat
 from jaxserve.serve.http.formats.call_scanner import Calls, State
 
 _PYTHON_TAG = "<|python_tag|>"
+_BETWEEN = " \t\r\n;,"
 
 
 class Llama3Parser:
@@ -29,7 +30,7 @@ class Llama3Parser:
         return pieces
 
     def _begin(self, text: str) -> str:
-        body = text.lstrip(" \t\r\n;")
+        body = text.lstrip(_BETWEEN)
         if _PYTHON_TAG.startswith(body) and body != _PYTHON_TAG:
             self._held = text
             return ""
@@ -45,7 +46,7 @@ class Llama3Parser:
 
     def finish(self) -> list[Piece]:
         pieces = self._calls.finish()
-        if self._held.strip(" \t\r\n;"):
+        if self._held.strip(_BETWEEN):
             pieces.append(Piece(self._held))
         self._held = ""
         return pieces

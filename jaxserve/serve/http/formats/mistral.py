@@ -28,7 +28,6 @@ class MistralParser:
         self._is_head = False  # between the tag and the arguments
         self._list: ListParser | None = None
         self._value: BracketScanner | None = None  # the end of the list, or of the arguments of a call
-        self._num_calls = 0
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -75,7 +74,7 @@ class MistralParser:
             pieces += self._text.push(_OPEN)
             return text
         self._text.end()
-        pieces.append(Piece(call=self._num_calls, name=name[1]))
+        pieces.append(Piece(name=name[1]))
         self._value = BracketScanner()
         return text[place:]
 
@@ -85,9 +84,8 @@ class MistralParser:
         if self._list is not None:
             pieces += self._list.push(text[:size])
         else:
-            pieces.append(Piece(call=self._num_calls, arguments=text[:size]))
+            pieces.append(Piece(arguments=text[:size]))
         if self._value.is_whole:
-            self._num_calls += 1
             self._list = self._value = None
         return text[size:]
 

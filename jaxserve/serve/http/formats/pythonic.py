@@ -74,7 +74,7 @@ class PythonicParser:
             self._where = "text"
             return self._before + "".join(self._list) + text[size:]
         self._where = "behind"
-        pieces += [Piece(call=n, name=name, arguments=arguments) for n, (name, arguments) in enumerate(calls)]
+        pieces += [Piece(name=name, arguments=arguments) for name, arguments in calls]
         return text[size:]
 
     def _seek(self, text: str) -> str:

@@ -8,16 +8,16 @@
     </function>
     </tool_call>
 
-The schema of the function says which of them are numbers, lists and so on. The models leave out the outer opening tag
-now and then.
+The schema of the function says which of them are numbers, lists and so on (`typed_text`). The models leave out the
+outer opening tag now and then.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from jaxserve.serve.http.formats.base import AnswerParser, Functions, ToolFormat, read_json
+from jaxserve.serve.http.formats.base import AnswerParser, Functions, ToolFormat
 from jaxserve.serve.http.formats.tagged import Call, TaggedParser
+from jaxserve.serve.http.formats.typed_text import TypedText
 
 _OPEN, _CLOSE, _FUNCTION, _END = "<tool_call>", "</tool_call>", "<function=", "</function>"
 _NAME = re.compile(r"\s*([^\s>]+)\s*>")
@@ -28,34 +28,23 @@ _PARAMETER = re.compile(
 
 
 def _make(functions: Functions) -> AnswerParser:
+    schemas = {name: TypedText(schema) for name, schema in functions.items()}
+
     def read(tag: str, body: str) -> Sequence[Call] | None:
         parts = body.split(_FUNCTION)[1:] if tag == _OPEN else [body]
-        calls = [_read(part, functions) for part in parts]
+        calls = [_read(part, schemas) for part in parts]
         return None if not calls or None in calls else [call for call in calls if call is not None]
 
     return TaggedParser({_OPEN: _CLOSE, _FUNCTION: _END}, read, stray=(_CLOSE,))
 
 
-def _read(text: str, functions: Functions) -> Call | None:
+def _read(text: str, schemas: Mapping[str, TypedText]) -> Call | None:
     name = _NAME.match(text)
-    if name is None or name[1] not in functions:
+    if name is None or name[1] not in schemas:
         return None
-    properties = functions[name[1]].get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    found = _PARAMETER.findall(text[name.end() :])
-    return Call(name[1], {key.strip(): _value(value, known.get(key.strip())) for key, value in found})
-
-
-def _value(text: str, schema: Any) -> Any:
-    """A text where the schema allows one; else the JSON that it is, and a text if it is none. The schema is the
-    client's, and may be wrong."""
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and text != "null"):
-        return text
-    try:
-        return read_json(text)
-    except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    schema = schemas[name[1]]
+    found = [(key.strip(), value) for key, value in _PARAMETER.findall(text[name.end() :])]
+    return Call(name[1], {key: schema.value(value, schema.member(schema.root, key)) for key, value in found})
 
 
 FORMAT = ToolFormat(make=_make, tags=(_OPEN, _CLOSE), is_taught=lambda template: _FUNCTION in template)

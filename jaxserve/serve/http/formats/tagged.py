@@ -34,7 +34,6 @@ class TaggedParser:
         self._text = Spaced()
         self._held = ""
         self._open: str | None = None
-        self._num_calls = 0
         self._behind_call = False
 
     def push(self, text: str) -> list[Piece]:
@@ -93,8 +92,4 @@ class TaggedParser:
     def _tell(self, calls: Sequence[Call]) -> list[Piece]:
         self._text.end()
         self._behind_call = True
-        pieces = []
-        for call in calls:
-            pieces.append(Piece(call=self._num_calls, name=call.name, arguments=write_json(call.arguments)))
-            self._num_calls += 1
-        return pieces
+        return [Piece(name=call.name, arguments=write_json(call.arguments)) for call in calls]
