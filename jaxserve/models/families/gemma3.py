@@ -65,5 +65,5 @@ def _rope_tables(config: HfConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]
 
 
 FAMILY = Family(
-    architecture="Gemma3ForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, inert=gemma2.INERT
+    architecture="Gemma3ForCausalLM", adapt=adapt, weights=WEIGHTS, inert=gemma2.INERT
 )
