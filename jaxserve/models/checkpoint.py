@@ -211,7 +211,9 @@ def _find_shards(directory: Path) -> tuple[Path, ...]:
         more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         said = f"but has {', '.join(file.name for file in files)}"
         said = f"of which {', '.join(names)}{more} are missing" if names else said
-        raise CheckpointError(f"{directory} should have {counts[0]} files by their names, {said}; fetch the whole model")
+        raise CheckpointError(
+            f"{directory} should have {counts[0]} files by their names, {said}; fetch the whole model"
+        )
     return tuple(files)
 
 

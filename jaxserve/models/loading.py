@@ -229,7 +229,7 @@ def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
     family = find_family(checkpoint.config, checkpoint.config_file, checkpoint.family)
     config = family.decoder_config(checkpoint.config, checkpoint.config_file)
     if not config.tied_embeddings and _lacks_head(checkpoint, family):
-        config = dataclasses.replace(config, tied_embeddings=True, has_head=False)
+        config = dataclasses.replace(config, tied_embeddings=True, lm_head_bias=False, has_head=False)
     return family, config
 
 

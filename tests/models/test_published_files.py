@@ -249,7 +249,9 @@ FAMILY_FIXTURES = [
 ]
 
 
-@pytest.mark.parametrize("fixture", ["llama", "qwen2", "mistral_full", "gemma2", "phi3", "mixtral", "qwen3_moe", "olmo2"])
+@pytest.mark.parametrize(
+    "fixture", ["llama", "qwen2", "mistral_full", "gemma2", "phi3", "mixtral", "qwen3_moe", "olmo2"]
+)
 def test_a_base_model_has_names_without_the_prefix_and_no_head(fixture: str, tmp_path: Path) -> None:
     """Embedding models are published so; transformers adds the prefix for every family."""
     directory, tensors = copied(fixture, tmp_path)

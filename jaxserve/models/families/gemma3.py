@@ -64,6 +64,4 @@ def _rope_tables(config: HfConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]
     return {**tables[0], **scaling}, {**base, **tables[1]}
 
 
-FAMILY = Family(
-    architecture="Gemma3ForCausalLM", adapt=adapt, weights=WEIGHTS, inert=gemma2.INERT
-)
+FAMILY = Family(architecture="Gemma3ForCausalLM", adapt=adapt, weights=WEIGHTS, inert=gemma2.INERT)
