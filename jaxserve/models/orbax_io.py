@@ -54,8 +54,8 @@ def convert(
 ) -> CheckpointKind:
     """Converts a Hugging Face directory to an Orbax one, or an Orbax one back, and returns the kind of `target`.
 
-    Every weight that the model uses keeps its bytes, but for float64, which becomes float32. Tensors that the model does not use are dropped: an output
-    projection beside tied embeddings, stored rotation frequencies.
+    Every weight that the model uses keeps its bytes, but for float64, which becomes float32. Tensors that the model
+    does not use are dropped: an output projection beside tied embeddings, stored rotation frequencies.
 
     Raises CheckpointError when the source is unusable or quantised, or the target exists and is not an empty directory.
     The target appears when all of it is there.

@@ -116,8 +116,9 @@ def _read(
         found = tensors[piece.source].shape
         if found != piece.source_shape:
             raise CheckpointError(
-                f"{tensors[piece.source].file}: {piece.source} has the shape {list(found)}, but {checkpoint.config_file} says "
-                f"{list(piece.source_shape)}; do config.json and the weights belong together?"
+                f"{tensors[piece.source].file}: {piece.source} has the shape {list(found)}, but "
+                f"{checkpoint.config_file} says {list(piece.source_shape)}; do config.json and the weights belong "
+                "together?"
             )
 
     def load(path: Path) -> jax.Array:

@@ -256,7 +256,11 @@ def test_a_base_model_has_names_without_the_prefix_and_no_head(fixture: str, tmp
     """Embedding models are published so; transformers adds the prefix for every family."""
     directory, tensors = copied(fixture, tmp_path)
     config = decoder_config(read_checkpoint(hf_oracle.FIXTURES / fixture))[1]
-    base = {name.removeprefix("model."): t for name, t in tensors.items() if not name.startswith("lm_head.")}
+    base = {
+        name.removeprefix("model.").removeprefix("transformer."): t
+        for name, t in tensors.items()
+        if not name.startswith("lm_head.")
+    }
     save_file(base, str(directory / "model.safetensors"))
     found = load_model(directory)
     assert found.config.has_head == config.tied_embeddings

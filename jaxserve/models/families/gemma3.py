@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.decoder_config import DecoderConfig, NormPlace, QkNorm
-from jaxserve.models.families import gemma, gemma2, llama, qwen3
+from jaxserve.models.families import gemma, gemma2, qwen3
 from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_types, rope_of
 

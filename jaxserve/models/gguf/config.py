@@ -156,8 +156,8 @@ def read_pooling(file: GgufFile) -> Pooling | None:
         return None
     if number not in _POOLINGS:
         raise CheckpointError(
-            f"{file.path}: {key} is {number}, which is not supported (1, the mean, 2, the first token, and 3, the last, "
-            "are); set model.pooling to mean, last or first to embed in that way all the same"
+            f"{file.path}: {key} is {number}, which is not supported (1, the mean, 2, the first token, and 3, the "
+            "last, are); set model.pooling to mean, last or first to embed in that way all the same"
         )
     return _POOLINGS[number]
 

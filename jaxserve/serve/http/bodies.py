@@ -1,8 +1,8 @@
 """The reader of bodies: JSON only, of bounded depth; and the errors that every route declares.
 
 JSON is UTF-8, as a rule; UTF-16, UTF-32 and a mark of the order of bytes are seen by the first bytes (RFC 4627, 3), as
-Python's own parser does. pydantic validates. Its parser is used rather than Python's, since it has a limit of depth, refuses lone surrogates and
-NaN, and takes a tenth of the time.
+Python's own parser does. pydantic validates. Its parser is used rather than Python's, since it has a limit of depth,
+refuses lone surrogates and NaN, and takes a tenth of the time.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Bodies in which 8.0 is a whole number and 8.5 is none, as JSON knows one kind of numbers (RFC 8259, 6).
 
-Many languages and some libraries write whole numbers so. The rule is put into the schema of pydantic wherever a body has
-an integer: in strict mode it takes no float, and otherwise it would take "8" and true, too.
+Many languages and some libraries write whole numbers so. The rule is put into the schema of pydantic wherever a body
+has an integer: in strict mode it takes no float, and otherwise it would take "8" and true, too.
 """
 
 from typing import Any
