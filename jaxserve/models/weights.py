@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+")
 # Names that carry nothing a decoder computes with, in files of any family: tables of rotation and of positions, which
 # follow from the config, and the value heads that trainers by reinforcement learning leave behind.
 UNREAD = (
-    r"(.*\.)?rotary\w*\.(inv_freq|original_inv_freq)",
+    r"(.*\.)?\w*rotary\w*\.(inv_freq|original_inv_freq)",
     r"(.*\.)?(cos|sin)_cached",
     r"(.*\.)?position_ids",
     r"(.*\.)?(v_head|value_head)\..*",

@@ -128,6 +128,7 @@ def _unread(first: Tensors, second: Tensors) -> dict[str, Any]:
         f"{layer}.inv_freq": table[0],
         "model.rotary_emb.inv_freq": table[0].astype(np.uint16),
         "rotary_emb.inv_freq": table[0],
+        "transformer.h.0.self_attention.maybe_rotary.inv_freq": table[0],
         "model.rotary_emb.original_inv_freq": table[0],
         "model.embeddings.position_ids": np.arange(4),
         "v_head.summary.weight": table,

@@ -92,6 +92,7 @@ class TimedProtocol(HttpToolsProtocol, Client):
             self._half_closed.cancel()
         self._port.connections.remove(self)
         super().connection_lost(exc)
+        self.app = self._whole_app  # a method of its own would keep it until the next collection
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether the connection stays open: for the answer to a whole request. With TLS asyncio closes it anyway."""
