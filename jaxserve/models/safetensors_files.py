@@ -136,8 +136,9 @@ def open_tensors(directory: Path, say: Callable[[str], None] | None = None) -> d
         if more:
             said.append(f"{found.index} does not name {len(more)} tensors of its files, which are passed over: ")
             said[-1] += fold_names(more)
-    for sentence in said if say is not None else ():
-        say(sentence)
+    if say is not None:
+        for sentence in said:
+            say(sentence)
     return tensors
 
 
@@ -200,7 +201,7 @@ def open_file(file: Path) -> dict[str, TensorSource]:
             name=name,
             file=file,
             shape=tuple(entry["shape"]),
-            dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
+            dtype=_DTYPES.get(entry["dtype"]) or entry["dtype"],
             start=8 + header_len + entry["data_offsets"][0],
         )
         for name, entry in header.items()

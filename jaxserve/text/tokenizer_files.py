@@ -130,7 +130,8 @@ def _added_tokens(directory: Path, options: Mapping[str, Any]) -> tuple[AddedTok
                 token = AddedToken(content=content, token_id=int(token_id), special=False, file=path.name)
                 tokens[token.token_id] = token
         for key, entry in (options.get("added_tokens_decoder") or {}).items():
-            flags = {k: bool(entry.get(k, False)) for k in ("special", "lstrip", "rstrip", "single_word", "normalized")}
+            names = ("special", "lstrip", "rstrip", "single_word", "normalized")
+            flags: dict[str, Any] = {name: bool(entry.get(name, False)) for name in names}
             tokens[int(key)] = AddedToken(content=entry["content"], token_id=int(key), **flags)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise read_failure(path, ValueError(f"bad added token: {error!r}")) from error
