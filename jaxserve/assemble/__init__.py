@@ -102,7 +102,7 @@ class Device:
       vocab_size: V of the model; the tokenizer may know fewer ids.
       eos_token_ids: as the checkpoint says.
       sampling_defaults: options of `SamplingParams` that the checkpoint recommends.
-      private_prompts_above, max_position: see `ModelInfo`.
+      private_prompts_above, max_position, generates: see `ModelInfo`.
       seconds: times of its construction: `plan` for the checkpoint's header and all shapes, then `weights` and
         `executables` at once.
       later: step shapes that the runner does not have yet; None: it has all.
@@ -125,6 +125,7 @@ class Device:
     sampling_defaults: Mapping[str, object]
     private_prompts_above: int | None = None
     max_position: int | None = None
+    generates: bool = True
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     later: LaterBuckets | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -436,6 +437,7 @@ def describe_model(
         max_pool_tokens=min(longest_sequence(one) for one in limits),
         private_prompts_above=first.private_prompts_above,
         max_position=first.max_position,
+        generates=first.generates,
         embedding=embedding,
         reranker=reranker,
         drafter=config.speculation.method,
@@ -523,6 +525,8 @@ def build_devices(
     if len(stages) < config.parallel.pipeline:
         size += f" of {len(stages)} of {config.parallel.pipeline} stages"
     logger.info("%s: %s, %s", config.model.path, size, stages[0].dtype)
+    if not stages[0].config.has_head:
+        logger.warning("%s: there is no output projection (lm_head) in its files: it only embeds", config.model.path)
     if rounding := describe_rounding(config.model.dtype, stages[0].dtype, stages[0].checkpoint):
         logger.warning("%s: %s", config.model.path, rounding)
     if (scales := stages[0].cache_scales) is not None:
@@ -554,6 +558,7 @@ def _describe_device(
         sampling_defaults=loaded.checkpoint.default_sampling,
         private_prompts_above=min(stretched, default=None),
         max_position=loaded.config.max_position,
+        generates=loaded.config.has_head,
         seconds={"plan": plan_s, **built.seconds},
         later=built.later,
         facts={

@@ -4,8 +4,11 @@ from jaxserve.api import Pooling
 from jaxserve.config.schema import Config, ModelConfig
 from jaxserve.engine import QWEN3_TEMPLATE, EmbeddingRules, Reranker
 from jaxserve.errors import ConfigError
+from jaxserve.gguf_file import read_gguf
 from jaxserve.models import configured_checkpoint, decoder_config
-from jaxserve.models.sentence_modules import read_answers, read_modules, read_pooling, read_sizes
+from jaxserve.models.checkpoint import Checkpoint
+from jaxserve.models.gguf import config as gguf_config
+from jaxserve.models.sentence_modules import SentenceModules, read_answers, read_modules, read_pooling, read_sizes
 from jaxserve.text import Tokenizer
 
 
@@ -15,11 +18,18 @@ def embedding_rules(model: ModelConfig) -> EmbeddingRules:
     _, decoder = decoder_config(checkpoint)
     modules = read_modules(checkpoint.path)
     return EmbeddingRules(
-        pooling=read_pooling(modules) if model.pooling == "auto" else Pooling(model.pooling),
+        pooling=_own_pooling(checkpoint, modules) if model.pooling == "auto" else Pooling(model.pooling),
         normalize=modules.normalizes,
         size=decoder.hidden_size,
         sizes=read_sizes(checkpoint.config, decoder.hidden_size, checkpoint.config_file),
     )
+
+
+def _own_pooling(checkpoint: Checkpoint, modules: SentenceModules) -> Pooling:
+    """The pooling that the files ask for, a mean where they ask for none. Raises CheckpointError."""
+    if checkpoint.gguf is None:
+        return read_pooling(modules)
+    return gguf_config.read_pooling(read_gguf(checkpoint.gguf)) or Pooling.MEAN
 
 
 def find_reranker(config: Config, tokenizer: Tokenizer | None) -> Reranker | None:

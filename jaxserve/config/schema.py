@@ -61,7 +61,7 @@ class ModelConfig(Section):
     family: str | None = pydantic.Field(
         default=None,
         description="The reader of the checkpoint: name, entry point (jaxserve.models) or 'package.module:FAMILY'; "
-        "default: that of the first name in architectures.",
+        "default: that of the first name in architectures, or of model_type where there is none.",
     )
     overrides: dict[str, pydantic.JsonValue] = pydantic.Field(
         default={},
@@ -73,7 +73,8 @@ class ModelConfig(Section):
     pooling: Literal["auto", "mean", "last", "first"] = pydantic.Field(
         default="auto",
         description="Tokens of a prompt whose final hidden states are averaged to its embedding; auto: as the files of "
-        "sentence-transformers say (modules.json, 1_Pooling/config.json), a mean of all without such files.",
+        "sentence-transformers say (modules.json, 1_Pooling/config.json), or a GGUF file's pooling_type; a mean of all "
+        "without these.",
     )
 
 

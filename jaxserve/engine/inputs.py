@@ -41,6 +41,7 @@ class ModelInfo:
       max_pool_tokens: tokens of a sequence that has the whole page pool; None: as many as max_model_len.
       private_prompts_above: prompts longer than this share pages only with prompts of their own length; None: all
         share. Dynamic rope scaling turns keys by an angle that depends on the prompt's length beyond the trained one.
+      generates: false of a base model, which has no output projection and only embeds.
       max_position: tokens that the checkpoint is made for, of which max_model_len may be a part; None: not known.
       embedding: how prompts are embedded.
       reranker: how documents are judged; None: the model is not known to judge.
@@ -56,6 +57,7 @@ class ModelInfo:
     max_pool_tokens: int | None = None
     private_prompts_above: int | None = None
     max_position: int | None = None
+    generates: bool = True
     embedding: EmbeddingRules = dataclasses.field(default_factory=EmbeddingRules)
     reranker: Reranker | None = None
     drafter: str = "none"
@@ -104,6 +106,11 @@ def prepare_request(
         _check_seconds(name, getattr(options, name), "null for the engine's own")
     if options.pooling:
         _check_pooling(len(token_ids), sampling, model)
+    elif not model.generates:
+        raise UnsupportedOption(
+            f"the checkpoint of {model.name!r} has no output projection (lm_head), so it makes embeddings and no "
+            "tokens; ask for an embedding, or take a checkpoint with its head"
+        )
     max_tokens = 0 if options.pooling else _resolve_max_tokens(len(token_ids), sampling.max_tokens, model)
     check_token_ids(token_ids, model.vocab_size)
     if options.resume is not None:

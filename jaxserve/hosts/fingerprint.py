@@ -131,10 +131,12 @@ def _samples(opened: BinaryIO, suffix: str, size: int) -> list[int]:
 def _shared_files(directory: Path) -> list[Path]:
     """The weights in the directory above that an index names (`safetensors_files`)."""
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    return [directory.parent / Path(name).name for name in named if name.startswith("../")]
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        shared = [directory.parent / Path(name).name for name in named if name.startswith("../")]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return []  # no index, or one that whoever reads the weights refuses or passes over
+    return [file for file in shared if file.is_file()]
 
 
 def _is_hidden(relative: Path) -> bool:

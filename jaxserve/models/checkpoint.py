@@ -8,6 +8,7 @@ stand for the packaged models. A GGUF file has all of them in its metadata. Weig
 import dataclasses
 import enum
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ ORBAX_MARKER = "jaxserve_orbax.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 GENERATION_NAME = "generation_config.json"
+_SHARD = re.compile(r"model-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors")
+_MAX_LISTED = 8  # names in a message
 
 # Fields of generation_config.json that are defaults of sampling options of the same meaning here.
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -141,16 +144,85 @@ def check_described(checkpoint: Checkpoint, *, random_weights: bool) -> None:
         find_weights(checkpoint.path)
 
 
-def find_weights(directory: Path) -> Path:
-    """The index of a Hugging Face directory, or its only file of weights. Raises CheckpointError without either."""
-    for name in (INDEX_NAME, SINGLE_NAME):
-        if (directory / name).is_file():
-            return directory / name
-    others = sorted(f.name for f in directory.glob("*.bin")) + sorted(f.name for f in directory.glob("*.pt*"))
-    hint = "it has sizes alone, enough for `jaxserve plan` and `simulate`; set model.path to a directory with weights"
-    if others:
-        hint = f"found {', '.join(others)}, which must be converted to safetensors first"
-    raise CheckpointError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; {hint}")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """The files of weights of a Hugging Face directory.
+
+    Attributes:
+      index: says which tensors are in which files; None: all tensors of `files` are meant.
+      files: without an index, the only file, or all shards in their order.
+      unused_index: that of other files, which nothing reads.
+    """
+
+    index: Path | None = None
+    files: tuple[Path, ...] = ()
+    unused_index: Path | None = None
+
+
+def find_weights(directory: Path) -> WeightFiles:
+    """The files that a Hugging Face directory is read from, in the order of transformers: model.safetensors, else the
+    index; and shards that lack their index.
+
+    An index that names model.safetensors is of more than this file, and goes before it. Raises CheckpointError without
+    any of these, and for shards that are not all there.
+    """
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    if single.is_file():
+        if not index.is_file():
+            return WeightFiles(files=(single,))
+        try:
+            is_of_it = SINGLE_NAME in read_weight_map(index).values()
+        except CheckpointError:  # a file that is left over may hold anything
+            is_of_it = False
+        return WeightFiles(index=index) if is_of_it else WeightFiles(files=(single,), unused_index=index)
+    if index.is_file():
+        return WeightFiles(index=index)
+    if shards := _find_shards(directory):
+        return WeightFiles(files=shards)
+    said = f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+    if others := sorted(file.name for file in directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{said} nor files called model-00001-of-0000N.safetensors, but {', '.join(others)}; rename the file of "
+            f"the whole model to {SINGLE_NAME}, or fetch the index"
+        )
+    if others := sorted(f.name for f in directory.glob("*.bin")) + sorted(f.name for f in directory.glob("*.pt*")):
+        raise CheckpointError(f"{said}; found {', '.join(others)}, which must be converted to safetensors first")
+    raise CheckpointError(
+        f"{said}; it has sizes alone, enough for `jaxserve plan` and `simulate`; set model.path to a directory with "
+        "weights"
+    )
+
+
+def _find_shards(directory: Path) -> tuple[Path, ...]:
+    """The numbered files of a model, which must be all of one sequence."""
+    found = {file: match for file in directory.iterdir() if (match := _SHARD.fullmatch(file.name))}
+    files = sorted(found, key=lambda file: int(found[file]["number"]))
+    counts = sorted({int(match["count"]) for match in found.values()})
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{directory} has no {INDEX_NAME}, and its files are of several sequences: "
+            f"{', '.join(file.name for file in files)}; fetch the index, or remove those of another model"
+        )
+    numbers = [int(found[file]["number"]) for file in files]
+    if counts and numbers != [*range(1, counts[0] + 1)]:
+        width = max(len(match["number"]) for match in found.values())
+        missing = sorted({*range(1, counts[0] + 1)} - {*numbers})
+        names = [f"model-{number:0{width}d}-of-{counts[0]:0{width}d}.safetensors" for number in missing[:_MAX_LISTED]]
+        more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
+        said = f"but has {', '.join(file.name for file in files)}"
+        said = f"of which {', '.join(names)}{more} are missing" if names else said
+        raise CheckpointError(
+            f"{directory} should have {counts[0]} files by their names, {said}; fetch the whole model"
+        )
+    return tuple(files)
+
+
+def read_weight_map(index_file: Path) -> dict[str, str]:
+    """The file of each tensor, by an index. Raises CheckpointError."""
+    weight_map = read_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{index_file}: 'weight_map' must map tensor names to file names")
+    return weight_map
 
 
 def read_json(file: Path) -> dict[str, Any]:

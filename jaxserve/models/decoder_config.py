@@ -305,6 +305,8 @@ class DecoderConfig:
       logit_soft_cap: logits x become cap * tanh(x / cap); None is off.
       tied_embeddings: the output projection is the transposed embedding table.
       lm_head_bias: it adds a bias.
+      has_head: false of a base model, which makes hidden states alone; then `tied_embeddings` gives it logits, which
+        mean nothing, and nobody may generate.
       cache_scales: attention has scales of keys and values, since the cache has eight bits; no matter of a checkpoint.
       module: the class of the decoder, made and called as `decoder.Decoder` is; None: that one.
     """
@@ -322,6 +324,7 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     tied_embeddings: bool = False
     lm_head_bias: bool = False
+    has_head: bool = True
     cache_scales: bool = False
     module: type | None = None
 

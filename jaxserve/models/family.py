@@ -75,8 +75,7 @@ class Family:
       architecture: as in `architectures[0]` of config.json.
       adapt: from its config to a `DecoderConfig`; raises CheckpointError for values that are not implemented.
       weights: the rules.
-      ignored: regular expressions of tensor names that carry no weights.
-      prefix: of tensor names, that some checkpoints of the family leave out.
+      ignored: regular expressions of tensor names that carry no weights, beside those of `weights.UNREAD`.
       spellings: regular expressions of how tensor names may begin, and the beginning that the table has for it.
       inert: fields of its config that change nothing, beside those of `hf_config.INERT`.
       tower: what makes embeddings of pictures; None: the model takes text alone.
@@ -86,10 +85,15 @@ class Family:
     adapt: Callable[[HfConfig], DecoderConfig]
     weights: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
-    prefix: str = ""
     spellings: tuple[tuple[str, str], ...] = ()
     inert: tuple[str, ...] = ()
     tower: "TowerFamily | None" = None
+
+    @property
+    def prefix(self) -> str:
+        """What tensor names of a base model leave out: the beginning that all rules but those of the head share."""
+        first = {rule.source.partition(".")[0] for rule in self.weights if not rule.target.startswith("lm_head")}
+        return f"{first.pop()}." if len(first) == 1 else ""
 
     def decoder_config(self, values: Mapping[str, Any], origin: str) -> DecoderConfig:
         """The decoder of a parsed config.json; `origin` is the file, for messages.
@@ -146,6 +150,34 @@ FAMILIES: Registry[Family] = Registry(
     },
 )
 
+# By `model_type`, for a config.json without the name of its architecture, or with that of the model without a head.
+_ARCHITECTURES = {
+    "bloom": "BloomForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llava": "LlavaForConditionalGeneration",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "mpt": "MptForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+_HEADS = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)\Z")
+
 
 # Architectures that are known and do not run: a pattern of their names, and the reason with the remedy.
 _REFUSED = (
@@ -182,18 +214,39 @@ def find_family(config: Mapping[str, Any], origin: str, name: str | None = None)
         if not isinstance(found, Family):
             raise ConfigError(f"model.family is {name!r}, which is a {type(found).__name__} and not a Family")
         return found
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(f"{origin}: 'architectures' must be a list with a name, got {names!r}")
-    if names[0] not in FAMILIES:
+    architecture = _architecture_of(config, origin)
+    if architecture not in FAMILIES:
         for pattern, reason in _REFUSED:
-            if re.fullmatch(pattern, names[0]):
-                raise CheckpointError(f"{origin}: {names[0]} is not supported: {reason}")
+            if re.fullmatch(pattern, architecture):
+                raise CheckpointError(f"{origin}: {architecture} is not supported: {reason}")
         raise CheckpointError(
-            f"{origin}: architecture {names[0]!r} is unknown; known: {', '.join(FAMILIES.names())}; an installed "
+            f"{origin}: architecture {architecture!r} is unknown; known: {', '.join(FAMILIES.names())}; an installed "
             "package can add one under the entry point group 'jaxserve.models', and model.family names one by its path"
         )
     try:
-        return FAMILIES.get(names[0])
+        return FAMILIES.get(architecture)
     except ConfigError as error:
         raise CheckpointError(f"{origin}: {error}") from error
+
+
+def _architecture_of(config: Mapping[str, Any], origin: str) -> str:
+    """The first name in `architectures`. Raises CheckpointError.
+
+    Transformers looks at `model_type` alone. Here that decides where there is no name, and where the name is that of
+    the model without its head, or spelled as before the name was settled; any other may be of code of its own.
+    """
+    names, model_type = config.get("architectures"), config.get("model_type")
+    known = _ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    if names is None or names == []:
+        if known is None:
+            raise CheckpointError(
+                f"{origin}: there are no 'architectures', and model_type {model_type!r} is unknown; known: "
+                f"{', '.join(_ARCHITECTURES)}; model.overrides.architectures may name the architecture"
+            )
+        return known
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise CheckpointError(f"{origin}: 'architectures' must be a list with a name, got {names!r}")
+    if names[0] in FAMILIES or known is None:
+        return names[0]
+    spellings = {known, *(_HEADS.sub(end, known) for end in ("Model", "TextModel"))}
+    return known if names[0].lower() in {spelling.lower() for spelling in spellings} else names[0]

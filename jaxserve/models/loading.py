@@ -48,7 +48,9 @@ from jaxserve.models.layout import Index
 from jaxserve.models.partition import Block, Partition, spread
 from jaxserve.models.quantised import read_scheme
 from jaxserve.models.quantised.coding import CODED, CodedTensor, RoundedParam
+from jaxserve.models.quantised.scheme import module_name
 from jaxserve.models.quantised.storing import Kept, KeptPart, Quantisation, Sizes, choose_kept
+from jaxserve.models.safetensors_files import stored_names
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader, window_reader
 from jaxserve.models.sharding import EXPERT_AXIS, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, name_of, plan_weights
@@ -225,7 +227,22 @@ def decoder_config(checkpoint: Checkpoint) -> tuple[Family, DecoderConfig]:
     """The family and the config of a checkpoint. Raises CheckpointError when it cannot be run."""
     read_scheme(checkpoint)  # refuses what is not known, before anything that takes long
     family = find_family(checkpoint.config, checkpoint.config_file, checkpoint.family)
-    return family, family.decoder_config(checkpoint.config, checkpoint.config_file)
+    config = family.decoder_config(checkpoint.config, checkpoint.config_file)
+    if not config.tied_embeddings and _lacks_head(checkpoint, family):
+        config = dataclasses.replace(config, tied_embeddings=True, lm_head_bias=False, has_head=False)
+    return family, config
+
+
+def _lacks_head(checkpoint: Checkpoint, family: Family) -> bool:
+    """A Hugging Face directory of a base model, as embedding models are published, whose config speaks of a head."""
+    heads = {module_name(rule.source).rpartition(".")[2] for rule in family.weights if rule.target == "lm_head"}
+    if checkpoint.kind is not CheckpointKind.HUGGING_FACE or not heads:
+        return False
+    try:
+        names = stored_names(checkpoint.path)
+    except CheckpointError:  # there are none yet, or whoever reads them says what is wrong
+        return False
+    return not any(head in name.split(".") for name in names for head in heads)
 
 
 def plan_kept(
@@ -425,7 +442,9 @@ class _Filler:
     def _safetensors_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> "_Source":
         config = self.partition.model
         plan = plan_weights(self.family, config, shapes, axes_of(self._checkpoint_state()))
-        tensors = checked_tensors(self.checkpoint, self.family, config, plan, self.kept)
+        # The stages of a pipeline open the same files: the first says what is in them.
+        say = logger.warning if self.first_layer == 0 else None
+        tensors = checked_tensors(self.checkpoint, self.family, config, plan, self.kept, say)
 
         def order(source: Path, part: KeptPart | None) -> np.ndarray:
             names = part.sources if part is not None else {piece.source for piece in plan[source]}

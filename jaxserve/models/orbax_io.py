@@ -54,8 +54,8 @@ def convert(
 ) -> CheckpointKind:
     """Converts a Hugging Face directory to an Orbax one, or an Orbax one back, and returns the kind of `target`.
 
-    Every weight that the model uses keeps its bytes. Tensors that the model does not use are dropped: an output
-    projection beside tied embeddings, stored rotation frequencies.
+    Every weight that the model uses keeps its bytes, but for float64, which becomes float32. Tensors that the model
+    does not use are dropped: an output projection beside tied embeddings, stored rotation frequencies.
 
     Raises CheckpointError when the source is unusable or quantised, or the target exists and is not an empty directory.
     The target appears when all of it is there.
@@ -92,6 +92,11 @@ def _to_orbax(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -
             "Hugging Face directory as it is, or convert the checkpoint that it was quantised from"
         )
     family, config, plan, shapes, axes = _plan(checkpoint)
+    if not config.has_head:
+        raise CheckpointError(
+            f"{checkpoint.path} has no output projection, and {checkpoint.config_file} does not tie it to the "
+            "embeddings; an Orbax directory has all weights that its config speaks of: serve this one as it is"
+        )
     tensors = checked_tensors(checkpoint, family, config, plan)
     arrays = {}
     progress.begin("reading the weights")
@@ -111,7 +116,8 @@ def _common_dtype(path: Path, pieces: list[Piece], tensors: Mapping[str, Readabl
     names = {piece.source: tensors[piece.source].dtype for piece in pieces}
     if len(set(names.values())) > 1:
         raise CheckpointError(f"tensors that share one parameter have different element types: {names}")
-    return jax.numpy.dtype(next(iter(names.values())))
+    stored = jax.numpy.dtype(next(iter(names.values())))
+    return np.dtype(np.float32) if stored == np.float64 else stored
 
 
 def _to_hugging_face(checkpoint: Checkpoint, directory: FilePath, progress: Progress) -> None:

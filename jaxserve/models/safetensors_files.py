@@ -3,6 +3,9 @@
 Tensors are read in slices: a device that holds an eighth of a matrix must read an eighth of it from disk. They are read
 by plain reads and not through the library's memory map: touched pages of a map count as memory of the process, for all
 tensors together, and a page fault on a slow disk stops every thread of Python.
+
+Published directories have more than the model needs: tensors that an index does not name, element types that no weight
+has. They are no concern of this module but where they leave in doubt which tensor is meant.
 """
 
 import dataclasses
@@ -10,6 +13,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,12 +22,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.checkpoint import INDEX_NAME, find_weights, read_json
+from jaxserve.models.checkpoint import INDEX_NAME, SINGLE_NAME, find_weights, read_weight_map
 from jaxserve.models.weights import fold_names
 
-# Written names of element types, as numpy with ml_dtypes knows them. Weights are of the first three; the others are
-# codes, scales and indices of quantised weights, and the vocabularies of draft heads.
+# Written names of element types, as numpy with ml_dtypes knows them. Weights are of the first four; most of the others
+# are codes, scales and indices of quantised weights, and the vocabularies of draft heads.
 _DTYPES = {
+    "F64": "float64",
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
@@ -34,9 +39,13 @@ _DTYPES = {
     "U8": "uint8",
     "I32": "int32",
     "I64": "int64",
+    "I16": "int16",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
     "BOOL": "bool",
 }
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 class ReadableTensor(Protocol):
@@ -62,7 +71,10 @@ class ReadableTensor(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """One tensor of a checkpoint. `start` is where its bytes begin in the file."""
+    """One tensor of a checkpoint. `start` is where its bytes begin in the file.
+
+    `dtype` of an element type that NumPy does not have is its name in the file, which no reader takes.
+    """
 
     name: str
     file: Path
@@ -105,38 +117,76 @@ class TensorSource:
             into, offset = into[count:], offset + count
 
 
-def open_tensors(directory: Path) -> dict[str, TensorSource]:
-    """Every tensor of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+def open_tensors(directory: Path, say: Callable[[str], None] | None = None) -> dict[str, TensorSource]:
+    """Every tensor of the files that `find_weights` chooses; of an index, those that it names, each of its file.
 
-    Raises CheckpointError naming the file when one is missing, truncated or corrupt, when the index and its files
-    disagree, or when an element type is unknown.
+    `say` is told in a sentence what else there is and is passed over. Raises CheckpointError naming the file when one
+    is missing, truncated or corrupt, when the index and its files disagree, or when a tensor is in two shards.
     """
-    file = find_weights(directory)
-    return _open_indexed(file) if file.name == INDEX_NAME else open_file(file)
+    found = find_weights(directory)
+    said: list[str] = []
+    if found.index is None:
+        tensors = _join(directory, found.files)
+        if found.unused_index is not None:
+            said.append(f"{found.unused_index} is passed over: {SINGLE_NAME} lies beside it, and is the whole model")
+        if found.files[0].name != SINGLE_NAME:
+            said.append(f"{directory} has no {INDEX_NAME}: all {len(found.files)} numbered files are read")
+    else:
+        tensors, more = _open_indexed(found.index)
+        if more:
+            said.append(f"{found.index} does not name {len(more)} tensors of its files, which are passed over: ")
+            said[-1] += fold_names(more)
+    if say is not None:
+        for sentence in said:
+            say(sentence)
+    return tensors
 
 
-def _open_indexed(index_file: Path) -> dict[str, TensorSource]:
-    weight_map = read_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{index_file}: 'weight_map' must map tensor names to file names")
+def stored_names(directory: Path) -> Collection[str]:
+    """The names of `open_tensors`; an index alone is read where there is one. Raises CheckpointError."""
+    found = find_weights(directory)
+    return (read_weight_map(found.index) if found.index is not None else _join(directory, found.files)).keys()
+
+
+def _open_indexed(index_file: Path) -> tuple[dict[str, TensorSource], set[str]]:
+    """The tensors that an index names, and the names of those that it does not."""
+    weight_map = read_weight_map(index_file)
     names = sorted(set(weight_map.values()))
     # A checkpoint in a subdirectory may share weights with the one around it, and reaches no further.
     if outside := [n for n in names if Path(n).name != n and n != f"../{Path(n).name}"]:
         raise CheckpointError(f"{index_file} names {outside}, but files must lie beside it, or in the directory above")
     if missing := [n for n in names if not (index_file.parent / n).is_file()]:
         raise CheckpointError(f"{index_file} names files that are missing: {', '.join(missing)}")
-    tensors: dict[str, TensorSource] = {}
-    for name in names:
-        tensors |= open_file(index_file.parent / name)
-    if absent := sorted(
-        t for t, f in weight_map.items() if t not in tensors or tensors[t].file != index_file.parent / f
-    ):
+    files = {name: open_file(index_file.parent / name) for name in names}
+    if absent := sorted(tensor for tensor, name in weight_map.items() if tensor not in files[name]):
         raise CheckpointError(f"{index_file} promises tensors that its files lack: {fold_names(absent)}")
+    unnamed = {tensor for opened in files.values() for tensor in opened} - weight_map.keys()
+    return {tensor: files[name][tensor] for tensor, name in weight_map.items()}, unnamed
+
+
+def _join(directory: Path, files: Sequence[Path]) -> dict[str, TensorSource]:
+    """All tensors of files that no index speaks of."""
+    tensors: dict[str, TensorSource] = {}
+    for file in files:
+        opened = open_file(file)
+        if twice := sorted(opened.keys() & tensors.keys()):
+            others = ", ".join(sorted({tensors[name].file.name for name in twice}))
+            raise CheckpointError(
+                f"{file} has tensors that are in {others}, too, and {directory} has no {INDEX_NAME} that says which "
+                f"count: {fold_names(twice)}; fetch the index, or remove the files that do not belong to the model"
+            )
+        tensors |= opened
     return tensors
 
 
+def describe_origin(directory: Path, tensors: Sequence[TensorSource]) -> str:
+    """The one file of these tensors, for messages; the directory where they lie in several, or there are none."""
+    files = {tensor.file for tensor in tensors}
+    return str(next(iter(files)) if len(files) == 1 else directory)
+
+
 def open_file(file: Path) -> dict[str, TensorSource]:
-    """Every tensor of one file. Raises CheckpointError where it is truncated or corrupt, or an element type unknown."""
+    """Every tensor of one file. Raises CheckpointError where it is truncated or corrupt."""
     try:
         with safe_open(str(file), framework="numpy"):  # checks the header and the length of the file
             pass
@@ -146,17 +196,13 @@ def open_file(file: Path) -> dict[str, TensorSource]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is truncated, corrupt or no safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(
-                f"{file}: tensor {name} has element type {entry['dtype']}; known: {', '.join(_DTYPES)}"
-            )
-        tensors[name] = TensorSource(
+    return {
+        name: TensorSource(
             name=name,
             file=file,
             shape=tuple(entry["shape"]),
-            dtype=_DTYPES[entry["dtype"]],
+            dtype=_DTYPES.get(entry["dtype"]) or entry["dtype"],
             start=8 + header_len + entry["data_offsets"][0],
         )
-    return tensors
+        for name, entry in header.items()
+    }

@@ -3,6 +3,7 @@
 Files are opened in `safetensors_files`, names matched in `weights`.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -23,8 +24,16 @@ from jaxserve.models.quantised.reading import read_scheme
 from jaxserve.models.quantised.scheme import Format
 from jaxserve.models.quantised.storing import Kept
 from jaxserve.models.quantised.widening import WidenedTensor
-from jaxserve.models.safetensors_files import FLOAT_DTYPES, ReadableTensor, TensorSource, open_tensors
+from jaxserve.models.safetensors_files import (
+    FLOAT_DTYPES,
+    ReadableTensor,
+    TensorSource,
+    describe_origin,
+    open_tensors,
+)
 from jaxserve.models.weights import Path, Piece, check_names, fold_names
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size"}  # axes that have a field each
 _MAX_KINDS = 4  # wrong shapes that are listed one by one
@@ -37,19 +46,22 @@ def checked_tensors(
     config: DecoderConfig,
     plan: Mapping[Path, list[Piece]],
     kept: Mapping[Path, Kept] = MappingProxyType({}),
+    say: Callable[[str], None] | None = logger.warning,
 ) -> dict[str, ReadableTensor]:
     """The open tensors of a Hugging Face directory or a GGUF file, all there and of the right shapes, still unread.
 
     Quantised weights are there under the names of the float tensors that they would be. Those of parameters that are
-    `kept` as the checkpoint's codes read as records (`quantised.coding`); others are widened as they are read.
+    `kept` as the checkpoint's codes read as records (`quantised.coding`); others are widened as they are read. `say`:
+    see `open_tensors`.
 
     Raises CheckpointError with every missing and unknown name, or every wrong shape, and for quantised weights as
     `quantised` says.
     """
     pieces = [piece for pieces in plan.values() for piece in pieces]
     names = {piece.source for piece in pieces}
-    scheme, origin = read_scheme(checkpoint), str(checkpoint.path)
-    files = open_gguf(checkpoint) if checkpoint.kind is CheckpointKind.GGUF else open_tensors(checkpoint.path)
+    scheme = read_scheme(checkpoint)
+    files = open_gguf(checkpoint) if checkpoint.kind is CheckpointKind.GGUF else open_tensors(checkpoint.path, say)
+    origin = describe_origin(checkpoint.path, [*files.values()])
     files = respelled(files, family.spellings)
     if scheme is None:
         files = _with_prefix(files, family.prefix, names)
@@ -76,7 +88,7 @@ def checked_tensors(
             )
     wrong = [p for p in pieces if tensors[p.source].shape != p.source_shape]
     if wrong:
-        raise CheckpointError(_describe_shapes(wrong, len(pieces), tensors, checkpoint.config_file))
+        raise CheckpointError(_describe_shapes(wrong, len(pieces), tensors, origin, checkpoint.config_file))
     return tensors
 
 
@@ -150,7 +162,9 @@ def _with_prefix(tensors: dict[str, TensorSource], prefix: str, needed: set[str]
     return {prefix + name if name not in needed and prefix + name in needed else name: t for name, t in tensors.items()}
 
 
-def _describe_shapes(wrong: list[Piece], count: int, tensors: Mapping[str, ReadableTensor], config_file: str) -> str:
+def _describe_shapes(
+    wrong: list[Piece], count: int, tensors: Mapping[str, ReadableTensor], origin: str, config_file: str
+) -> str:
     """The sizes that disagree by their names in config.json, and the tensors, those of all layers as one."""
     fields: dict[str, None] = {}
     groups: dict[str, list[str]] = {}
@@ -164,7 +178,7 @@ def _describe_shapes(wrong: list[Piece], count: int, tensors: Mapping[str, Reada
     more = f"; and {len(kinds) - _MAX_KINDS} shapes more" if len(kinds) > _MAX_KINDS else ""
     said = f"{', '.join(fields)}; " if fields else ""
     return (
-        f"shapes disagree with {config_file}: {said}{len(wrong)} of {count} tensors are others ("
+        f"the shapes in {origin} disagree with {config_file}: {said}{len(wrong)} of {count} tensors are others ("
         f"{'; '.join(kinds[:_MAX_KINDS])}{more}); do config.json and the weights belong together?"
     )
 

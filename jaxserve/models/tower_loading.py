@@ -19,7 +19,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.models.checkpoint import Checkpoint, CheckpointKind
 from jaxserve.models.family import Family, find_family
-from jaxserve.models.safetensors_files import TensorSource, open_tensors
+from jaxserve.models.safetensors_files import TensorSource, describe_origin, open_tensors
 from jaxserve.models.shard_reading import check_float, respelled, shard_reader
 from jaxserve.models.sharding import arrays_of, axes_of
 from jaxserve.models.vision_tower import TowerConfig, VisionTower
@@ -107,16 +107,18 @@ def _read(
     params, plan = arrays_of(state), tower_rules(family, config, state)
     pieces = [piece for found in plan.values() for piece in found]
     files = respelled(open_tensors(checkpoint.path), family.spellings)
+    origin = describe_origin(checkpoint.path, [*files.values()])
     files = {name: tensor for name, tensor in files.items() if re.fullmatch(tower.owns, name)}
     what = f"the vision tower of {family.architecture}"
-    check_found(what, files, str(checkpoint.path), needed={p.source for p in pieces}, ignored=tower.ignored)
+    check_found(what, files, origin, needed={p.source for p in pieces}, ignored=tower.ignored)
     tensors: dict[str, TensorSource] = {piece.source: check_float(files[piece.source]) for piece in pieces}
     for piece in pieces:
         found = tensors[piece.source].shape
         if found != piece.source_shape:
             raise CheckpointError(
-                f"{checkpoint.path}: {piece.source} has the shape {list(found)}, but {checkpoint.config_file} says "
-                f"{list(piece.source_shape)}; do config.json and the weights belong together?"
+                f"{tensors[piece.source].file}: {piece.source} has the shape {list(found)}, but "
+                f"{checkpoint.config_file} says {list(piece.source_shape)}; do config.json and the weights belong "
+                "together?"
             )
 
     def load(path: Path) -> jax.Array:

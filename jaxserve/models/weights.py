@@ -16,6 +16,22 @@ from jaxserve.models.layout import Pattern, pattern_of
 from jaxserve.models.sharding import Axes
 
 _NUMBER = re.compile(r"\d+")
+# Names that carry nothing a decoder computes with, in files of any family: tables of rotation and of positions, which
+# follow from the config, and the value heads that trainers by reinforcement learning leave behind.
+UNREAD = (
+    r"(.*\.)?\w*rotary\w*\.(inv_freq|original_inv_freq)",
+    r"(.*\.)?(cos|sin)_cached",
+    r"(.*\.)?position_ids",
+    r"(.*\.)?(v_head|value_head)\..*",
+)
+# What programs around a model put into its names, and how to save it without.
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile puts that there; save model._orig_mod",
+    "_fsdp_wrapped_module.": "FSDP puts that there; save the gathered weights of the model inside",
+    "_checkpoint_wrapped_module.": "checkpointing of activations puts that there; save the model inside",
+    "module.": "DistributedDataParallel and DeepSpeed put that there; save model.module",
+    "base_model.model.": "PEFT puts that there; merge the adapter (merge_and_unload) and save the model",
+}
 
 Path = tuple[Any, ...]  # of a parameter in the state of `nnx.split`, such as ("layers", 0, "mlp", "down", "kernel")
 
@@ -165,7 +181,7 @@ def check_names(
       family: of the model.
       config: of the model.
       found: names in the files.
-      origin: the directory, for the message.
+      origin: the file, or the directory of several, for the message.
       needed: names that must be there.
       optional: names that may be there.
       ignored: regular expressions of names that carry no weights, beside the family's.
@@ -187,9 +203,9 @@ def check_found(
     ignored: Iterable[str] = (),
     hint: str = "",
 ) -> None:
-    """`check_names` of any table of rules: `ignored` has all patterns of names that may be there."""
+    """`check_names` of any table of rules: `ignored` has the patterns of names that may be there beside `UNREAD`."""
     found = set(found)
-    accepted = [re.compile(pattern) for pattern in ignored]
+    accepted = [re.compile(pattern) for pattern in (*UNREAD, *ignored)]
     missing = sorted(needed - found)
     unknown = sorted(name for name in found - needed - optional if not any(p.fullmatch(name) for p in accepted))
     complaints = []
@@ -199,4 +215,14 @@ def check_found(
         complaints.append(f"{len(unknown)} weights are unknown to {architecture}: {fold_names(unknown)}")
     if complaints:
         said = "; ".join(complaints)
+        hint = _wrapper_hint(missing, unknown) or hint
         raise CheckpointError(f"{origin}: {said}; do config.json and the weights belong together?{hint}")
+
+
+def _wrapper_hint(missing: Iterable[str], unknown: Iterable[str]) -> str:
+    """A sentence for names that a program around the model has changed; empty where it has not."""
+    missing = set(missing)
+    for mark, remedy in _WRAPPERS.items():
+        if any(mark in name and name.replace(mark, "") in missing for name in unknown):
+            return f" The names have {mark!r} in them: {remedy}, or take it out of the names"
+    return ""

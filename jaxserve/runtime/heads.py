@@ -84,6 +84,10 @@ def _find_draft_model(config: Config, target: DecoderConfig) -> FoundHead:
         )
     path = resolve_model_path(asked)
     found = decoder_config(read_checkpoint(path))[1]
+    if not found.has_head:
+        raise CheckpointError(
+            f"the draft model {path} has no output projection, so it guesses no tokens; take a model that generates"
+        )
     if found.vocab_size != target.vocab_size:
         model = resolve_model_path(config.model.path)
         raise CheckpointError(

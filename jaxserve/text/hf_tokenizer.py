@@ -9,6 +9,7 @@ Truncation and padding stored in the file are switched off: they would cut a pro
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ import tokenizers
 from jaxserve.errors import UnsupportedOption
 from jaxserve.text.base import check_text
 from jaxserve.text.pieces import SPACE_MARK, PieceTable, piece_bytes
-from jaxserve.text.tokenizer_files import TokenizerFiles, read_failure
+from jaxserve.text.tokenizer_files import ADDED_TOKENS_NAME, TokenizerFiles, read_failure
+
+logger = logging.getLogger(__name__)
 
 _SPACE_STAGE = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
 _STRIP_STAGE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -33,7 +36,8 @@ class HfTokenizer:
     """A `Tokenizer` over one tokenizer.json, or over a `backend` made of other files. Immutable after construction.
 
     Raises CheckpointError when the file cannot be read, or when tokenizer_config.json gives an added token an id
-    that does not fit.
+    that does not fit. Such a token of added_tokens.json, which nothing keeps up to date, is left out with a line in the
+    log.
     """
 
     def __init__(self, files: TokenizerFiles, backend: tokenizers.Tokenizer | None = None) -> None:
@@ -103,8 +107,12 @@ def _read_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     """Tokens that only the small files know, and the special mark on those that tokenizer.json has as plain ones."""
+    stale: list[str] = []
     for token in files.added_tokens:
         if backend.token_to_id(token.content) is not None:
+            continue
+        if token.file == ADDED_TOKENS_NAME and token.token_id != _next_id(backend):
+            stale.append(token.content)
             continue
         flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
         added = tokenizers.AddedToken(token.content, special=token.special, normalized=token.normalized, **flags)
@@ -112,11 +120,24 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) ->
         given = backend.token_to_id(token.content)
         if given != token.token_id:
             cause = ValueError(f"{token.content!r} should have id {token.token_id}, tokenizer.json leaves it {given}")
-            raise read_failure(files.directory / "tokenizer_config.json", cause)
+            raise read_failure(files.directory / token.file, cause)
+    if stale:
+        logger.warning(
+            "%s: %d tokens are left out, since tokenizer.json has no room for them at their ids: %.400s",
+            files.directory / ADDED_TOKENS_NAME,
+            len(stale),
+            ", ".join(map(repr, stale)),
+        )
     known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     for content in files.special_texts:
         if not known.get(content) and backend.token_to_id(content) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
+
+
+def _next_id(backend: tokenizers.Tokenizer) -> int:
+    """The id that the library gives to the next token."""
+    last = max(backend.get_added_tokens_decoder(), default=-1)
+    return max(backend.get_vocab_size(with_added_tokens=False), last + 1)
 
 
 def _named_id(backend: tokenizers.Tokenizer, files: TokenizerFiles, role: str, of_config: int | None) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 
 REMEDY = "replace the file, point model.tokenizer at another directory, or set model.skip_tokenizer to serve ids only"
+ADDED_TOKENS_NAME = "added_tokens.json"  # written by transformers before 4.34
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -21,7 +22,8 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AddedToken:
     """One token that is cut out of the text before the vocabulary is asked. `lstrip` and `rstrip` swallow the
-    white space before and after it; `single_word` wants no word character beside it."""
+    white space before and after it; `single_word` wants no word character beside it. `file`: the name of the one that
+    has it."""
 
     content: str
     token_id: int
@@ -30,6 +32,7 @@ class AddedToken:
     rstrip: bool = False
     single_word: bool = False
     normalized: bool = False
+    file: str = "tokenizer_config.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +121,21 @@ def _first_id(value: Any) -> int | None:
 
 
 def _added_tokens(directory: Path, options: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    """By their ids. The old file counts where tokenizer_config.json has no list, as in transformers."""
+    path = directory / ("tokenizer_config.json" if "added_tokens_decoder" in options else ADDED_TOKENS_NAME)
     tokens: dict[int, AddedToken] = {}
-    path = directory / "added_tokens.json"  # written by transformers before 4.34
     try:
-        for content, token_id in _read_json(path).items():
-            tokens[int(token_id)] = AddedToken(content=content, token_id=int(token_id), special=False)
-        path = directory / "tokenizer_config.json"
+        if path.name == ADDED_TOKENS_NAME:
+            for content, token_id in _read_json(path).items():
+                token = AddedToken(content=content, token_id=int(token_id), special=False, file=path.name)
+                tokens[token.token_id] = token
         for key, entry in (options.get("added_tokens_decoder") or {}).items():
-            flags = {k: bool(entry.get(k, False)) for k in ("special", "lstrip", "rstrip", "single_word", "normalized")}
+            names = ("special", "lstrip", "rstrip", "single_word", "normalized")
+            flags: dict[str, Any] = {name: bool(entry.get(name, False)) for name in names}
             tokens[int(key)] = AddedToken(content=entry["content"], token_id=int(key), **flags)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise read_failure(path, ValueError(f"bad added token: {error!r}")) from error
-    return tuple(token for token in tokens.values() if token.content)
+    return tuple(tokens[token_id] for token_id in sorted(tokens) if tokens[token_id].content)
 
 
 def _chat_template(directory: Path, options: Mapping[str, Any]) -> str | None:

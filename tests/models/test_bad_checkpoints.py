@@ -66,8 +66,10 @@ def test_unknown_architecture_lists_the_known_ones(llama: Path) -> None:
     refused(llama, "NewForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
     edit_json(llama / "config.json", architectures=["package.module:Name"])
     refused(llama, "package.module:Name", "unknown")
-    edit_json(llama / "config.json", architectures=None)
+    edit_json(llama / "config.json", architectures=[1])
     refused(llama, "architectures")
+    edit_json(llama / "config.json", architectures=None, model_type="bert")
+    refused(llama, "config.json", "no 'architectures'", "'bert'", "qwen3_moe", "model.overrides.architectures")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_corrupt_header_and_wrong_element_type(llama: Path) -> None:
     edit_tensors(llama, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype("int8")}))
     refused(llama, "model.norm.weight", "int8", "quantised")
     edit_tensors(llama, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype("uint16")}))
-    refused(llama, "model.norm.weight", "U16", "known: F32")
+    refused(llama, str(file), "model.norm.weight", "uint16", "float32, float16")
 
 
 def test_missing_and_unknown_weights_are_listed_in_full(llama: Path) -> None:

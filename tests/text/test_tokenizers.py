@@ -124,6 +124,30 @@ def test_old_special_tokens_map_and_added_tokens_files(tmp_path):
     assert tokenizer.decode(tokenizer.encode("a<|end|>")) == "a"
 
 
+@pytest.mark.parametrize("kind", ["qwen", "llama3", "metaspace"])
+def test_an_added_tokens_file_that_tokenizer_json_has_outgrown(tmp_path, caplog, kind):
+    """Only what fits behind the vocabulary is added; a list in tokenizer_config.json goes before the whole file."""
+    shutil.copy(FIXTURES / kind / "tokenizer.json", tmp_path)
+    plain = load_tokenizer(tmp_path)
+    size = plain.vocab_size
+    for stale in ({"a": 1}, {"<|old|>": 3}, {"<|old|>": size - 1}, {"<|old|>": size + 7}, {"<|old|>": 10**9}):
+        (tmp_path / "added_tokens.json").write_text(json.dumps(stale))
+        caplog.clear()
+        tokenizer = load_tokenizer(tmp_path)
+        assert (tokenizer.vocab_size, tokenizer.encode("<|old|>a")) == (size, plain.encode("<|old|>a"))
+        assert [str(tmp_path / "added_tokens.json") in line for line in caplog.messages] == [True] * (
+            "<|old|>" in stale
+        )
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|b|>": size + 1, "<|a|>": size, "<|old|>": 3}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("<|a|><|b|>", add_special_tokens=False) == [size, size + 1]
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
+    assert load_tokenizer(tmp_path).vocab_size == size
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"3": {"content": "<new>"}}}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: '<new>' should have id 3"):
+        load_tokenizer(tmp_path)
+
+
 def test_prefix_space_can_be_forced_both_ways(tmp_path):
     shutil.copy(FIXTURES / "spm_bpe" / "tokenizer.model", tmp_path)
     spaced = load_tokenizer(tmp_path).encode("the", add_special_tokens=False)

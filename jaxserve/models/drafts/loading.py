@@ -144,10 +144,9 @@ def head_family(config: HeadConfig, files: HeadFiles | None = None) -> Family:
         Rule("lm_head.weight", "lm_head", "draft_vocab embed"),
     ]
     more = (r"model\..*", r"lm_head\.weight", r"embed_tokens\.weight") if config.kind is HeadKind.MTP else ()
-    old = (r"(layers\.0|midlayer)\.self_attn\.rotary_emb\.inv_freq",)
     # The first kind's exports hold the target's output projection, and a first norm that nothing goes through.
     unused = (r"lm_head\.weight", r"layers\.0\.input_layernorm\.weight") if config.kind is HeadKind.EAGLE else ()
-    return _family(config.kind.value, rules, (*ignored, *more, *old, *unused))
+    return _family(config.kind.value, rules, (*ignored, *more, *unused))
 
 
 def _family(name: str, rules: list[Rule], ignored: tuple[str, ...]) -> Family:

@@ -83,4 +83,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     )
 
 
-FAMILY = Family(architecture="BloomForCausalLM", adapt=adapt, weights=WEIGHTS, prefix="transformer.", inert=INERT)
+FAMILY = Family(architecture="BloomForCausalLM", adapt=adapt, weights=WEIGHTS, inert=INERT)

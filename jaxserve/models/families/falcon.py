@@ -96,4 +96,4 @@ def _read_block(config: HfConfig) -> Block:
     return Block.SHARED if is_parallel else Block.SEQUENTIAL
 
 
-FAMILY = Family(architecture="FalconForCausalLM", adapt=adapt, weights=WEIGHTS, prefix="transformer.", inert=INERT)
+FAMILY = Family(architecture="FalconForCausalLM", adapt=adapt, weights=WEIGHTS, inert=INERT)

@@ -43,4 +43,4 @@ def adapt_any(
     )
 
 
-FAMILY = Family(architecture="GemmaForCausalLM", adapt=adapt, weights=llama.WEIGHTS, ignored=llama.IGNORED)
+FAMILY = Family(architecture="GemmaForCausalLM", adapt=adapt, weights=llama.WEIGHTS)

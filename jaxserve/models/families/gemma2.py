@@ -37,4 +37,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     return dataclasses.replace(decoder, logit_soft_cap=config.number_or_off("final_logit_softcapping", 30.0))
 
 
-FAMILY = Family(architecture="Gemma2ForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, inert=INERT)
+FAMILY = Family(architecture="Gemma2ForCausalLM", adapt=adapt, weights=WEIGHTS, inert=INERT)

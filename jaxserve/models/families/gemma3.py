@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.decoder_config import DecoderConfig, NormPlace, QkNorm
-from jaxserve.models.families import gemma, gemma2, llama, qwen3
+from jaxserve.models.families import gemma, gemma2, qwen3
 from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_types, rope_of
 
@@ -64,6 +64,4 @@ def _rope_tables(config: HfConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]
     return {**tables[0], **scaling}, {**base, **tables[1]}
 
 
-FAMILY = Family(
-    architecture="Gemma3ForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, inert=gemma2.INERT
-)
+FAMILY = Family(architecture="Gemma3ForCausalLM", adapt=adapt, weights=WEIGHTS, inert=gemma2.INERT)

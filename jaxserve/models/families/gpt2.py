@@ -89,6 +89,5 @@ FAMILY = Family(
     adapt=adapt,
     weights=WEIGHTS,
     ignored=IGNORED,
-    prefix="transformer.",
     inert=INERT,
 )

@@ -66,6 +66,5 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     adapt=adapt,
     weights=WEIGHTS,
-    ignored=llama.IGNORED,
     inert=(*mixtral.INERT, "experts_per_token", "initial_context_length"),
 )

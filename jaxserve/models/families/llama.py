@@ -44,8 +44,6 @@ MLP = (
     Rule(f"{_LAYER}.mlp.down_proj.bias", f"{_MLP}.down.bias", "embed"),
 )
 WEIGHTS = (*EMBEDDINGS, *NORMS, *ATTENTION, *MLP)
-# Old exports stored the rotation frequencies, which follow from the config.
-IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 def adapt(
@@ -96,4 +94,4 @@ def adapt(
     )
 
 
-FAMILY = Family(architecture="LlamaForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=IGNORED)
+FAMILY = Family(architecture="LlamaForCausalLM", adapt=adapt, weights=WEIGHTS)

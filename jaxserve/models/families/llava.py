@@ -147,11 +147,7 @@ FAMILY = Family(
     architecture="LlavaForConditionalGeneration",
     adapt=adapt,
     weights=tuple(dataclasses.replace(rule, source=f"language_model.{rule.source}") for rule in llama.WEIGHTS),
-    ignored=(
-        *(f"language_model\\.{pattern}" for pattern in llama.IGNORED),
-        r"(vision_tower|multi_modal_projector)\..*",
-    ),
-    prefix="language_model.",  # left out where the text is that of a checkpoint of its own
+    ignored=(r"(vision_tower|multi_modal_projector)\..*",),
     spellings=((r"vision_tower\.(?!vision_model\.)", f"{_CLIP}."),),
     # Sizes that follow from others; the last is of training.
     inert=("image_token_index", "image_token_id", "image_seq_length", "ignore_index", "vocab_size", "pad_token_id"),

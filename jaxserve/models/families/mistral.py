@@ -18,4 +18,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     return llama.adapt(config, windows=(window,) * config.integer("num_hidden_layers"))
 
 
-FAMILY = Family(architecture="MistralForCausalLM", adapt=adapt, weights=llama.WEIGHTS, ignored=llama.IGNORED)
+FAMILY = Family(architecture="MistralForCausalLM", adapt=adapt, weights=llama.WEIGHTS)

@@ -45,4 +45,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     return llama.adapt(config, default_eps=1e-5, windows=windows, rope=rope, mlp=experts)
 
 
-FAMILY = Family(architecture="MixtralForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, inert=INERT)
+FAMILY = Family(architecture="MixtralForCausalLM", adapt=adapt, weights=WEIGHTS, inert=INERT)

@@ -84,6 +84,6 @@ def adapt(config: HfConfig) -> DecoderConfig:
     )
 
 
-FAMILY = Family(architecture=_ARCHITECTURE, adapt=adapt, weights=WEIGHTS, prefix="transformer.", inert=INERT)
+FAMILY = Family(architecture=_ARCHITECTURE, adapt=adapt, weights=WEIGHTS, inert=INERT)
 # As the files of the models' makers spell it; the same tensors and fields.
 MOSAIC = dataclasses.replace(FAMILY, architecture="MPTForCausalLM")

@@ -98,4 +98,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     )
 
 
-FAMILY = Family(architecture="OPTForCausalLM", adapt=adapt, weights=WEIGHTS, prefix="model.", inert=INERT)
+FAMILY = Family(architecture="OPTForCausalLM", adapt=adapt, weights=WEIGHTS, inert=INERT)

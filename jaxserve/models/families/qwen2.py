@@ -17,4 +17,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     return llama.adapt(config, windows=windows, qkv_bias=True, out_bias=False)
 
 
-FAMILY = Family(architecture="Qwen2ForCausalLM", adapt=adapt, weights=llama.WEIGHTS, ignored=llama.IGNORED)
+FAMILY = Family(architecture="Qwen2ForCausalLM", adapt=adapt, weights=llama.WEIGHTS)

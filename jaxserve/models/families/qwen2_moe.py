@@ -62,4 +62,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     return with_experts(config, llama.adapt(config, windows=windows, qkv_bias=qkv_bias, out_bias=False), experts)
 
 
-FAMILY = Family(architecture="Qwen2MoeForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, inert=INERT)
+FAMILY = Family(architecture="Qwen2MoeForCausalLM", adapt=adapt, weights=WEIGHTS, inert=INERT)

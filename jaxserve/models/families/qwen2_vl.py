@@ -165,7 +165,7 @@ FAMILY = Family(
     architecture="Qwen2VLForConditionalGeneration",
     adapt=adapt,
     weights=llama.WEIGHTS,
-    ignored=(*llama.IGNORED, OWNS),
+    ignored=(OWNS,),
     spellings=SPELLINGS,
     inert=INERT,
     tower=TowerFamily(adapt=adapt_tower, weights=_WEIGHTS, owns=OWNS),

@@ -1,6 +1,6 @@
 """Qwen 3: Llama with a norm on each head of q and k, a head dimension of its own, and optional sliding windows.
 
-The weight table is Llama's with two more rows. Qwen3-Embedding leaves the prefix of its names out.
+The weight table is Llama's with two more rows.
 """
 
 from jaxserve.models.decoder_config import DecoderConfig, QkNorm
@@ -23,4 +23,4 @@ def adapt(config: HfConfig) -> DecoderConfig:
     return llama.adapt(config, default_head_dim=128, windows=windows, qk_norm=QkNorm.HEAD)
 
 
-FAMILY = Family(architecture="Qwen3ForCausalLM", adapt=adapt, weights=WEIGHTS, ignored=llama.IGNORED, prefix="model.")
+FAMILY = Family(architecture="Qwen3ForCausalLM", adapt=adapt, weights=WEIGHTS)

@@ -27,6 +27,5 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     adapt=adapt,
     weights=WEIGHTS,
-    ignored=llama.IGNORED,
     inert=(*qwen2_moe.INERT, "max_window_layers"),
 )

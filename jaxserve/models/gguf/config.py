@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from jaxserve.api import Pooling
 from jaxserve.errors import CheckpointError
 from jaxserve.gguf_file import GgufArray, GgufFile, ValueType
 from jaxserve.models.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture
@@ -16,9 +17,60 @@ from jaxserve.models.gguf.architectures import ARCHITECTURES, MIXTRAL, Architect
 _REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 # Sizes that others follow from here.
 _SIZES = ("embedding_length", "block_count", "attention.head_count", "attention.key_length", "rope.dimension_count")
-# Values that mean what the families do anyway: no experts in a model without, and a softmax over their logits.
-_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "expert_gating_func": 1}
-_INERT = ("tensor_data_layout", "rope.scaling.finetuned")
+# Values that mean what the families do anyway, or what llama.cpp does without the key: attention that is causal, scales
+# and caps that are off, no experts in a model without, and a softmax over their logits.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "n_deepstack_layers": (0,),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scale_linear": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 0),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "swin_norm": (False,),
+}
+# Keys of the norms and the layers that the architecture has not, of the form of files, and of embeddings, which
+# `read_pooling` reads.
+_INERT = (
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "pooling_type",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+)
+_POOLINGS = {1: Pooling.MEAN, 2: Pooling.FIRST, 3: Pooling.LAST}  # by the numbers of `pooling_type`
+# Keys of the layers with a window, with those of all layers, or of the sizes that follow from others.
+_OF_WINDOWS = {
+    "attention.key_length_swa": "head_dim",
+    "attention.value_length_swa": "head_dim",
+    "rope.dimension_count_swa": "head_dim",
+    "rope.freq_base_swa": "rope_theta",
+}
 # Options of sampling by the names of generation_config.json.
 _SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -86,15 +138,28 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         reader.fail(
             "attention.value_length", f"it is {length}, but keys have {config['head_dim']}: both must be the same"
         )
-    for key, neutral in _NEUTRAL.items():
-        if reader.get(key) == neutral:
-            reader.take(key)
     _read_rope(file, reader, config)
+    _pass_over(reader, config)
     _ADAPTED.get(name, lambda *_: None)(file, config)
     if architecture.scalar_by_heads is not None:
         by_heads = config["num_hidden_layers"] in architecture.scalar_by_heads
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if by_heads else config["head_dim"]
     return config | reader.untaken()
+
+
+def read_pooling(file: GgufFile) -> Pooling | None:
+    """The pooling that the file asks for; None: it does not say. Raises CheckpointError for one that is not known."""
+    name, _ = architecture_of(file)
+    key = f"{name}.pooling_type"
+    number = file.get(key, int)
+    if number in (None, -1, 0):
+        return None
+    if number not in _POOLINGS:
+        raise CheckpointError(
+            f"{file.path}: {key} is {number}, which is not supported (1, the mean, 2, the first token, and 3, the "
+            "last, are); set model.pooling to mean, last or first to embed in that way all the same"
+        )
+    return _POOLINGS[number]
 
 
 def read_generation(file: GgufFile) -> dict[str, Any]:
@@ -124,16 +189,45 @@ class _Reader:
             self.fail(key, f"it is {values!r:.80}, but must be the same in all layers")
         return values[0]
 
-    def untaken(self) -> dict[str, Any]:
+    def take_any(self, key: str) -> None:
+        """Takes the key, whatever its value is."""
+        self.taken.add(key)
+
+    def is_one_of(self, key: str, *values: Any) -> bool:
+        """The key is there with one of these values, in all layers where it has one for each."""
+        found = self.get(key)
+        found = found.read() if isinstance(found, GgufArray) else [] if found is None else [found]
+        return bool(found) and all(value in values for value in found)
+
+    def untaken_keys(self) -> list[str]:
         start = f"{self.name}."
-        return {
-            key: value.read() if isinstance(value, GgufArray) else value
-            for key, value in self.file.metadata.items()
-            if key.startswith(start) and key.removeprefix(start) not in self.taken
-        }
+        names = [key.removeprefix(start) for key in self.file.metadata if key.startswith(start)]
+        return [name for name in names if name not in self.taken]
+
+    def untaken(self) -> dict[str, Any]:
+        found = {f"{self.name}.{key}": self.get(key) for key in self.untaken_keys()}
+        return {key: value.read() if isinstance(value, GgufArray) else value for key, value in found.items()}
 
     def fail(self, key: str, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.file.path}: {self.name}.{key}: {problem}")
+
+
+def _pass_over(reader: _Reader, config: Mapping[str, Any]) -> None:
+    """Takes the keys that change nothing in this model, by their values."""
+    for key, neutral in _NEUTRAL.items():
+        if reader.is_one_of(key, *neutral):
+            reader.take(key)
+    window = reader.get("attention.sliding_window")
+    if isinstance(window, int) and window >= config["max_position_embeddings"]:
+        reader.take("attention.sliding_window")  # no token is so far away
+    has_windows = "attention.sliding_window" in reader.untaken_keys() or config.get("sliding_window")
+    if not has_windows:
+        reader.take_any("attention.sliding_window_pattern")
+    for key, field in _OF_WINDOWS.items():
+        if not has_windows or reader.is_one_of(key, config[field]):
+            reader.take_any(key)
+    if reader.is_one_of("embedding_length_out", config["hidden_size"]):
+        reader.take("embedding_length_out")
 
 
 def _dtype(file: GgufFile) -> str:
@@ -179,6 +273,13 @@ def _read_rope(file: GgufFile, reader: _Reader, config: dict[str, Any]) -> None:
                 table[field] = value
     else:
         reader.take("rope.scaling.original_context_length")  # it matters to a scaling alone
+        if kind == "none":
+            reader.take("rope.scaling.factor")  # without a type it would be that of a linear scaling
+    if kind != "yarn":
+        for key in ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"):
+            reader.take(f"rope.scaling.{key}")
+    elif reader.is_one_of("rope.scaling.yarn_ext_factor", 1):
+        reader.take("rope.scaling.yarn_ext_factor")
     dimensions = reader.take("rope.dimension_count")
     if dimensions is not None and dimensions != config["head_dim"]:
         config["partial_rotary_factor"] = dimensions / config["head_dim"]

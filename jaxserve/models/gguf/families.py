@@ -76,7 +76,7 @@ def _named(family: Family, changed: Mapping[str, str] | None = None, experts: tu
         if not (experts and ".experts." in rule.source) and ".shared_expert" not in rule.source
     ]
     return dataclasses.replace(
-        family, architecture=f"{family.architecture} in GGUF", weights=(*rules, *experts), ignored=_IGNORED, prefix=""
+        family, architecture=f"{family.architecture} in GGUF", weights=(*rules, *experts), ignored=_IGNORED
     )
 
 

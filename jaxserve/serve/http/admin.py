@@ -16,10 +16,11 @@ from jaxserve.sched.base import CacheState
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.keys import ADMIN_FOLDER
 from jaxserve.serve.http.requests import InRange
+from jaxserve.serve.http.whole_numbers import WholeNumbers
 from jaxserve.serve.orders import Orders
 
 
-class _Body(pydantic.BaseModel):
+class _Body(WholeNumbers):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 

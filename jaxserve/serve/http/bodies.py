@@ -1,9 +1,11 @@
 """The reader of bodies: JSON only, of bounded depth; and the errors that every route declares.
 
-pydantic validates. Its parser is used rather than Python's, since it has a limit of depth, refuses lone surrogates and
-NaN, and takes a tenth of the time.
+JSON is UTF-8, as a rule; UTF-16, UTF-32 and a mark of the order of bytes are seen by the first bytes (RFC 4627, 3), as
+Python's own parser does. pydantic validates. Its parser is used rather than Python's, since it has a limit of depth,
+refuses lone surrogates and NaN, and takes a tenth of the time.
 """
 
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -27,12 +29,19 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def read_json(octets: bytes) -> Any:
+    """JSON in any of its encodings. Raises ValueError."""
+    encoding = json.detect_encoding(octets)
+    text = octets if encoding == "utf-8" else octets.decode(encoding)
+    return pydantic_core.from_json(text, allow_inf_nan=False)
+
+
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         try:
             with collector_paused():  # the parser holds the interpreter lock, so no other thread runs meanwhile
-                return pydantic_core.from_json(body, allow_inf_nan=False)
+                return read_json(body)
         except ValueError as error:
             raise _Unreadable(f"the body is no JSON that can be read: {error}") from error
 

@@ -15,6 +15,7 @@ import pydantic
 import pydantic_core
 
 from jaxserve.api import sampling_ranges
+from jaxserve.serve.http.whole_numbers import WholeNumbers
 
 T = TypeVar("T")
 
@@ -100,8 +101,8 @@ class Only:
 Null = Annotated[Any, Only()]
 
 
-class Body(pydantic.BaseModel):
-    """Nothing is converted: "5" is no number, and 1 is not true."""
+class Body(WholeNumbers):
+    """Nothing is converted: "5" is no number, and 1 is not true. But 8.0 is a whole number."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

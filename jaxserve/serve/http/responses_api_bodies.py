@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from jaxserve.api import sampling_ranges
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.http.requests import (
     AllowedTools,
@@ -321,8 +322,14 @@ class DeletedResponse(pydantic.BaseModel):
 def chat_of(body: ResponsesRequest, before: Sequence[Message], given: Sequence[Message]) -> ChatRequest:
     """The same request as one of chat completions.
 
-    `before`: the conversation to go on with, `given`: the messages of `body.input`.
+    `before`: the conversation to go on with, `given`: the messages of `body.input`. Raises InvalidRequest.
     """
+    low, high = sampling_ranges()["max_tokens"]
+    if body.max_output_tokens is not None and not low <= body.max_output_tokens <= high:
+        raise InvalidRequest(
+            f"max_output_tokens is {body.max_output_tokens}, but must be {low:.0f} to {high:.0f}, or null for all the "
+            "context holds"
+        )
     messages = [*before, *given]
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))

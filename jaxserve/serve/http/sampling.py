@@ -82,7 +82,15 @@ def chat_sampling(
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, but logprobs is not true; set it")
     if keep_special_tokens:
         options["skip_special_tokens"] = False
-    return SamplingParams(**options, structured=constraint)
+    try:
+        return SamplingParams(**options, structured=constraint)
+    except InvalidRequest as error:
+        said = str(error)
+        names = {"logprobs": "top_logprobs"}
+        if body.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        own = next((own for own in names if said.startswith(f"{own} is ")), None)
+        raise error if own is None else InvalidRequest(names[own] + said.removeprefix(own)) from None
 
 
 def structured(body: SamplingFields) -> StructuredOutput | None:

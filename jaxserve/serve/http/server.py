@@ -7,6 +7,9 @@ uvicorn limits neither the time in which a request's headers arrive nor their si
 and then would hold a connection for ever. The protocol below counts both; bodies are `guard`'s. A request that comes
 before the answer to another (pipelining, which no common client does) is not taken, and the connection ends with that
 answer: uvicorn would stop to read, and so not notice that the client has left.
+
+Nor does uvicorn tell apart a client that will send no more from one that has left (`half_closed`), or send streams
+without chunks to clients of HTTP/1.0 (`http10`).
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from typing import NamedTuple
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -29,6 +32,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import HTTP, HTTP_REASONS, OTHER, DoorCounts
 from jaxserve.serve.http.connections import Acceptor, Client, Connections
 from jaxserve.serve.http.errors import plain_error
+from jaxserve.serve.http.half_closed import HalfClosed
+from jaxserve.serve.http.http10 import Unchunked
 from jaxserve.serve.http.keys import PROBES
 from jaxserve.serve.ports import HeldPort
 
@@ -65,6 +70,13 @@ class TimedProtocol(HttpToolsProtocol, Client):
         super().__init__(config=config, server_state=server_state, app_state={}, _loop=asyncio.get_running_loop())
         self._port = port
         self._refused: _Refused | None = None  # said by a callback of the parser, which can only raise
+        self._half_closed: HalfClosed | None = None
+        self._whole_app, self.app = self.app, self._answer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, as the version of the request needs it."""
+        send = Unchunked(self.cycle).send if scope["http_version"] == "1.0" else send
+        await self._whole_app(scope, receive, send)  # pyright: ignore[reportArgumentType]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -76,8 +88,20 @@ class TimedProtocol(HttpToolsProtocol, Client):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_are_here()
+        if self._half_closed is not None:
+            self._half_closed.cancel()
         self._port.connections.remove(self)
         super().connection_lost(exc)
+        self.app = self._whole_app  # a method of its own would keep it until the next collection
+
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Whether the connection stays open: for the answer to a whole request. With TLS asyncio closes it anyway."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete or self.scheme == "https":
+            return False
+        cycle.keep_alive = False  # its end closes the connection
+        self._half_closed = HalfClosed(self.transport, cycle, self.abandon)
+        return True
 
     def abandon(self) -> None:
         """See `Client`."""

@@ -12,6 +12,7 @@ from http_parts import ToolTokenizer, browse, http_served, openai_client
 from serve_parts import Served, wait_until
 
 from jaxserve.errors import EngineStopped
+from jaxserve.serve.http.batches.runner import check_lines
 from jaxserve.serve.http.batches.store import BatchStore, read_results
 from jaxserve.serve.http.errors import HttpRefusal
 
@@ -252,3 +253,10 @@ def test_without_a_directory_there_are_no_batches() -> None:
     with http_served(Served(tokenizer=ToolTokenizer(), vocab_size=259)) as parts, browse(parts) as http:
         assert http.get("/v1/batches").status_code == 404
         assert "/v1/batches" not in http.get("/openapi.json").json()["paths"]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As editors of Windows write it."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    (tmp_path / "input").write_text("".join(json.dumps(line | {"custom_id": i}) + "\n" for i in "ab"), "utf-8-sig")
+    assert check_lines(tmp_path / "input", "/v1/completions") == (2, [])

@@ -1,4 +1,5 @@
-"""Bodies that are hard to read: huge lists, the wrong type, an offer of another protocol, more than can be queued."""
+"""Bodies that are hard to read: huge lists, the wrong type, other encodings and spellings of numbers, more than can be
+queued; and connections that are not as usual: an offer of another protocol, an old one, one that is closed by half."""
 
 import asyncio
 import contextlib
@@ -13,9 +14,9 @@ from typing import Any
 
 import pytest
 from http_parts import browse, http_served
-from serve_parts import WAIT_S, Served, serve_bytes
+from serve_parts import WAIT_S, Served, serve_bytes, wait_until
 
-from jaxserve.serve.http import errors, guard
+from jaxserve.serve.http import errors, guard, half_closed
 from jaxserve.testing import ByteTokenizer
 
 ASK = {"prompt": "a", "max_tokens": 3}
@@ -184,6 +185,182 @@ def test_an_offer_of_http2_is_ignored(server: Served, cut: int | None, chunked: 
     answers = exchange(server, pieces, [request], [b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + OFFER + b"\r\n"])
     assert [answer["choices"][0]["text"] for answer in answers[:2]] == ["bcd", "bcd"]
     assert answers[2] == {"status": "ok"}
+
+
+# ---- other encodings, and numbers as other languages write them ------------------------------------------------------
+
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_json_in_every_encoding_that_python_reads(server: Served, encoding: str) -> None:
+    text = "aé🙂"
+    with browse(server, **JSON) as client:
+        for path, name in (("/tokenize", "prompt"), ("/v1/chat/completions", "unknown")):
+            response = client.post(path, content=json.dumps({name: text}, ensure_ascii=False).encode(encoding))
+            if name == "prompt":
+                assert response.json()["tokens"][-len(text.encode()) :] == list(text.encode())
+            else:
+                assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+        cut = client.post("/tokenize", content=json.dumps({"prompt": text}).encode(encoding)[:-1])
+        assert cut.status_code == 400 and "no JSON that can be read" in cut.json()["error"]["message"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a", "max_tokens": Any}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "seed": Any, "n": 1.0}),
+    ("/v1/completions", {"prompt": [97.0, Any], "max_tokens": 1}),
+    ("/v1/completions", {"prompt": [[97, Any], [98.0]], "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "stop_token_ids": [Any]}),
+    ("/v1/chat/completions", {**CHAT, "max_completion_tokens": Any, "top_k": 4.0}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": Any}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": Any}),
+    ("/v1/messages", {**CHAT, "model": "fake", "max_tokens": Any}),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": Any}),
+    ("/detokenize", {"tokens": [97, Any]}),
+]
+
+
+def _with(body: Any, number: Any) -> Any:
+    """The body, with the number in the place of `Any`."""
+    if body is Any:
+        return number
+    if isinstance(body, dict):
+        return {name: _with(value, number) for name, value in body.items()}
+    return [_with(value, number) for value in body] if isinstance(body, list) else body
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE)
+def test_a_whole_number_may_have_a_point(server: Served, path: str, body: dict[str, Any]) -> None:
+    with browse(server, **JSON) as client:
+        for text, code in (("8.0", 200), ("8e0", 200), ("80E-1", 200), ("8", 200), ("8.5", 400), ("1e400", 400)):
+            response = client.post(path, content=json.dumps(_with(body, "?")).replace('"?"', text))
+            assert response.status_code == code, (text, response.text)
+        for value in ("8", True, [8.0]):
+            assert client.post(path, json=_with(body, value)).status_code == 400, value
+
+
+def test_a_whole_number_beyond_its_range_is_told_by_its_name(server: Served) -> None:
+    with browse(server, **JSON) as client:
+        for path, body, name in (
+            ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1.0}, "top_logprobs is -1,"),
+            ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 0.0}, "max_completion_tokens is 0,"),
+            ("/v1/chat/completions", {**CHAT, "max_tokens": 0.0}, "max_tokens is 0,"),
+            ("/v1/responses", {"input": "a", "max_output_tokens": 0.0}, "max_output_tokens is 0,"),
+            ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1.0}, "top_n: Input should be greater than"),
+        ):
+            assert client.post(path, json=body).json()["error"]["message"].startswith(name)
+
+
+# ---- old clients, and those that have said all -----------------------------------------------------------------------
+
+
+def ask(version: str, body: dict[str, Any], *headers: bytes) -> bytes:
+    content = json.dumps(body).encode()
+    lines = [b"content-type: application/json", b"content-length: %d" % len(content), b"host: localhost", *headers]
+    return b"POST /v1/completions HTTP/%s\r\n%s\r\n\r\n%s" % (version.encode(), b"\r\n".join(lines), content)
+
+
+@contextlib.contextmanager
+def connected(parts: Served) -> Iterator[socket.socket]:
+    host, port = parts.http_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+        yield raw
+
+
+def read_all(raw: socket.socket) -> tuple[bytes, dict[bytes, bytes], bytes]:
+    """Status line, headers and body of the last answer, until the server closes the connection."""
+    with raw.makefile("rb") as stream:
+        octets = stream.read()
+    head, _, body = octets.rpartition(b"HTTP/1.1 ")[2].partition(b"\r\n\r\n")
+    status, *lines = head.split(b"\r\n")
+    return status, dict(line.split(b": ", 1) for line in lines), body
+
+
+def text_of(events: bytes) -> str:
+    """What the events of a stream have written."""
+    found = [line.removeprefix(b"data: ") for line in events.splitlines() if line.startswith(b"data: ")]
+    assert found.pop() == b"[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in found)
+
+
+@pytest.mark.parametrize("headers", [(), (b"connection: keep-alive",), (b"expect: 100-continue",)])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_client_of_http_1_0(server: Served, headers: tuple[bytes, ...], half: bool) -> None:
+    """It knows no chunks: the end of the connection is the end of a stream."""
+    with connected(server) as raw:
+        raw.sendall(ask("1.0", {**ASK, "stream": True}, *headers))
+        if half:
+            raw.shutdown(socket.SHUT_WR)
+        status, fields, body = read_all(raw)
+    assert (status, fields[b"connection"]) == (b"200 OK", b"close")
+    assert not {b"transfer-encoding", b"content-length"} & fields.keys()
+    assert text_of(body) == "bcd"
+    with connected(server) as raw:
+        raw.sendall(ask("1.0", ASK, *headers))
+        status, fields, body = read_all(raw)
+    assert (status, int(fields[b"content-length"])) == (b"200 OK", len(body))
+    with connected(server) as raw:
+        raw.sendall(ask("1.0", {"max_tokens": 0}, *headers))
+        assert read_all(raw)[0].startswith(b"400 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_has_said_all_gets_its_answer(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool, version: str
+) -> None:
+    """Its answer takes longer here than the server waits before it looks whether it is still there."""
+    monkeypatch.setattr(half_closed, "_FIRST_S", 0.0)
+    monkeypatch.setattr(half_closed, "_REPLY_S", 0.01)
+    monkeypatch.setattr(half_closed, "_PAUSE_S", 0.01)
+    looked = threading.Event()
+    look = half_closed.HalfClosed._look
+    monkeypatch.setattr(half_closed.HalfClosed, "_look", lambda self: (look(self), looked.set()))
+    server.runner.hold()
+    try:
+        with connected(server) as raw:
+            raw.sendall(ask(version, {**ASK, "stream": stream}))
+            raw.shutdown(socket.SHUT_WR)
+            for _ in range(3):
+                looked.clear()
+                assert looked.wait(WAIT_S)
+            server.runner.release()
+            status, fields, body = read_all(raw)
+    finally:
+        server.runner.release()
+    assert (status, fields[b"connection"]) == (b"200 OK", b"close")
+    if not stream:
+        assert json.loads(body)["choices"][0]["text"] == "bcd"
+    else:
+        assert (b"transfer-encoding" in fields) == (version == "1.1")
+        assert b'"text":"b"' in body and body.count(b"[DONE]") == 1
+
+
+@pytest.mark.parametrize("half_first", [False, True])
+def test_a_client_that_has_gone_is_noticed(server: Served, monkeypatch: pytest.MonkeyPatch, half_first: bool) -> None:
+    """Also one that has said before that it sends no more."""
+    monkeypatch.setattr(half_closed, "_FIRST_S", 0.01)
+    monkeypatch.setattr(half_closed, "_PAUSE_S", 0.01)
+    server.runner.hold()
+    try:
+        with connected(server) as raw:
+            raw.sendall(ask("1.1", ASK))
+            wait_until(lambda: server.runner.is_held, "its step is held")
+            if half_first:
+                raw.shutdown(socket.SHUT_WR)
+        wait_until(lambda: not server.engine._inbox.empty(), "the abort is in the inbox")
+    finally:
+        server.runner.release()
+
+
+def test_half_a_request_is_none(server: Served) -> None:
+    for cut in (10, -5):
+        with connected(server) as raw:
+            raw.sendall(ask("1.1", ASK)[:cut])
+            raw.shutdown(socket.SHUT_WR)
+            assert raw.recv(100) == b""
 
 
 # ---- text that takes for ever ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
 from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
+from jaxserve.serve.http.bodies import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class _Work:
         with self._source.open("rb") as source:
             for raw in source:
                 if raw.strip():
-                    line = pydantic_core.from_json(raw)
+                    line = read_json(raw)
                     if line["custom_id"] not in self._done:
                         yield line
 
@@ -269,7 +270,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[BatchProblem]]:
             if not raw.strip():
                 continue
             try:
-                line = pydantic_core.from_json(raw, allow_inf_nan=False)
+                line = read_json(raw)
             except ValueError as error:
                 problems.append(BatchProblem(code="invalid_json_line", message=f"no JSON: {error}", line=number))
                 line = None
