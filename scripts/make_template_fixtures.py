@@ -41,7 +41,11 @@ def _as_objects(messages: list[dict[str, Any]]) -> None:
 def _as_parts(messages: list[dict[str, Any]]) -> None:
     for message in messages:
         if isinstance(message["content"], str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
+            message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+
+
+def _users_as_parts(messages: list[dict[str, Any]]) -> None:
+    _as_parts([message for message in messages if message["role"] == "user"])
 
 
 def _as_text(messages: list[dict[str, Any]]) -> None:
@@ -71,8 +75,15 @@ def _with_empty_content(messages: list[dict[str, Any]]) -> None:
         message["content"] = message["content"] or ""
 
 
+def _with_thought_twice(messages: list[dict[str, Any]]) -> None:
+    """Clients of vLLM and OpenRouter have it under the first name, which transformers reads and does not fill."""
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning"] = message["reasoning_content"]
+
+
 def _whole(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    functions = [{"description": "", "parameters": {}, **tool["function"]} for tool in tools]
+    functions = [{**tool["function"], **{"description": "", "parameters": {}, **tool["function"]}} for tool in tools]
     return [{**tool, "function": function} for tool, function in zip(tools, functions, strict=True)]
 
 
@@ -89,10 +100,10 @@ def _words(messages: list[dict[str, Any]], source: str) -> list[str]:
 def render(source: str, conversation: dict[str, Any]) -> str | None:
     """What transformers writes; None: it has no answer."""
     names_developer = '"developer"' in source or "'developer'" in source
-    contents = ((), (_as_parts,), (_instructions_as_text,), (_as_text,), (_as_parts, _instructions_as_text))
+    contents = ((), (_users_as_parts,), (_as_parts,), (_instructions_as_text,), (_as_text,), (_as_parts, _instructions_as_text))
     for arguments, shape, tools_of in itertools.product(((_as_objects,), ()), contents, (lambda tools: tools, _whole)):
         messages = copy.deepcopy(conversation["messages"])
-        for change in (_with_empty_content, *arguments, *(() if names_developer else (_as_system,)), *shape):
+        for change in (_with_empty_content, _with_thought_twice, *arguments, *(() if names_developer else (_as_system,)), *shape):
             change(messages)
         tools = tools_of(conversation["tools"]) if "tools" in conversation else None
         messages = chat_template_utils._normalize_chat_messages(messages)

@@ -32,6 +32,10 @@ hypothesis.settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("patient")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--templates", help="a folder of published chat templates, NAME.jinja, to compare with transformers")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One folder for all that this run compiles: its worker processes, and those that tests start, find it there."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment is the controller's

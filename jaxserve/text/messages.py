@@ -110,16 +110,17 @@ def shaped(
             _copy_thought(shape, form.thoughts)
         if shape.get("tool_calls"):
             shape["tool_calls"] = [_shaped_call(call, as_text) for call in shape["tool_calls"]]
-        if form.asks_for_null and shape.get("tool_calls") and not shape["content"]:
-            shape["content"] = None
-        else:
-            shape["content"] = _shaped_content(shape["content"], shape["role"], form)
         if found and shape["role"] == found[-1]["role"] == "system" and (is_developer or can_join):
             found[-1]["content"] = _joined(found[-1]["content"], shape["content"])
             can_join = True
             continue
         found.append(shape)
         can_join = is_developer
+    for shape in found:
+        if form.asks_for_null and shape.get("tool_calls") and not shape["content"]:
+            shape["content"] = None
+        else:
+            shape["content"] = _shaped_content(shape["content"], shape["role"], form)
     return found
 
 
@@ -136,9 +137,11 @@ def _shaped_content(content: str | list[dict[str, str]], role: str, form: Templa
         if form.takes_parts(role) and not form.takes_text(role):
             return [{"type": "text", "text": content}] if content else []
         return content
-    if form.takes_parts(role) or any(part["type"] == "image" for part in content):
+    takes_parts = form.takes_parts(role)
+    if any(part["type"] == "image" for part in content) or (takes_parts and not form.takes_one_part(role)):
         return content
-    return "\n".join(part["text"] for part in content)
+    text = "\n".join(part["text"] for part in content)
+    return text if form.takes_text(role) or not takes_parts else [{"type": "text", "text": text}]
 
 
 def _joined(first: str | list[dict[str, str]], second: str | list[dict[str, str]]) -> str | list[dict[str, str]]:

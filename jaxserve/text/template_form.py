@@ -36,7 +36,8 @@ class TemplateForm:
       names_developer: it has the role `developer`.
       thoughts: names under which it reads the thought of a message.
       text_roles: roles whose content it reads as text.
-      part_roles: roles whose content it reads as a list of parts.
+      part_roles: roles whose content it reads as a list of parts wherever it reads it, or wherever it is a list.
+      first_part_roles: roles of whose parts it reads the text of the first alone, in some place.
       wants_argument_text: it reads the arguments of a call as JSON text only.
       asks_for_null: it looks for calls where `content is none`, and there alone.
     """
@@ -46,6 +47,7 @@ class TemplateForm:
     thoughts: tuple[str, ...] = ()
     text_roles: frozenset[str] = frozenset()
     part_roles: frozenset[str] = frozenset()
+    first_part_roles: frozenset[str] = frozenset()
     wants_argument_text: bool = False
     asks_for_null: bool = False
 
@@ -55,6 +57,10 @@ class TemplateForm:
     def takes_parts(self, role: str) -> bool:
         return (role if role in _ROLES else _OTHER) in self.part_roles
 
+    def takes_one_part(self, role: str) -> bool:
+        """Whether it would leave out the second of two parts."""
+        return (role if role in _ROLES else _OTHER) in self.first_part_roles
+
 
 def read_form(tree: nodes.Template) -> TemplateForm:
     """The form of a parsed template."""
@@ -62,13 +68,14 @@ def read_form(tree: nodes.Template) -> TemplateForm:
     reader.run(tree.body)
     fields = set(_field_names(tree))
     return TemplateForm(
-        variables=frozenset(meta.find_undeclared_variables(tree)),
         names_developer=any(const.value == "developer" for const in tree.find_all(nodes.Const)),
         thoughts=tuple(name for name in THOUGHT_NAMES if name in fields),
         text_roles=frozenset(reader.text_roles),
-        part_roles=frozenset(reader.part_roles),
+        part_roles=frozenset(reader.part_roles - reader.only_text_roles),
+        first_part_roles=frozenset(reader.first_part_roles),
         wants_argument_text=reader.needs_argument_text and not reader.reads_argument_objects,
         asks_for_null=reader.asks_for_null,
+        variables=frozenset(meta.find_undeclared_variables(tree)),  # the last, as it folds constants of the tree
     )
 
 
@@ -104,7 +111,9 @@ class _Reader:
 
     def __init__(self) -> None:
         self.text_roles: set[str] = set()
+        self.only_text_roles: set[str] = set()  # read as text without a look at what it is
         self.part_roles: set[str] = set()
+        self.first_part_roles: set[str] = set()
         self.needs_argument_text = False
         self.reads_argument_objects = False
         self.asks_for_null = False
@@ -268,6 +277,8 @@ class _Reader:
                 found.add(ref._replace(kind="arguments", forms=self._bounds.get(f"arguments:{ref.key}", _FORMS)))
             elif ref.kind == "part":
                 self._as_parts(ref)
+                if name == "text" and _RICH in self._forms(ref):
+                    self.first_part_roles |= self._roles(ref)
         return frozenset(found)
 
     def _item(self, node: nodes.Getitem) -> _Value:
@@ -369,6 +380,8 @@ class _Reader:
         for ref in values:
             if ref.kind == "content" and _TEXT in self._forms(ref):
                 self.text_roles |= self._roles(ref)
+                if _RICH in self._forms(ref):
+                    self.only_text_roles |= self._roles(ref)
             elif ref.kind == "arguments" and _RICH in self._forms(ref):
                 self.needs_argument_text = True
 
