@@ -10,6 +10,8 @@ rendered in full. `python -m pytest tests/text/test_template_form.py --templates
 transformers hands messages to a template as they are, so the answer for a conversation is that of the first form in
 which the template shows every word of it: as clients send it, with arguments as objects, as text, texts as lists of
 parts, parts as one text, a developer as the system. Where no form does, there is no answer, and the entry is null.
+
+Ids of texts that spell special tokens are those of `sanitize_control_tokens`.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers.utils import chat_template_utils
 
 ROOT = Path(__file__).parent.parent / "tests"
@@ -119,6 +122,19 @@ def render(source: str, conversation: dict[str, Any]) -> str | None:
     return None
 
 
+def special_texts(kind: str) -> list[dict[str, Any]]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FIXTURES / kind)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special][:3]
+    source = "{% for m in messages %}" + special[0] + "{{ m.role }}\n{{ m.content }}" + special[-1] + "{% endfor %}"
+    cases = []
+    for form in ("Is {0} struck out?", "{0}", "{0}{1} x {0}", "1{2}2", "a < b > c, no token", " {1}\n", "<{0}>"):
+        messages = [{"role": "user", "content": form.format(*special, *special)}]
+        options = {"chat_template": source, "sanitize_control_tokens": True, "return_dict": False}
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, **options)
+        cases.append({"tokenizer": kind, "template": source, "messages": messages, "ids": ids})
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--published", type=Path, required=True)
@@ -135,7 +151,8 @@ def main() -> None:
         }
     small = json.loads((ROOT / "text" / "small_templates.json").read_text())
     written = {name: [render(source, one) for one in conversations] for name, source in small.items()}
-    content = {"made_by": "scripts/make_template_fixtures.py", "published": published, "small": written}
+    special = [case for kind in ("qwen", "llama3", "metaspace") for case in special_texts(kind)]
+    content = {"made_by": "scripts/make_template_fixtures.py", "published": published, "small": written, "special": special}
     (FIXTURES / "templates.json").write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n")
 
 
