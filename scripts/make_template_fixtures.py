@@ -1,4 +1,4 @@
-"""Makes tests/fixtures/tokenizers/templates.json: what transformers writes for chats, by templates as they are published.
+"""Makes tests/fixtures/tokenizers/templates.json: what transformers writes for chats, by published templates.
 
     python scripts/make_template_fixtures.py --published FOLDER
 
@@ -86,7 +86,7 @@ def _with_thought_twice(messages: list[dict[str, Any]]) -> None:
 
 
 def _whole(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    functions = [{**tool["function"], **{"description": "", "parameters": {}, **tool["function"]}} for tool in tools]
+    functions = [{**tool["function"], "description": "", "parameters": {}, **tool["function"]} for tool in tools]
     return [{**tool, "function": function} for tool, function in zip(tools, functions, strict=True)]
 
 
@@ -103,17 +103,30 @@ def _words(messages: list[dict[str, Any]], source: str) -> list[str]:
 def render(source: str, conversation: dict[str, Any]) -> str | None:
     """What transformers writes; None: it has no answer."""
     names_developer = '"developer"' in source or "'developer'" in source
-    contents = ((), (_users_as_parts,), (_as_parts,), (_instructions_as_text,), (_as_text,), (_as_parts, _instructions_as_text))
+    contents = (
+        (),
+        (_users_as_parts,),
+        (_as_parts,),
+        (_instructions_as_text,),
+        (_as_text,),
+        (_as_parts, _instructions_as_text),
+    )
     for arguments, shape, tools_of in itertools.product(((_as_objects,), ()), contents, (lambda tools: tools, _whole)):
         messages = copy.deepcopy(conversation["messages"])
-        for change in (_with_empty_content, _with_thought_twice, *arguments, *(() if names_developer else (_as_system,)), *shape):
+        for change in (
+            _with_empty_content,
+            _with_thought_twice,
+            *arguments,
+            *(() if names_developer else (_as_system,)),
+            *shape,
+        ):
             change(messages)
         tools = tools_of(conversation["tools"]) if "tools" in conversation else None
         messages = chat_template_utils._normalize_chat_messages(messages)
         variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
         try:
             [text], _ = chat_template_utils.render_jinja_template([messages], tools, chat_template=source, **variables)
-        except Exception:  # noqa: S112  (a template's own refusal, and every error of Python on another form)
+        except Exception:  # a template's own refusal, and every error of Python on another form
             continue
         if "'type': 'text'" in text or '"type": "text"' in text or "{'city'" in text or '"{\\"city' in text:
             continue  # a list or an object where the template takes text, or the other way round
@@ -152,7 +165,12 @@ def main() -> None:
     small = json.loads((ROOT / "text" / "small_templates.json").read_text())
     written = {name: [render(source, one) for one in conversations] for name, source in small.items()}
     special = [case for kind in ("qwen", "llama3", "metaspace") for case in special_texts(kind)]
-    content = {"made_by": "scripts/make_template_fixtures.py", "published": published, "small": written, "special": special}
+    content = {
+        "made_by": "scripts/make_template_fixtures.py",
+        "published": published,
+        "small": written,
+        "special": special,
+    }
     (FIXTURES / "templates.json").write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n")
 
 

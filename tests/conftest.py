@@ -33,7 +33,9 @@ hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--templates", help="a folder of published chat templates, NAME.jinja, to compare with transformers")
+    parser.addoption(
+        "--templates", help="a folder of published chat templates, NAME.jinja, to compare with transformers"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

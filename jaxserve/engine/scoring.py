@@ -190,9 +190,7 @@ def encode_pairs(
     return found
 
 
-def _encode(
-    reranker: Reranker, tokenizer: Tokenizer, special_text: SpecialText, given: list[str | None]
-) -> list[int]:
+def _encode(reranker: Reranker, tokenizer: Tokenizer, special_text: SpecialText, given: list[str | None]) -> list[int]:
     """The prompt of a pair, `given` being arguments of `Reranker.text`. Special tokens in them stay text."""
     marks = special_text.marks_for(given)
     if marks is None:

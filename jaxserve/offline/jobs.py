@@ -49,8 +49,8 @@ def prepare_chat(
 ) -> Job:
     """Renders, encodes and checks one conversation. Raises InvalidRequest and its kin.
 
-    `refuse_special_text` refuses messages that spell a special token, which is text else, see `jaxserve.text.chat`. `open_url`: reads
-    pictures whose URL is no `data:`.
+    `refuse_special_text` refuses messages that spell a special token, which is text else, see `jaxserve.text.chat`.
+    `open_url`: reads pictures whose URL is no `data:`.
     """
     messages, sources = split_chat(messages, open_url)
     check_takes_pictures(engine.model.pictures, sources)

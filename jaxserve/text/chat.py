@@ -3,8 +3,8 @@
 A model without a template is an error: none is made up for it.
 
 Templates come with checkpoints, so they are programs of a stranger: they run in Jinja's immutable sandbox, with the
-few helpers that transformers gives them, on plain JSON values only. Messages are brought into the form that the template
-reads (`messages`, `template_form`).
+few helpers that transformers gives them, on plain JSON values only. Messages are brought into the form that the
+template reads (`messages`, `template_form`).
 
 Special tokens in user text. A text that spells a special token stays text: it never becomes that token, so nobody can
 close their own turn and write a system message (`special_text`; transformers does so with `sanitize_control_tokens`).
@@ -106,8 +106,12 @@ class ChatTemplate:
     def reads(self, name: str, *, with_tools: bool = True) -> bool:
         """Whether the template of chats with (or without) tools reads a variable, such as `tools`; one that does not
         would leave it out in silence."""
+        return name in self.form(with_tools=with_tools).variables
+
+    def form(self, *, with_tools: bool = False) -> TemplateForm:
+        """What the template of chats with (or without) tools reads; of no template, nothing."""
         compiled = self._with_tools if with_tools else self._plain
-        return compiled is not None and name in compiled.form.variables
+        return TemplateForm() if compiled is None else compiled.form
 
     def render(
         self,

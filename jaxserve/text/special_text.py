@@ -56,10 +56,11 @@ class PromptText(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """The two characters of one prompt."""
+    """The two characters of one prompt, and the texts that hold them: without marks, and with."""
 
     open: str
     close: str
+    marked: Mapping[str, str]
 
 
 class SpecialText:
@@ -71,15 +72,15 @@ class SpecialText:
         self._longest = max(map(len, self._specials), default=0)
         self._heads = frozenset(text[:end] for text in self._specials for end in range(1, len(text)))
         self._tails = frozenset(text[start:] for text in self._specials for start in range(1, len(text)))
-        self._first = "".join(sorted({text[0] for text in self._specials}))
-        self._last = "".join(sorted({text[-1] for text in self._specials}))
+        firsts, lasts = {text[0] for text in self._specials}, {text[-1] for text in self._specials}
+        self._starts, self._ends, self._near = map(_any_of, (firsts, lasts, firsts | lasts))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "SpecialText":
         return cls(tokenizer.token_text(token_id) for token_id in tokenizer.special_ids)
 
     def check(self, named: Mapping[str, Any]) -> None:
-        """Raises InvalidRequest when a text in one of the JSON values spells a special token. Errors use their names."""
+        """Raises InvalidRequest when a text in a JSON value spells a special token. Errors use the values' names."""
         for where, value in named.items():
             for text in _texts(value):
                 if match := self._found.search(text):
@@ -89,24 +90,26 @@ class SpecialText:
         """The marks for JSON values of a caller; None: they need none."""
         if not self._specials:
             return None
-        texts = list(_texts(values))
-        everything = "\0".join(texts)
-        if not self._found.search(everything) and not any(map(self._is_open, texts)):
+        texts = set(_texts(values))
+        unsafe = [text for text in texts if self._is_unsafe(text)]
+        if not unsafe:
             return None
+        everything = "\0".join(texts)
         free = [mark for mark in MARKS if mark not in everything]
         if len(free) < 2:
             raise InvalidRequest(
                 "the messages hold special tokens and all of Unicode's noncharacters from U+FDD0 on, of which two are "
                 "needed to tell the tokens from text; take the noncharacters out"
             )
-        return Marks(*free[:2])
+        marks = Marks(*free[:2], {})
+        return marks._replace(marked={text: self._marked_text(text, marks) for text in unsafe})
 
     def marked(self, value: Any, marks: Marks) -> Any:
         """A copy of a JSON value with marks in its texts, the keys of objects included."""
         if isinstance(value, str):
-            return self._marked_text(value, marks)
+            return marks.marked.get(value, value)
         if isinstance(value, dict):
-            return {self.marked(key, marks): self.marked(inner, marks) for key, inner in value.items()}
+            return {marks.marked.get(key, key): self.marked(inner, marks) for key, inner in value.items()}
         if isinstance(value, list):
             return [self.marked(inner, marks) for inner in value]
         return value
@@ -115,30 +118,25 @@ class SpecialText:
         """A prompt whose marked values have been written by a template."""
         inner = rf"{marks.open}({self._found.pattern}){marks.close}"
         pieces: list[Piece] = []
-        text, edges = "", []
-
-        def flush() -> None:
-            nonlocal text, edges
-            start = 0
-            for edge in edges:
-                if self._is_across(text, edge):
-                    pieces.append(Piece(text[start:edge], False))
-                    start = edge
-            pieces.append(Piece(text[start:], False))
-            text, edges = "", []
-
         at = 0
-        for match in re.finditer(rf"{inner}|[{marks.open}{marks.close}]", rendered):
-            text += rendered[at : match.start()]
+        for match in re.finditer(inner, rendered):
+            pieces += self._cut(rendered[at : match.start()], marks)
+            pieces.append(Piece(match[1], True))
             at = match.end()
-            if match[1] is None:
-                edges.append(len(text))  # of a text, or of a token that the template has taken apart
-            else:
-                flush()
-                pieces.append(Piece(match[1], True))
-        text += rendered[at:]
-        flush()
+        pieces += self._cut(rendered[at:], marks)
         return PromptText(tuple(piece for piece in pieces if piece.text))
+
+    def _cut(self, rendered: str, marks: Marks) -> Iterator[Piece]:
+        """A stretch without plain pieces, cut where the edge of a text, or of a token that the template has taken
+        apart, keeps two parts of a special token apart."""
+        stretches = re.split(f"[{marks.open}{marks.close}]", rendered)
+        text, start, edge = "".join(stretches), 0, 0
+        for stretch in stretches:
+            if self._is_across(text, edge):
+                yield Piece(text[start:edge], False)
+                start = edge
+            edge += len(stretch)
+        yield Piece(text[start:], False)
 
     def _marked_text(self, text: str, marks: Marks) -> str:
         marked = self._found.sub(lambda match: f"{marks.open}{match[0]}{marks.close}", text)
@@ -146,32 +144,34 @@ class SpecialText:
             marked += marks.close
         return marks.close + marked if self._closes(text) else marked
 
-    def _is_open(self, text: str) -> bool:
-        return self._opens(text) or self._closes(text)
+    def _is_unsafe(self, text: str) -> bool:
+        """Whether a special token is in a text, or a part of one at its edge."""
+        if not self._near.search(text):
+            return False
+        return self._found.search(text) is not None or self._opens(text) or self._closes(text)
 
     def _opens(self, text: str) -> bool:
         """Whether a text ends with the first part of a special token."""
-        end = text[1 - self._longest :] if self._longest > 1 else ""
-        if not any(first in end for first in self._first):
-            return False
-        return any(end[start:] in self._heads for start in range(len(end)))
+        end = text[-self._longest :]
+        return any(end[match.start() :] in self._heads for match in self._starts.finditer(end))
 
     def _closes(self, text: str) -> bool:
         """Whether a text begins with the last part of a special token."""
-        begin = text[: self._longest - 1]
-        if not any(last in begin for last in self._last):
-            return False
-        return any(begin[:end] in self._tails for end in range(1, len(begin) + 1))
+        begin = text[: self._longest]
+        return any(begin[: match.end()] in self._tails for match in self._ends.finditer(begin))
 
     def _is_across(self, text: str, edge: int) -> bool:
         """Whether a special token has some of its characters before `edge` and the others behind it."""
-        start = max(0, edge - self._longest + 1)
-        window = text[start : edge + self._longest - 1]
-        return any(
-            (at := window.find(special)) >= 0 and start + at < edge < start + at + len(special)
-            for special in self._specials
-            if len(special) > 1
-        )
+        for start in self._starts.finditer(text, max(0, edge - self._longest), edge):
+            match = self._found.match(text, start.start())
+            if match is not None and match.end() > edge:
+                return True
+        return False
+
+
+def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
+    found = "".join(map(re.escape, sorted(characters)))
+    return re.compile(f"[{found}]" if found else "(?!)")
 
 
 def _alternatives(words: Sequence[str]) -> str:
@@ -218,7 +218,11 @@ def _encode_inner(tokenizer: Tokenizer, piece: Piece) -> list[int]:
     ids = both[len(before) :] if both[: len(before)] == before else encode(tokenizer, piece.text)
     if piece.is_plain and not tokenizer.special_ids.isdisjoint(ids):
         # A vocabulary may find such a token by its plain rules, too; it finds none in single characters.
-        ids = [token_id for character in piece.text for token_id in encode(tokenizer, _ANCHOR + character)[len(before) :]]
+        ids = [
+            token_id for character in piece.text for token_id in encode(tokenizer, _ANCHOR + character)[len(before) :]
+        ]
         if not tokenizer.special_ids.isdisjoint(ids):
-            raise InvalidRequest(f"the text {piece.text!r} is a special token that cannot be written as text; take it out")
+            raise InvalidRequest(
+                f"the text {piece.text!r} is a special token that cannot be written as text; take it out"
+            )
     return ids

@@ -420,9 +420,7 @@ class _Reader:
             return self._typed(test, truth, bounds)
         return bounds
 
-    def _compared(
-        self, left: nodes.Node, op: str, right: nodes.Node, truth: bool, bounds: _Bounds
-    ) -> _Bounds:
+    def _compared(self, left: nodes.Node, op: str, right: nodes.Node, truth: bool, bounds: _Bounds) -> _Bounds:
         if isinstance(left, nodes.Const):
             left, right = right, left
         words = right.items if isinstance(right, nodes.List | nodes.Tuple) else [right]
