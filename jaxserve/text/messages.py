@@ -92,9 +92,9 @@ def plain(value: Any, where: str) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what is plain as it stands, in a fifth of the time that JSON takes. Raises TypeError for other values."""
+    """A copy of what is plain as it stands, in half of the time that JSON takes. Raises TypeError for other values."""
     kind = type(value)
-    if kind is str or kind is int or kind is bool or value is None:
+    if kind is str or kind is int or kind is bool or kind is float or value is None:
         return value
     if kind is dict:
         if any(type(name) is not str for name in value):
