@@ -198,8 +198,8 @@ class LLM(FrontDoor):
           add_generation_prompt: end the prompt with the opening of the assistant's turn.
           tools: JSON schemas, handed to the template.
           chat_template_kwargs: further values for the template.
-          refuse_special_text: refuse messages that spell a special token, with which a user could close their own turn
-            and write a system message.
+          refuse_special_text: refuse messages that spell a special token of the model; else it is plain text there, so
+            that nobody can close their own turn and write a system message.
 
         `RequestOutput.prompt` is the rendered text. Errors as in `generate`.
         """

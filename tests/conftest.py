@@ -32,6 +32,12 @@ hypothesis.settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("patient")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--templates", help="a folder of published chat templates, NAME.jinja, to compare with transformers"
+    )
+
+
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a shell; its children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)

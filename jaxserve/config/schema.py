@@ -500,7 +500,9 @@ class GrpcConfig(Section):
         description="Least seconds between pings of a client; one that pings more often is disconnected.",
     )
     refuse_special_text: bool = pydantic.Field(
-        default=True, description="Refuse chat messages that spell a special token, with which turns can be forged."
+        default=False,
+        description="Refuse chat messages that spell a special token of the model; else it is plain text there, and "
+        "never becomes the token.",
     )
 
 
@@ -569,9 +571,9 @@ class HttpConfig(Section):
         "one of an installed package; none: they are part of the answer; auto: found from its chat template.",
     )
     refuse_special_text: bool = pydantic.Field(
-        default=True,
-        description="Refuse chat messages, queries and documents that spell a special token, with which turns can be "
-        "forged.",
+        default=False,
+        description="Refuse chat messages, queries and documents that spell a special token of the model; else it is "
+        "plain text there, and never becomes the token.",
     )
     stored_responses: int = pydantic.Field(
         default=1024,

@@ -133,9 +133,12 @@ def prompt_pictures(data: object) -> list[PictureSource]:
     ]
 
 
-def chat_prompt(text: str, sources: Sequence[PictureSource]) -> Mapping[str, object] | str:
-    """The prompt of a chat that was rendered to `text`, with the pictures of `split_chat`."""
-    return {"prompt": text, "multi_modal_data": {"image": list(sources)}} if sources else text
+def chat_prompt(
+    prompt: str | Sequence[int], sources: Sequence[PictureSource]
+) -> Mapping[str, object] | str | Sequence[int]:
+    """The prompt of a chat, as text or ids (`PromptText.for_engine`), with the pictures of `split_chat`."""
+    name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {name: prompt, "multi_modal_data": {"image": list(sources)}} if sources else prompt
 
 
 def with_pictures(

@@ -17,6 +17,7 @@ from typing import Self
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, PromptTooLong, UnsupportedOption
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.special_text import SpecialText
 
 QWEN3_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -172,11 +173,12 @@ def encode_pairs(
     Raises InvalidRequest for text that cannot be encoded, PromptTooLong for a pair that the model has no room for.
     """
     found: list[Judgement] = []
+    special_text = SpecialText.of(tokenizer)
     for index, (query, document) in enumerate(pairs):
         try:
             if max_document_tokens is not None:
                 document = _cut(tokenizer, document, max_document_tokens)
-            ids = tokenizer.encode(reranker.text(query, document, instruction), add_special_tokens=False)
+            ids = _encode(reranker, tokenizer, special_text, [query, document, instruction])
             if len(ids) + 1 > max_model_len:
                 raise PromptTooLong(
                     f"template, query and document have {len(ids)} tokens, and the model takes {max_model_len - 1}; "
@@ -186,6 +188,14 @@ def encode_pairs(
             raise type(error)(f"{name}[{index}]: {error}") from error
         found.append(Judgement(reranker, ids))
     return found
+
+
+def _encode(reranker: Reranker, tokenizer: Tokenizer, special_text: SpecialText, given: list[str | None]) -> list[int]:
+    """The prompt of a pair, `given` being arguments of `Reranker.text`. Special tokens in them stay text."""
+    marks = special_text.marks_for(given)
+    if marks is None:
+        return tokenizer.encode(reranker.text(*given), add_special_tokens=False)  # type: ignore[arg-type]
+    return special_text.read(reranker.text(*special_text.marked(given, marks)), marks).encode(tokenizer)
 
 
 def _cut(tokenizer: Tokenizer, document: str, most: int) -> str:

@@ -49,15 +49,15 @@ def prepare_chat(
 ) -> Job:
     """Renders, encodes and checks one conversation. Raises InvalidRequest and its kin.
 
-    `refuse_special_text` refuses messages that spell a special token, see `jaxserve.text.chat`. `open_url`: reads
-    pictures whose URL is no `data:`.
+    `refuse_special_text` refuses messages that spell a special token, which is text else, see `jaxserve.text.chat`.
+    `open_url`: reads pictures whose URL is no `data:`.
     """
     messages, sources = split_chat(messages, open_url)
     check_takes_pictures(engine.model.pictures, sources)
     if refuse_special_text and engine.tokenizer is not None:
         check_special_text(engine.tokenizer, messages)
-    text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+    rendered = template.prompt(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
     # The template has written the special tokens; encoding must not add them again.
-    prompt = chat_prompt(text, sources)
+    prompt = chat_prompt(rendered.for_engine(engine.tokenizer), sources)
     request = engine.prepare(prompt, sampling, dataclasses.replace(options, add_special_tokens=False))
-    return Job(request=request, prompt=text)
+    return Job(request=request, prompt=rendered.text)

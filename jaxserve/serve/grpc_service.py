@@ -50,7 +50,7 @@ class InferenceService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
     def __init__(
-        self, engine: AsyncEngine[AnyEngine], *, refuse_special_text: bool = True, receive: Receive | None = None
+        self, engine: AsyncEngine[AnyEngine], *, refuse_special_text: bool = False, receive: Receive | None = None
     ) -> None:
         """`refuse_special_text`: as in `GrpcConfig`. `receive`: see `generate_replies`."""
         self._engine = engine
@@ -152,7 +152,7 @@ async def generate_replies(
     remaining_s: float | None = None,
     traceparent: str = "",
     is_aborted: Callable[[], bool] = lambda: False,
-    refuse_special_text: bool = True,
+    refuse_special_text: bool = False,
     receive: Receive | None = None,
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """The messages that answer one request, for every door that speaks them.
@@ -197,7 +197,7 @@ async def prepare_message(
     message: pb.GenerateRequest,
     remaining_s: float | None,
     traceparent: str = "",
-    refuse_special_text: bool = True,
+    refuse_special_text: bool = False,
 ) -> Request:
     """The request of a message, encoded on a thread of its own. Arguments and errors as of `generate_replies`."""
     arrived_s = time.monotonic()

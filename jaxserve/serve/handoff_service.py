@@ -40,7 +40,7 @@ class HandoffService(pb_grpc.HandoffServicer):
     """
 
     def __init__(
-        self, engine: AsyncEngine[AnyEngine], setup: HandoffSetup, *, refuse_special_text: bool = True
+        self, engine: AsyncEngine[AnyEngine], setup: HandoffSetup, *, refuse_special_text: bool = False
     ) -> None:
         """Raises ConfigError. `refuse_special_text`: as in `GrpcConfig`."""
         assert isinstance(engine.engine, Engine), "`check_handoff` refuses replicas"

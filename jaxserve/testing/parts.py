@@ -29,6 +29,7 @@ class ByteTokenizer:
         "{% for m in messages %}<|chat|>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|chat|>assistant: {% endif %}"
     )
+    named_chat_templates: Mapping[str, str] = {}
     _names: Mapping[int, str] = {256: "<s>", 257: "</s>", 258: "<|chat|>"}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -42,6 +43,10 @@ class ByteTokenizer:
                 ids.append(token_id)
             text = text[start + len(name) :]
         return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The bytes of `text`, names of special tokens among them."""
+        return list(text.encode())
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; incomplete or wrong UTF-8 becomes U+FFFD."""

@@ -9,17 +9,19 @@ The reference for ids is Hugging Face transformers 5 (and sentencepiece itself w
 """
 
 from jaxserve.text.base import Tokenizer
-from jaxserve.text.chat import ChatTemplate, check_no_special, check_special_text, encode_chat
+from jaxserve.text.chat import ChatTemplate, check_special_text, encode_chat
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.encoding_cache import CachingTokenizer
 from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.special_text import PromptText, SpecialText
 
 __all__ = [
     "CachingTokenizer",
     "ChatTemplate",
     "Detokenizer",
+    "PromptText",
+    "SpecialText",
     "Tokenizer",
-    "check_no_special",
     "check_special_text",
     "encode_chat",
     "load_tokenizer",

@@ -3,7 +3,7 @@
 It knows no file format, so that a test or a notebook can pass a tokenizer of twenty lines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from jaxserve.errors import InvalidRequest
@@ -18,6 +18,7 @@ class Tokenizer(Protocol):
       eos_token_id, bos_token_id: None when the vocabulary has none.
       special_ids: ids that `skip_special_tokens` leaves out.
       chat_template: Jinja source, None for a model without one.
+      named_chat_templates: further sources by name; that of `tool_use` is for chats with tools.
     """
 
     @property
@@ -35,9 +36,17 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
+    @property
+    def named_chat_templates(self) -> Mapping[str, str]: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Text that spells a special token becomes that token; `add_special_tokens` adds what the
         model's files say (usually a beginning-of-sequence id). Raises InvalidRequest on a lone surrogate."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of `text`, without any that are added. Text that spells a special token stays text, unless the plain
+        rules of the vocabulary find that token, too."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -3,14 +3,15 @@
 A model without a template is an error: none is made up for it.
 
 Templates come with checkpoints, so they are programs of a stranger: they run in Jinja's immutable sandbox, with the
-few helpers that transformers gives them, on plain JSON values only.
+few helpers that transformers gives them, on plain JSON values only. Messages are brought into the form that the
+template reads (`messages`, `template_form`).
 
-Special tokens in user text. The template's output is one string, and encoding it turns every text that spells a
-special token into that token, also inside a user's message: a user can close their own turn and write a system
-message. This is what transformers does by default, so it is the default here; `check_special_text` refuses such
-messages (`LLM.chat(refuse_special_text=True)`). Use it wherever users are not trusted with the system prompt.
+Special tokens in user text. A text that spells a special token stays text: it never becomes that token, so nobody can
+close their own turn and write a system message (`special_text`; transformers does so with `sanitize_control_tokens`).
+`check_special_text` refuses such messages instead (`LLM.chat(refuse_special_text=True)`).
 """
 
+import dataclasses
 import datetime
 import json
 import re
@@ -19,21 +20,24 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jaxserve.errors import InvalidRequest, UnsupportedOption
+from jaxserve.errors import InvalidRequest
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.messages import check_messages, plain, shaped, with_whole_tools
+from jaxserve.text.special_text import MARKS, Piece, PromptText, SpecialText
+from jaxserve.text.template_form import TemplateForm, read_form
 
 # Errors that a template can raise by itself: its own, and Python's on values it did not expect.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-
-
-_ROLE = re.compile(r"[\w.-]{1,64}")
+# Those of a value in another form than the template reads.
+_FORM_ERRORS = (TypeError, jinja2.UndefinedError)
+_WITH_TOOLS = "tool_use"  # the name of the template for chats with tools, as in transformers
+_NON_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -47,48 +51,67 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    template: jinja2.Template
+    form: TemplateForm
+
+
 class ChatTemplate:
-    """A compiled template. Immutable after construction, safe to call from several threads.
+    """A compiled template, or one for chats with tools beside one for others. Immutable after construction, safe to
+    call from several threads.
 
     Args:
-      source: Jinja source, None for a model that has none (`render` then raises).
+      source: Jinja source, None for a model that has none (a chat is then refused).
+      tool_source: that of chats with tools; None: it is the same.
       bos_token, eos_token: texts that the template may write.
+      special_text: special tokens, which texts of messages, tools and variables do not become; None: there are none.
       now: clock behind `strftime_now`.
 
-    Raises InvalidRequest when the source does not compile.
+    Raises InvalidRequest when a source does not compile.
     """
 
     def __init__(
         self,
         source: str | None,
         *,
+        tool_source: str | None = None,
         bos_token: str = "",
         eos_token: str = "",
+        special_text: SpecialText | None = None,
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._special_text = SpecialText(()) if special_text is None else special_text
         self._now = now
-        self._reads: frozenset[str] = frozenset()
-        try:
-            environment = self._environment()
-            self._template = None if source is None else environment.from_string(source)
-            if source is not None:
-                self._reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(f"the chat template does not compile: {error}; fix the template") from error
+        self._plain = None if source is None else self._compiled(source)
+        self._with_tools = self._plain if tool_source is None else self._compiled(tool_source)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
-        """The template of a tokenizer, or `source` in its place, with its beginning and end tokens."""
+        """The templates of a tokenizer, or `source` in their place, which may be the name of one of them."""
         bos, eos = (
             "" if token_id is None else tokenizer.token_text(token_id)
             for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
         )
-        return cls(tokenizer.chat_template if source is None else source, bos_token=bos, eos_token=eos)
+        named = tokenizer.named_chat_templates
+        return cls(
+            tokenizer.chat_template if source is None else named.get(source, source),
+            tool_source=named.get(_WITH_TOOLS) if source is None else None,
+            bos_token=bos,
+            eos_token=eos,
+            special_text=SpecialText.of(tokenizer),
+        )
 
-    def reads(self, name: str) -> bool:
-        """Whether the template reads a variable, such as `tools`; one that does not would leave it out in silence."""
-        return name in self._reads
+    def reads(self, name: str, *, with_tools: bool = True) -> bool:
+        """Whether the template of chats with (or without) tools reads a variable, such as `tools`; one that does not
+        would leave it out in silence."""
+        return name in self.form(with_tools=with_tools).variables
+
+    def form(self, *, with_tools: bool = False) -> TemplateForm:
+        """What the template of chats with (or without) tools reads; of no template, nothing."""
+        compiled = self._with_tools if with_tools else self._plain
+        return TemplateForm() if compiled is None else compiled.form
 
     def render(
         self,
@@ -98,7 +121,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text.
+        """The text of `prompt`, for display: encoded as it is, a special token in a message would become one."""
+        prompt = self.prompt(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+        return prompt.text
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> PromptText:
+        """The prompt.
 
         Args:
           messages: see `check_messages`.
@@ -109,25 +144,59 @@ class ChatTemplate:
         Raises InvalidRequest for malformed messages, a missing template, or what the template raises.
         """
         checked = check_messages(messages)
-        if self._template is None:
+        compiled = self._with_tools if tools else self._plain
+        if compiled is None:
             raise InvalidRequest(
                 "this model has no chat template; send a plain prompt, or add chat_template.jinja to its directory"
             )
-        values = {**self._tokens, **_plain(variables or {}, "template variables")}
-        values |= {"messages": checked, "tools": None if tools is None else _plain(list(tools), "tools")}
-        try:
-            return self._template.render(values, add_generation_prompt=add_generation_prompt)
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        values = {"documents": None, **plain(variables or {}, "template variables")}
+        values["add_generation_prompt"] = add_generation_prompt
+        values["tools"] = None if tools is None else plain(list(tools), "tools")
+        refusal: Exception | None = None
+        for attempt in _attempts(checked, compiled.form, values):
+            try:
+                return self._written(compiled.template, attempt)
+            except _TEMPLATE_ERRORS as error:
+                refusal = refusal or error
+                if not isinstance(error, _FORM_ERRORS):
+                    break
+        raise InvalidRequest(f"the chat template refused the messages: {refusal}") from refusal
 
-    def _environment(self) -> jinja2.Environment:
+    def _written(self, template: jinja2.Template, values: dict[str, Any]) -> PromptText:
+        marks = self._special_text.marks_for(values)
+        if marks is None:
+            return PromptText((Piece(template.render({**self._tokens, **values}), False),))
+        marked = {name: self._special_text.marked(value, marks) for name, value in values.items()}
+        return self._special_text.read(template.render({**self._tokens, **marked}), marks)
+
+    def _compiled(self, source: str) -> _Compiled:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: self._now().strftime(pattern)
-        return environment
+        try:
+            return _Compiled(template=environment.from_string(source), form=read_form(environment.parse(source)))
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(f"the chat template does not compile: {error}; fix the template") from error
+
+
+def _attempts(
+    checked: Sequence[Mapping[str, Any]], form: TemplateForm, values: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Values for a template: in the form that its tree tells, and then, for a template that fails on that, with the
+    arguments of calls in the other form, and with no field of a tool absent."""
+    messages = shaped(checked, form)
+    yield {**values, "messages": messages}
+    tools = values["tools"] and with_whole_tools(values["tools"])
+    others = [messages]
+    if any(message.get("tool_calls") for message in checked):
+        others.append(shaped(checked, form, argument_text=not form.wants_argument_text))
+        yield {**values, "messages": others[-1]}
+    if tools != values["tools"]:
+        for other in others:
+            yield {**values, "messages": other, "tools": tools}
 
 
 def encode_chat(
@@ -140,90 +209,8 @@ def encode_chat(
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Ids of the rendered messages. The template writes the special tokens itself, so encoding adds none."""
-    text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A plain copy of `messages`, each content one string, or parts where it has pictures.
-
-    A message is {"role": str, "content": str or a list of {"type": "text", "text": str}} and whatever else the
-    template reads (name, tool_calls, tool_call_id, …). Text parts are joined by newlines, as vLLM does. Content with
-    {"type": "image"} among its parts, which stands for a picture, stays a list of parts of these two kinds. Content may
-    be null beside tool_calls, whose `arguments` may be JSON text (OpenAI) and reach the template as the object. Text
-    that is no JSON, such as that of a call which was cut by its length, reaches it as it is.
-    """
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequest(f"messages must be a non-empty list of {{role, content}}, got {messages!r}")
-    checked = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequest(f"{where} must be an object with role and content, got {message!r}")
-        plain = _plain(message, where)
-        if not isinstance(plain.get("role"), str) or not plain["role"]:
-            raise InvalidRequest(f"{where} needs a role, a string such as 'user', got {plain.get('role')!r}")
-        if not _ROLE.fullmatch(plain["role"]):
-            raise InvalidRequest(
-                f"{where} needs a role that is a name of at most 64 letters, digits, '_', '-' or '.', got "
-                f"{plain['role']!r:.80}"
-            )
-        if plain.get("tool_calls"):
-            _parse_arguments(plain["tool_calls"], where)
-        plain["content"] = _checked_content(plain, where)
-        checked.append(plain)
-    return checked
-
-
-def _checked_content(message: Mapping[str, Any], where: str) -> str | list[dict[str, str]]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and message.get("tool_calls"):
-        return ""
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} needs content, a string or a list of text parts, got {content!r}")
-    parts: list[dict[str, str]] = []
-    for part in content:
-        if part == {"type": "image"}:
-            parts.append({"type": "image"})
-            continue
-        if isinstance(part, dict) and part.get("type") not in ("text", None):
-            raise UnsupportedOption(
-                f"{where} has a part of type {part['type']!r:.80}; a chat is made of 'text', and of pictures "
-                "('image_url') where the model takes them"
-            )
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}: each part must be {{'type': 'text', 'text': ...}}, got {part!r:.80}")
-        parts.append({"type": "text", "text": part["text"]})
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
-
-
-def _parse_arguments(tool_calls: Any, where: str) -> None:
-    try:
-        for call in tool_calls:
-            function = call.get("function", call)
-            if isinstance(function.get("arguments"), str):
-                function["arguments"] = _parsed(function["arguments"])
-    except (AttributeError, TypeError) as error:
-        raise InvalidRequest(f"{where}.tool_calls must be a list of objects: {error}") from error
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A deep copy through JSON: a template must never hold an object with methods of this package."""
-    try:
-        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where} must be plain JSON: {error}") from error
+    prompt = template.prompt(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+    return prompt.encode(tokenizer)
 
 
 def check_special_text(
@@ -234,32 +221,9 @@ def check_special_text(
     Every text counts, since templates write names, roles and arguments of calls too. `beside`: further values of
     the template, such as tools, under the names that errors use.
     """
-    named = {f"messages[{index}]": message for index, message in enumerate(check_messages(messages))}
-    check_no_special(tokenizer, {**named, **(beside or {})})
-
-
-def check_no_special(tokenizer: Tokenizer, named: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest when a text in one of the JSON values spells a special token. Errors use their names."""
-    specials = [text for token_id in sorted(tokenizer.special_ids) if (text := tokenizer.token_text(token_id))]
-    for where, value in named.items():
-        for found in _texts(value):
-            for text in specials:
-                if text in found:
-                    raise InvalidRequest(f"{where} contains the special token {text!r}; take it out")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys of objects included. Without recursion: arguments of calls may be deep."""
-    left = [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, dict):
-            yield from part
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
+    messages = shaped(check_messages(messages), TemplateForm(names_developer=True))
+    named = {f"messages[{index}]": message for index, message in enumerate(messages)}
+    SpecialText.of(tokenizer).check({**named, **(beside or {})})
 
 
 def _raise_exception(message: str) -> None:
@@ -273,5 +237,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which models never saw."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Jinja's own filter escapes HTML, which models never saw. Marks of special text are never escaped."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NON_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return character[0] if character[0] in MARKS else json.dumps(character[0])[1:-1]

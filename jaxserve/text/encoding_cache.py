@@ -9,7 +9,7 @@ import array
 import collections
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxserve.text.base import Tokenizer
 
@@ -81,6 +81,14 @@ class CachingTokenizer:
     @property
     def chat_template(self) -> str | None:
         return self._inner.chat_template
+
+    @property
+    def named_chat_templates(self) -> Mapping[str, str]:
+        return self._inner.named_chat_templates
+
+    def encode_plain(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_plain`. Texts are few and short; none is kept."""
+        return self._inner.encode_plain(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""

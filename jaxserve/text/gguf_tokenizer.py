@@ -146,6 +146,7 @@ class _Vocabulary:
     def files(self, options: Mapping[str, Any]) -> TokenizerFiles:
         """What the small files of a directory would say. `options`: tokenizer_config.json's."""
         named = {f"{role}_token": text for role in ("bos", "eos") if (text := self.token(role)) is not None}
+        for_tools = self._file.get("tokenizer.chat_template.tool_use", str)
         special = [text for text, kind in zip(self.tokens, self.types, strict=True) if kind == _CONTROL]
         return TokenizerFiles(
             directory=self.path,
@@ -156,6 +157,7 @@ class _Vocabulary:
             bos_id=None,
             eos_id=None,
             chat_template=self._file.get("tokenizer.chat_template", str),
+            named_chat_templates={} if for_tools is None else {"tool_use": for_tools},
         )
 
     def _array(self, name: str, kind: type, count: int | None) -> list[Any]:

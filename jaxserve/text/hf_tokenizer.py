@@ -52,6 +52,13 @@ class HfTokenizer:
         self.bos_token_id = _named_id(backend, files, "bos_token", files.bos_id)
         self.eos_token_id = _named_id(backend, files, "eos_token", files.eos_id)
         self.chat_template = files.chat_template
+        self.named_chat_templates = files.named_chat_templates
+        # The same model, without a single added token. The library shares its parts, so that it costs no memory.
+        self._plain = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._plain.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._plain.pre_tokenizer = backend.pre_tokenizer
         self._table = _piece_table(backend, vocabulary, self.vocab_size, self.special_ids)
         self._decoded_by = [stage["type"] for stage in _decoder_stages(backend)]
         # A token in front keeps the library from stripping the leading space of the token that is asked for.
@@ -64,6 +71,11 @@ class HfTokenizer:
         # A batch of one: the library lets other threads run for a batch, and for a single text it does not.
         [encoded] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_plain`."""
+        check_text(text)
+        return self._plain.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""

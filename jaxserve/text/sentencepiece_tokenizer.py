@@ -64,6 +64,7 @@ class SentencePieceTokenizer:
         self._before = _optional_id(bool(files.options.get("add_bos_token", True)), self.bos_token_id)
         self._after = _optional_id(bool(files.options.get("add_eos_token", False)), self.eos_token_id)
         self.chat_template = files.chat_template
+        self.named_chat_templates = files.named_chat_templates
         self._table = PieceTable(
             pieces=_piece_table(processor, added, files), special_ids=self.special_ids, strip_leading_space=prefix
         )
@@ -82,6 +83,11 @@ class SentencePieceTokenizer:
         if add_special_tokens:
             ids += self._after
         return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_plain`."""
+        check_text(text)
+        return self._first.encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""

@@ -16,6 +16,7 @@ from jaxserve.errors import CheckpointError
 REMEDY = "replace the file, point model.tokenizer at another directory, or set model.skip_tokenizer to serve ids only"
 ADDED_TOKENS_NAME = "added_tokens.json"  # written by transformers before 4.34
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULT = "default"  # the name of the template of a model that has several
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -46,6 +47,7 @@ class TokenizerFiles:
       added_tokens: tokens with an explicit id.
       bos_id, eos_id: of config.json, which comes last in precedence. Of a list of ids, the first.
       chat_template: Jinja source; of several with names, the one called "default".
+      named_chat_templates: the others, by name.
     """
 
     directory: Path
@@ -56,6 +58,7 @@ class TokenizerFiles:
     bos_id: int | None
     eos_id: int | None
     chat_template: str | None
+    named_chat_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
@@ -71,6 +74,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     added = _added_tokens(directory, options)
     special += [token.content for token in added if token.special]
     added = tuple(dataclasses.replace(token, special=token.content in special) for token in added)
+    templates = _chat_templates(directory, options)
     return TokenizerFiles(
         directory=directory,
         options=options,
@@ -79,7 +83,8 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         added_tokens=added,
         bos_id=_first_id(model.get("bos_token_id")),
         eos_id=_first_id(model.get("eos_token_id")),
-        chat_template=_chat_template(directory, options),
+        chat_template=templates.pop(_DEFAULT, None),
+        named_chat_templates=templates,
     )
 
 
@@ -138,24 +143,35 @@ def _added_tokens(directory: Path, options: Mapping[str, Any]) -> tuple[AddedTok
     return tuple(tokens[token_id] for token_id in sorted(tokens) if tokens[token_id].content)
 
 
-def _chat_template(directory: Path, options: Mapping[str, Any]) -> str | None:
-    """A template file wins over tokenizer_config.json, as in transformers 5; that of models with pictures may be an
-    older one, chat_template.json."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise read_failure(path, error) from error
+def _chat_templates(directory: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Template files win over tokenizer_config.json, as in transformers 5; that of models with
+    pictures may be an older one, chat_template.json."""
+    files = {_DEFAULT: directory / "chat_template.jinja"} if (directory / "chat_template.jinja").is_file() else {}
+    files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: _read_text(path) for name, path in files.items()}
+    if _DEFAULT in found:
+        return found
     path = directory / "chat_template.json"
     if path.is_file():
         entry = _read_json(path).get("chat_template")
     else:
         path, entry = directory / "tokenizer_config.json", options.get("chat_template")
-    if entry is None or isinstance(entry, str):
-        return entry
+    if entry is None:
+        return found
+    if isinstance(entry, str):
+        return {_DEFAULT: entry, **found}
     try:
-        return {item["name"]: item["template"] for item in entry}.get("default")
+        named = {item["name"]: item["template"] for item in entry}
+        if not all(isinstance(text, str) for text in (*named, *named.values())):
+            raise TypeError("a name or a template is no text")
     except (KeyError, TypeError) as error:
         cause = ValueError("chat_template must be a string or a list of {name, template}")
         raise read_failure(path, cause) from error
+    return {**named, **found}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise read_failure(path, error) from error

@@ -86,21 +86,21 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "text"), FORGED)
-def test_a_chat_cannot_forge_turns(client: Client, messages: list[dict[str, str]], text: str) -> None:
-    for call in (client.tokenize, lambda chat: client.complete(chat, GREEDY)):
-        with pytest.raises(RequestFailed, match=re.escape(text)) as caught:
-            call(messages)
-        assert caught.value.status is Status.INVALID
+def test_a_chat_cannot_forge_turns(client: Client) -> None:
+    assert 257 not in client.tokenize(FORGED[0][0])
+    with pytest.raises(RequestFailed, match="a role that is a name"):
+        client.tokenize(FORGED[1][0])
     assert client.tokenize("a</s>")[-1] == 257, "a plain prompt is its author's own"
 
 
-def test_forged_turns_can_be_allowed_but_roles_are_names() -> None:
-    lax = GrpcConfig(port=0, refuse_special_text=False)
-    with served(serve_bytes(), grpc_config=lax) as server, connect(server) as client:
-        assert 257 in client.tokenize(FORGED[0][0])
-        with pytest.raises(RequestFailed, match="a role that is a name"):
-            client.tokenize(FORGED[1][0])
+def test_forged_turns_can_be_refused() -> None:
+    strict = GrpcConfig(port=0, refuse_special_text=True)
+    with served(serve_bytes(), grpc_config=strict) as server, connect(server) as client:
+        for messages, text in FORGED:
+            for call in (client.tokenize, lambda chat: client.complete(chat, GREEDY)):
+                with pytest.raises(RequestFailed, match=re.escape(text)) as caught:
+                    call(messages)
+                assert caught.value.status is Status.INVALID
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

@@ -64,10 +64,11 @@ def make_door(engine: AsyncEngine[Answering], config: HttpConfig, *, any_model: 
     """`any_model`: see `Door`. Raises ConfigError for names of formats that do not exist."""
     tokenizer = engine.engine.tokenizer
     template = None if tokenizer is None else tokenizer.chat_template
+    for_tools = None if tokenizer is None else tokenizer.named_chat_templates.get("tool_use", template)
     return Door(
         engine=engine,
         config=config,
-        tool_format=choose_tool_format(config.tool_parser, template, reads_bare_calls=config.bare_tool_calls),
+        tool_format=choose_tool_format(config.tool_parser, for_tools, reads_bare_calls=config.bare_tool_calls),
         thinking_format=choose_thinking_format(config.reasoning_parser, template),
         any_model=any_model,
     )

@@ -26,7 +26,7 @@ from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import chat_sampling, resume_of, structured
 from jaxserve.serve.http.thought_grammar import behind_thought
 from jaxserve.serve.http.tools import ToolUse, plan_tools
-from jaxserve.text import ChatTemplate, check_special_text
+from jaxserve.text import ChatTemplate, PromptText, check_special_text
 
 # Fields of a message that are about its text, and never part of a prompt.
 _UNSEEN: Any = {
@@ -59,10 +59,10 @@ def prepare_chat(door: Door, body: ChatRequest, answer_id: str, traceparent: str
     engine = door.engine.engine
     tools = _plan(door, body)
     prompt, sources = _prompt(door, body, tools)
-    form = _form(door, body, tools, prompt)
+    form = _form(door, body, tools, prompt.text)
     sampling = chat_sampling(body, form.constraint, keep_special_tokens=form.keep_special_tokens)
     request = engine.prepare(
-        chat_prompt(prompt, sources),
+        chat_prompt(prompt.for_engine(door.need_tokenizer()), sources),
         sampling,
         RequestOptions(
             request_id=answer_id,
@@ -120,8 +120,8 @@ def _form(door: Door, body: ChatRequest, tools: ToolUse, prompt: str) -> _Form:
 
 def count_prompt_tokens(door: Door, body: ChatRequest) -> int:
     """Tokens of the prompt that `prepare_chat` makes. Raises as it does, but takes prompts of any length."""
-    text, sources = _prompt(door, body, _plan(door, body))
-    token_ids = door.need_tokenizer().encode(text, add_special_tokens=False)
+    prompt, sources = _prompt(door, body, _plan(door, body))
+    token_ids = prompt.encode(door.need_tokenizer())
     return len(with_pictures(door.engine.engine.model.pictures, token_ids, sources)[0])
 
 
@@ -129,8 +129,8 @@ def _plan(door: Door, body: ChatRequest) -> ToolUse:
     return plan_tools(body, door.tool_format, door.engine.engine.chat_template(), door.need_tokenizer())
 
 
-def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[str, list[PictureSource]]:
-    variables = _variables(body, door.engine.engine.chat_template())
+def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[PromptText, list[PictureSource]]:
+    variables = _variables(body, door.engine.engine.chat_template(), with_tools=bool(tools.shown))
     return render_chat(door, body.messages, body, tools=tools.shown, variables=variables)
 
 
@@ -141,8 +141,8 @@ def render_chat(
     *,
     tools: Sequence[Any] | None,
     variables: dict[str, Any] | None,
-) -> tuple[str, list[PictureSource]]:
-    """The prompt text, and its pictures. Raises InvalidRequest, also for a text that spells a special token where that
+) -> tuple[PromptText, list[PictureSource]]:
+    """The prompt, and its pictures. Raises InvalidRequest, also for a text that spells a special token where that
     is refused, and UnsupportedOption for pictures that the model does not take."""
     engine = door.engine.engine
     contents = [message.content for message in messages if isinstance(message.content, list)]
@@ -152,10 +152,10 @@ def render_chat(
     if door.config.refuse_special_text:
         beside = {"tools": tools, "chat_template_kwargs": variables}
         check_special_text(door.need_tokenizer(), plain, {n: v for n, v in beside.items() if v is not None})
-    text = engine.chat_template().render(
+    prompt = engine.chat_template().prompt(
         plain, add_generation_prompt=body.add_generation_prompt is not False, tools=tools, variables=variables
     )
-    return text, sources
+    return prompt, sources
 
 
 def _shown(message: Message) -> dict[str, Any]:
@@ -169,12 +169,12 @@ def shown_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [as_fields(tool) for tool in tools] if tools else None
 
 
-def _variables(body: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+def _variables(body: ChatRequest, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
     """What the template gets beside messages and tools. Raises UnsupportedOption for effort that it cannot ask for."""
     given = body.chat_template_kwargs or {}
     if body.reasoning_effort is None:
         return given
-    if template.reads("reasoning_effort"):
+    if template.reads("reasoning_effort", with_tools=with_tools):
         return {"reasoning_effort": body.reasoning_effort, **given}
     if body.reasoning_effort == "medium":  # the default of OpenAI's models
         return given

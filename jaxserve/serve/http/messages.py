@@ -89,7 +89,9 @@ def messages_router(door: Door) -> APIRouter:
 
 
 def _chat_of(door: Door, body: PromptFields, sampling: dict[str, Any]) -> ChatRequest:
-    return chat_of(body, sampling, door.engine.engine.chat_template().reads("enable_thinking"))
+    return chat_of(
+        body, sampling, door.engine.engine.chat_template().reads("enable_thinking", with_tools=bool(body.tools))
+    )
 
 
 def _prepare(door: Door, body: MessagesRequest, answer_id: str, traceparent: str) -> Chat:

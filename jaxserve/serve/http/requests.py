@@ -292,9 +292,9 @@ Part = Annotated[TextPart | ImagePart, pydantic.Field(discriminator="type")]
 
 
 def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[TextPart | ImagePart]:
-    """The content of a message: text alone is one text, as most templates want it."""
-    texts = [part.text for part in parts if isinstance(part, TextPart)]
-    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
+    """The content of a message: a text alone is a text, as most templates want it."""
+    [only] = parts if len(parts) == 1 else [None]
+    return only.text if isinstance(only, TextPart) else list(parts)
 
 
 class FunctionCall(Body):

@@ -23,7 +23,7 @@ from jaxserve.serve.http.responses import (
     ScoreResponse,
     Usage,
 )
-from jaxserve.text import check_no_special
+from jaxserve.text import SpecialText
 
 
 def rerank_router(door: Door) -> APIRouter:
@@ -96,7 +96,7 @@ async def _judge_all(
     def encode() -> list[Judgement]:
         if door.config.refuse_special_text:
             named = {f"{name}[{index}]": text for index, text in enumerate(texts)}
-            check_no_special(tokenizer, {query_name: list(query_texts), "instruction": body.instruction, **named})
+            SpecialText.of(tokenizer).check({query_name: list(query_texts), "instruction": body.instruction, **named})
         return encode_pairs(
             reranker,
             tokenizer,

@@ -107,14 +107,14 @@ def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         assert body.messages is not None
-        text, sources = render_chat(
+        prompt, sources = render_chat(
             door,
             body.messages,
             body,
             tools=shown_tools(body.tools),
             variables=body.chat_template_kwargs,
         )
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = prompt.encode(tokenizer)
         ids = list(with_pictures(door.engine.engine.model.pictures, ids, sources)[0])
     response = TokenizeResponse(count=len(ids), max_model_len=door.engine.engine.model.max_model_len, tokens=ids)
     if body.return_token_strs:

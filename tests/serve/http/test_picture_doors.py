@@ -271,11 +271,10 @@ def test_bad_pictures_are_refused_and_nothing_of_them_is_repeated(
     assert ask(client, "still there?").status_code == 200
 
 
-def test_a_literal_placeholder_is_refused_where_special_text_is_not() -> None:
-    """It would stand for a picture that is not there."""
-    with http_served(picture_parts(), refuse_special_text=False) as server, browse(server) as client:
-        answer = ask(client, part(url_of(png())), f"and {PLACEHOLDER}")
-        assert answer.status_code == 400 and "2 placeholders of pictures" in answer.json()["error"]["message"]
+def test_a_literal_placeholder_is_text_in_a_chat_and_refused_in_a_prompt() -> None:
+    """There it would stand for a picture that is not there."""
+    with http_served(picture_parts()) as server, browse(server) as client:
+        assert ask(client, part(url_of(png())), f"and {PLACEHOLDER}").status_code == 200
         assert client.post("/v1/completions", json={"prompt": PLACEHOLDER}).status_code == 400
 
 
