@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import InvalidRequest, JaxserveError, UnsupportedOption
 
-_TYPES = ("image/png", "image/jpeg", "image/webp")
+_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _PARTS = ("image_url", "image")  # of a chat: OpenAI's, and that of processors
 
 

@@ -18,6 +18,7 @@ from jaxserve.serve.http.requests import (
     JsonSchemaFormat,
     NamedTool,
     Tool,
+    functions_of,
 )
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import schema_output
@@ -58,12 +59,15 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
     else:
         none = ToolUse(shown=None, forced=None, make=NoCalls)
     choice = body.tool_choice
-    if not body.tools:
+    functions = functions_of(body.tools)
+    if not functions:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice demands a call, but tools is empty; give the tools")
+            foreign = ", ".join(sorted({tool.type for tool in body.tools or ()}))
+            why = f"those of tools ({foreign:.200}) belong to a provider" if foreign else "tools is empty"
+            raise InvalidRequest(f"tool_choice demands a call of a function, but {why}; give functions")
         return none
-    tools = {tool.function.name: tool for tool in body.tools}
-    if len(tools) != len(body.tools):
+    tools = {tool.function.name: tool for tool in functions}
+    if len(tools) != len(functions):
         raise InvalidRequest("tools has two functions of one name; give each a name of its own")
     if isinstance(choice, AllowedTools):
         allowed = {_known(tool.function.name, tools) for tool in choice.allowed_tools.tools}
@@ -84,13 +88,13 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
             "or leave the constraint out"
         )
     shown = [as_fields(tool) for tool in tools.values()]
-    functions = {name: _parameters(tool) for name, tool in tools.items()}
+    parameters = {name: _parameters(tool) for name, tool in tools.items()}
     if isinstance(choice, NamedTool):
         name = _known(choice.function.name, tools)
-        return ToolUse(shown=shown, forced=_compact(functions[name]), make=lambda: NamedParser(name), is_free=False)
+        return ToolUse(shown=shown, forced=_compact(parameters[name]), make=lambda: NamedParser(name), is_free=False)
     if choice == "required":
-        schema = _list_schema(functions, 1 if body.parallel_tool_calls is False else None)
-        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(functions), is_free=False)
+        schema = _list_schema(parameters, 1 if body.parallel_tool_calls is False else None)
+        return ToolUse(shown=shown, forced=_compact(schema), make=lambda: ListParser(parameters), is_free=False)
     answer = _answer_schema(body)
     if answer is not None and (tool_format.grammar is None or has_special_tags):
         raise UnsupportedOption(
@@ -100,8 +104,8 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
     strict = {name for name, tool in tools.items() if tool.function.strict}
     return ToolUse(
         shown=shown,
-        forced=None if has_special_tags else _grammar(functions, strict, tool_format, answer),
-        make=lambda: tool_format.make(functions),
+        forced=None if has_special_tags else _grammar(parameters, strict, tool_format, answer),
+        make=lambda: tool_format.make(parameters),
         is_free=answer is None,
         keep_special_tokens=has_special_tags,
     )
