@@ -59,7 +59,7 @@ class _JsonRequest(Request):
         return body
 
 
-class _Unreadable(Exception):  # noqa: N818  (not an error of its own: it carries one)
+class _Unreadable(Exception):
     """FastAPI lets no other exception of a body through than its own; see `JsonRoute`."""
 
     def __init__(self, refusal: HttpRefusal) -> None:

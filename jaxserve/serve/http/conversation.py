@@ -18,8 +18,8 @@ from jaxserve.engine import (
     split_chat,
     with_pictures,
 )
-from jaxserve.serve.http.door import Door
 from jaxserve.serve.http import marks
+from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.formats import ParserMaker, Piece, ThinkingParser
 from jaxserve.serve.http.requests import (
     ChatRequest,
@@ -190,7 +190,7 @@ def _variables(door: Door, body: ChatRequest) -> dict[str, Any]:
     if effort == "none":
         found |= thinking_switch(template, on=False)
     if not found:
-        marks.note(door.counts, "chat", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
+        marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
     return {**found, **given}
 
 

@@ -143,7 +143,7 @@ class Body(pydantic.BaseModel):
             document.pop("additionalProperties", None)
         elif cls.marks:
             ignored = {"description": "Ignored."}
-            document["properties"].update({name: ignored for name in sorted(cls.marks - _names(cls))})
+            document["properties"].update(dict.fromkeys(sorted(cls.marks - _names(cls)), ignored))
         return document
 
 
