@@ -110,6 +110,7 @@ _KNOWN: Mapping[Place, frozenset[str]] = {
     Place.PART: frozenset(
         {"annotations", "cache_control", "caller", "citations", "detail", "logprobs", "prompt_cache_breakpoint"}
         | {"signature", "redacted_thinking", "server_tool_use", "web_search_tool_result"}
+        | {"budget_tokens", "display", "is_error", "summary"}
     ),
     Place.CALL: frozenset({"caller", "extra_content", "index", "parsed_arguments", "provider_specific_fields"}),
     Place.TOOL: frozenset(

@@ -1,10 +1,10 @@
 """The bodies that clients send: OpenAI's fields, and vLLM's further sampling options beside them.
 
 Names and types are declared here. Ranges and combinations of fields are checked by `SamplingParams`, so that each error
-has one wording; the document has them, too (`InRange`). An unknown option is refused by name, since a client that believes
-it had been obeyed is worse off than one that is told. Options of either API that this server does not have are known
-for the values that change nothing (`Only`): clients send them unasked. `marks` says which fields are no options, and
-are ignored. Null is the same as absent everywhere.
+has one wording; the document has them, too (`InRange`). An unknown option is refused by name, since a client that
+believes it had been obeyed is worse off than one that is told. Options of either API that this server does not have are
+known for the values that change nothing (`Only`): clients send them unasked. `marks` says which fields are no options,
+and are ignored. Null is the same as absent everywhere.
 """
 
 import functools
@@ -184,9 +184,9 @@ def kind_of(known: Sequence[str], foreign: Callable[[str, dict[str, Any]], bool]
         found = given.get("type")
         if found is None:
             found = known[0]
-        if not isinstance(found, str) or found in known:
-            return found if isinstance(found, str) else None
-        return "foreign" if foreign(found, given) else None
+        if not isinstance(found, str):
+            return None
+        return "foreign" if found not in known and foreign(found, given) else found
 
     return kind
 

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's Responses API, in and out, and how a request becomes one of chat completions.
 
-What this server does not have is refused or ignored as in `requests`. Tools that only a provider or its own programs can
+What this server does not have is refused or ignored as in `requests`. Tools that only a provider or its programs can
 run (search, files, computers, free text), and the items of their calls, are left out of the prompt. The functions of a
 namespace are functions whose names begin with its name; in items they have the two names apart.
 """
