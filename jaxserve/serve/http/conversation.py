@@ -133,7 +133,10 @@ def _plan(door: Door, body: ChatRequest) -> ToolUse:
 
 
 def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[str, list[PictureSource]]:
-    variables = _variables(door, body)
+    template = door.engine.engine.chat_template()
+    variables = template_variables(body, template)
+    if body.reasoning_effort is not None and not template.reads("reasoning_effort"):
+        marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
     return render_chat(door, body.messages, body, tools=tools.shown, variables=variables)
 
 
@@ -177,21 +180,16 @@ def thinking_switch(template: ChatTemplate, on: bool) -> dict[str, Any]:
     return {name: on for name in _SWITCHES if template.reads(name)}
 
 
-def _variables(door: Door, body: ChatRequest) -> dict[str, Any]:
-    """What the template gets beside messages and tools.
-
-    An effort is a hint, so one that the template cannot ask for is a mark; `none` also switches thinking off.
-    """
+def template_variables(body: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """What the template gets beside messages and tools. An effort is a hint: it is for templates that read it, and
+    `none` also switches thinking off."""
     given, effort = body.chat_template_kwargs or {}, body.reasoning_effort
     if effort is None:
         return given
-    template = door.engine.engine.chat_template()
-    found: dict[str, Any] = {"reasoning_effort": effort} if template.reads("reasoning_effort") else {}
+    hints: dict[str, Any] = {"reasoning_effort": effort} if template.reads("reasoning_effort") else {}
     if effort == "none":
-        found |= thinking_switch(template, on=False)
-    if not found:
-        marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
-    return {**found, **given}
+        hints |= thinking_switch(template, on=False)
+    return {**hints, **given}
 
 
 class Turn:

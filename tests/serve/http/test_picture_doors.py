@@ -182,7 +182,7 @@ BAD_ELSEWHERE: dict[str, tuple[str, Any, str]] = {
         r"messages\[1\]\.content\[0\] .* type 'url', but this server fetches nothing",
     ),
     "messages, file": ("messages", [{"type": "image", "source": {"type": "file", "file_id": "a"}}], "type 'file'"),
-    "messages, type": ("messages", [block(b"GIF89a", "image/gif")], "media_type"),
+    "messages, type": ("messages", [block(b"BM", "image/bmp")], "media_type"),
     "messages, no base64": (
         "messages",
         [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "####"}}],
@@ -240,7 +240,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "file": ([part("file:///etc/passwd")], "only data: is taken"),
     "no base64": ([part("data:image/png;base64,####")], "not valid base64"),
     "not encoded": ([part("data:image/png,abc")], "has the form data:image/png;base64,DATA"),
-    "type": ([part(url_of(b"GIF89a", "image/gif"))], "'image/gif'; image/png, image/jpeg, image/webp are taken"),
+    "type": ([part(url_of(b"BM", "image/bmp"))], "'image/bmp'; image/png, image/jpeg, image/webp, image/gif are taken"),
     "no picture": ([part(url_of(b"hello"))], "none of the formats PNG, JPEG, WEBP"),
     "other format": ([part(url_of(png(kind="BMP")))], "none of the formats PNG, JPEG, WEBP"),
     "truncated": ([part(url_of(png(200, 200)[:60]))], "cannot be decoded"),
