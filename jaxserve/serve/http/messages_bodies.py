@@ -123,11 +123,15 @@ class ToolReferenceBlock(_Block):
     tool_name: str
 
 
+_RESULT_TYPES = ("text", "image", "document", "search_result", "tool_reference")
+_BLOCK_TYPES = (*_RESULT_TYPES[:4], "tool_use", "tool_result", "thinking", "tool_addition", "tool_removal")
+
+
 class ForeignBlock(Foreign):
     place = Place.PART
+    others = (*_BLOCK_TYPES, "tool_reference")
 
 
-_RESULT_TYPES = ("text", "image", "document", "search_result", "tool_reference")
 ResultBlock = Annotated[
     Annotated[TextBlock, pydantic.Tag("text")]
     | Annotated[ImageBlock, pydantic.Tag("image")]
@@ -187,7 +191,6 @@ def _is_foreign(kind: str, given: dict[str, Any]) -> bool:
     return kind in _FOREIGN_BLOCKS or kind.endswith(_FOREIGN_ENDS)
 
 
-_BLOCK_TYPES = ("text", "image", "document", "search_result", "tool_use", "tool_result", "thinking")
 InputBlock = Annotated[
     Annotated[TextBlock, pydantic.Tag("text")]
     | Annotated[ImageBlock, pydantic.Tag("image")]
@@ -199,7 +202,7 @@ InputBlock = Annotated[
     | Annotated[ToolChangeBlock, pydantic.Tag("tool_addition")]
     | Annotated[ToolChangeBlock, pydantic.Tag("tool_removal")]
     | Annotated[ForeignBlock, pydantic.Tag("foreign")],
-    pydantic.Discriminator(kind_of((*_BLOCK_TYPES, "tool_addition", "tool_removal"), _is_foreign)),
+    pydantic.Discriminator(kind_of(_BLOCK_TYPES, _is_foreign)),
 ]
 
 

@@ -153,8 +153,12 @@ def _note(info: pydantic.ValidationInfo, *marks: Mark) -> None:
 
 
 class Foreign(Body):
-    """A tool, item or block that belongs to a provider, and is left out of the prompt. `name` is a tool's."""
+    """A tool, item or block that belongs to a provider, and is left out of the prompt. `name` is a tool's.
 
+    `others` are types that are not of a provider, for the document: any other object with a type may be one.
+    """
+
+    others: ClassVar[tuple[str, ...]]
     type: str
     name: str | None = None
 
@@ -168,9 +172,19 @@ class Foreign(Body):
         name = given.get("name")
         return {"type": kind, "name": name if isinstance(name, str) else None}
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler
+    ) -> pydantic.json_schema.JsonSchemaValue:
+        document = handler.resolve_ref_schema(handler(core_schema))
+        document.pop("additionalProperties", None)
+        document["properties"] = {"type": {"type": "string", "not": {"enum": list(cls.others)}}}
+        return document
+
 
 class ForeignTool(Foreign):
     place = Place.TOOL
+    others = ("function", "namespace", "allowed_tools", "custom")
 
 
 def kind_of(known: Sequence[str], foreign: Callable[[str, dict[str, Any]], bool]) -> Callable[[Any], str | None]:

@@ -122,8 +122,12 @@ class ReasoningItem(_Item):
     content: Many[ReasoningText] | None = None
 
 
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")  # a message may leave its type out
+
+
 class ForeignItem(Foreign):
     place = Place.ITEM
+    others = _ITEM_TYPES
 
 
 # Items of tools and services of a provider; its calls and their results have names with these ends.
@@ -150,7 +154,6 @@ def _is_foreign(kind: str, given: dict[str, Any]) -> bool:
     return kind in _FOREIGN_ITEMS or kind.endswith(_FOREIGN_ENDS)
 
 
-_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")  # a message may leave its type out
 InputItem = Annotated[
     Annotated[MessageItem, pydantic.Tag("message")]
     | Annotated[FunctionCallItem, pydantic.Tag("function_call")]
