@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import InvalidRequest, JaxserveError, UnsupportedOption
 
-_TYPES = ("image/png", "image/jpeg", "image/webp")
+_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _PARTS = ("image_url", "image")  # of a chat: OpenAI's, and that of processors
 
 
@@ -177,8 +177,8 @@ def _read(reader: PictureReader, source: PictureSource) -> Picture:
     is_open = any(base.__module__.partition(".")[0] == "PIL" for base in type(data).__mro__)
     if not isinstance(data, bytes) and not is_open:
         raise InvalidRequest(
-            f"{source.where} is a {type(data).__name__}, but a picture is bytes of a PNG, JPEG or WebP file, or an "
-            "image of Pillow"
+            f"{source.where} is a {type(data).__name__}, but a picture is bytes of a PNG, JPEG, WebP or GIF file, or "
+            "an image of Pillow"
         )
     try:
         return reader.process(data)

@@ -4,6 +4,7 @@ The names of reasons are a closed list, and methods, routes and codes are those 
 makes up: so the number of series is bounded.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 
 from jaxserve.engine.histogram import Histogram
@@ -65,6 +66,7 @@ HTTP_REASONS: Mapping[int, str] = {
 }
 
 
+_MOST_NAMES = 1000  # of ignored fields that are remembered: clients make up names
 _TENANT_REASONS = ("tenant_requests", "tenant_tokens", "tenant_concurrent_tokens")  # by `TenantLimited.limit`
 
 
@@ -76,13 +78,15 @@ def reason_of(error: Exception) -> str:
 
 
 class DoorCounts:
-    """Mutated on the event loop of the doors; any thread may copy the dictionaries, which is one operation.
+    """Mutated on the event loop of the doors, `note_ignored` on any thread; any thread may copy the dictionaries, which
+    is one operation.
 
     Attributes:
       http: answers by method, route and status.
       grpc: calls by method and code.
       http_seconds: how long the answers took, by method and route, from the first such call on.
       refused: by door and reason. All are here from the start: a rate needs the zero before the first.
+      ignored: fields of requests that were ignored, by route, place and name (`http.marks`).
       degraded: why the process is degraded (`serve.degraded`), written by who watches it; None: it is not.
       read_handoff: reads the counts of handoffs; None where there are none. Set before the doors open.
     """
@@ -93,6 +97,9 @@ class DoorCounts:
         self.http: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[tuple[str, str], Histogram] = {}
         self.grpc: dict[tuple[str, str], int] = {}
+        self.ignored: dict[tuple[str, str, str], int] = {}
+        self._ignored_names: set[tuple[str, str]] = set()
+        self._ignored_lock = threading.Lock()
         both = {*_REASONS.values(), *_TENANT_REASONS, _INTERNAL}
         self.refused = {(GRPC, reason): 0 for reason in sorted(both)}
         self.refused |= {(HTTP, reason): 0 for reason in sorted(both.union(HTTP_REASONS.values()))}
@@ -117,3 +124,16 @@ class DoorCounts:
     def note_refusal(self, door: str, reason: str) -> None:
         """A call was refused or has failed."""
         self.refused[door, reason] += 1
+
+    def note_ignored(self, route: str, place: str, label: str, name: str) -> bool:
+        """A field of a request was ignored. `label` is of a closed list, `name` a client's word.
+
+        True for a name that was not seen at this place before; false from the thousandth name on.
+        """
+        with self._ignored_lock:
+            key = (route, place, label)
+            self.ignored[key] = self.ignored.get(key, 0) + 1
+            is_new = (place, name) not in self._ignored_names and len(self._ignored_names) < _MOST_NAMES
+            if is_new:
+                self._ignored_names.add((place, name))
+            return is_new

@@ -118,6 +118,7 @@ class DoorCollector(Collector):
                 counts.grpc.copy(),
             ),
             ("refused", "Calls that ended with an error, by reason.", ("door", "reason"), counts.refused.copy()),
+            ("ignored_fields", "Fields without effect here.", ("route", "place", "name"), counts.ignored.copy()),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=(_LABELS[0], *labels))
             for values, number in found.items():

@@ -58,7 +58,7 @@ class RouteHttp:
             self._async_engine = AsyncEngine(
                 self._engine, serving.encode_threads, max_prompts=serving.max_prompts, max_n=serving.max_n
             )
-            routers += answering_routers(make_door(self._async_engine, http, any_model=True))
+            routers += answering_routers(make_door(self._async_engine, http, counts, any_model=True))
         routers += [self._probes(pool, service, counts), _metrics(RouteCollector(pool, service, quarantine, counts))]
         if admins is not None:
             routers.append(quarantine_router(quarantine))

@@ -15,7 +15,7 @@ from jaxserve.errors import InvalidRequest
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 def is_installed() -> bool:
@@ -28,7 +28,7 @@ def open_picture(source: "bytes | Image", max_source_pixels: int) -> "Image":
     counts.
 
     Args:
-      source: a PNG, JPEG or WebP file, or a picture that is open.
+      source: a PNG, JPEG, WebP or GIF file, or a picture that is open.
       max_source_pixels: rows times columns that may be decoded.
 
     Raises InvalidRequest for other formats, broken files, and more pixels.

@@ -92,7 +92,7 @@ class PictureProcessor(abc.ABC):
             )
 
     def process(self, source: "bytes | Image") -> Picture:
-        """The picture of a file (PNG, JPEG, WebP), or of an open one.
+        """The picture of a file (PNG, JPEG, WebP, GIF), or of an open one.
 
         Raises InvalidRequest for a file that is none, is broken, or has too many pixels or an extreme shape.
         """

@@ -146,6 +146,7 @@ def test_every_kind_of_file_becomes_upright_rgb() -> None:
             noise.convert("RGB"),
             encoded(noise.convert("RGB"), "WEBP", lossless=True, save_all=True, append_images=[noise]),
         ),
+        (palette, encoded(palette, "GIF", save_all=True, append_images=[palette.rotate(90)])),
         (noise.rotate(-90, expand=True), encoded(noise, "PNG", exif=exif)),
     ]
     for expected, data in kinds:

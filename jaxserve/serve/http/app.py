@@ -55,12 +55,14 @@ def make_app(
 
     Raises ConfigError for keys that cannot be read, and for names of formats that do not exist.
     """
-    door = make_door(engine, config.http)
+    door = make_door(engine, config.http, counts)
     own = (embeddings_router(door), rerank_router(door), probes_router(engine.engine, counts))
     return join_routers("jaxserve", (*answering_routers(door), *own, *more), config, counts, admins)
 
 
-def make_door(engine: AsyncEngine[Answering], config: HttpConfig, *, any_model: bool = False) -> Door:
+def make_door(
+    engine: AsyncEngine[Answering], config: HttpConfig, counts: DoorCounts, *, any_model: bool = False
+) -> Door:
     """`any_model`: see `Door`. Raises ConfigError for names of formats that do not exist."""
     tokenizer = engine.engine.tokenizer
     template = None if tokenizer is None else tokenizer.chat_template
@@ -68,6 +70,7 @@ def make_door(engine: AsyncEngine[Answering], config: HttpConfig, *, any_model: 
     return Door(
         engine=engine,
         config=config,
+        counts=counts,
         tool_format=choose_tool_format(config.tool_parser, for_tools, reads_bare_calls=config.bare_tool_calls),
         thinking_format=choose_thinking_format(config.reasoning_parser, template),
         any_model=any_model,
@@ -95,6 +98,7 @@ def join_routers(
     http = config.http
     # The pages of documentation load scripts from foreign hosts; the document itself stays.
     api = FastAPI(title=title, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    api.state.counts = counts
     for router in routers:
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]

@@ -9,12 +9,16 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pydantic
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope
 
 from jaxserve.engine.interpreter import collector_paused
-from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal
+from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
+from jaxserve.serve.http.marks import Mark, note
+from jaxserve.serve.http.requests import Body
 
 # For the OpenAPI document.
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -37,20 +41,39 @@ def read_json(octets: bytes) -> Any:
 
 
 class _JsonRequest(Request):
+    """`kind`: the model of its body, which is validated here, so that the fields that it ignores can be noted."""
+
+    def __init__(self, scope: Scope, receive: Receive, kind: type[Body] | None) -> None:
+        super().__init__(scope, receive)
+        self._kind = kind
+
     async def json(self) -> Any:
         body = await self.body()
         try:
             with collector_paused():  # the parser holds the interpreter lock, so no other thread runs meanwhile
-                return read_json(body)
+                given = read_json(body)
         except ValueError as error:
-            raise _Unreadable(f"the body is no JSON that can be read: {error}") from error
+            raise _Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
+        return given if self._kind is None else self._valid(self._kind, given)
+
+    def _valid(self, kind: type[Body], given: Any) -> Body:
+        marks: set[Mark] = set()
+        try:
+            body = kind.model_validate(given, context=marks)
+        except pydantic.ValidationError as error:
+            problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            raise _Unreadable(invalid_body(problems)) from error
+        if marks:
+            note(self.app.state.counts, self.scope["route"].path, marks)
+        return body
 
 
-class _Unreadable(HttpRefusal):
+class _Unreadable(Exception):
     """FastAPI lets no other exception of a body through than its own; see `JsonRoute`."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(400, message)
+    def __init__(self, refusal: HttpRefusal) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class JsonRoute(APIRoute):
@@ -68,14 +91,19 @@ class JsonRoute(APIRoute):
                     415, "the body must be JSON and say so; send the header 'content-type: application/json'"
                 )
             try:
-                return await handler(_JsonRequest(request.scope, request.receive))
+                return await handler(_JsonRequest(request.scope, request.receive, self._kind()))
             except Exception as error:
                 # FastAPI wraps what reading a body raises into a text of its own, which says less.
                 if isinstance(error.__cause__, _Unreadable):
-                    raise error.__cause__ from None
+                    raise error.__cause__.refusal from None
                 raise
 
         return handle
+
+    def _kind(self) -> type[Body] | None:
+        """The model of the body, where it is one of `requests`."""
+        kind = None if self.body_field is None else self.body_field.field_info.annotation
+        return kind if isinstance(kind, type) and issubclass(kind, Body) else None
 
 
 def _says_json(content_type: str) -> bool:

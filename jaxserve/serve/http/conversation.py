@@ -18,23 +18,26 @@ from jaxserve.engine import (
     split_chat,
     with_pictures,
 )
-from jaxserve.errors import UnsupportedOption
+from jaxserve.serve.http import marks
 from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.formats import ParserMaker, Piece, ThinkingParser
-from jaxserve.serve.http.requests import ChatRequest, ImagePart, Message, TemplateFields, Tool
+from jaxserve.serve.http.requests import (
+    ChatRequest,
+    ForeignTool,
+    ImagePart,
+    Message,
+    TemplateFields,
+    Tool,
+    functions_of,
+)
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import chat_sampling, resume_of, structured
 from jaxserve.serve.http.thought_grammar import behind_thought
 from jaxserve.serve.http.tools import ToolUse, plan_tools
 from jaxserve.text import ChatTemplate, PromptText, check_special_text
 
-# Fields of a message that are about its text, and never part of a prompt.
-_UNSEEN: Any = {
-    "annotations": True,
-    "parsed": True,
-    "provider_specific_fields": True,
-    "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
-}
+# Variables of templates that switch thinking on and off: Qwen's and GLM's name, and that of Granite and DeepSeek.
+_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,11 @@ def _plan(door: Door, body: ChatRequest) -> ToolUse:
 
 
 def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[PromptText, list[PictureSource]]:
-    variables = _variables(body, door.engine.engine.chat_template(), with_tools=bool(tools.shown))
+    template = door.engine.engine.chat_template()
+    hints = _effort(body, template, with_tools=bool(tools.shown))
+    if body.reasoning_effort is not None and not hints:
+        marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
+    variables = {**hints, **(body.chat_template_kwargs or {})}
     return render_chat(door, body.messages, body, tools=tools.shown, variables=variables)
 
 
@@ -160,27 +167,28 @@ def render_chat(
 
 def _shown(message: Message) -> dict[str, Any]:
     """What a template may read of a message. Many look for `tool_calls`, and take them for a list that is not empty."""
-    fields = message.model_dump(exclude_unset=True, exclude_none=True, exclude=_UNSEEN)
+    fields = message.model_dump(exclude_unset=True, exclude_none=True)
     return {name: value for name, value in fields.items() if name != "tool_calls" or value}
 
 
-def shown_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+def shown_tools(tools: Sequence[Tool | ForeignTool] | None) -> list[dict[str, Any]] | None:
     """Tools as a template gets them."""
-    return [as_fields(tool) for tool in tools] if tools else None
+    return [as_fields(tool) for tool in functions_of(tools)] or None
 
 
-def _variables(body: ChatRequest, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
-    """What the template gets beside messages and tools. Raises UnsupportedOption for effort that it cannot ask for."""
-    given = body.chat_template_kwargs or {}
-    if body.reasoning_effort is None:
-        return given
-    if template.reads("reasoning_effort", with_tools=with_tools):
-        return {"reasoning_effort": body.reasoning_effort, **given}
-    if body.reasoning_effort == "medium":  # the default of OpenAI's models
-        return given
-    raise UnsupportedOption(
-        "reasoning_effort changes nothing here, since this model's chat template does not read it; leave it out"
-    )
+def thinking_switch(template: ChatTemplate, on: bool, *, with_tools: bool) -> dict[str, Any]:
+    """The variables that switch thinking on or off, as far as the template reads one."""
+    return {name: on for name in _SWITCHES if template.reads(name, with_tools=with_tools)}
+
+
+def _effort(body: ChatRequest, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
+    """The variables that say how much the model is to think, as far as the template reads one. An effort is a hint, and
+    `none` also switches thinking off."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    hints = {"reasoning_effort": effort} if template.reads("reasoning_effort", with_tools=with_tools) else {}
+    return hints | (thinking_switch(template, False, with_tools=with_tools) if effort == "none" else {})
 
 
 class Turn:

@@ -13,6 +13,7 @@ from jaxserve.api import FinishReason, Request
 from jaxserve.config.schema import HttpConfig
 from jaxserve.engine import Answering, AsyncEngine, Update
 from jaxserve.errors import EngineStopped, UnknownModel
+from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.formats import ThinkingFormat, ToolFormat
@@ -33,6 +34,7 @@ class Door:
 
     engine: AsyncEngine[Answering]
     config: HttpConfig
+    counts: DoorCounts
     tool_format: ToolFormat
     thinking_format: ThinkingFormat | None
     any_model: bool = False

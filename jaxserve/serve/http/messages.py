@@ -23,6 +23,7 @@ from jaxserve.serve.http.conversation import (
     Turn,
     count_prompt_tokens,
     prepare_chat,
+    thinking_switch,
 )
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
 from jaxserve.serve.http.errors import MESSAGES, MessagesErrorResponse, describe, json_response, messages_error
@@ -89,9 +90,8 @@ def messages_router(door: Door) -> APIRouter:
 
 
 def _chat_of(door: Door, body: PromptFields, sampling: dict[str, Any]) -> ChatRequest:
-    return chat_of(
-        body, sampling, door.engine.engine.chat_template().reads("enable_thinking", with_tools=bool(body.tools))
-    )
+    template = door.engine.engine.chat_template()
+    return chat_of(body, sampling, functools.partial(thinking_switch, template, with_tools=bool(body.tools)))
 
 
 def _prepare(door: Door, body: MessagesRequest, answer_id: str, traceparent: str) -> Chat:

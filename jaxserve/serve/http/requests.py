@@ -1,20 +1,23 @@
 """The bodies that clients send: OpenAI's fields, and vLLM's further sampling options beside them.
 
 Names and types are declared here. Ranges and combinations of fields are checked by `SamplingParams`, so that each error
-has one wording; the document has them, too (`InRange`). An unknown field is refused by name, since a client that
-believes it had been obeyed is worse off than one that is told. Fields of either API that this server does not have are
-known for the values that change nothing (`Only`): clients send them unasked. Null is the same as absent everywhere.
+has one wording; the document has them, too (`InRange`). An unknown option is refused by name, since a client that
+believes it had been obeyed is worse off than one that is told. Options of either API that this server does not have are
+known for the values that change nothing (`Only`): clients send them unasked. `marks` says which fields are no options,
+and are ignored. Null is the same as absent everywhere.
 """
 
 import functools
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
+import pydantic.json_schema
 import pydantic_core
 
 from jaxserve.api import sampling_ranges
+from jaxserve.serve.http.marks import REQUEST_MARKS, Mark, Place
 from jaxserve.serve.http.whole_numbers import WholeNumbers
 
 T = TypeVar("T")
@@ -102,22 +105,105 @@ Null = Annotated[Any, Only()]
 
 
 class Body(WholeNumbers):
-    """Nothing is converted: "5" is no number, and 1 is not true. But 8.0 is a whole number."""
+    """Nothing is converted: "5" is no number, and 1 is not true. But 8.0 is a whole number.
+
+    `place` and `marks` say which further fields are ignored (see `marks`). Those of a request are put into the
+    validation's context, where it is a set.
+    """
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    place: ClassVar[Place] = Place.OPTION
+    marks: ClassVar[frozenset[str]] = frozenset()
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _count_fields(cls, given: Any) -> Any:
+    def _sort_fields(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
         """Each unknown field is an error of its own; see above. Those that are null ask for nothing."""
         if given.__class__ is not dict:
             return given
         if len(given) > _MOST_FIELDS:  # asked here, as each of thousands of messages comes by
             return _bounded(given, _MOST_FIELDS)
-        if None not in given.values():
+        unknown = given.keys() - _names(cls)
+        if not unknown:
             return given
-        known = _names(cls)
-        return {name: value for name, value in given.items() if value is not None or name in known}
+        marks = unknown if cls.place.takes_any else unknown & cls.marks
+        _note(info, *(Mark(cls.place, name) for name in marks if given[name] is not None))
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in unknown or (value is not None and name not in marks)
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler
+    ) -> pydantic.json_schema.JsonSchemaValue:
+        """The document says what is ignored, too."""
+        document = handler.resolve_ref_schema(handler(core_schema))
+        if cls.place.takes_any:
+            document.pop("additionalProperties", None)
+        elif cls.marks:
+            ignored = {"description": "Ignored."}
+            document["properties"].update(dict.fromkeys(sorted(cls.marks - _names(cls)), ignored))
+        return document
+
+
+def _note(info: pydantic.ValidationInfo, *marks: Mark) -> None:
+    if isinstance(info.context, set):
+        info.context.update(marks)
+
+
+class Foreign(Body):
+    """A tool, item or block that belongs to a provider, and is left out of the prompt. `name` is a tool's.
+
+    `others` are types that are not of a provider, for the document: any other object with a type may be one.
+    """
+
+    others: ClassVar[tuple[str, ...]]
+    type: str
+    name: str | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _keep_type(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
+        if given.__class__ is not dict:
+            return given
+        if isinstance(kind := given.get("type"), str):
+            _note(info, Mark(cls.place, kind))
+        name = given.get("name")
+        return {"type": kind, "name": name if isinstance(name, str) else None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler
+    ) -> pydantic.json_schema.JsonSchemaValue:
+        document = handler.resolve_ref_schema(handler(core_schema))
+        document.pop("additionalProperties", None)
+        document["properties"] = {"type": {"type": "string", "not": {"enum": list(cls.others)}}}
+        return document
+
+
+class ForeignTool(Foreign):
+    place = Place.TOOL
+    others = ("function", "namespace", "allowed_tools", "custom")
+
+
+def kind_of(known: Sequence[str], foreign: Callable[[str, dict[str, Any]], bool]) -> Callable[[Any], str | None]:
+    """The discriminator of a union with a `Foreign` member, whose tag is `foreign`, by the field `type`. `foreign`
+    says whether an object of an unknown type is one."""
+
+    def kind(given: Any) -> str | None:
+        if not isinstance(given, dict):
+            found = getattr(given, "type", None)
+            return "foreign" if isinstance(given, Foreign) else found
+        found = given.get("type")
+        if found is None:
+            found = known[0]
+        if not isinstance(found, str):
+            return None
+        return "foreign" if found not in known and foreign(found, given) else found
+
+    return kind
 
 
 @functools.cache
@@ -130,7 +216,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Annotated[Any, Only(False)] = None
+    marks = frozenset({"include_obfuscation"})
 
 
 class JsonSchema(Body):
@@ -180,19 +266,10 @@ class ResumedChoice(Body):
 
 
 class NeutralFields(Body):
-    """Fields that OpenAI and vLLM have and this server has not, with the values that are accepted.
+    """Options that OpenAI and vLLM have and this server has not, with the values that are accepted."""
 
-    Those of a type of their own say something to OpenAI that no answer depends on.
-    """
-
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    place = Place.REQUEST
     moderation: Null = None
-    service_tier: Annotated[Any, Only("auto", "default")] = None
-    store: Annotated[Any, Only(False)] = None
 
     use_beam_search: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1)] = None
@@ -200,7 +277,6 @@ class NeutralFields(Body):
     kv_transfer_params: Null = None
     vllm_xargs: Null = None
     thinking_token_budget: Null = None
-    spaces_between_special_tokens: bool | None = None  # no tokenizer here puts spaces there
 
 
 class SamplingFields(NeutralFields):
@@ -246,6 +322,7 @@ class SamplingFields(NeutralFields):
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. `max_tokens` 0 with `echo` only scores the prompt."""
 
+    marks = REQUEST_MARKS["completions"]
     prompt: str | Many[str] | Ids | Many[Ids]
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
@@ -257,22 +334,22 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
+    place = Place.PART
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class ImageUrl(Body):
-    """`url` is a data: URL; see docs/pictures.md. `detail` other than auto would change the size of the picture."""
+    """`url` is a data: URL; see docs/pictures.md. `detail` is a mark: the model's processor sets the size."""
 
+    place = Place.PART
     url: str
-    detail: Annotated[Any, Only("auto")] = None
 
 
 class ImagePart(Body):
+    place = Place.PART
     type: Literal["image_url"]
     image_url: ImageUrl
-    prompt_cache_breakpoint: dict[str, Any] | None = None
     _where: str = ""
 
     @classmethod
@@ -298,32 +375,24 @@ def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[TextPart | I
 
 
 class FunctionCall(Body):
-    """`arguments` is JSON text, as OpenAI has it, or what the model wrote in its place.
+    """`arguments` is JSON text, as OpenAI has it, or what the model wrote in its place."""
 
-    `parsed_arguments` is added by the official client, and is not shown to templates.
-    """
-
+    place = Place.CALL
     name: str
     arguments: str
-    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
-    """`index` is left from a stream."""
-
+    place = Place.CALL
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
 
 class Message(Body):
-    """One turn of a conversation.
+    """One turn of a conversation. What clients add to it (`annotations`, `parsed`, ...) is not shown to templates."""
 
-    `annotations`, `parsed` and `provider_specific_fields` are added to the content by others, and are not shown to
-    templates: messages come back as the official client, or litellm, dumps them.
-    """
-
+    place = Place.MESSAGE
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Many[Part] | None = None
     name: str | None = None
@@ -332,11 +401,12 @@ class Message(Body):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    annotations: Many[dict[str, Any]] | None = None
-    parsed: Any = None
-    provider_specific_fields: dict[str, Any] | None = None
     audio: Null = None
     function_call: Null = None
+
+
+# Anthropic's length, twice OpenAI's: names of servers stand before those of their tools.
+ToolName = Annotated[str, pydantic.Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
@@ -346,15 +416,28 @@ class Function(Body):
     without it; with `auto` the model writes as it likes, and arguments are passed on as written.
     """
 
-    name: str = pydantic.Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    place = Place.TOOL
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class Tool(Body):
+    place = Place.TOOL
     type: Literal["function"]
     function: Function
+
+
+AnyTool = Annotated[
+    Annotated[Tool, pydantic.Tag("function")] | Annotated[ForeignTool, pydantic.Tag("foreign")],
+    pydantic.Discriminator(kind_of(("function",), lambda kind, given: True)),
+]
+
+
+def functions_of(tools: Sequence[Tool | ForeignTool] | None) -> list[Tool]:
+    """The tools that a model here can call."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
 
 
 class FunctionName(Body):
@@ -381,7 +464,7 @@ class AllowedTools(Body):
 class TemplateFields(Body):
     """Fields of a chat's prompt beside its messages. By default it ends with the opening of the answer."""
 
-    tools: Many[Tool] | None = None
+    tools: Many[AnyTool] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -395,10 +478,10 @@ class TemplateFields(Body):
 class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`.
 
-    `prediction` is a guess at the answer, which could make it come sooner. `reasoning_effort` is for templates that
-    read it.
+    `reasoning_effort` is for templates that read it; see `conversation`.
     """
 
+    marks = REQUEST_MARKS["chat"]
     messages: Many[Message] = pydantic.Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -410,7 +493,6 @@ class ChatRequest(SamplingFields, TemplateFields):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    prediction: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
 
@@ -420,13 +502,14 @@ class ChatRequest(SamplingFields, TemplateFields):
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None  # there are no functions
     modalities: Annotated[Any, Only(["text"])] = None
-    verbosity: Annotated[Any, Only("medium")] = None
+    best_of: Annotated[Any, Only(1)] = None
     web_search_options: Null = None
 
 
 class EmbeddingRequest(NeutralFields):
     """`POST /v1/embeddings`."""
 
+    marks = REQUEST_MARKS["embeddings"]
     model: str | None = None
     input: str | Many[str] | Ids | Many[Ids]
     encoding_format: Literal["float", "base64"] | None = None
@@ -444,6 +527,7 @@ class EmbeddingRequest(NeutralFields):
 class DocumentFields(NeutralFields):
     """The fields that rerank and score share. `instruction` replaces `rerank.instruction`."""
 
+    marks = REQUEST_MARKS["documents"]
     model: str | None = None
     instruction: str | None = None
     max_tokens_per_doc: Annotated[int, InRange(1)] | None = None
@@ -482,6 +566,8 @@ class ScoreRequest(DocumentFields):
 class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: `prompt` or `messages`, not both."""
 
+    place = Place.REQUEST
+    marks = REQUEST_MARKS["tokenize"]
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = pydantic.Field(default=None, min_length=1)

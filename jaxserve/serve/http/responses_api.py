@@ -22,12 +22,14 @@ from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace
 from jaxserve.serve.http.errors import HttpRefusal, describe, json_response
 from jaxserve.serve.http.formats import Piece
 from jaxserve.serve.http.keys import owner_of
-from jaxserve.serve.http.requests import Message
+from jaxserve.serve.http.requests import ForeignTool, Message
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.responses_api_bodies import (
     DeletedResponse,
+    FunctionTool,
     IncompleteDetails,
     InputTokensDetails,
+    NamespaceTool,
     OutputCall,
     OutputItem,
     OutputMessage,
@@ -42,6 +44,7 @@ from jaxserve.serve.http.responses_api_bodies import (
     Status,
     assistant_message,
     chat_of,
+    functions_of,
     messages_of,
 )
 from jaxserve.serve.http.stored_responses import Stored, StoredResponses
@@ -194,6 +197,7 @@ class _Answer:
         self._turn = Turn(chat)
         self._parts = Parts(door)
         self._keeping = keeping
+        self._functions = functions_of(body)
         self._sequence_number = 0
         self._response = ResponseObject(
             id=f"resp_{answer_id}",
@@ -289,7 +293,7 @@ class _Answer:
     def _begin_item(self) -> list[str]:
         """The events with which the last part begins."""
         index, part = len(self._parts.all) - 1, self._parts.all[-1]
-        events = [self._event("response.output_item.added", output_index=index, item=_item(part, None))]
+        events = [self._event("response.output_item.added", output_index=index, item=self._item(part, None))]
         if part.kind is not PartKind.CALL:
             content = as_fields(_content(part, ""))
             events.append(self._event("response.content_part.added", **self._place(index), part=content))
@@ -303,17 +307,17 @@ class _Answer:
         # The last item of an answer that was cut is cut; those before it are whole.
         is_last = index == len(self._parts.all) - 1 and self._response.status == "incomplete"
         status: Status = "incomplete" if is_last else "completed"
-        self._response.output.append(_output(part, status))
+        self._response.output.append(self._output(part, status))
         done = f"{_KINDS[part.kind].event}.done"
         if part.kind is PartKind.CALL:
-            events = [self._event(done, **place, name=part.name, arguments=part.text)]
+            events = [self._event(done, **place, name=self._name(part)[1], arguments=part.text)]
         else:
             content = as_fields(_content(part, part.text))
             events = [
                 self._event(done, **place, text=part.text),
                 self._event("response.content_part.done", **place, part=content),
             ]
-        return [*events, self._event("response.output_item.done", output_index=index, item=_item(part, status))]
+        return [*events, self._event("response.output_item.done", output_index=index, item=self._item(part, status))]
 
     def _place(self, index: int) -> dict[str, Any]:
         part = self._parts.all[index]
@@ -337,6 +341,38 @@ class _Answer:
             total_tokens=usage.total_tokens,
         )
 
+    def _name(self, part: Part) -> tuple[str | None, str]:
+        """The namespace and the name of the function that was called."""
+        found = self._functions.get(part.name)
+        return (None, part.name) if found is None else (found.namespace, found.tool.name)
+
+    def _output(self, part: Part, status: Status) -> OutputItem:
+        item_id, content = _item_id(part), _content(part, part.text)
+        if part.kind is PartKind.CALL:
+            namespace, name = self._name(part)
+            call = OutputCall(
+                id=item_id,
+                type="function_call",
+                status=status,
+                call_id=part.call_id,
+                name=name,
+                arguments=part.text,
+            )
+            if namespace is not None:
+                call.namespace = namespace
+            return call
+        if isinstance(content, ReasoningText):
+            return OutputThought(id=item_id, type="reasoning", status=status, summary=[], content=[content])
+        return OutputMessage(id=item_id, type="message", status=status, role="assistant", content=[content])
+
+    def _item(self, part: Part, status: Status | None) -> dict[str, Any]:
+        """The item as an event has it; when it begins (`status` None), without its content."""
+        fields = as_fields(self._output(part, status or "in_progress"))
+        if status is None:
+            name, nothing = ("arguments", "") if part.kind is PartKind.CALL else ("content", [])
+            fields[name] = nothing
+        return fields
+
 
 def _item_id(part: Part) -> str:
     return f"{_KINDS[part.kind].prefix}_{part.id}"
@@ -346,31 +382,6 @@ def _content(part: Part, text: str) -> OutputText | ReasoningText:
     if part.kind is PartKind.THOUGHT:
         return ReasoningText(type="reasoning_text", text=text)
     return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
-
-
-def _output(part: Part, status: Status) -> OutputItem:
-    item_id, content = _item_id(part), _content(part, part.text)
-    if part.kind is PartKind.CALL:
-        return OutputCall(
-            id=item_id,
-            type="function_call",
-            status=status,
-            call_id=part.call_id,
-            name=part.name,
-            arguments=part.text,
-        )
-    if isinstance(content, ReasoningText):
-        return OutputThought(id=item_id, type="reasoning", status=status, summary=[], content=[content])
-    return OutputMessage(id=item_id, type="message", status=status, role="assistant", content=[content])
-
-
-def _item(part: Part, status: Status | None) -> dict[str, Any]:
-    """The item as an event has it; when it begins (`status` None), without its content."""
-    fields = as_fields(_output(part, status or "in_progress"))
-    if status is None:
-        name, nothing = ("arguments", "") if part.kind is PartKind.CALL else ("content", [])
-        fields[name] = nothing
-    return fields
 
 
 def _format_of(body: ResponsesRequest) -> dict[str, Any]:
@@ -385,5 +396,7 @@ def _choice_of(body: ResponsesRequest) -> str | dict[str, Any]:
     return as_fields(body.tool_choice)
 
 
-def _tool_of(tool: Any) -> dict[str, Any]:
+def _tool_of(tool: FunctionTool | NamespaceTool | ForeignTool) -> dict[str, Any]:
+    if not isinstance(tool, FunctionTool):
+        return as_fields(tool)
     return {"description": None, "strict": None, "parameters": None, **as_fields(tool)}

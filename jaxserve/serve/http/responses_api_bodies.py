@@ -1,21 +1,25 @@
 """The bodies of OpenAI's Responses API, in and out, and how a request becomes one of chat completions.
 
-As in `requests`, an unknown field is refused by name, and fields that this server does not have are known for the
-values that change nothing. Tools and items that only a provider can run (search, files, computers) are no members of
-the unions, so they are refused with the list of those that are.
+What this server does not have is refused or ignored as in `requests`. Tools that only a provider or its programs can
+run (search, files, computers, free text), and the items of their calls, are left out of the prompt. The functions of a
+namespace are functions whose names begin with its name; in items they have the two names apart.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
+import pydantic_core
 
 from jaxserve.api import sampling_ranges
 from jaxserve.errors import InvalidRequest
+from jaxserve.serve.http.marks import REQUEST_MARKS, Place
 from jaxserve.serve.http.requests import (
     AllowedTools,
     Body,
     ChatRequest,
+    Foreign,
+    ForeignTool,
     Function,
     FunctionCall,
     FunctionName,
@@ -35,48 +39,54 @@ from jaxserve.serve.http.requests import (
     TextPart,
     Tool,
     ToolCall,
+    ToolName,
     ToolSet,
     TopP,
     content_of,
+    kind_of,
 )
 
 # ---- in --------------------------------------------------------------------------------------------------------------
 
 
 class InputText(Body):
-    """`output_text` comes back from an answer, with what is about its text."""
+    """`output_text` comes back from an answer."""
 
+    place = Place.PART
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Many[dict[str, Any]] | None = None
-    logprobs: Many[dict[str, Any]] | None = None
+
+
+class RefusalPart(Body):
+    """An answer that was a refusal: it is what the assistant said."""
+
+    place = Place.PART
+    type: Literal["refusal"]
+    refusal: str
 
 
 class InputImage(Body):
-    """`image_url` is a data: URL. `detail` other than auto would change the size of the picture."""
+    """`image_url` is a data: URL."""
 
+    place = Place.PART
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: Null = None
-    detail: Annotated[Any, Only("auto")] = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-InputPart = Annotated[InputText | InputImage, pydantic.Field(discriminator="type")]
+InputPart = Annotated[InputText | RefusalPart | InputImage, pydantic.Field(discriminator="type")]
 
 
 class _Item(Body):
-    """`id` and `status` come back from an answer, and are not shown to templates."""
+    """`id`, `status` and the like come back from an answer, and are marks."""
 
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    place = Place.ITEM
 
 
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Many[InputPart]
-    phase: str | None = None
 
 
 class FunctionCallItem(_Item):
@@ -84,68 +94,135 @@ class FunctionCallItem(_Item):
     call_id: str
     name: str
     arguments: str
-    namespace: Null = None
-    caller: dict[str, Any] | None = None
+    namespace: str | None = None
 
 
 class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: str | Many[InputPart]
-    name: str | None = None
-    namespace: Null = None
-    caller: dict[str, Any] | None = None
 
 
 class SummaryText(Body):
+    place = Place.PART
     type: Literal["summary_text"]
     text: str
 
 
 class ReasoningText(Body):
-    type: Literal["reasoning_text"]
+    place = Place.PART
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
 class ReasoningItem(_Item):
-    """Its `content` is passed to the template; without any, its `summary`. Nothing is ever encrypted here."""
+    """Its `content` is passed to the template; without any, its `summary`. What is encrypted is passed over."""
 
     type: Literal["reasoning"]
     summary: Many[SummaryText] = pydantic.Field(default_factory=list)
     content: Many[ReasoningText] | None = None
-    encrypted_content: Null = None
 
 
-def _kind(item: Any) -> str | None:
-    """The type of an item; a message may leave it out."""
-    if isinstance(item, dict):
-        kind = item.get("type")
-        return "message" if kind is None else kind if isinstance(kind, str) else None
-    return getattr(item, "type", None)
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")  # a message may leave its type out
+
+
+class ForeignItem(Foreign):
+    place = Place.ITEM
+    others = _ITEM_TYPES
+
+
+# Items of tools and services of a provider; its calls and their results have names with these ends.
+_FOREIGN_ITEMS = frozenset(
+    {
+        "additional_tools",
+        "compaction",
+        "compaction_summary",
+        "compaction_trigger",
+        "configuration_update",
+        "context_compaction",
+        "ghost_snapshot",
+        "item_reference",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_list_tools",
+        "program",
+    }
+)
+_FOREIGN_ENDS = ("_call", "_output")
+
+
+def _is_foreign(kind: str, given: dict[str, Any]) -> bool:
+    return kind in _FOREIGN_ITEMS or kind.endswith(_FOREIGN_ENDS)
 
 
 InputItem = Annotated[
     Annotated[MessageItem, pydantic.Tag("message")]
     | Annotated[FunctionCallItem, pydantic.Tag("function_call")]
     | Annotated[FunctionCallOutputItem, pydantic.Tag("function_call_output")]
-    | Annotated[ReasoningItem, pydantic.Tag("reasoning")],
-    pydantic.Discriminator(_kind),
+    | Annotated[ReasoningItem, pydantic.Tag("reasoning")]
+    | Annotated[ForeignItem, pydantic.Tag("foreign")],
+    pydantic.Discriminator(kind_of(_ITEM_TYPES, _is_foreign)),
 ]
 
 
 class FunctionTool(Body):
     """`strict` as in chats."""
 
+    place = Place.TOOL
     type: Literal["function"]
-    name: str = pydantic.Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
+class NamespaceTool(Body):
+    """Functions under a common name."""
+
+    place = Place.TOOL
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Many[
+        Annotated[
+            Annotated[FunctionTool, pydantic.Tag("function")] | Annotated[ForeignTool, pydantic.Tag("foreign")],
+            pydantic.Discriminator(kind_of(("function",), lambda kind, given: True)),
+        ]
+    ]
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
+
+AnyResponsesTool = Annotated[
+    Annotated[FunctionTool, pydantic.Tag("function")]
+    | Annotated[NamespaceTool, pydantic.Tag("namespace")]
+    | Annotated[ForeignTool, pydantic.Tag("foreign")],
+    pydantic.Discriminator(kind_of(("function", "namespace"), lambda kind, given: True)),
+]
+
+
 class ChosenFunction(Body):
+    """A function by its name, with that of its namespace where it has one."""
+
     type: Literal["function"]
     name: str
+    namespace: str | None = None
+
+
+class ChosenNamespace(Body):
+    """All functions of a namespace."""
+
+    type: Literal["namespace"]
+    name: str
+
+
+class ChosenForeignTool(ForeignTool):
+    """A tool of a provider, of which there are none: refused by name where it is demanded."""
+
+
+_CHOICES = kind_of(("function", "namespace"), lambda kind, given: True)
 
 
 class AllowedFunctions(Body):
@@ -153,7 +230,22 @@ class AllowedFunctions(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Many[ChosenFunction]
+    tools: Many[
+        Annotated[
+            Annotated[ChosenFunction, pydantic.Tag("function")]
+            | Annotated[ChosenNamespace, pydantic.Tag("namespace")]
+            | Annotated[ChosenForeignTool, pydantic.Tag("foreign")],
+            pydantic.Discriminator(_CHOICES),
+        ]
+    ]
+
+
+ToolChoice = Annotated[
+    Annotated[ChosenFunction, pydantic.Tag("function")]
+    | Annotated[AllowedFunctions, pydantic.Tag("allowed_tools")]
+    | Annotated[ChosenForeignTool, pydantic.Tag("foreign")],
+    pydantic.Discriminator(kind_of(("function", "allowed_tools"), lambda kind, given: True)),
+]
 
 
 class NamedSchemaFormat(JsonSchema):
@@ -166,24 +258,36 @@ class TextConfig(Body):
     format: (
         Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, pydantic.Field(discriminator="type")] | None
     ) = None
-    verbosity: Annotated[Any, Only("medium")] = None
+    marks = frozenset({"verbosity"})
 
 
 class Reasoning(Body):
-    """`effort` is `reasoning_effort` of a chat. Reasoning is told in full, and never summed up."""
+    """`effort` is `reasoning_effort` of a chat. Reasoning is told in full, and never summed up: the rest is ignored."""
 
+    place = Place.PART
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
 class ResponsesStreamOptions(Body):
-    include_obfuscation: Annotated[Any, Only(False)] = None
+    marks = frozenset({"include_obfuscation"})
+
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def _check_include(names: list[str]) -> list[str]:
+    """What belongs to tools of a provider, or is told anyway, asks for nothing here."""
+    if _LOGPROBS in names:
+        text = "{name} is not told by this API here; use logprobs of chat completions"
+        raise pydantic_core.PydanticCustomError("include", text, {"name": _LOGPROBS})
+    return names
 
 
 class ResponsesRequest(NeutralFields):
     """`POST /v1/responses`. `store`: keep the answer for `previous_response_id` and for GET; true unless given."""
 
+    marks = REQUEST_MARKS["responses"]
+    metadata: dict[str, Any] | None = None
     model: str | None = None
     input: str | Many[InputItem]
     instructions: str | None = None
@@ -195,20 +299,17 @@ class ResponsesRequest(NeutralFields):
     stream: bool | None = None
     temperature: Temperature | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = None
-    tools: Many[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tools: Many[AnyResponsesTool] | None = None
     top_p: TopP | None = None
     user: str | None = None
 
     background: Annotated[Any, Only(False)] = None
-    context_management: Annotated[Any, Only([])] = None
     conversation: Null = None
-    include: Many[Literal["reasoning.encrypted_content"]] | None = None  # nothing is encrypted: it is told anyway
-    max_tool_calls: int | None = None  # of tools that the server runs, of which there are none
+    include: Annotated[Many[str], pydantic.AfterValidator(_check_include)] | None = None
     prompt: Null = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: Annotated[Any, Only(0)] = None
-    truncation: Annotated[Any, Only("disabled")] = None
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -248,6 +349,7 @@ class OutputCall(pydantic.BaseModel):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 OutputItem = Annotated[OutputMessage | OutputThought | OutputCall, pydantic.Field(discriminator="type")]
@@ -333,6 +435,7 @@ def chat_of(body: ResponsesRequest, before: Sequence[Message], given: Sequence[M
     messages = [*before, *given]
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
+    tools = functions_of(body)
     options: dict[str, Any] = {
         "model": body.model,
         "max_completion_tokens": body.max_output_tokens,
@@ -341,12 +444,41 @@ def chat_of(body: ResponsesRequest, before: Sequence[Message], given: Sequence[M
         "user": body.user,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        "tool_choice": _choice(body),
+        "tool_choice": _choice(body, tools),
         "response_format": None if body.text is None else _format(body.text),
     }
     if body.tools:
-        options["tools"] = [_tool(tool) for tool in body.tools]
+        shown = [_tool(name, function.tool) for name, function in tools.items()]
+        options["tools"] = [*shown, *(tool for tool in body.tools if isinstance(tool, ForeignTool))]
     return ChatRequest(messages=messages, **{name: value for name, value in options.items() if value is not None})
+
+
+class Named(NamedTuple):
+    """A function, and the namespace that it is in."""
+
+    namespace: str | None
+    tool: FunctionTool
+
+
+def functions_of(body: ResponsesRequest) -> dict[str, Named]:
+    """The functions by the names that the model sees. Raises InvalidRequest for two of one name."""
+    found: dict[str, Named] = {}
+    for tool in body.tools or ():
+        if isinstance(tool, FunctionTool):
+            named = [Named(None, tool)]
+        else:
+            named = [Named(tool.name, each) for each in tool.functions] if isinstance(tool, NamespaceTool) else []
+        for each in named:
+            name = _flat(each.namespace, each.tool.name)
+            if name in found:
+                raise InvalidRequest(f"tools has two functions that are called {name!r:.200}; rename one")
+            found[name] = each
+    return found
+
+
+def _flat(namespace: str | None, name: str) -> str:
+    """The name that the model sees: `namespace__name`, as names of tools of MCP servers are."""
+    return name if namespace is None else f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
 def messages_of(body: ResponsesRequest) -> list[Message]:
@@ -357,6 +489,8 @@ def messages_of(body: ResponsesRequest) -> list[Message]:
     answer: list[MessageItem | FunctionCallItem | ReasoningItem] = []
     for number, item in enumerate(body.input):
         where = f"input[{number}]"
+        if isinstance(item, ForeignItem):
+            continue
         if isinstance(item, FunctionCallItem | ReasoningItem) or (
             isinstance(item, MessageItem) and item.role == "assistant"
         ):
@@ -379,7 +513,11 @@ def _answer(items: Sequence[MessageItem | FunctionCallItem | ReasoningItem]) -> 
     thoughts = [
         part.text for item in items if isinstance(item, ReasoningItem) for part in (item.content or item.summary)
     ]
-    calls = [(item.call_id, item.name, item.arguments) for item in items if isinstance(item, FunctionCallItem)]
+    calls = [
+        (item.call_id, _flat(item.namespace, item.name), item.arguments)
+        for item in items
+        if isinstance(item, FunctionCallItem)
+    ]
     return [assistant_message(texts, thoughts, calls)] if texts or calls else []
 
 
@@ -396,39 +534,73 @@ def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Sequ
     return Message(role="assistant", **fields)
 
 
-def _text(content: str | Sequence[InputText | InputImage]) -> str:
+def _text(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content if isinstance(part, InputText))
+    return "\n".join(_words(part) for part in content if not isinstance(part, InputImage))
 
 
-def _content(content: str | Sequence[InputText | InputImage], where: str) -> str | list[TextPart | ImagePart]:
+def _words(part: InputText | RefusalPart) -> str:
+    return part.text if isinstance(part, InputText) else part.refusal
+
+
+def _content(
+    content: str | Sequence[InputText | RefusalPart | InputImage], where: str
+) -> str | list[TextPart | ImagePart]:
     """The content of a message. Raises InvalidRequest."""
     if isinstance(content, str):
         return content
     return content_of([_part(part, f"{where}[{at}]") for at, part in enumerate(content)])
 
 
-def _part(part: InputText | InputImage, where: str) -> TextPart | ImagePart:
-    if isinstance(part, InputText):
-        return TextPart(type="text", text=part.text)
+def _part(part: InputText | RefusalPart | InputImage, where: str) -> TextPart | ImagePart:
+    if not isinstance(part, InputImage):
+        return TextPart(type="text", text=_words(part))
     if part.image_url is None:
         raise InvalidRequest(f"{where} is a picture without image_url, which has it: 'data:image/png;base64,...'")
     return ImagePart.at(where, part.image_url)
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    return Tool(type="function", function=Function(**tool.model_dump(exclude_none=True, exclude={"type"})))
+def _tool(name: str, tool: FunctionTool) -> Tool:
+    fields = tool.model_dump(exclude_none=True, exclude={"type", "name"})
+    return Tool(type="function", function=Function(name=name, **fields))
 
 
-def _choice(body: ResponsesRequest) -> Any:
+def _choice(body: ResponsesRequest, tools: Mapping[str, Named]) -> Any:
+    """Raises InvalidRequest for a tool that is not a function."""
     choice = body.tool_choice
+    if isinstance(choice, ChosenForeignTool):
+        raise _foreign(choice)
     if isinstance(choice, ChosenFunction):
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return _named(_flat(choice.namespace, choice.name))
     if isinstance(choice, AllowedFunctions):
-        tools = [NamedTool(type="function", function=FunctionName(name=tool.name)) for tool in choice.tools]
-        return AllowedTools(type="allowed_tools", allowed_tools=ToolSet(mode=choice.mode, tools=tools))
+        names: list[str] = []
+        for one in choice.tools:
+            if isinstance(one, ChosenFunction):
+                names.append(_flat(one.namespace, one.name))
+            elif isinstance(one, ChosenNamespace):
+                names += [name for name, function in tools.items() if function.namespace == one.name]
+        foreign = next((one for one in choice.tools if isinstance(one, ChosenForeignTool)), None)
+        if foreign is not None and not names:
+            if choice.mode == "required":
+                raise _foreign(foreign)
+            return "none"
+        return AllowedTools(
+            type="allowed_tools", allowed_tools=ToolSet(mode=choice.mode, tools=[_named(name) for name in names])
+        )
     return choice
+
+
+def _named(name: str) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=name))
+
+
+def _foreign(choice: ChosenForeignTool) -> InvalidRequest:
+    name = "" if choice.name is None else f" called {choice.name!r:.80}"
+    return InvalidRequest(
+        f"tool_choice demands a tool of the type {choice.type!r:.80}{name}, which this server does not run; choose a "
+        "function"
+    )
 
 
 def _format(text: TextConfig) -> Any:

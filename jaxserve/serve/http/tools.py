@@ -28,6 +28,7 @@ from jaxserve.serve.http.requests import (
     JsonSchemaFormat,
     NamedTool,
     Tool,
+    functions_of,
 )
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import answer_schema, schema_output
@@ -69,12 +70,15 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
     else:
         none = ToolUse(shown=None, forced=None, make=NoCalls)
     choice = body.tool_choice
-    if not body.tools:
+    functions = functions_of(body.tools)
+    if not functions:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice demands a call, but tools is empty; give the tools")
+            foreign = ", ".join(sorted({tool.type for tool in body.tools or ()}))
+            why = f"those of tools ({foreign:.200}) belong to a provider" if foreign else "tools is empty"
+            raise InvalidRequest(f"tool_choice demands a call of a function, but {why}; give functions")
         return none
-    tools = {tool.function.name: tool for tool in body.tools}
-    if len(tools) != len(body.tools):
+    tools = {tool.function.name: tool for tool in functions}
+    if len(tools) != len(functions):
         raise InvalidRequest("tools has two functions of one name; give each a name of its own")
     if isinstance(choice, AllowedTools):
         allowed = {_known(tool.function.name, tools) for tool in choice.allowed_tools.tools}
