@@ -1,9 +1,9 @@
 """Policies in every small world: no deadlock, no leak, no starvation, no event after an end.
 
 Requests of few tokens on three pages, two rows, two steps in flight, and devices that draw one token of a row in a
-step, or any number up to three (with fcfs alone: the numbers are the mechanism's). Every run of the tests explores three
-requests in all orders of arrival, finish and delay, and two with all moves. The large worlds, with more tokens and
-pages, and with aborts, preemptions and jumps of the clock for three, are long.
+step, or any number up to three (with fcfs alone: the numbers are the mechanism's). Every run of the tests explores
+three requests in all orders of arrival, finish and delay, and two with all moves. The large worlds, with more tokens
+and pages, and with aborts, preemptions and jumps of the clock for three, are long.
 """
 
 import dataclasses
