@@ -170,9 +170,9 @@ def test_draws_follow_the_distribution(options):
 
 def test_draws_from_a_flat_large_vocabulary():
     """Small arrival times decide here: coarse uniform numbers would favour low ids."""
-    vocab_size, rows = 131072, 32
+    vocab_size, rows = 131072, 64
     drawn = []
-    for first in range(0, 12 * rows, rows):
+    for first in range(0, 16 * rows, rows):
         params = np.repeat(encode_row(make_setup(seed=12345))[None], rows, axis=0)
         positions = np.arange(first, first + rows, dtype=np.int32)
         drawn.append(np.asarray(jit_draw(jnp.zeros((rows, vocab_size)), positions, params, np.ones(rows, bool))))
