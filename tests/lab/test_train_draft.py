@@ -97,7 +97,13 @@ def test_packed_attention_is_that_of_the_engine(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"), [("eagle3", {}), ("eagle3", {"norm_output": True}), ("eagle", {}), ("medusa", {})]
+    ("kind", "flags"),
+    [
+        ("eagle3", {"norm_output": True}),
+        pytest.param("eagle3", {}, marks=pytest.mark.slow),
+        pytest.param("eagle", {}, marks=pytest.mark.slow),
+        ("medusa", {}),
+    ],
 )
 def test_guesses_of_a_training_step_are_those_of_a_chain(kind: str, flags: dict, tmp_path: Path) -> None:
     made = {"eagle3": draft_files.eagle3, "eagle": draft_files.eagle, "medusa": draft_files.medusa}[kind](**flags)

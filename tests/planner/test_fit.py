@@ -152,6 +152,7 @@ def test_weights_are_those_that_a_server_loads(tmp_path):
     assert plan.memory.weight_bytes == first
 
 
+@pytest.mark.slow
 def test_pages_follow_the_cache_section(tmp_path):
     path = write_shape(tmp_path / "small")
     asked = make_plan(small_config(path, **{"cache.num_pages": 100}), "v5e:1", QUICK)

@@ -73,7 +73,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize(("scheme", "method"), [("int4", "gptq"), ("int4", "awq"), ("int8", "rtn")])
+@pytest.mark.parametrize(
+    ("scheme", "method"), [("int4", "gptq"), pytest.param("int4", "awq", marks=pytest.mark.slow), ("int8", "rtn")]
+)
 def test_the_report_is_that_of_whole_models(scheme: str, method: str, tmp_path: Path) -> None:
     """Divergence and perplexity from the logits of the two directories, loaded as servers load them, in float64."""
     source, data = llama(tmp_path / "source"), write_texts(tmp_path / "texts.jsonl", 128)
