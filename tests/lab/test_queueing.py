@@ -36,7 +36,7 @@ def waits_of(policy: str, lengths: np.ndarray, seed: int) -> float:
     return statistics.fmean((request.first_token_s or 0.0) - STEP_S - request.arrival_s for request in counted)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
+@pytest.mark.parametrize("policy", ["fcfs", pytest.param("sjf", marks=pytest.mark.slow)])
 def test_random_service_times_have_the_mean_waits_of_theory(policy: str) -> None:
     """M/G/1 with lognormal service: Pollaczek and Khinchine for the order of arrival, Cobham for the shortest first."""
     draws = np.random.default_rng(3).lognormal(math.log(8) - 0.32, 0.8, 4000)

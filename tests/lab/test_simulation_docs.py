@@ -32,6 +32,7 @@ def test_there_are_three_commands() -> None:
     assert len(COMMANDS) == len(re.findall(r"^ {4}jaxserve ", TEXT, re.MULTILINE)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=[" ".join(c.split()[2:4]) for c in COMMANDS])
 def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = shlex.split(command.replace("\\\n", " "))[1:]
@@ -46,6 +47,7 @@ def test_command(command: str, folder: Path, capsys: pytest.CaptureFixture[str])
         assert (folder / "run.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 3

@@ -87,7 +87,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_study_that_was_killed_goes_on(tmp_path: Path) -> None:
-    text = FILE.replace("load.num_prompts: 20", "load.num_prompts: 300").replace("seeds: 2", "seeds: 3")
+    text = FILE.replace("load.num_prompts: 20", "load.num_prompts: 100")
     out, file = tmp_path / "out", write(tmp_path / "a.yaml", text)
     command = [sys.executable, "-m", "jaxserve", "study", str(file), "--out", str(out), "--processes", "2", "--no-plot"]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -99,11 +99,10 @@ def test_a_study_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert kept, "a run was finished before the end"
     times = {path: path.stat().st_mtime_ns for path in kept}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert len(list(out.glob("runs/*.json"))) == 12
+    assert len(list(out.glob("runs/*.json"))) == 8
     assert all(path.stat().st_mtime_ns == before for path, before in times.items())
     again = tmp_path / "again"
-    command[command.index(str(out))] = str(again)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert main(["study", str(file), "--out", str(again), "--processes", "1", "--no-plot"]) == 0
     assert (again / "runs.csv").read_text() == (out / "runs.csv").read_text()
 
 

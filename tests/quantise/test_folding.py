@@ -26,7 +26,7 @@ FAMILIES = {
     "qwen2": [[QKV], [GATE_UP], [OUT], [DOWN]],
     "falcon_new": [[QKV], [UP], [OUT]],
 }
-FAST = ("llama", "gemma2", "opt", "phi")
+FAST = ("llama", "gemma2")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ run(Path({source!r}), Path({target!r}), Path({data!r}), scheme="int4", group=16,
 """
 
 
-@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_killed_job_goes_on(method: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of the second layer; the rest gives the same bytes as a job that was never killed."""
     source, data = llama(tmp_path / "source"), write_texts(tmp_path / "texts.jsonl", 128)
@@ -72,7 +73,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize(("scheme", "method"), [("int4", "gptq"), ("int4", "awq"), ("int8", "rtn")])
+@pytest.mark.parametrize(
+    ("scheme", "method"), [("int4", "gptq"), pytest.param("int4", "awq", marks=pytest.mark.slow), ("int8", "rtn")]
+)
 def test_the_report_is_that_of_whole_models(scheme: str, method: str, tmp_path: Path) -> None:
     """Divergence and perplexity from the logits of the two directories, loaded as servers load them, in float64."""
     source, data = llama(tmp_path / "source"), write_texts(tmp_path / "texts.jsonl", 128)
@@ -99,6 +102,7 @@ def test_the_report_is_that_of_whole_models(scheme: str, method: str, tmp_path: 
     assert found["same_top"] == pytest.approx(np.mean(same))
 
 
+@pytest.mark.slow
 def test_answers_are_counted(tmp_path: Path) -> None:
     """Of chats, the answers alone are judged; the demo model knows these."""
     chats = [

@@ -29,6 +29,7 @@ SEEDS, ROWS = 20_000, 2_000  # in all, and in one step
 TARGET = np.random.default_rng(1).normal(0, 1.5, (VOCAB, VOCAB)).astype(np.float32)
 DRAFT = TARGET + np.random.default_rng(2).normal(0, 1.2, (VOCAB, VOCAB)).astype(np.float32)
 LEAST_P = 0.001
+pytestmark = pytest.mark.slow  # what compiles here, the parity of engines with drafts compiles, too: tests/e2e
 
 
 class TableModel:
@@ -147,7 +148,6 @@ def least_p(tokens: np.ndarray) -> float:
     return min(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True], ids=["likeliest tokens", "the rows' own noise"])
 def test_tokens_have_the_distribution_of_the_model(draws: dict[bool, tuple[np.ndarray, float]], coupled: bool) -> None:
     tokens, share = draws[coupled]

@@ -16,6 +16,7 @@ from jaxserve.runtime.sampling_reduce import first_argmax, row_max, top_values
 from jaxserve.runtime.sampling_rules import float_field
 
 V = 500
+jit_draw = jax.jit(draw)
 
 
 @jax.jit
@@ -26,8 +27,10 @@ def kept_mask(logits, params):
 
 
 def kept_sets(logits, options):
+    """In one shape: fewer rows come again and again."""
     params = np.stack([encode_row(make_setup(**o)) for o in options])
-    return [set(np.flatnonzero(line).tolist()) for line in np.asarray(kept_mask(logits, params))]
+    rows = [np.resize(x, (len(LIMITS), *x.shape[1:])) for x in (logits, params)]
+    return [set(np.flatnonzero(line).tolist()) for line in np.asarray(kept_mask(*rows))[: len(options)]]
 
 
 def distinct_logits(rng, rows, spread):
@@ -61,8 +64,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize(("spread", "temperature"), [(0.01, 1.0), (1.0, 0.3), (1.0, 2.0), (5.0, 1.0)])
 def test_limits_keep_what_a_sort_keeps(spread, temperature):
     logits = distinct_logits(np.random.default_rng(11), len(LIMITS), spread)
     found = kept_sets(logits, [{**o, "temperature": temperature} for o in LIMITS])
@@ -140,7 +142,6 @@ def test_uniform_numbers_are_uniform_and_unrelated():
 def draw_many(logits, num_draws, first_position=0, **options):
     """Counts of `num_draws` draws from one row of logits, at successive positions of a few seeds."""
     rows = 2000
-    jit_draw = jax.jit(draw)
     counts = np.zeros(len(logits), np.int64)
     for seed in range(num_draws // rows):
         params = np.repeat(encode_row(make_setup(seed=seed, **options))[None], rows, axis=0)
@@ -154,11 +155,8 @@ def draw_many(logits, num_draws, first_position=0, **options):
     "options",
     [
         {},
-        {"temperature": 0.5},
         {"temperature": 3.0},
         {"top_k": 4},
-        {"top_p": 0.8},
-        {"min_p": 0.2},
         {"temperature": 1.7, "top_k": 7, "top_p": 0.9, "min_p": 0.05},
     ],
 )
@@ -172,10 +170,10 @@ def test_draws_follow_the_distribution(options):
     assert scipy.stats.chisquare(counts[kept], p / p.sum() * counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_draws_from_a_flat_large_vocabulary():
     """Small arrival times decide here: coarse uniform numbers would favour low ids."""
     vocab_size, rows = 131072, 64
-    jit_draw = jax.jit(draw)
     drawn = []
     for first in range(0, 16 * rows, rows):
         params = np.repeat(encode_row(make_setup(seed=12345))[None], rows, axis=0)
@@ -199,7 +197,7 @@ def test_the_same_request_draws_the_same_tokens_in_any_batch():
     ]
     for options in ({}, {"top_k": 9, "top_p": 0.8, "min_p": 0.01}, {"presence_penalty": 1.0, "top_p": 0.9}):
         results = []
-        for row, slot, num_slots in ((0, 0, 1), (3, 0, 6), (5, 5, 6), (2, 4, 16)):
+        for row, slot, num_slots in ((0, 0, 1), (3, 0, 6), (5, 5, 6)):
             rig = Rig(vocab_size=vocab_size)
             rig.start(make_setup(row=row, seed=2**40 + 7, tokens=(1, 2), **options))
             others = [r for r in range(6) if r != row][:slot]
@@ -230,7 +228,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens_and_never_varies():
         assert rig.sample_one(make_setup(temperature=1e-6, seed=9, tokens=(0,)), logits) == vocab_size // 3
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 97, 100, 256, 1000, 4099])
+@pytest.mark.parametrize("vocab_size", [1, 97, 256, 4099])
 def test_argmax_and_top_values_are_numpys(vocab_size):
     values = np.random.default_rng(1).integers(-3, 3, size=(7, vocab_size)).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(first_argmax)(values), values.argmax(axis=1))

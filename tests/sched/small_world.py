@@ -51,6 +51,12 @@ REQUESTS: tuple[Request, ...] = (
     make_request("b", [1, 2, 3], 2, stop=[STOP], priority=0, tenant="y"),
     make_request("c", [1], 4, stop=[STOP], priority=-1, tenant="x"),
 )
+# The same with fewer tokens, for three pages.
+SMALLER = (
+    make_request("a", [1, 2], 1, stop=[STOP], priority=1, tenant="x"),
+    make_request("b", [1, 2], 2, stop=[STOP], priority=0, tenant="y"),
+    make_request("c", [1], 3, stop=[STOP], priority=-1, tenant="x"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""100,000 random operations against the naive model, and a Hypothesis machine that shrinks what fails."""
+"""Random operations against the naive model, and a Hypothesis machine that shrinks what fails."""
 
 import collections
 import random
@@ -13,7 +13,6 @@ from sched_world import POLICIES, Urgent, World, random_limits, random_request
 from jaxserve.sched import Policy
 from jaxserve.testing import with_shapes
 
-NUM_WORLDS = 250
 OPS_PER_WORLD = 400
 SHAPES = (((1, 4),), ((2, 1), (4, 1)), ((2, 1), (4, 2)), ((1, 3), (2, 3), (8, 1)))
 
@@ -57,11 +56,12 @@ def run_world(seed: int) -> World:
 
 
 @pytest.mark.slow
-def test_random_operations_agree_with_the_naive_model():
+@pytest.mark.parametrize("num_worlds", [60, 250])
+def test_random_operations_agree_with_the_naive_model(num_worlds):
     preempted = hits = ended = forks = several = fewer = saved = loaded = waited = skipped = 0
     flushed = resized = encoded = found = evicted = 0
     shapes = collections.Counter[tuple[int, int]]()
-    for seed in range(NUM_WORLDS):
+    for seed in range(num_worlds):
         world = run_world(seed)
         preempted += world.scheduler.num_preemptions
         hits += world.scheduler.memory.num_hit_tokens
@@ -81,18 +81,19 @@ def test_random_operations_agree_with_the_naive_model():
         if (tier := world.scheduler.memory.tier) is not None:
             skipped += tier.num_skipped
     # The worlds must really have been through what they are for.
-    assert NUM_WORLDS * OPS_PER_WORLD >= 100_000
-    assert preempted > 500, preempted
-    assert flushed > 500 and resized > 200, (flushed, resized)
-    assert hits > 1000, hits
-    assert forks > 300, forks
-    assert ended > 5000, ended
-    assert several > 2000, several
-    assert fewer > 1000, fewer
-    assert encoded > 500 and found > 200 and evicted > 200, (encoded, found, evicted)
-    assert saved > 5000 and loaded > 300 and waited > 10 and skipped > 1000, (saved, loaded, waited, skipped)
+    least = num_worlds / 250
+    assert preempted > 500 * least, preempted
+    assert flushed > 500 * least and resized > 200 * least, (flushed, resized)
+    assert hits > 1000 * least, hits
+    assert forks > 300 * least, forks
+    assert ended > 5000 * least, ended
+    assert several > 2000 * least, several
+    assert fewer > 1000 * least, fewer
+    assert encoded > 500 * least and found > 200 * least and evicted > 200 * least, (encoded, found, evicted)
+    assert saved > 5000 * least and loaded > 300 * least and waited > 10 * least, (saved, loaded, waited)
+    assert skipped > 1000 * least, skipped
     wanted = {(1, 1)}.union(*SHAPES)
-    assert min(shapes[shape] for shape in wanted) > 100, shapes
+    assert min(shapes[shape] for shape in wanted) > 100 * least, shapes
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -154,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
