@@ -198,8 +198,15 @@ def test_scales_of_rounded_rows_do_not_depend_on_devices(devices: int) -> None:
     assert np.isnan(np.asarray(product)[3]).all() and np.isfinite(np.asarray(product)[:3]).all()
 
 
-@pytest.mark.parametrize("name", ["xla", "numba_cpu"])
-@pytest.mark.parametrize("storage", [Storage(code="int8"), Storage(code="int4", group=32)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [
+        ("xla", Storage(code="int8")),
+        ("xla", Storage(code="int4", group=32)),
+        pytest.param("numba_cpu", Storage(code="int8"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_rows_of_zeros_and_of_the_smallest_numbers(storage: Storage, name: str) -> None:
     """A scale of 0 and one near the smallest: no quotient of either is NaN. The code -128 is a number like others."""
     array = np.random.default_rng(1).standard_normal((4, 160), np.float32)
