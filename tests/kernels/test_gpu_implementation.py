@@ -32,7 +32,7 @@ MIXED = (
     "mpt-7b-alibi/ragged/64/bfloat16",  # slopes; a query head for each key head
     "llama3-8b-tp1/decode64/16/bfloat16",  # decode rows alone
 )
-# Each has another text of the kernels: eight bits, a soft cap, sinks, slopes, many heads. The mixes beside `busy`, which
+# Each has another text of the kernels: eight bits, a soft cap, sinks, slopes, many heads. The mixes beside `busy`, that
 # has rows of both kinds, differ in sizes of work lists and tables.
 COMPILED_QUICK = ("llama3-8b-tp1/decode64/64/bfloat16",)
 COMPILED = (
