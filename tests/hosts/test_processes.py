@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hosts_parts import WAIT_S, Service, service
 
 from jaxserve.api import SamplingParams, StructuredOutput
@@ -48,9 +49,15 @@ def streaming(
 
 
 def test_a_killed_process_ends_the_service_and_is_named() -> None:
-    with service(SLOW, SLOW, SLOW) as served, streaming(served) as (client, replies, ends):
-        assert client.is_serving(timeout_s=WAIT_S)
+    with (
+        service(SLOW, SLOW, SLOW) as served,
+        streaming(served) as (_, replies, ends),
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         served.processes[2].popen.send_signal(signal.SIGKILL)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING, "before the end"
         codes = [process.wait_for_exit() for process in served.processes[:2]]
         assert codes == [1, 1]
         for process in served.processes[:2]:
@@ -64,6 +71,7 @@ def test_a_killed_process_ends_the_service_and_is_named() -> None:
     assert 1 <= len(replies) < 500
 
 
+@pytest.mark.slow
 def test_masks_reach_every_process() -> None:
     """A fake device without the mask of a row, or with one too many, ends its process."""
     bound = SamplingParams(temperature=0.0, max_tokens=20, structured=StructuredOutput(regex="[0-9]{3}[x-z]"))
@@ -71,17 +79,6 @@ def test_masks_reach_every_process() -> None:
         for _ in range(2):
             text = "".join(reply.text for reply in client.generate("ab", bound, timeout_s=WAIT_S))
             assert re.fullmatch("[0-9]{3}[x-z]", text)
-
-
-@pytest.mark.slow
-def test_health_is_red_before_the_end() -> None:
-    with service(SLOW, SLOW) as served, streaming(served), grpc.insecure_channel(served.address) as channel:
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        served.processes[1].popen.send_signal(signal.SIGKILL)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.mark.slow
@@ -115,6 +112,7 @@ def test_a_device_that_hangs_with_a_lost_process_does_not_keep_the_service() -> 
     assert "process 1 (" in str(ends[0])
 
 
+@pytest.mark.slow
 def test_the_death_of_process_0_ends_the_others() -> None:
     with service(SLOW, {"hang_at": 30, **SLOW}) as served, streaming(served):
         served.processes[0].popen.send_signal(signal.SIGKILL)
@@ -131,6 +129,7 @@ def test_process_0_falls_silent() -> None:
         assert "process 0 (" in served.processes[1].wait_for("is lost: ")
 
 
+@pytest.mark.slow
 def test_a_damaged_plan_is_caught_although_all_tokens_are_the_same() -> None:
     with service({}, {"corrupt_at": 0}, arguments=("--prompt", "abc", "--max-tokens", "40")) as served:
         assert [process.wait_for_exit() for process in served.processes] == [1, 1]

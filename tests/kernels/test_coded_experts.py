@@ -25,7 +25,7 @@ from tests.kernels.tpu_interpreter import V5E
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 CPU, TPU, GPU = (Device(backend=backend, kind=backend) for backend in ("cpu", "tpu", "gpu"))
-BY_ROW, BY_32 = Storage(code="int8"), Storage(code="int4", group=32)
+BY_ROW = Storage(code="int8")
 FLOAT4 = Storage(code="float4_e2m1fn", group=32)
 ZEROS = Storage(code="int4", group=32, zeros=True)
 FLOAT8 = Storage(code="float8_e4m3fn")
@@ -59,12 +59,15 @@ def converted(name: str, storage: Storage, arithmetic: Arithmetic) -> ExpertWeig
 
 
 USES = [
-    *(("xla", storage, FLOAT) for storage in (BY_ROW, BY_32, FLOAT4, ZEROS, FLOAT8)),
-    *(("xla", storage, arithmetic) for storage in (BY_ROW, FLOAT4, ZEROS) for arithmetic in (TOKENS, BLOCKS)),
-    *(("numba_cpu", storage, FLOAT) for storage in (BY_ROW, FLOAT4, ZEROS, FLOAT8)),
-    *(("numba_cpu", storage, BLOCKS) for storage in (BY_ROW, FLOAT4)),
-    *(("ragged_tpu", storage, FLOAT) for storage in (BY_ROW, FLOAT4, ZEROS, FLOAT8)),
-    *(("ragged_tpu", storage, TOKENS) for storage in (BY_ROW, ZEROS)),
+    *(("xla", storage, FLOAT) for storage in (BY_ROW, FLOAT4, ZEROS, FLOAT8)),
+    *(("xla", storage, arithmetic) for storage in (BY_ROW, ZEROS) for arithmetic in (TOKENS, BLOCKS)),
+    # Machine code for a form of codes takes long to compile; tests/kernels/test_packed_codes.py has the others.
+    *(
+        ("numba_cpu", storage, arithmetic)
+        for storage, arithmetic in ((FLOAT4, FLOAT), (ZEROS, FLOAT), (BY_ROW, BLOCKS))
+    ),
+    *(("ragged_tpu", storage, FLOAT) for storage in (FLOAT4, ZEROS, FLOAT8)),
+    ("ragged_tpu", BY_ROW, TOKENS),
 ]
 IDS = [
     f"{name}-{storage.code}{'-zeros' * storage.zeros}-{arith.activations}{arith.block}" for name, storage, arith in USES
@@ -91,6 +94,7 @@ def test_rows_meet_the_codes_of_their_own_expert(name: str, storage: Storage, ar
         assert (out[sum(sizes) :] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("storage", "arithmetic"), [(BY_ROW, BLOCKS), (FLOAT4, FLOAT), (ZEROS, FLOAT)], ids=str)
 def test_a_row_has_the_bits_of_the_dense_product_with_its_expert(storage: Storage, arithmetic: Arithmetic) -> None:
     """Alone and in any crowd, wherever in it the row comes."""
@@ -112,7 +116,7 @@ def test_a_row_has_the_bits_of_the_dense_product_with_its_expert(storage: Storag
         np.testing.assert_array_equal(crowd[expert_of == expert], dense)
 
 
-@pytest.mark.parametrize("name", ["xla", "numba_cpu", "ragged_tpu"])
+@pytest.mark.parametrize("name", ["xla", pytest.param("numba_cpu", marks=pytest.mark.slow), "ragged_tpu"])
 def test_experts_without_rows_are_not_read(name: str) -> None:
     """NaN in their scales would show."""
     sizes, x = SPLITS["some belong to nobody"], rows(24, SHAPE[-1])
@@ -123,7 +127,7 @@ def test_experts_without_rows_are_not_read(name: str) -> None:
     np.testing.assert_array_equal(out, product(converted(name, FLOAT4, FLOAT), x, sizes))
 
 
-@pytest.mark.parametrize("name", ["numba_cpu", "ragged_tpu"])
+@pytest.mark.parametrize("name", [pytest.param("numba_cpu", marks=pytest.mark.slow), "ragged_tpu"])
 def test_a_row_that_is_not_finite_is_its_own_affair(name: str) -> None:
     arithmetic = BLOCKS if name == "numba_cpu" else TOKENS
     weight, x = converted(name, BY_ROW, arithmetic), rows(sum(CROWD), SHAPE[-1])

@@ -35,7 +35,9 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def codes(*out_shape: int, arithmetic: Arithmetic = FLOAT, code: str = "int4") -> CodedWeight:
+def codes(*out_shape: int, arithmetic: Arithmetic = FLOAT, code: str | None = None) -> CodedWeight:
+    """Of eight bits for rows as they are and of four for rounded ones: two forms of machine code in place of four."""
+    code = code or ("int8" if arithmetic == FLOAT else "int4")
     return round_weight(floats(*out_shape, DEPTH), 1, Storage(code=code, group=GROUP), "float32", arithmetic)
 
 
@@ -50,13 +52,13 @@ def reordered(arithmetic: Arithmetic = FLOAT) -> Reordered:
 
 
 def side_by_side(arithmetic: Arithmetic = FLOAT) -> SideBySide:
-    """Codes of four bits, floats, codes of eight bits with offsets."""
+    """Codes, floats, codes of eight bits with offsets."""
     middle = DenseWeight(array=jnp.asarray(floats(3, 5, DEPTH, seed=2)), num_in=1)
     last = dataclasses.replace(with_offsets(arithmetic), codes=codes(3, 20, code="int8", arithmetic=arithmetic))
     return SideBySide(parts=(codes(3, 7, arithmetic=arithmetic), middle, last), axis=1)
 
 
-@pytest.mark.parametrize("name", ["xla", "numba_cpu"])
+@pytest.mark.parametrize("name", ["xla", pytest.param("numba_cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arithmetic", [FLOAT, BLOCKS], ids=["float", "rounded"])
 @pytest.mark.parametrize("make", [with_offsets, reordered, side_by_side])
 def test_products_are_those_of_the_numbers(make: Any, arithmetic: Arithmetic, name: str) -> None:
@@ -79,9 +81,9 @@ def test_products_are_those_of_the_numbers(make: Any, arithmetic: Arithmetic, na
         assert len(named) == leaf.ndim
 
 
-@pytest.mark.parametrize("name", ["xla", "numba_cpu"])
+@pytest.mark.parametrize("name", ["xla", pytest.param("numba_cpu", marks=pytest.mark.slow)])
 def test_experts_with_offsets(name: str) -> None:
-    storage = Storage(code="int4", group=GROUP)
+    storage = Storage(code="int8", group=GROUP)
     given = round_experts(floats(4, 2, 20, DEPTH), storage, "float32")
     offsets = DenseExperts(array=jnp.asarray(floats(4, 2, 20, DEPTH // GROUP, seed=1)))
     experts = ExpertsWithOffsets(codes=given, offsets=offsets, group=GROUP)

@@ -66,13 +66,8 @@ QUICK = {
 LONG = (
     "bench125m/prefill/64",
     "bench125m/decode16/128",
-    "gemma2/mixed/16",
-    "gpt-oss/mixed/16",
-    "bloom-alibi/mixed/16",
-    "mistral-window/ragged16/32",
     "phi-odd/ragged16/32",
     "demo/short/1",
-    "demo/short/16/int8",
 )
 
 
@@ -115,7 +110,7 @@ def test_bfloat16_queries_come_back_as_bfloat16(implementation, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @every_implementation(quick=False)
 def test_scales_are_exact_factors(implementation, dtype):
     """By powers of two nothing is rounded: the bits are those of a float32 cache with stored numbers times scales."""
@@ -271,12 +266,12 @@ def rows_of(inputs: Inputs, rows: list[int], bucket: int) -> Inputs:
         (
             *(
                 CASES[f"{model}/ragged16/{page}"]
-                for model, page in (("bench125m", 16), ("bench125m", 64), ("phi-odd", 32), ("gpt-oss", 32))
+                for model, page in (("bench125m", 64), ("phi-odd", 32), ("gpt-oss", 32))
             ),
             case("demo", "ragged16", 32, "int8"),
         ),
         slow=lambda implementation, case: (
-            case.page_size == 16 or (implementation is XLA_ATTENTION and case.sinks) or implementation is XLA_BATCHED
+            (implementation is XLA_ATTENTION and case.sinks) or implementation is XLA_BATCHED
         ),
     ),
 )
@@ -348,7 +343,7 @@ def shapes_copied(hlo: str) -> list[str]:
 # XLA's implementations copy caches of short floats: XLA:CPU scatters those by way of float32.
 IN_PLACE = [
     *pairs(
-        (CASES[f"bench125m/{mix}/64"] for mix in ("decode1", "decode16", "mixed")),
+        (CASES[f"bench125m/{mix}/64"] for mix in ("decode16", "mixed")),
         slow=lambda implementation, case: implementation is XLA_BATCHED and "decode" in case.name,
     ),
     *(

@@ -28,9 +28,9 @@ def make_dense(features: int, dtype: str) -> Weight:
     return pack(jnp.asarray(array, dtype), 1, WIDTH)
 
 
-def make_codes(features: int, code: str, block: int | None) -> Weight:
+def make_codes(features: int, code: str, block: int | None, *, zeros: bool) -> Weight:
     shape = (2, features)
-    given = Given(2 * features, DEPTH, WIDTH, group=32, zeros=True, code=code, block=block, out_shape=shape)
+    given = Given(2 * features, DEPTH, WIDTH, group=32, zeros=zeros, code=code, block=block, out_shape=shape)
     size = 3 / np.std(given.product(make_x(9)))
     return jax.tree.map(lambda leaf: leaf * np.float32(size) if leaf.dtype == np.float32 else leaf, given.packed)
 
@@ -42,9 +42,8 @@ def make_x(rows: int) -> np.ndarray:
 WEIGHTS: dict[str, Callable[[int], Weight]] = {
     "float32": lambda features: make_dense(features, "float32"),
     "bfloat16": lambda features: make_dense(features, "bfloat16"),
-    "int8": lambda features: make_codes(features, "int8", None),
-    "int8-a8": lambda features: make_codes(features, "int8", 128),
-    "int4-a8": lambda features: make_codes(features, "int4", 128),
+    "int4": lambda features: make_codes(features, "int4", None, zeros=True),
+    "int8-a8": lambda features: make_codes(features, "int8", 128, zeros=False),
 }
 
 

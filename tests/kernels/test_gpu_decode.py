@@ -23,7 +23,6 @@ from tests.kernels.gpu_interpreter import IMPLEMENTATION, INTERPRETER, inputs_of
 
 # Every option and dtype, most head dims and page sizes; in the interpreter with one kv head, and not the first one.
 NAMED = (
-    "llama3-8b-tp1/decode64/16/bfloat16",
     "llama3-8b-tp4/decode64/32/float8_e5m2",
     "gpt-oss/decode64/128/float8_e4m3fn",
     "gemma2-9b/row128k/64/bfloat16",
@@ -67,13 +66,13 @@ def check(case: Case, watch, blocks: DecodeBlocks | None = None) -> None:
     assert not watch.found_races()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in NAMED[1:]])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in NAMED])
 def test_one_head_of_a_named_case_matches_the_oracle(name, watch):
     check(narrowed(small(REAL[name])), watch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 40), (3, 192), (8, 96), (12, 128), (32, 256)])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 40), (12, 128), (32, 256)])
 def test_any_group_and_head_dim(group, head_dim, watch):
     case = narrowed(small(REAL["llama3-8b-tp8/decode64/64/bfloat16"]))
     spec = dataclasses.replace(case.spec, num_query_heads=group, head_dim=head_dim, soft_cap=30.0)
@@ -83,13 +82,7 @@ def test_any_group_and_head_dim(group, head_dim, watch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "dtype", "head_dim"),
-    [
-        (8, "bfloat16", 64),
-        (16, "float8_e5m2", 96),
-        (64, "float8_e4m3fn", 256),
-        (32, "int8", 128),
-        (192, "bfloat16", 128),
-    ],
+    [(8, "bfloat16", 64), (16, "float8_e5m2", 96), (32, "int8", 128), (192, "bfloat16", 256)],
 )
 def test_any_page_size_and_dtype(page_size, dtype, head_dim, watch):
     case = narrowed(small(REAL["gpt-oss/decode64/64/bfloat16"]))
@@ -265,8 +258,9 @@ def compile_case(case: Case, blocks: DecodeBlocks | None = None):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["llama3-8b-tp1/decode64/16/bfloat16", "gemma2-9b/row128k/64/bfloat16"])
 def test_named_case_compiles_at_full_size(name):
+    """With every option and dtype: tests/kernels/test_gpu_implementation.py."""
     case = REAL[name]
     memory = compile_case(case).memory_analysis()
     # The cache is read where it lies, and what the splits leave is small beside it.
@@ -286,7 +280,7 @@ def test_rings_are_as_deep_as_the_programs_of_a_multiprocessor_leave_room(name, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype"),
-    [(1, 64, "bfloat16"), (8, 128, "float8_e4m3fn"), (16, 96, "bfloat16"), (32, 256, "float8_e4m3fn")],
+    [(1, 64, "bfloat16"), (32, 256, "float8_e4m3fn")],
 )
 def test_all_candidates_that_should_fit_compile(group, head_dim, dtype):
     case = small(REAL["llama3-8b-tp8/decode64/64/bfloat16"])

@@ -98,10 +98,9 @@ def test_columns_that_a_cut_leaves_are_refused_with_whole_experts_as_the_remedy(
     ("shape", "rows"),
     [
         ((128, 2, 768, 2048), 4),  # no whole group of 8
-        pytest.param((32, 2880, 2880), 1600, marks=pytest.mark.slow),
         pytest.param((8, 4096, 14336), 4096, marks=pytest.mark.slow),
     ],
-    ids=["qwen3", "gpt-oss", "mixtral"],
+    ids=["qwen3", "mixtral"],
 )
 def test_it_compiles_for_an_h200_without_a_copy_of_an_expert(shape, rows):
     there = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731

@@ -43,11 +43,8 @@ def make_case(kv_heads: int, head_dim: int, page_size: int, dtype: str, rows=ROW
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "page_size", "dtype"),
     [
-        (2, 64, 16, "bfloat16"),
-        (1, 96, 32, "bfloat16"),
         (3, 256, 8, "bfloat16"),
-        (1, 64, 16, "float8_e4m3fn"),
-        (3, 192, 64, "float8_e5m2"),
+        (1, 96, 64, "float8_e5m2"),
         (2, 40, 128, "float8_e4m3fn"),
         (2, 128, 32, "int8"),
     ],
@@ -105,7 +102,7 @@ def assert_in_place(executable, cache) -> None:
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     "name",
-    ["llama3-8b-tp1/decode64/64/bfloat16", "phi3-mini/busy/64/bfloat16", "gpt-oss/decode64/128/float8_e4m3fn"],
+    ["llama3-8b-tp1/decode64/64/bfloat16", "gpt-oss/decode64/128/float8_e4m3fn"],
 )
 def test_the_compiled_write_is_in_place(name):
     inputs, executable = compiled(REAL[name])
@@ -122,6 +119,6 @@ def test_a_copy_would_be_seen():
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 64), (3, 64), (1, 192), (64, 256)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(3, 64), (1, 192), (64, 256)])
 def test_odd_heads_of_eight_bits_compile(kv_heads, head_dim):
     compiled(make_case(kv_heads, head_dim, 16, "float8_e5m2"))

@@ -54,7 +54,7 @@ def ragged_products(module: Module) -> list[Instruction]:
     [
         (QWEN3_GATE_UP, 1),
         (QWEN3_DOWN, 8),
-        (QWEN3_GATE_UP, 100),
+        pytest.param(QWEN3_GATE_UP, 100, marks=pytest.mark.slow),
         pytest.param(GPT_OSS_GATE_UP, 8, marks=pytest.mark.slow),
     ],
 )

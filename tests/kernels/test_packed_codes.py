@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxserve.kernels.cpu import code_call, grouped_codes, matmul_codes
 from jaxserve.kernels.cpu.target import find_target
 from jaxserve.kernels.packed_codes import BLOCK, PackedCodes, pack_codes, packed_codes_shape
 from tests.kernels.code_products import Given, rounded
@@ -21,6 +22,18 @@ BLOCKS = (BLOCK, None)  # rows are rounded, or multiplied as they are
 multiply = jax.jit(PackedCodes.multiply)
 
 
+def form_of(code: str, zeros: bool, block: int | None) -> str:
+    """As the kernels name it: machine code of its own, which takes long to compile."""
+    return f"{code}_by_{'float32' if block is None else 'int8'}{'_zeros' * zeros}"
+
+
+QUICK = ("int8_by_int8", "int4_by_float32_zeros")  # every kind of rows, zeros and codes once, but floats of eight bits
+FORMS = [
+    pytest.param(*form, id=form_of(*form), marks=() if form_of(*form) in QUICK else pytest.mark.slow)
+    for form in (*itertools.product(CODES, (False, True), BLOCKS), ("float8_e4m3fn", False, None))
+]
+
+
 def make_x(rows: int, depth: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, depth), np.float32)
 
@@ -31,32 +44,41 @@ def check(given: Given, x: np.ndarray) -> None:
     np.testing.assert_array_equal(out.view(np.uint32), given.product(x).view(np.uint32))
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rounded_rows_have_the_bits_of_the_definition(depth, zeros, code):
-    for group in GROUPS:
-        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, code=code)
+@pytest.mark.parametrize(("code", "zeros", "block"), FORMS)
+def test_products_have_the_bits_of_the_definition(code, zeros, block, depth):
+    for group in GROUPS if block else (None, 16, 128):
+        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=block, code=code)
         for rows in (1, 9) if group in (None, 64) else (9,):
             check(given, make_x(rows, depth))
 
 
-@pytest.mark.parametrize(("code", "zeros"), [*itertools.product(CODES, (False, True)), ("float8_e4m3fn", False)])
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_rows_as_they_are_have_the_bits_of_the_definition(depth, zeros, code):
-    for group in (None, 16, 128):
-        given = Given(2 * WIDTH + 11, depth, WIDTH, group=group, zeros=zeros, block=None, code=code)
-        for rows in (1, 9) if group is None else (9,):
-            check(given, make_x(rows, depth))
+@pytest.mark.parametrize("module", [matmul_codes, grouped_codes], ids=lambda module: module.__name__.split(".")[-1])
+def test_each_form_is_of_the_kinds_that_its_name_says(module, monkeypatch):
+    """Without compiling them: of the caller and of the workers that it starts."""
+    kernel, found = module.__name__.split(".")[-1], []
+    monkeypatch.setattr(module, "_call", lambda frame, kinds, worker: found.append((kinds, worker)))
+    monkeypatch.setattr(module, "_work", lambda state, kinds: found.append(kinds))
+    kinds_of_codes = {"int8": code_call.BYTES, "int4": code_call.HALVES, "float8_e4m3fn": code_call.FLOAT8}
+    for code, zeros, block in (form.values for form in FORMS):
+        form = form_of(code, zeros, block)
+        monkeypatch.setattr(module, f"_{form}_worker", lambda form=form: form)
+        rows = code_call.FLOAT_ROWS if block is None else code_call.ROUNDED_ROWS
+        kinds = (rows, code_call.INT16_ZEROS if zeros else None, kinds_of_codes[code])
+        getattr(module, f"{kernel}_{form}")(0)
+        getattr(module, f"_work_{form}").py_func(0)
+        called, worked = found[-2:]
+        assert called[1] == form
+        for one in (called[0], worked):
+            assert one == kinds and [type(kind) for kind in one] == [type(kind) for kind in kinds]
 
 
 @pytest.mark.parametrize("depth", [128, 160, 768])
-@pytest.mark.parametrize(("code", "block"), [*itertools.product(CODES, BLOCKS), ("float8_e4m3fn", None)])
-def test_products_with_any_number_of_rows(code, block, depth):
+@pytest.mark.parametrize(("code", "zeros", "block"), FORMS)
+def test_products_with_any_number_of_rows(code, zeros, block, depth):
     """513 rows have the bits of the definition and are close to float64, and fewer have the bits that they had in this
     crowd. More than one worker rounds them. Integers are exact, so that rounded rows lose nothing after their rounding.
     """
-    zeros = code in CODES
     given, x = Given(2 * WIDTH + 11, depth, WIDTH, group=32, zeros=zeros, code=code, block=block), make_x(513, depth)
     crowd = np.asarray(multiply(given.packed, x))
     np.testing.assert_array_equal(crowd.view(np.uint32), given.product(x).view(np.uint32))
@@ -70,15 +92,14 @@ def test_products_with_any_number_of_rows(code, block, depth):
         np.testing.assert_array_equal(multiply(given.packed, x[:rows]), crowd[:rows])
 
 
+@pytest.mark.slow
 def test_codes_of_four_bits_have_half_the_bytes_and_the_bits_that_a_byte_each_gives():
-    for group, zeros, block in ((None, False, BLOCK), (32, True, BLOCK), (64, True, None)):
-        four = Given(2 * WIDTH + 11, 160, WIDTH, group=group, zeros=zeros, block=block, code="int4")
-        shapes = ((len(four.codes),), (160,), group, WIDTH)
-        eight = pack_codes(four.codes, four.scales, *shapes, zeros=four.zeros, block=block)
-        assert four.packed.panels.nbytes * 2 == eight.panels.nbytes
-        for rows in (1, 9):
-            x = make_x(rows, 160)
-            np.testing.assert_array_equal(multiply(four.packed, x), multiply(eight, x))
+    four = Given(2 * WIDTH + 11, 160, WIDTH, code="int4")
+    eight = pack_codes(four.codes, four.scales, (len(four.codes),), (160,), None, WIDTH)
+    assert four.packed.panels.nbytes * 2 == eight.panels.nbytes
+    for rows in (1, 9):
+        x = make_x(rows, 160)
+        np.testing.assert_array_equal(multiply(four.packed, x), multiply(eight, x))
 
 
 def test_rounding_costs_no_more_than_its_half_steps():
@@ -90,10 +111,9 @@ def test_rounding_costs_no_more_than_its_half_steps():
     assert (error <= limit * (1 + 1e-5)).all() and error.mean() < limit.mean() / 10
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("code", CODES)
-def test_a_row_has_the_same_bits_wherever_it_stands(code, block):
-    given = Given(3 * WIDTH + 5, 160, WIDTH, group=None, code=code, block=block)
+@pytest.mark.parametrize(("code", "zeros", "block"), FORMS)
+def test_a_row_has_the_same_bits_wherever_it_stands(code, zeros, block):
+    given = Given(3 * WIDTH + 5, 160, WIDTH, group=None, code=code, zeros=zeros, block=block)
     x = make_x(130, 160)
     crowd = np.asarray(multiply(given.packed, x))
     for first in (64, 114):
@@ -116,6 +136,7 @@ def test_large_small_and_no_numbers_in_one_batch():
     np.testing.assert_array_equal(out, given.product(x))
 
 
+@pytest.mark.slow
 def test_the_largest_sums_are_exact():
     """Codes of -128 times rows of -127, with zeros at the other end: no sum of 16 bits would hold even two of them."""
     depth = 256
@@ -131,9 +152,10 @@ def test_the_largest_sums_are_exact():
 
 @pytest.mark.parametrize("rows", [1, 9, 17])
 @pytest.mark.parametrize("depth", [33, 160])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
-    given, x = Given(70, depth, WIDTH, block=block), make_x(rows + 2, depth)
+@pytest.mark.parametrize(("code", "zeros", "block"), [form for form in FORMS if form.id in QUICK])
+def test_nan_and_infinity_stay_in_their_rows(code, zeros, block, rows, depth):
+    given = Given(70, depth, WIDTH, zeros=zeros, code=code, block=block)
+    x = make_x(rows + 2, depth)
     clean = np.asarray(multiply(given.packed, x))
     spoilt = x.copy()
     spoilt[0, 4], spoilt[rows, 32] = np.nan, -np.inf
@@ -144,6 +166,7 @@ def test_nan_and_infinity_stay_in_their_rows(block, rows, depth):
     np.testing.assert_array_equal(out[others], clean[others])
 
 
+@pytest.mark.slow
 def test_every_float8_has_its_value():
     """Small ones without a leading one, too. A code that is no number makes an output none, whatever its row is."""
     codes = np.zeros((WIDTH + 1, 256), np.uint8)

@@ -79,7 +79,7 @@ def test_bfloat16_rows_are_multiplied_as_they_are():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("out_shape", "in_shape"), SHAPES)
+@pytest.mark.parametrize(("out_shape", "in_shape"), SHAPES[2::2])
 def test_a_row_has_the_same_bits_alone_and_in_any_crowd(out_shape, in_shape, dtype):
     packed, x = make_packed(out_shape, in_shape, dtype), make_x(130, in_shape)
     crowd = np.asarray(multiply(packed, x))

@@ -113,6 +113,8 @@ class RowPictures:
 class Driver:
     """Owns the caches of a few rows of at most `max_len` tokens; each row has its own scattered pages.
 
+    `decode_buckets`: whether steps of one token of each row have a bucket of their own, as an engine's have.
+
     `cache_dtype`: the one that the model was loaded for; None: that of its weights. `pictures`: of each row, for models
     that take some.
     """
@@ -126,8 +128,9 @@ class Driver:
         page_size: int,
         cache_dtype: str | None = None,
         pictures: Sequence[RowPictures] | None = None,
+        decode_buckets: bool = True,
     ) -> None:
-        self.pictures = pictures
+        self.pictures, self.decode_buckets = pictures, decode_buckets
         kept = model.dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.model, self.num_rows, self.page_size = model, num_rows, page_size
         pages = -(-max_len // page_size)
@@ -163,7 +166,7 @@ class Driver:
     def step(self, chunks: Sequence[Chunk], rope_lengths: Sequence[int] | None = None) -> list[np.ndarray]:
         """Logits [len, V] of each chunk. `rope_lengths` is per row of the driver."""
         order = sorted(chunks, key=lambda c: len(c.tokens) != 1)  # decode rows first
-        decode_only = all(len(c.tokens) == 1 for c in order) and len(order) == self.num_rows
+        decode_only = self.decode_buckets and all(len(c.tokens) == 1 for c in order) and len(order) == self.num_rows
         num_tokens = self.num_rows if decode_only else NUM_STEP_TOKENS
         tokens, positions = (np.zeros(num_tokens, np.int32) for _ in range(2))
         token_rows = np.full(num_tokens, self.num_rows, np.int32)

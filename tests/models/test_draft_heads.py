@@ -115,14 +115,13 @@ def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "flags"),
+    ("layout", "flags", "count"),
     [
-        ("original", {}),
-        ("speculators", {"norm_before_residual": True}),
-        ("speculators", {"norm_output": True, "norm_before_fc": True}),
+        ("original", {}, 3),
+        ("speculators", {"norm_before_residual": True}, 1),
+        ("speculators", {"norm_output": True, "norm_before_fc": True}, 3),
     ],
 )
-@pytest.mark.parametrize("count", [1, 3])
 def test_eagle3(layout: str, flags: dict, count: int, tmp_path: Path) -> None:
     values, tensors = draft_files.eagle3(layout, **flags)
     head = loaded(draft_files.write(tmp_path, values, tensors), count)
@@ -137,8 +136,7 @@ def test_eagle3_of_the_whole_vocabulary(tmp_path: Path) -> None:
     check(chain(head, 1), expected("eagle3", tensors))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("bias", "count"), [(True, 2), (False, 1)])
 def test_eagle(bias: bool, count: int, tmp_path: Path) -> None:
     values, tensors = draft_files.eagle(bias=bias)
     head = loaded(draft_files.write(tmp_path, values, tensors), count)
@@ -164,7 +162,7 @@ def test_mtp_beside_the_model(tmp_path: Path) -> None:
     check(chain(head, 1), expected("mtp", tensors))
 
 
-@pytest.mark.parametrize(("own", "count"), [(True, 1), (False, 2), (True, 3)])
+@pytest.mark.parametrize(("own", "count"), [(True, 1), (False, 2)])
 def test_medusa(own: bool, count: int, tmp_path: Path) -> None:
     values, tensors = draft_files.medusa(own=own)
     head, model = loaded(draft_files.write(tmp_path, values, tensors), count), target(count)

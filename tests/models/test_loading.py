@@ -70,10 +70,10 @@ def test_a_device_reads_only_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "heads_per_device"),
-    [(2, (1, 2)), (3, (1, 2)), (4, (1, 1)), pytest.param(8, (1, 1), marks=pytest.mark.slow)],
+    [(3, (1, 2)), pytest.param(8, (1, 1), marks=pytest.mark.slow)],
 )
 def test_sharded_step_gives_the_same_logits(devices: int, heads_per_device: tuple[int, int]) -> None:
-    """4 query and 2 key/value heads: cut, padded (3 devices), copied (4), copied and padded (8)."""
+    """4 query and 2 key/value heads: padded (3 devices), copied and padded (8)."""
     truth = hf_oracle.answers("qwen2")[:2]
     model = load_model(hf_oracle.FIXTURES / "qwen2", mesh=mesh_of(devices))
     local = model.partition.local

@@ -250,7 +250,7 @@ def test_names_as_transformers_has_them_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
 def test_what_is_trained_is_what_is_served(name: str) -> None:
     """Tensors of the checkpoint come back; pictures through the tower and the decoder under `jax.grad` give the logits
     of transformers (where positions are counted), and slopes that reach the pixels' weights."""

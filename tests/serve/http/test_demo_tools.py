@@ -24,7 +24,8 @@ from jaxserve.assemble import assemble
 from jaxserve.config import load_config
 from jaxserve.config.schema import GrpcConfig, HttpConfig
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+# Agents on a scripted model, quick: tests/serve/http/test_frameworks.py.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 
 ROOT = Path(__file__).parents[3]
 MODEL = "demo-tools"
@@ -60,7 +61,6 @@ def examples() -> list[str]:
     return [block for block in blocks if f'"{MODEL}"' in block]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.split()[1])
 def test_examples_run_as_pasted(server: Served, example: str) -> None:
     """Question, call, result, answer: with OpenAI's client, openai-agents and Anthropic's client."""
@@ -114,7 +114,6 @@ async def test_pydantic_ai(server: Served, kind: type[OpenAIChatModel | OpenAIRe
         assert asked == ["347*29"]
 
 
-@pytest.mark.slow
 async def test_held_out_calls(server: Served) -> None:
     async with client_of(server) as client:
         calls, wrong_calls = await evaluate(client, MODEL, 250, seed=2, kinds=("call",))

@@ -17,7 +17,8 @@ from jaxserve.client import CallOptions, Client
 from jaxserve.config import load_config
 from jaxserve.config.schema import GrpcConfig, HttpConfig
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+# On a fake model, quick: tests/serve/test_grpc_adapters.py.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BODY = {"prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -72,7 +73,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         made.user.close()
 
 
-@pytest.mark.slow
 def test_an_adapter_is_a_model(server: Server) -> None:
     cards = server.user.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == [NAME, "first"]
