@@ -32,8 +32,10 @@ FAULTS = (
         file="jaxserve/sched/core.py",
         old="            if seq in flight.sampled or seq in flight.prefilled:\n",
         new="            if seq in flight.sampled:\n",
-        wrong="A sequence that was preempted while its prompt was in flight may run again before that step is committed.",
-        tests=("tests/sched/test_overlap.py::test_a_preempted_prompt_is_not_begun_again_before_its_part_in_flight_is_known",),
+        wrong="A prompt that was preempted in flight begins again before its part is known, which then counts twice.",
+        tests=(
+            "tests/sched/test_overlap.py::test_a_preempted_prompt_is_not_begun_again_before_its_part_in_flight_is_known",
+        ),
     ),
     Fault(
         area="pages",
@@ -57,7 +59,7 @@ FAULTS = (
         old="        weights = jnp.where(logits >= floor[:, None], weights, 0.0)\n",
         new="",
         wrong="top_p is a share of all tokens, and not of those that min_p and top_k have left.",
-        tests=("tests/runtime/test_sampling_draw.py",),
+        tests=("tests/runtime/test_sampling_draw.py::test_limits_keep_what_a_sort_keeps",),
     ),
     Fault(
         area="step",
@@ -65,7 +67,7 @@ FAULTS = (
         old="        taken = (first <= token) & (token < end)  # [R, T]\n",
         new="        taken = (first <= token) & (token <= end)  # [R, T]\n",
         wrong="An embedding has the first token of the next prompt of its step in it.",
-        tests=("tests/e2e/test_embeddings.py",),
+        tests=("tests/runtime/test_pooled_sums.py",),
     ),
     Fault(
         area="attention",
@@ -78,10 +80,10 @@ FAULTS = (
     Fault(
         area="loader",
         file="jaxserve/models/partition.py",
-        old="[(i, i // copies, 1) for i in range(heads * copies)]",
-        new="[(i, i % heads, 1) for i in range(heads * copies)]",
-        wrong="Copies of key/value heads lie by turns, so that devices multiply queries with keys of other heads.",
-        tests=("tests/models/test_loading.py::test_all_ways_of_loading_pad_and_copy_alike", "tests/models/test_loading.py::test_sharded_step_gives_the_same_logits"),
+        old="                place = (head * self.copies + copy, head, 1)\n",
+        new="                place = (copy * heads + head, head, 1)\n",
+        wrong="Copies of key/value heads lie by turns, so that queries meet the keys of other heads.",
+        tests=("tests/models/test_loading.py::test_partition_of_heads",),
     ),
     Fault(
         area="template",
@@ -110,10 +112,12 @@ FAULTS = (
     Fault(
         area="resume",
         file="jaxserve/serve/received.py",
-        old="            part = self._parts[index]\n            part.token_ids += one.token_ids\n            part.num_chars, part.finished = one.text_len, one.finished\n",
-        new="            part = self._parts[index]\n            part.token_ids += one.token_ids\n            part.num_chars = one.text_len\n",
+        old="            part.num_chars, part.finished = one.text_len, one.finished\n",
+        new="            part.num_chars = one.text_len\n",
         wrong="A request that was resumed twice waits for a sequence that had ended before.",
-        tests=("tests/serve/test_received.py::test_a_resumed_request_that_has_not_begun_here_has_the_ends_that_it_came_with",),
+        tests=(
+            "tests/serve/test_received.py::test_a_resumed_request_that_has_not_begun_here_has_the_ends_that_it_came_with",
+        ),
     ),
     Fault(
         area="store",
@@ -145,13 +149,13 @@ FAULTS = (
         old="                (lens[:, None] + 1 + place).reshape(-1),\n",
         new="                jnp.repeat(lens + 1, width),\n",
         wrong="All places of a round draw with the noise of its first, so that tokens in a row are alike too often.",
-        tests=("tests/runtime/test_rounds.py",),
+        tests=("tests/runtime/test_rounds.py::test_tokens_have_the_distribution_of_the_model",),
     ),
     Fault(
         area="quantisation",
         file="jaxserve/models/quantised/groups.py",
-        old="    return np.arange(inputs.start, inputs.stop, dtype=np.int32) // size - np.int32(inputs.start // size)\n",
-        new="    return np.arange(inputs.stop - inputs.start, dtype=np.int32) // size\n",
+        old="np.arange(inputs.start, inputs.stop, dtype=np.int32) // size - np.int32(inputs.start // size)\n",
+        new="np.arange(inputs.stop - inputs.start, dtype=np.int32) // size\n",
         wrong="A part of a weight that begins within a group has the scales of its neighbours.",
         tests=("tests/models/test_quantised_slices.py::test_any_slice_is_the_oracles",),
     ),

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,12 +34,17 @@ _CULPRIT = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Broken(Exception):
-    """The tests could not run; the message has what pytest said."""
+    """The tests did not run to their end, which tells nothing of the fault; the message has what pytest said."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a fault. `caught_by`: the test that failed; None: all passed. `seconds`: until then."""
+    """What became of a fault.
+
+    Attributes:
+      caught_by: the test that failed; None: all passed.
+      seconds: of processors, until then: those of a clock would say what else the machine had to do.
+    """
 
     fault: Fault
     caught_by: str | None
@@ -54,7 +58,9 @@ def main() -> int:
     outcomes = [_try_fault(fault, reach, control=args.control) for fault in chosen]
     _show(outcomes)
     if args.json is not None:
-        args.json.write_text(json.dumps({"commit": _git("rev-parse", "HEAD").strip(), "faults": _rows(outcomes)}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"commit": _git("rev-parse", "HEAD").strip(), "faults": _rows(outcomes)}, indent=1) + "\n"
+        )
     return int(any(outcome.caught_by is None for outcome in outcomes))
 
 
@@ -90,17 +96,20 @@ def _try_fault(fault: Fault, reach: dict[str, set[str]], *, control: bool) -> Ou
     others = [
         test for test, files in sorted(reach.items()) if fault.file in files and test not in named and is_there(test)
     ]
-    with tempfile.TemporaryDirectory(prefix="jaxserve-fault-") as folder:
+    with tempfile.TemporaryDirectory(prefix="jaxserve-fault-", ignore_cleanup_errors=True) as folder:
         copy = Path(folder)
         _copy_files(copy)
         if control and named and (culprit := _first_failure(copy, named)) is not None:
             raise SystemExit(f"error: {fault.area}: {culprit} fails without the fault")
         _edit(copy / fault.file, fault)
-        begin_s = time.monotonic()
+        begin_s = _child_seconds()
         caught_by = None
-        for tests in filter(None, (named, others)):
-            caught_by = caught_by or _first_failure(copy, tests)
-        seconds = time.monotonic() - begin_s
+        try:
+            for tests in filter(None, (named, others)):
+                caught_by = caught_by or _first_failure(copy, tests)
+        except Broken as error:
+            print(f"{fault.area}: {error}", file=sys.stderr)
+        seconds = _child_seconds() - begin_s
     print(f"{fault.area}: {caught_by or 'NOT CAUGHT'} ({seconds:.0f} s)", file=sys.stderr, flush=True)
     return Outcome(fault=fault, caught_by=caught_by, seconds=seconds)
 
@@ -158,6 +167,12 @@ def _first_failure(copy: Path, tests: Sequence[str]) -> str | None:
     return culprits[0]
 
 
+def _child_seconds() -> float:
+    """Seconds of processors that ended processes have taken."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -176,7 +191,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    table = Table("area", "caught by", "seconds")
+    table = Table("area", "caught by", "seconds of processors")
     for outcome in outcomes:
         table.add_row(outcome.fault.area, outcome.caught_by or "[red]nothing[/]", f"{outcome.seconds:.0f}")
     Console().print(table)
