@@ -10,6 +10,7 @@ are left out: a fault that only these would catch is not caught. The exit status
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -156,9 +157,11 @@ def _first_failure(copy: Path, tests: Sequence[str]) -> str | None:
     try:
         output, _ = process.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         raise Broken(f"no end after {_LIMIT_S:.0f} s of {', '.join(tests[:3])}") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if process.returncode in (_PASSED, _NO_TESTS):
         return None
     culprits = _CULPRIT.findall(output)
