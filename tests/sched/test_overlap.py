@@ -264,6 +264,19 @@ def test_a_preempted_sequence_is_not_admitted_before_its_token_is_known():
     assert first_tokens(plan_of(scheduler)) == (1, 2, 3, 50)
 
 
+def test_a_preempted_prompt_is_not_begun_again_before_its_part_in_flight_is_known():
+    """What that part tells of the prompt, such as sums of hidden states, would be counted twice."""
+    scheduler = build(max_rows=2, num_pages=8, page_size=2, max_model_len=12, token_buckets=(4,))
+    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6], 4))
+    first = plan_of(scheduler)
+    assert [chunk.sample for chunk in first.chunks] == [False]
+    (seq,) = scheduler._running
+    scheduler._preempt(seq, Draft(scheduler._step_id, scheduler._budget, True))
+    assert scheduler.schedule() is None, "a part of its prompt is in flight"
+    answer(scheduler, first)
+    assert plan_of(scheduler).setups[0].request_id == "a"
+
+
 def test_a_preempted_sequence_may_end_by_the_token_in_flight():
     scheduler = build()
     scheduler.add(make_request("a", [1, 2, 3], 4, stop=[7]))

@@ -1,5 +1,6 @@
 """The simulator against the engine's own loop, and its times against arithmetic done by hand."""
 
+import collections
 import dataclasses
 import random
 
@@ -249,6 +250,16 @@ def test_equal_beginnings_are_found_and_answers_too() -> None:
     ]
     found = simulate("fcfs", trace, TURN, make_limits())
     assert [r.cached_tokens for r in found.requests] == [0, 12, 20]
+
+
+@pytest.mark.parametrize("num_pages", [14, 200])
+def test_only_rows_beyond_one_a_sequence_are_preemptions(num_pages: int) -> None:
+    trace = random_trace(3)
+    found = simulate("fcfs", trace, TURN, make_limits(num_pages=num_pages), keep_plans=True)
+    rows = collections.Counter(setup.request_id for plan in found.plans for setup in plan.setups)
+    beyond = {t.request.request_id: rows[t.request.request_id] - t.request.sampling.n for t in trace}
+    assert {r.request_id: r.preemptions for r in found.requests} == beyond
+    assert any(beyond.values()) == (num_pages < 100)
 
 
 def test_answers_of_equal_prompts_are_not_shared() -> None:

@@ -22,7 +22,7 @@ from jaxserve.client import Client, RequestFailed
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.kv.gen import handoff_pb2 as pb
 from jaxserve.kv.gen import handoff_pb2_grpc as pb_grpc
-from jaxserve.kv.handoff import HandoffPeer
+from jaxserve.kv.handoff import BadFrame, Frame, HandoffPeer, frame_from_proto, frame_to_proto
 from jaxserve.kv.leases import LeaseName, Leases, OtherEpoch
 from jaxserve.serve.convert import sampling_to_proto
 from jaxserve.serve.gen import handoff_pb2 as route_pb
@@ -127,6 +127,29 @@ def test_frames_of_another_secret_are_not_used_and_their_sender_is_left_alone(tm
             receiver.parts.engine.call(lambda scheduler: scheduler.flush(None)).result()
             assert receiver.fetch(request, ticket) == (expected, 0)
         assert receiver.counts.missed == {"damaged": 3 * 64, "quarantined": 64}
+
+
+@pytest.mark.parametrize(
+    ("lease", "changes"),
+    [
+        ({"transfer_id": bytes(16)}, {}),
+        ({"epoch": bytes(16)}, {}),
+        ({}, {"first_token": 1}),
+        ({}, {"end_token": 9}),
+        ({}, {"starts": (0, 5)}),
+        ({}, {"data": b"other"}),
+    ],
+    ids=lambda changed: ", ".join(changed),
+)
+def test_a_frame_belongs_to_its_lease_and_place(lease: dict[str, bytes], changes: dict[str, Any]) -> None:
+    secret, name = b"s" * 32, LeaseName(b"t" * 16, b"e" * 16)
+    frame = Frame(first_token=0, end_token=8, starts=(0, 4), data=b"pages")
+    message = frame_to_proto(secret, name, frame)
+    assert frame_from_proto(secret, name, message) == frame
+    message.MergeFrom(pb.PageFrame(**{key: value for key, value in changes.items() if key != "starts"}))
+    message.starts[:] = changes.get("starts", frame.starts)
+    with pytest.raises(BadFrame, match="this secret and lease"):
+        frame_from_proto(secret, name._replace(**lease), message)
 
 
 def test_tickets_of_strangers_and_of_other_prompts_are_refused(tmp_path: Path) -> None:

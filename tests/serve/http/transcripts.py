@@ -181,6 +181,13 @@ TRANSCRIPTS = [
         calls=(("get_time", {}), ("get_weather", {"city": "3", "units": None})),
     ),
     Transcript(
+        name="qwen3_coder, two calls in one",
+        tools="qwen3_coder",
+        text="<tool_call>\n<function=get_time>\n</function>\n<function=get_weather>\n<parameter=city>\nParis\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        calls=(("get_time", {}), ("get_weather", {"city": "Paris"}), ("get_time", {})),
+    ),
+    Transcript(
         name="qwen3_coder, the opening tag forgotten",
         tools="qwen3_coder",
         text="Ok.\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
