@@ -14,7 +14,7 @@ from jaxserve.engine import Engine
 # Plain; a window; normalised queries and keys; angles that grow with the length.
 QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
 # Families in which the engine does other things: positions in the scores, learned positions, experts, windows of some
-# layers, sinks; and, in tests/long.txt, those that differ in the model alone, which tests/models/test_parity.py compares.
+# layers, sinks. Those of tests/long.txt differ in the model alone, which tests/models/test_parity.py compares.
 FAMILIES = (
     *("bloom", "falcon_71_heads", "falcon_mqa", "falcon_new", "falcon_rw", "gemma", "gemma2", "gemma3", "gpt2"),
     *("gpt_oss", "mixtral", "mpt", "olmo2", "opt", "opt_350m", "phi", "phi3", "qwen2_moe", "qwen3_moe", "starcoder2"),
