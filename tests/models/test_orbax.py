@@ -48,7 +48,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "orbax"
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "qwen2", "llama_mha_tied_bias", "qwen3", "mpt", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2", "llama_mha_tied_bias", "mpt", "gpt_oss"])
 def test_round_trip_keeps_every_byte(name: str, tmp_path: Path) -> None:
     source = hf_oracle.FIXTURES / name
     orbax_io.convert(source, tmp_path / "orbax")
@@ -78,8 +78,7 @@ def test_small_files_come_along(converted: Path) -> None:
     assert read_checkpoint(converted).eos_token_ids == (2,)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_devices", "dtype"), [(1, "float32"), (2, "bfloat16")])
 def test_restored_model_equals_the_loaded_one(converted: Path, num_devices: int, dtype: str) -> None:
     mesh = make_meshes(ParallelConfig(tensor=num_devices), jax.devices())[0][0]
     direct = load_model(hf_oracle.FIXTURES / "llama_llama3", dtype=dtype, mesh=mesh)

@@ -46,7 +46,7 @@ def test_parameters_are_those_of_the_float_weights(
     on_cpus = load_model(pair.quantised, dtype="float32").kept
     assert on_cpus
     monkeypatch.setattr("jaxserve.models.loading.backend_of", lambda mesh: "tpu")
-    for dtype, devices in (("float32", 1), ("bfloat16", 1), ("float32", 2), ("float32", 4)):
+    for dtype, devices in (("float32", 1), ("bfloat16", 1), ("float32", 4)):
         assert_same_parameters(pair, dtype, mesh_of(devices))
 
 

@@ -144,13 +144,13 @@ def test_padding_changes_no_embedding(name: str) -> None:
     assert np.abs(made.embed(one) - made.embed(one, room=256)).max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        pytest.param("qwen2_vl", 1, marks=pytest.mark.slow),
         ("qwen2_vl", 3),
-        pytest.param("qwen2_5_vl", 8, marks=pytest.mark.slow),
-        pytest.param("llava", 2, marks=pytest.mark.slow),
+        ("qwen2_5_vl", 8),
+        ("llava", 2),
     ],
 )
 def test_whole_models_equal_transformers(name: str, devices: int) -> None:

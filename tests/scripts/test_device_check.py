@@ -229,9 +229,8 @@ def test_running_out_of_device_memory_is_tried_once_more(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3-8b-tp8/busy/64/bfloat16/small", "demo/short/16/int8"])
-def test_written_right_sees_a_number_in_a_wrong_page(name):
-    case = find_case(name)
+def test_written_right_sees_a_number_in_a_wrong_page():
+    case = find_case("demo/short/16/int8")
     inputs = prepare(case, XLA_ATTENTION)
     empty = XLA_ATTENTION.init_cache(
         inputs.cache.keys.shape[0] - 1, case.page_size, case.spec.num_kv_heads, case.spec.head_dim, case.cache_dtype
