@@ -121,7 +121,11 @@ MESSAGE = {"role": "user", "content": "a"}
     ("body", "param", "text"),
     [
         ({"messages": [MESSAGE, {"content": "a"}]}, "messages[1].role", "Field required"),
-        ({"messages": [MESSAGE | {"x": 1}]}, "messages[0].x", "is not a field that this server knows"),
+        (
+            {"messages": [MESSAGE], "stream_options": {"x": 1}},
+            "stream_options.x",
+            "is not a field that this server knows",
+        ),
         ({"messages": [MESSAGE | {"content": [{"type": "text"}]}]}, "messages[0].content", "content[0].text: Field"),
         ({"messages": [MESSAGE], "str": 1, "A[0]": 1}, "str", "A[0] is not a field"),
         ({"messages": [MESSAGE], "stop": [1]}, "stop", "stop[0]: Input should be a valid string"),
