@@ -184,7 +184,6 @@ def test_a_call_that_is_cut_keeps_what_is_whole(client: anthropic.Anthropic) -> 
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
         ({"use_beans": True}, "use_beans is not a field"),
         ({"output_config": {"effort": "low"}}, "reasoning_effort changes nothing here"),
-        ({"messages": [{"role": "user", "content": "<|chat|>"}]}, "special token"),
     ],
 )
 def test_refusals_have_anthropics_shape(client: anthropic.Anthropic, fields: Any, text: str) -> None:
