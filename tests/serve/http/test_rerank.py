@@ -14,7 +14,7 @@ import pytest
 from http_parts import browse, http_served
 from serve_parts import Served
 
-from jaxserve.engine import Reranker
+from jaxserve.engine import Reranker, encode_pairs
 from jaxserve.serve.http import requests
 from jaxserve.testing import ByteTokenizer
 
@@ -86,10 +86,19 @@ def test_long_documents_are_cut_or_named(client: httpx.Client) -> None:
     assert scores[0]["document"]["text"] == body["documents"][1], "as it was sent"
 
 
-def test_what_is_refused(client: httpx.Client) -> None:
+def test_special_tokens_in_documents_are_text_or_refused(client: httpx.Client) -> None:
     marked = {"query": "q", "documents": ["x", "<|chat|>"]}
-    assert refusal(client, "/rerank", **marked) == "documents[1] contains the special token '<|chat|>'; take it out"
-    assert refusal(client, "/rerank", **{**ASK, "query": "</s>"}).startswith("query contains the special token")
+    assert client.post("/rerank", json=marked).status_code == 200
+    pairs = [("a</s>", "<|ch"), ("q", "x")]
+    judged = encode_pairs(RERANKER, ByteTokenizer(), pairs, "documents", max_model_len=600)
+    assert all(max(judgement.prompt_ids) < 256 for judgement in judged)
+    parts = Served(tokenizer=ByteTokenizer(), vocab_size=259, reranker=RERANKER)
+    with http_served(parts, refuse_special_text=True) as server, browse(server) as strict:
+        assert refusal(strict, "/rerank", **marked) == "documents[1] contains the special token '<|chat|>'; take it out"
+        assert refusal(strict, "/rerank", **{**ASK, "query": "</s>"}).startswith("query contains the special token")
+
+
+def test_what_is_refused(client: httpx.Client) -> None:
     assert refusal(client, "/rerank", query="q", documents=[]) == "1 queries and 0 documents; send one of each at least"
     assert "2 queries and 3 documents" in refusal(client, "/score", text_1=["p", "q"], text_2=["x", "y", "z"])
     assert "serve.max_prompts" in refusal(client, "/v1/rerank", query="q", documents=["x"] * 2049)
