@@ -182,10 +182,6 @@ def test_a_call_that_is_cut_keeps_what_is_whole(client: anthropic.Anthropic) -> 
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
         ({"use_beans": True}, "use_beans is not a field"),
-<<<<<<< HEAD
-=======
-        ({"output_config": {"effort": "low"}}, "reasoning_effort changes nothing here"),
->>>>>>> e33b790a0ad14a672fb0932ea37c62b0293ba8fb
     ],
 )
 def test_refusals_have_anthropics_shape(client: anthropic.Anthropic, fields: Any, text: str) -> None:
