@@ -101,7 +101,7 @@ class SpecialText:
                 "the messages hold special tokens and all of Unicode's noncharacters from U+FDD0 on, of which two are "
                 "needed to tell the tokens from text; take the noncharacters out"
             )
-        marks = Marks(*free[:2], {})
+        marks = Marks(free[0], free[1], {})
         return marks._replace(marked={text: self._marked_text(text, marks) for text in unsafe})
 
     def marked(self, value: Any, marks: Marks) -> Any:

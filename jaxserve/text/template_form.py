@@ -138,6 +138,7 @@ class _Reader:
         elif isinstance(node, nodes.For):
             self._loop(node)
         elif isinstance(node, nodes.Assign):
+            assert isinstance(node.node, nodes.Expr)  # as Jinja parses it
             self._assign(node.target, node.node)
         elif isinstance(node, nodes.Macro):
             self._macros[node.name] = node
