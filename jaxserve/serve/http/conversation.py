@@ -135,7 +135,7 @@ def _plan(door: Door, body: ChatRequest) -> ToolUse:
 def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[str, list[PictureSource]]:
     template = door.engine.engine.chat_template()
     variables = template_variables(body, template)
-    if body.reasoning_effort is not None and not template.reads("reasoning_effort"):
+    if body.reasoning_effort is not None and variables == (body.chat_template_kwargs or {}):
         marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
     return render_chat(door, body.messages, body, tools=tools.shown, variables=variables)
 
