@@ -134,13 +134,8 @@ def _plan(door: Door, body: ChatRequest) -> ToolUse:
 
 def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[PromptText, list[PictureSource]]:
     template = door.engine.engine.chat_template()
-<<<<<<< HEAD
     hints = _effort(body, template, with_tools=bool(tools.shown))
     if body.reasoning_effort is not None and not hints:
-=======
-    variables = template_variables(body, template)
-    if body.reasoning_effort is not None and variables == (body.chat_template_kwargs or {}):
->>>>>>> 3f829fd4a7cd7e81b96a8ea63fe7279892190b72
         marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
     variables = {**hints, **(body.chat_template_kwargs or {})}
     return render_chat(door, body.messages, body, tools=tools.shown, variables=variables)
