@@ -134,10 +134,9 @@ def _plan(door: Door, body: ChatRequest) -> ToolUse:
 
 def _prompt(door: Door, body: ChatRequest, tools: ToolUse) -> tuple[PromptText, list[PictureSource]]:
     template = door.engine.engine.chat_template()
-    hints = _effort(body, template, with_tools=bool(tools.shown))
-    if body.reasoning_effort is not None and not hints:
+    variables = template_variables(body, template, with_tools=bool(tools.shown))
+    if body.reasoning_effort is not None and variables == (body.chat_template_kwargs or {}):
         marks.note(door.counts, "conversation", [marks.Mark(marks.Place.REQUEST, "reasoning_effort")])
-    variables = {**hints, **(body.chat_template_kwargs or {})}
     return render_chat(door, body.messages, body, tools=tools.shown, variables=variables)
 
 
@@ -181,14 +180,17 @@ def thinking_switch(template: ChatTemplate, on: bool, *, with_tools: bool) -> di
     return {name: on for name in _SWITCHES if template.reads(name, with_tools=with_tools)}
 
 
-def _effort(body: ChatRequest, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
-    """The variables that say how much the model is to think, as far as the template reads one. An effort is a hint, and
+def template_variables(body: ChatRequest, template: ChatTemplate, *, with_tools: bool = False) -> dict[str, Any]:
+    """What the template gets beside messages and tools. An effort is a hint: it is for templates that read it, and
     `none` also switches thinking off."""
-    effort = body.reasoning_effort
+    given, effort = body.chat_template_kwargs or {}, body.reasoning_effort
     if effort is None:
-        return {}
-    hints = {"reasoning_effort": effort} if template.reads("reasoning_effort", with_tools=with_tools) else {}
-    return hints | (thinking_switch(template, False, with_tools=with_tools) if effort == "none" else {})
+        return given
+    reads_effort = template.reads("reasoning_effort", with_tools=with_tools)
+    hints: dict[str, Any] = {"reasoning_effort": effort} if reads_effort else {}
+    if effort == "none":
+        hints |= thinking_switch(template, False, with_tools=with_tools)
+    return {**hints, **given}
 
 
 class Turn:
