@@ -63,17 +63,19 @@ def pairs(cases: Iterable[Case], slow: Callable[[PagedAttention, Case], bool] = 
 
 
 @functools.cache
-def _attend(implementation: PagedAttention) -> Callable:
-    return jax.jit(implementation.attend, static_argnums=5)
+def _attend(implementation: PagedAttention, quickly: bool) -> Callable:
+    options = {"xla_backend_optimization_level": 0} if quickly else None
+    return jax.jit(implementation.attend, static_argnums=5, compiler_options=options)
 
 
-def run_with_cache(implementation: PagedAttention, inputs: Inputs, spec: AttentionSpec):
+def run_with_cache(implementation: PagedAttention, inputs: Inputs, spec: AttentionSpec, quickly: bool = False):
+    """`quickly`: compiled without most of LLVM's work, for what is compared with a tolerance."""
     i = inputs
-    return _attend(implementation)(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes, i.scales)
+    return _attend(implementation, quickly)(i.q, i.k, i.v, i.cache, i.batch, spec, i.sinks, i.alibi_slopes, i.scales)
 
 
-def run(implementation: PagedAttention, inputs: Inputs, spec: AttentionSpec) -> np.ndarray:
-    return np.asarray(run_with_cache(implementation, inputs, spec)[0])
+def run(implementation: PagedAttention, inputs: Inputs, spec: AttentionSpec, quickly: bool = False) -> np.ndarray:
+    return np.asarray(run_with_cache(implementation, inputs, spec, quickly)[0])
 
 
 def check(case: Case, inputs: Inputs, out: np.ndarray) -> None:

@@ -61,7 +61,7 @@ def test_the_write_stores_what_a_scatter_stores_and_nothing_else(kv_heads, head_
     assert not watch.found_races() or PADDING_IS_A_RACE
 
 
-@pytest.mark.parametrize("rows", [((1, 5),), ((1, 9), (1, 17), (1, 32)), ((16, 16),), ((37, 37),)])
+@pytest.mark.parametrize("rows", [((1, 9), (1, 17), (1, 32)), ((37, 37),)])
 def test_any_number_of_tokens(rows, watch):
     inputs = inputs_of(make_case(1, 64, 16, "bfloat16", rows=rows, padding_tokens=0))
     found = write(inputs.k, inputs.v, inputs.cache, inputs.batch)
