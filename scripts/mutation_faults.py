@@ -103,10 +103,10 @@ FAULTS = (
     ),
     Fault(
         area="tools",
-        file="jaxserve/serve/http/formats/tagged.py",
-        old="            self._num_calls += 1\n",
-        new="        self._num_calls += 1\n",
-        wrong="Several calls between one pair of tags have one number, so that clients join their arguments.",
+        file="jaxserve/serve/http/formats/base.py",
+        old="                self._num_calls += 1\n",
+        new="                self._num_calls = max(self._num_calls, 1)\n",
+        wrong="All calls of an answer have one number, so that clients join their arguments.",
         tests=("tests/serve/http/test_formats.py::test_a_transcript_is_read_whole_and_in_pieces",),
     ),
     Fault(
