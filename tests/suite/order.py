@@ -53,9 +53,11 @@ class Order:
             cost = seconds.get(file)
             if self._failures.get(file):
                 return (0, -self._failures[file], file)
-            if cost is None or cost["seconds"] < _QUICK_S * cost["tests"]:
-                return (1, 0.0 if cost is None else cost["seconds"] / cost["tests"], file)
-            return (2, -cost["longest_s"], file)
+            if cost is None:
+                return (2, 0.0, file)  # nobody knows how long it takes
+            if cost["seconds"] < _QUICK_S * cost["tests"]:
+                return (1, cost["seconds"] / cost["tests"], file)
+            return (3, -cost["longest_s"], file)
 
         shares: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
         for file in sorted(files, key=rank):
