@@ -417,8 +417,6 @@ def test_the_command_from_prompts_to_a_head_that_drafts(tmp_path: Path) -> None:
     out = tmp_path / "head"
     common = ["train-draft", "demo", str(out), "--data", str(data), "--kind", "eagle3", "--ffn", "64", "--rows", "1"]
     common += ["--row-len", "128", "--steps", "3", "--held-out", "4", "--max-tokens", "12", "--draft-vocab", "300"]
-    small = ("sched.max_rows=8", "sched.max_step_tokens=40", "runtime.token_buckets=[40]", "runtime.row_buckets=[8]")
-    common += [word for setting in small for word in ("--set", setting)]
     assert cli.main([*common, "--stop-after", "0"]) == 4
     assert not out.exists()
     assert cli.main(common) == 0
